@@ -1,0 +1,64 @@
+"""The few exception types of mergegate. Each is raised where the cause is known and carries what a person needs.
+
+Every message has one shape: *where* it went wrong (file, field or tensor), what was *found*, what was *expected*, and
+the *remedy*. The command line turns the type into an exit code and prints the message without a traceback.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from typing import Iterable
+
+
+class MergegateError(Exception):
+    """Anything a user can cause. Never raised itself; see the subclasses.
+
+    Args:
+        where: File, field or tensor, as the user would name it (``recipe.yaml: models[1].parameters.densty``).
+        found: What is there.
+        expected: What should be there.
+        remedy: What to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
+        self.where, self.found, self.expected, self.remedy = where, found, expected, remedy
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.found}"]
+        if self.expected:
+            lines.append(f"  expected: {self.expected}")
+        if self.remedy:
+            lines.append(f"  remedy:   {self.remedy}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions pickle by their positional arguments; ours are keywords, and runs cross process borders.
+        return (_rebuild, (type(self), self.where, self.found, self.expected, self.remedy))
+
+
+class InvalidInput(MergegateError):
+    """A profile, recipe or checkpoint that cannot mean anything: unknown key, lying header, missing file."""
+
+    exit_code = 2
+
+
+class Refused(MergegateError):
+    """A check or a gate said no to something well formed: a licence, a vocabulary, a lost skill."""
+
+    exit_code = 3
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """``"did you mean 'density'?"`` for the closest of ``known``, or the whole list when nothing is close."""
+    known = sorted(known)
+    near = get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
+
+
+def _rebuild(
+    kind: type[MergegateError], where: str, found: str, expected: str, remedy: str
+) -> MergegateError:
+    return kind(where, found=found, expected=expected, remedy=remedy)
