@@ -58,7 +58,5 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}"
 
 
-def _rebuild(
-    kind: type[MergegateError], where: str, found: str, expected: str, remedy: str
-) -> MergegateError:
+def _rebuild(kind: type[MergegateError], where: str, found: str, expected: str, remedy: str) -> MergegateError:
     return kind(where, found=found, expected=expected, remedy=remedy)

@@ -1,13 +1,12 @@
 """sha256 of files, each read once: hashes are remembered by (device, inode, size, mtime), like git's index does.
 
 Hashing a 70 B checkpoint takes minutes; a nightly run that finds nothing new must take seconds. A file that was
-rewritten, truncated, replaced or touched is hashed again; ``HashMemo.sha256(path, trust=False)`` always reads the bytes.
+rewritten, truncated, replaced or touched is hashed again; ``HashMemo.sha256(path, trust=False)`` always reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -66,7 +65,7 @@ class HashMemo:
 
 
 def _identity(path: Path) -> tuple[int, int, int, int]:
-    status = os.stat(path)
+    status = path.stat()
     # SQLite integers are signed; inode numbers of some file systems use all 64 bits.
     signed = status.st_ino - (1 << 64) if status.st_ino >= 1 << 63 else status.st_ino
     return status.st_dev, signed, status.st_size, status.st_mtime_ns

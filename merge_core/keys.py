@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def canonical(value: object) -> Any:
         if not all(isinstance(key, str) for key in value):
             raise TypeError("only string keys have a canonical JSON form")
         return {key: canonical(value[key]) for key in sorted(value)}
-    if isinstance(value, Sequence):
+    if isinstance(value, (list, tuple)):
         return [canonical(item) for item in value]
     raise TypeError(f"{type(value).__name__} has no canonical JSON form")
 

@@ -1,15 +1,15 @@
 """The artifact store: immutable directories, addressed by the key of what made them, complete or absent.
 
-An artifact is written to ``<root>/<stage>/<key>.partial``, fsynced, and renamed to ``<root>/<stage>/<key>``: a directory
-with its final name is always whole. Its ``manifest.json`` lists every file with size and sha256; an artifact is believed
-only after it agrees with its manifest, and anything else is a miss that says why::
+An artifact is written to ``<root>/<stage>/<key>.partial``, fsynced, and renamed to ``<root>/<stage>/<key>``: a
+directory with its final name is always whole. Its ``manifest.json`` lists every file with size and sha256; an artifact
+is believed only after it agrees with its manifest, and anything else is a miss that says why::
 
     store = Store(Path(".mergegate/store"))
     artifact = store.build("merge", key, MergeRecord, lambda out: merge(plan, out))   # makes it, or finds it
     artifact.directory, artifact.value, artifact.digest
 
-Two processes that want the same key: one builds, the other waits and finds it. The lock is flock(2): the kernel drops it
-with the process, so a killed run never leaves one behind.
+Two processes that want the same key: one builds, the other waits and finds it. The lock is flock(2): the kernel drops
+it with the process, so a killed run never leaves one behind.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Store:
 
 def _same_file(descriptor: int, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
 

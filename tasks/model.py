@@ -22,11 +22,3 @@ class Model(BaseModel):
     name: Annotated[str, NotInKey]  # unique in a run: 'reverser', 'merge'
     digest: str  # 64 hex digits over names, sizes and hashes of the files that matter
     directory: Annotated[Path, NotInKey]  # absolute
-
-
-class Parent(Model):
-    """A model that goes into a merge, pinned: later stages speak of its digest and commit, never of a branch."""
-
-    ref: str  # as the recipe writes it; the key the merge engine knows it by
-    revision: str | None = None  # commit of a Hub repository, None for a local directory
-    is_base: bool = False

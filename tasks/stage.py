@@ -16,6 +16,7 @@ reading it opens the artifact in the store and checks it, so a deleted, truncate
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -24,11 +25,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, get_type_hints
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 
-from prefect import task
-from prefect.cache_policies import CachePolicy
+from prefect import Task
+from prefect.cache_policies import NO_CACHE, CachePolicy
 from prefect.serializers import Serializer
 from prefect.states import Failed
 from pydantic import BaseModel, ConfigDict, Field
@@ -40,6 +42,7 @@ from merge_core.store import Artifact, Store, StoreMiss
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
+T = TypeVar("T")
 V = TypeVar("V", bound="StageValue")
 
 Ending = Literal["made", "cached", "refused", "failed"]
@@ -106,7 +109,7 @@ class ContentKey(CachePolicy):
         return f"{inputs['stage']}-{inputs['key'][:32]}"
 
 
-class ArtifactSerializer(Serializer):  # type: ignore[type-arg]  # a parametrised base breaks its type registry
+class ArtifactSerializer(Serializer):  # unparametrised: Prefect registers serializers by concrete class
     """Writes stage and key; reads by opening and checking the artifact. Any doubt is a miss with a log line."""
 
     type: str = Field(default="mergegate-artifact", frozen=True)
@@ -153,68 +156,126 @@ class Stage(Generic[P, V]):
         inputs.apply_defaults()
         subject = str(getattr(inputs.arguments[self._subject], "name", "")) if self._subject else ""
         key = stage_key(self.name, self.version, inputs.arguments)
-        watcher = _watcher.get()
-        if watcher:
-            watcher.started(self.name, subject)
-        token = _running.set((self.name, subject))
-        began = time.monotonic()
-        ending: Ending = "failed"
-        summary = ""
-        try:
+        with _told(self.name, subject) as telling:
             artifact, made = self._run(key, subject, inputs)
-            ending, summary = ("made" if made else "cached"), artifact.value.summary()
+            telling.ending, telling.summary = ("made" if made else "cached"), artifact.value.summary()
             if (refusal := artifact.value.refusal()) is not None:
-                ending = "refused"
                 raise refusal
             return artifact
-        except MergegateError as error:
-            ending = "refused" if isinstance(error, Refused) else "failed"
-            summary = summary or error.found
-            raise
-        finally:
-            _running.reset(token)
-            if watcher:
-                watcher.ended(self.name, subject, ending, time.monotonic() - began, summary)
 
     def _run(self, key: str, subject: str, inputs: inspect.BoundArguments) -> tuple[Artifact[V], bool]:
         made = False
-        problem: MergegateError | None = None
 
-        def body(stage: str, key: str) -> Any:
-            nonlocal made, problem
-            try:
-                artifact, made = store().build(
-                    stage,
-                    key,
-                    self.value_type,
-                    lambda out: self.work(out, *inputs.args, **inputs.kwargs),
-                    hashes_of=self._hashes_of,
-                    resumable=self._resumable,
-                    on_wait=lambda: log.info("%s is being made by another run; waiting for it", stage),
-                )
-                return artifact
-            except MergegateError as error:
-                # Returned, not raised: what a user can cause leaves no traceback in Prefect's log.
-                problem = error
-                return Failed(message=str(error))
+        def body(stage: str, key: str) -> Artifact[V]:
+            nonlocal made
+            artifact, made = store().build(
+                stage,
+                key,
+                self.value_type,
+                lambda out: self.work(out, *inputs.args, **inputs.kwargs),
+                hashes_of=self._hashes_of,
+                resumable=self._resumable,
+                on_wait=lambda: log.info("%s is being made by another run; waiting for it", stage),
+            )
+            return artifact
 
-        run = task(
+        artifact = _run_as_task(
             body,
+            {"stage": self.name, "key": key},
             name=self.name,
             task_run_name=f"{self.name} {subject}".strip(),
             cache_policy=ContentKey(),
             persist_result=True,
             result_storage=home() / "records",
             result_serializer=ArtifactSerializer(),
-            tags=[self.name],
         )
-        state = run(self.name, key, return_state=True)
-        if problem is not None:
-            raise problem
-        return state.result(), made
+        return artifact, made
 
 
 _value_types: dict[str, type[StageValue]] = {}
+
+
+class StepValue(Protocol):
+    """What a step returns: something to say, and whether it changed anything."""
+
+    @property
+    def new(self) -> bool: ...
+    def summary(self) -> str: ...
+
+
+S = TypeVar("S", bound=StepValue)
+
+
+def step(name: str) -> Callable[[Callable[P, S]], Callable[P, S]]:
+    """Declare a step that is never cached because it looks at the world outside the store, or changes it.
+
+    Running it again must be harmless: a step is idempotent by its own means.
+    """
+
+    def declare(work: Callable[P, S]) -> Callable[P, S]:
+        @functools.wraps(work)
+        def run(*args: P.args, **kwargs: P.kwargs) -> S:
+            with _told(name, "") as telling:
+                value = _run_as_task(lambda: work(*args, **kwargs), {}, name=name, cache_policy=NO_CACHE)
+                telling.ending, telling.summary = ("made" if value.new else "cached"), value.summary()
+                return value
+
+        return run
+
+    return declare
+
+
+def _run_as_task(body: Callable[..., T], parameters: dict[str, object], **options: Any) -> T:
+    """Run ``body`` as a Prefect task. What a user can cause fails the task without a traceback and is raised here."""
+    problem: MergegateError | None = None
+
+    def guarded(**parameters: object) -> Any:
+        nonlocal problem
+        try:
+            return body(**parameters)
+        except MergegateError as error:
+            problem = error
+            return Failed(message=str(error))
+
+    # Prefect reads the parameters of a task off its signature; ours are whatever the caller names.
+    guarded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in parameters]
+    )
+    run: Task[..., Any] = Task(fn=guarded, tags=[options["name"]], **options)
+    state = run(**parameters, return_state=True)
+    if problem is not None:
+        raise problem
+    return cast(T, state.result())
+
+
+@dataclass
+class _Telling:
+    ending: Ending = "failed"
+    summary: str = ""
+
+
+@contextmanager
+def _told(name: str, subject: str) -> Iterator[_Telling]:
+    """Tell the watcher that a stage runs and how it ended; ``advance`` inside speaks for this stage."""
+    watcher = _watcher.get()
+    telling = _Telling()
+    if watcher:
+        watcher.started(name, subject)
+    token = _running.set((name, subject))
+    began = time.monotonic()
+    try:
+        yield telling
+    except MergegateError as error:
+        telling.ending = "refused" if isinstance(error, Refused) else "failed"
+        telling.summary = telling.summary or error.found
+        raise
+    except BaseException:
+        telling.ending = "failed"
+        raise
+    finally:
+        _running.reset(token)
+        if watcher:
+            watcher.ended(name, subject, telling.ending, time.monotonic() - began, telling.summary)
 
 
 def stage(

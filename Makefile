@@ -1,0 +1,57 @@
+# What a person can do here. `make` alone lists it.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PORT   ?= 4200
+
+# One project, one state: what runs by hand, under a worker and in the server share the store and the history.
+export MERGEGATE_HOME ?= $(CURDIR)/.mergegate
+SERVED := PREFECT_HOME=$(MERGEGATE_HOME)/prefect PREFECT_API_URL=http://127.0.0.1:$(PORT)/api \
+          PREFECT_SERVER_ANALYTICS_ENABLED=0 DO_NOT_TRACK=1 MERGEGATE_ROOT=$(CURDIR)
+
+.PHONY: help demo test test-slow lint format family server worker deploy clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate, publish
+	$(BIN)/mergegate run profiles/demo.yaml
+
+test: $(VENV)/ready ## the test suite
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
+
+test-slow: $(VENV)/ready ## the longer proofs: servers, schedules, kills
+	$(BIN)/pytest -m "slow and not gpu"
+
+lint: $(VENV)/ready ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready ## let ruff format everything
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+family: $(VENV)/ready ## train the demo family again (a minute or two)
+	$(BIN)/python profiles/demo/train.py
+
+server: $(VENV)/ready ## Prefect's server and its pages on http://127.0.0.1:4200
+	$(SERVED) $(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
+
+worker: $(VENV)/ready ## a worker that carries out deployed and scheduled runs
+	$(SERVED) $(BIN)/prefect worker start --pool mergegate --type process
+
+deploy: $(VENV)/ready ## the deployments of prefect.yaml: release/release, release/nightly
+	$(SERVED) $(BIN)/prefect work-pool inspect mergegate >/dev/null 2>&1 || \
+	$(SERVED) $(BIN)/prefect work-pool create mergegate --type process
+	$(SERVED) $(BIN)/prefect --no-prompt deploy --all
+
+clean: ## forget every artifact, run and release of this checkout
+	rm -rf .mergegate releases
+
+# pip, not uv: `torch` is the CPU build where that is what the index offers for this platform.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

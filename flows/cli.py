@@ -1,0 +1,158 @@
+"""The command line: commands and exit codes, nothing else.
+
+Exit codes: 0 released or nothing new · 2 invalid profile, recipe or checkpoint · 3 refused by a check or a gate ·
+1 anything unexpected. Heavy imports wait until a command needs them: ``mergegate --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from merge_core.errors import MergegateError
+
+app = typer.Typer(
+    name="mergegate",
+    help="Merge recipe in; a verified model release out, or a clear reason why not.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Say the version, or go on to the command."""
+    if version:
+        from importlib.metadata import version as installed
+
+        print(f"mergegate {installed('mergegate')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
+
+
+@app.command()
+def run(
+    profile: Annotated[Path, typer.Argument(help="The profile (YAML).")],
+    as_json: Json = False,
+) -> None:
+    """Make a release: check, merge, evaluate, gate, publish. What is already there is not made again."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.local_api import local_api
+        from flows.outcome import Outcome
+        from flows.profile import load_profile
+        from flows.progress import Progress
+        from flows.release import release
+
+        console, progress = _console(as_json), None
+        loaded = load_profile(profile)
+        with local_api():
+            progress = Progress(console)
+            progress.headline(loaded.headline(), f"profile {profile}")
+            with progress.watching():
+                state = release(profile, return_state=True)
+        outcome = state.result(raise_on_failure=False)
+        if not isinstance(outcome, Outcome):
+            raise outcome
+        _print_outcome(console, outcome, as_json)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def merge(
+    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],
+    out: Annotated[Path, typer.Argument(help="Directory for the merged checkpoint; must not exist yet.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random masks (DARE and its kin).")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Only merge: recipe in, checkpoint out. No licence check, no evaluation, no gate."""
+    with _refusals(as_json):
+        from flows.merging import merge_to
+
+        record = merge_to(recipe, out, seed=seed, device=device, console=_console(as_json))
+        if as_json:
+            print(json.dumps(record))
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="A profile or a recipe.")],
+    as_json: Json = False,
+) -> None:
+    """Find everything that can be wrong before any weight is read: all findings at once, worst first."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.checking import check_file
+
+        code = check_file(file, _console(as_json), as_json)
+    raise typer.Exit(code)
+
+
+@app.command()
+def methods(as_json: Json = False) -> None:
+    """The merge methods, with their parameters, ranges and defaults."""
+    with _refusals(as_json):
+        from flows.methods import print_methods
+
+        print_methods(_console(False), as_json)
+
+
+def main() -> None:
+    """Entry point of the ``mergegate`` command."""
+    app()
+
+
+def _prepare_environment() -> None:
+    """What must be set before Prefect and the Hugging Face libraries are imported."""
+    from flows.local_api import configure
+
+    home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
+    configure(home)
+
+
+def _console(as_json: bool) -> Any:
+    """Where lines for people go: standard output, or nowhere when that carries JSON."""
+    from rich.console import Console
+
+    return Console(quiet=as_json, highlight=False)
+
+
+def _print_outcome(console: Any, outcome: Any, as_json: bool) -> None:
+    if as_json:
+        print(outcome.model_dump_json(indent=1))
+        return
+    from flows.ending import print_ending
+
+    print_ending(console, outcome)
+
+
+@contextmanager
+def _refusals(as_json: bool) -> Iterator[None]:
+    """Turn what a user can cause into a message and an exit code. No traceback for it."""
+    try:
+        yield
+    except MergegateError as error:
+        if as_json:
+            print(json.dumps({"status": "refused" if error.exit_code == 3 else "invalid", "message": str(error)}))
+        else:
+            print(str(error), file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("interrupted; run again to go on from the finished stages", file=sys.stderr)
+        raise typer.Exit(1) from None

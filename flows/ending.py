@@ -1,0 +1,43 @@
+"""The last lines of a run: the final table, what came out, and where to look."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flows.outcome import Outcome
+from tasks.report.table import final_table
+
+_STYLES = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
+
+
+def print_ending(console: Console, outcome: Outcome) -> None:
+    """The evidence as a table, then the outcome in words."""
+    if outcome.content is not None:
+        drawn = final_table(outcome.content)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", header_style="dim")
+        for position, column in enumerate(drawn.columns):
+            table.add_column(column, justify="left" if position in (0, len(drawn.columns) - 1) else "right")
+        for row in drawn.rows:
+            *cells, verdict = row.cells
+            table.add_row(*cells, Text(verdict, style=_STYLES[row.outcome]))
+        console.print()
+        console.print(table)
+    console.print()
+    first, *rest = outcome.message.splitlines()
+    console.print(Text(first, style="bold green" if outcome.exit_code == 0 else "bold red"))
+    for line in rest:
+        console.print(Text(f"  {line.strip()}"))
+    for label, place in (("release", outcome.location), ("report", outcome.report)):
+        if place is not None:
+            console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
+
+
+def _short(path: Path) -> str:
+    """The path as a person in this directory would type it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

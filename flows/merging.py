@@ -1,0 +1,60 @@
+"""``mergegate merge``: only the merge, into a directory that exists whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from merge_core import load_recipe, merge_plan, open_checkpoint, plan_merge, preflight
+from merge_core.errors import InvalidInput, Refused
+from tasks.pin import find_parents
+
+
+def merge_to(recipe_file: Path, out: Path, *, seed: int, device: str, console: Console) -> dict[str, object]:
+    """Merge ``recipe_file`` into ``out`` and return what was made, as plain data.
+
+    Raises:
+        InvalidInput: for a recipe that cannot mean anything, or an ``out`` that exists.
+        Refused: when the parents do not fit each other.
+    """
+    if out.exists():
+        raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
+    recipe = load_recipe(recipe_file)
+    checkpoints = {parent.ref: open_checkpoint(parent.directory) for parent in find_parents(recipe)}
+    findings = preflight(recipe, checkpoints)
+    for finding in findings:
+        if finding.severity == "block":
+            raise Refused(finding.where, found=finding.found, expected=finding.expected, remedy=finding.remedy)
+        console.print(f"{finding.severity}: {finding.where}: {finding.found}")
+    plan = plan_merge(recipe, checkpoints)
+    partial = out.with_name(f"{out.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)  # what a killed merge left there is gone on from
+    columns = (TextColumn(recipe.summary()), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        job = bar.add_task("merge", total=None)
+        record = merge_plan(
+            plan,
+            partial,
+            seed=seed,
+            device=device,
+            on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+        )
+    for finding in record.findings:
+        console.print(f"{finding.severity}: {finding.where}: {finding.found}")
+        if finding.severity == "block":
+            shutil.rmtree(partial)
+            raise Refused(finding.where, found=finding.found, expected=finding.expected, remedy=finding.remedy)
+    partial.rename(out)
+    console.print(f"{out}: {record.tensors} tensors, {record.bytes_written / 1e6:,.1f} MB in {record.seconds:.1f} s")
+    return {
+        "out": str(out),
+        "method": record.method,
+        "tensors": record.tensors,
+        "bytes_written": record.bytes_written,
+        "seconds": record.seconds,
+        "files": dict(record.files),
+        "findings": [f"{finding.severity}: {finding.where}: {finding.found}" for finding in record.findings],
+    }

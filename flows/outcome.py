@@ -1,0 +1,142 @@
+"""How a run ends: one frozen value for the command line, for ``--json`` and for Prefect's own pages."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from flows.profile import Profile
+from merge_core.errors import MergegateError, Refused
+from merge_core.store import Artifact
+from tasks.evaluate import Scores
+from tasks.gate import Verdict
+from tasks.licenses.check import LicenseVerdict
+from tasks.merge import MERGED, Merged
+from tasks.perplexity import Likelihoods
+from tasks.pin import PinnedRecipe
+from tasks.publish.content import stored_files
+from tasks.publish.release import Release
+from tasks.report import Report, ReportContent
+from tasks.report.content import Library, MergedFile, ReportedModel
+from tasks.report.table import as_markdown
+from tasks.stage import home
+from tasks.versions import versions
+
+Status = Literal["released", "nothing new", "passed", "refused", "invalid"]
+
+_EXIT_CODES: dict[Status, int] = {"released": 0, "nothing new": 0, "passed": 0, "invalid": 2, "refused": 3}
+_LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
+
+
+class Outcome(BaseModel):
+    """The end of a run: what came out, or why nothing did."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    status: Status
+    message: str  # what a person reads first
+    version: str | None = None
+    location: Path | None = None  # of the release
+    report: Path | None = None  # the page about it
+    content: ReportContent | None = None  # the evidence, where the run got so far
+
+    @property
+    def exit_code(self) -> int:
+        """0 released or nothing new, 2 invalid input, 3 refused by a check or the gate."""
+        return _EXIT_CODES[self.status]
+
+
+def stopped(error: MergegateError) -> Outcome:
+    """The end of a run that a check refused, or whose input could not mean anything."""
+    return Outcome(status="refused" if isinstance(error, Refused) else "invalid", message=str(error))
+
+
+def judged(content: ReportContent, report: Artifact[Report], release: Release | None) -> Outcome:
+    """The end of a run that reached the gate. Without a release it was refused, or nothing was to be published."""
+    page = _keep_page(content.name, report)
+    if release is None:
+        if content.verdict.publishable:
+            return Outcome(status="passed", message=f"{content.name} passed the gate", report=page, content=content)
+        why = "\n".join(content.verdict.reasons)
+        return Outcome(status="refused", message=f"{content.name} is not released\n{why}", report=page, content=content)
+    what = f"released {release.name} {release.version}" if release.new else f"nothing new: {release.version} is released"
+    return Outcome(
+        status="released" if release.new else "nothing new",
+        message=what,
+        version=release.version,
+        location=release.location,
+        report=page,
+        content=content,
+    )
+
+
+def show_in_prefect(outcome: Outcome, name: str) -> None:
+    """Keep the end of the run as a Markdown artifact of the Prefect run, where its UI shows it."""
+    from prefect.artifacts import create_markdown_artifact
+
+    text = as_markdown(outcome.content) if outcome.content else f"## ✗ {name}\n\n```\n{outcome.message}\n```\n"
+    if outcome.report:
+        text += f"\nReport: `{outcome.report}`\n"
+    key = "".join(character if character.isalnum() else "-" for character in f"release-{name}".lower())
+    create_markdown_artifact(text, key=key, description=outcome.message.splitlines()[0])
+
+
+def report_content(
+    profile: Profile,
+    pinned: PinnedRecipe,
+    licence: LicenseVerdict,
+    merged: Artifact[Merged],
+    scores: Mapping[str, Sequence[Artifact[Scores]]],
+    likelihoods: Mapping[str, Artifact[Likelihoods]],
+    verdict: Verdict,
+) -> ReportContent:
+    """All that was found out, as the report, the card and the final table want it."""
+
+    def measured(name: str) -> dict[str, object]:
+        parts = [artifact.value for artifact in scores.get(name, ())]
+        together = parts[0].model_copy(update={"tasks": tuple(t for p in parts for t in p.tasks)}) if parts else None
+        return {"scores": together, "likelihoods": likelihoods[name].value if name in likelihoods else None}
+
+    parents = [
+        ReportedModel(
+            name=parent.name,
+            role="base" if parent.is_base else "parent",
+            ref=parent.ref,
+            revision=parent.revision,
+            digest=parent.digest,
+            licence=licence.licenses[parent.name],
+            **measured(parent.name),
+        )
+        for parent in pinned.parents
+    ]
+    itself = ReportedModel(
+        name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=licence.result, **measured(MERGED)
+    )
+    return ReportContent(
+        name=profile.name,
+        method=pinned.recipe.summary(),
+        recipe=profile.recipe_text(),
+        models=(*parents, itself),
+        licence=licence.result,
+        obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in licence.combination.obligations),
+        verdict=verdict,
+        scoring=profile.evaluate.scoring if profile.evaluate else None,
+        windows=profile.perplexity.windows if profile.perplexity else None,
+        files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
+        versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
+        reproduce=(f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",),
+    )
+
+
+def _keep_page(name: str, report: Artifact[Report]) -> Path:
+    """Copy the page to where a person looks for it: the latest report of each profile, by name."""
+    page = home() / "reports" / f"{name}.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    step = page.with_suffix(".partial")
+    shutil.copyfile(report.directory / "report.html", step)
+    step.rename(page)
+    return page

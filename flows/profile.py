@@ -1,0 +1,132 @@
+"""The profile: what a person writes to say how a merge is released. Typed, strict, composed of each stage's settings.
+
+A profile is a YAML file, or the same thing as the typed parameter of a Prefect deployment. Relative paths in it are
+relative to the file (``root``), so a profile and what it names can be moved together. An unknown or misspelt key, a
+value out of range, a guard that names no parent: all are reported at once, with the place and a suggestion.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from merge_core.errors import InvalidInput, suggest
+from tasks.evaluate import EvaluateSettings
+from tasks.licenses.use import LicenseSettings
+from tasks.merge import MergeSettings
+from tasks.perplexity import PerplexitySettings
+from tasks.publish.settings import DirectoryTarget
+
+
+class Settings(BaseModel):
+    """A group of settings: frozen, and no key that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Checks(Settings):
+    """What is checked before any weight is read."""
+
+    license: LicenseSettings = LicenseSettings()
+
+
+class Profile(Settings):
+    """How a merge is released: recipe, checks, evidence, target."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the release.")
+    recipe: Path | dict[str, Any] = Field(description="mergekit's dialect: a file, or the same inline.")
+    merge: MergeSettings = MergeSettings()
+    checks: Checks = Checks()
+    perplexity: PerplexitySettings | None = None
+    evaluate: EvaluateSettings | None = None
+    publish: DirectoryTarget | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
+    root: Path = Field(default=Path(), description="Directory that relative paths are relative to.")
+
+
+ProfileSource = Annotated[Path | Profile, Field(description="A profile file, or a whole profile.")]
+
+
+def load_profile(source: Path | Profile) -> Profile:
+    """The typed profile.
+
+    Raises:
+        InvalidInput: when the file cannot be read, is no YAML, or says something a profile cannot say.
+    """
+    if isinstance(source, Profile):
+        return source.model_copy(update={"root": source.root.absolute()})
+    where = str(source)
+    try:
+        data = yaml.safe_load(source.read_text())
+    except OSError as error:
+        raise InvalidInput(where, found=error.strerror or "not readable", expected="a profile (YAML)") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidInput(where, found=f"not YAML: {error}", expected="a profile (YAML)") from None
+    if not isinstance(data, Mapping):
+        raise InvalidInput(where, found=type(data).__name__, expected="a mapping with name, recipe, publish, …")
+    return parse_profile({"root": source.absolute().parent, **data}, where)
+
+
+def parse_profile(data: Mapping[str, object], where: str) -> Profile:
+    """A profile from plain data; ``where`` is what messages call it.
+
+    Raises:
+        InvalidInput: with every fault of it at once.
+    """
+    try:
+        return Profile.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, where) from None
+
+
+def _explain(error: ValidationError, where: str) -> InvalidInput:
+    faults = [(_place(fault["loc"]), *_fault(fault)) for fault in error.errors()]
+    if len(faults) == 1:
+        (place, found, remedy) = faults[0]
+        return InvalidInput(f"{where}: {place}", found=found, remedy=remedy)
+    lines = "".join(f"\n  {place}: {found}" + (f"; {remedy}" if remedy else "") for place, found, remedy in faults)
+    return InvalidInput(where, found=f"{len(faults)} faults{lines}")
+
+
+def _fault(fault: Any) -> tuple[str, str]:
+    """What is wrong and what to do, in our words where pydantic's are for programmers."""
+    *parents, last = fault["loc"] or ("",)
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key {last!r}", suggest(str(last), _keys_at(Profile, parents))
+    if fault["type"] == "missing":
+        return "is missing", "add it"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return f"{fault['input']!r}: {message[:1].lower()}{message[1:]}", ""
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """``('evaluate', 'tasks', 0, 'max_drop')`` as ``evaluate.tasks[0].max_drop``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def _keys_at(model: type[BaseModel], location: list[int | str]) -> list[str]:
+    """Keys that the settings at ``location`` know, found by walking the types."""
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        inner = _settings_in(field.annotation) if field else None
+        if inner is None:
+            break
+        model = inner
+    return [name for name in model.model_fields if name != "root"]
+
+
+def _settings_in(annotation: Any) -> type[BaseModel] | None:
+    """The settings class inside ``X``, ``X | None`` or ``tuple[X, ...]``."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return annotation if issubclass(annotation, BaseModel) else None
+    return next((inner for part in typing.get_args(annotation) if (inner := _settings_in(part))), None)

@@ -1,0 +1,168 @@
+"""The lines a person watches: one a stage, in place while it works, with what it found and how long it took.
+
+On a terminal the lines live; elsewhere (a log, CI) each is printed once, when its stage has ended::
+
+    demo · ties of 2 over base                                         profile profiles/demo.yaml
+      ✓ licences      mit, apache-2.0 → apache-2.0                                          0.2 s
+      = evaluate      cached: base, reverser · merge: copy 100.0 · reverse 99.3             3.1 s
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from tasks.stage import Ending, watched_by
+
+_MARKS: dict[Ending, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
+    "made": ("✓", "+", "green"),
+    "cached": ("=", "=", "cyan"),
+    "refused": ("✗", "x", "bold red"),
+    "failed": ("✗", "x", "bold red"),
+}
+_SEVERITY: tuple[Ending, ...] = ("cached", "made", "refused", "failed")
+
+
+@dataclass
+class _Call:
+    """One call of a stage, on one subject."""
+
+    subject: str
+    began: float
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    ending: Ending | None = None
+    seconds: float = 0.0
+    summary: str = ""
+
+
+@dataclass
+class _Line:
+    """All calls of one stage."""
+
+    stage: str
+    calls: list[_Call] = field(default_factory=list)
+
+    @property
+    def ending(self) -> Ending | None:
+        endings = [call.ending for call in self.calls]
+        return None if None in endings else max((e for e in endings if e), key=_SEVERITY.index)
+
+    @property
+    def seconds(self) -> float:
+        return sum(call.seconds if call.ending else time.monotonic() - call.began for call in self.calls)
+
+    def text(self) -> str:
+        """What to say: the summary of a single call; of several, what was cached and what each new one found."""
+        running = [call for call in self.calls if call.ending is None]
+        if running:
+            return _how_far(running[-1])
+        if not any(call.subject for call in self.calls):
+            return self.calls[-1].summary
+        cached = list(dict.fromkeys(call.subject for call in self.calls if call.ending == "cached"))
+        fresh = list(dict.fromkeys(call.subject for call in self.calls if call.ending != "cached"))
+        parts = [f"cached: {', '.join(name for name in cached if name not in fresh)}"] if set(cached) - set(fresh) else []
+        for name in fresh:
+            parts.append(f"{name} {', '.join(call.summary for call in self.calls if call.subject == name)}")
+        return " · ".join(parts)
+
+
+class Progress:
+    """A ``Watcher`` that draws on a rich console. Use as a context manager around the run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._ascii = not (console.encoding or "").lower().startswith("utf")
+        self._lines: dict[str, _Line] = {}
+        self._printed: set[str] = set()
+        self._live: Live | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Draw every stage that runs inside."""
+        with watched_by(self):
+            if not self._console.is_terminal:
+                try:
+                    yield
+                finally:
+                    self._print_ended()
+                return
+            with Live(console=self._console, refresh_per_second=8, get_renderable=self._draw):
+                yield
+
+    def headline(self, left: str, right: str) -> None:
+        """The line above all stages."""
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_row(Text(left, style="bold"), Text(right, style="dim"))
+        self._console.print(grid)
+
+    def started(self, stage: str, subject: str) -> None:
+        if stage not in self._lines:
+            self._print_ended()
+        self._lines.setdefault(stage, _Line(stage)).calls.append(_Call(subject, time.monotonic()))
+
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        call = self._lines[stage].calls[-1]
+        call.done, call.total, call.unit = done, total, unit
+
+    def ended(self, stage: str, subject: str, ending: Ending, seconds: float, summary: str) -> None:
+        call = self._lines[stage].calls[-1]
+        call.ending, call.seconds, call.summary = ending, seconds, summary
+
+    def _print_ended(self) -> None:
+        if self._console.is_terminal:
+            return
+        for line in self._lines.values():
+            if line.stage not in self._printed and line.ending:
+                self._printed.add(line.stage)
+                self._console.print(self._row(line))
+
+    def _draw(self) -> RenderableType:
+        return Group(*(self._row(line) for line in self._lines.values()))
+
+    def _row(self, line: _Line) -> RenderableType:
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(width=3, justify="right")
+        grid.add_column(width=13, no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right", no_wrap=True)
+        mark: RenderableType
+        if line.ending is None:
+            mark, style = Spinner("line" if self._ascii else "dots", style="yellow"), "yellow"
+        else:
+            glyph, plain, style = _MARKS[line.ending]
+            mark = Text(plain if self._ascii else glyph, style=style)
+        text_style = style if line.ending in ("refused", "failed") else ""
+        grid.add_row(mark, Text(line.stage), Text(line.text(), style=text_style), Text(_duration(line.seconds), "dim"))
+        return grid
+
+
+def _how_far(call: _Call) -> str:
+    name = call.subject
+    if not call.total:
+        return name
+    share = call.done / call.total
+    bar = "━" * round(20 * share) + "╌" * (20 - round(20 * share))
+    elapsed = max(time.monotonic() - call.began, 1e-3)
+    rate = call.done / elapsed
+    left = f" · {_duration((call.total - call.done) / rate)} left" if 0 < call.done < call.total else ""
+    speed = f"{rate / 1e6:.0f} MB/s" if call.unit == "B" else f"{rate:.0f} {call.unit}/s"
+    return f"{name} {bar} {100 * share:.0f} % · {speed}{left}".strip()
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} m {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} m"

@@ -1,0 +1,155 @@
+"""A checkpoint on disk as a table of tensors: its config, and for every tensor the file, format, shape and offset.
+
+Only headers and JSON are read. Everything is treated as untrusted: an index cannot point outside the directory, and
+index and shards must agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from merge_core.errors import InvalidInput
+from merge_core.safetensors_file import StoredTensor, read_header
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model in Hugging Face layout.
+
+    Args:
+        directory: Where it lies.
+        config: Its ``config.json``.
+        tensors: Name → place of its bytes, in the order of the files and of the bytes in them.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def architecture(self) -> str:
+        """First of the config's ``architectures``, else its ``model_type``, else an empty text."""
+        architectures = self.config.get("architectures")
+        if isinstance(architectures, list) and architectures:
+            return str(architectures[0])
+        return str(self.config.get("model_type", ""))
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Read configs and headers of the checkpoint in ``directory``; no weights.
+
+    Raises:
+        InvalidInput: No config or weights, damaged or contradicting files, an index that leaves the directory.
+    """
+    if not directory.is_dir():
+        raise InvalidInput(str(directory), found="no such directory", expected="a checkpoint directory")
+    config = read_json(directory / "config.json")
+    index, single = directory / INDEX_NAME, directory / SINGLE_NAME
+    if index.exists():
+        tensors = _indexed(directory, index)
+        if single.exists() and any(tensor.file != single for tensor in tensors.values()):
+            raise InvalidInput(
+                str(directory),
+                found=f"both {SINGLE_NAME} and {INDEX_NAME}, which does not name it",
+                expected="one of them: the other is left over from an earlier save",
+                remedy="delete the stale one",
+            )
+    elif single.exists():
+        tensors = {tensor.name: tensor for tensor in read_header(single)}
+    else:
+        tensors = _unindexed(directory)
+    if not tensors:
+        raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
+    return Checkpoint(directory, config, tensors)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file at ``path``.
+
+    Raises:
+        InvalidInput: Missing, unreadable, not JSON, not an object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise InvalidInput(str(path), found="no such file", expected="a Hugging Face checkpoint has it") from None
+    except OSError as error:
+        raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidInput(str(path), found=f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidInput(str(path), found="not a JSON object")
+    return value
+
+
+def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InvalidInput(str(index), found="no 'weight_map'", expected="tensor name → file name")
+    for name, file in weight_map.items():
+        path = PurePosixPath(file) if isinstance(file, str) else PurePosixPath("/")
+        if path.is_absolute() or ".." in path.parts or "\\" in str(file) or not path.parts:
+            raise InvalidInput(
+                f"{index}: {name}",
+                found=f"{file!r}",
+                expected="a file name inside the checkpoint",
+                remedy="do not use this checkpoint: its index reaches outside its directory",
+            )
+    tensors: dict[str, StoredTensor] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        for tensor in read_header(directory / file):
+            named = weight_map.get(tensor.name, file)
+            if named != file:
+                continue  # The index says which of two copies counts.
+            if tensor.name in tensors:
+                raise _duplicate(tensor, tensors[tensor.name])
+            tensors[tensor.name] = tensor
+    lost = [name for name in weight_map if name not in tensors]
+    if lost:
+        raise InvalidInput(
+            f"{index}: {lost[0]}",
+            found=f"not in {weight_map[lost[0]]}" + (f", and {len(lost) - 1} more" if len(lost) > 1 else ""),
+            expected="every tensor of the index in the shard it names",
+            remedy="download the checkpoint again",
+        )
+    return tensors
+
+
+def _unindexed(directory: Path) -> dict[str, StoredTensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(directory.glob("pytorch_model*.bin"))
+        raise InvalidInput(
+            str(directory),
+            found=f"{pickled[0].name}, a pickle" if pickled else "no weights",
+            expected="*.safetensors",
+            remedy="save the model with safe_serialization=True" if pickled else "",
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in read_header(file):
+            if tensor.name in tensors:
+                raise _duplicate(tensor, tensors[tensor.name])
+            tensors[tensor.name] = tensor
+    return tensors
+
+
+def _duplicate(tensor: StoredTensor, other: StoredTensor) -> InvalidInput:
+    return InvalidInput(
+        f"{tensor.file}: {tensor.name}",
+        found=f"also in {other.file.name}",
+        expected="each tensor in one shard",
+        remedy="download the checkpoint again",
+    )

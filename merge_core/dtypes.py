@@ -1,0 +1,78 @@
+"""Number formats as safetensors names them: size, torch name, and which of them a merge does arithmetic on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from merge_core.errors import InvalidInput, suggest
+
+
+@dataclass(frozen=True)
+class DType:
+    """One storage format.
+
+    Args:
+        code: Name in a safetensors header (``BF16``).
+        torch_name: Attribute of ``torch`` (``bfloat16``).
+        size: Bytes per element.
+        kind: ``float`` is merged, ``exact`` (integers, booleans) must be equal in all inputs and is copied,
+            ``packed`` (8-bit floats and smaller) is the payload of a quantised model and is not merged.
+    """
+
+    code: str
+    torch_name: str
+    size: int
+    kind: Literal["float", "exact", "packed"]
+
+
+_ALL = (
+    DType("F64", "float64", 8, "float"),
+    DType("F32", "float32", 4, "float"),
+    DType("F16", "float16", 2, "float"),
+    DType("BF16", "bfloat16", 2, "float"),
+    DType("I64", "int64", 8, "exact"),
+    DType("I32", "int32", 4, "exact"),
+    DType("I16", "int16", 2, "exact"),
+    DType("I8", "int8", 1, "exact"),
+    DType("U64", "uint64", 8, "exact"),
+    DType("U32", "uint32", 4, "exact"),
+    DType("U16", "uint16", 2, "exact"),
+    DType("U8", "uint8", 1, "exact"),
+    DType("BOOL", "bool", 1, "exact"),
+    DType("C64", "complex64", 8, "packed"),
+    DType("F8_E4M3", "float8_e4m3fn", 1, "packed"),
+    DType("F8_E5M2", "float8_e5m2", 1, "packed"),
+    DType("F8_E8M0", "float8_e8m0fnu", 1, "packed"),
+)
+BY_CODE = {dtype.code: dtype for dtype in _ALL}
+BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in _ALL}
+
+# What a recipe may ask for; int64 is the peer's fifth name and never means anything for weights.
+RECIPE_NAMES = ("bfloat16", "float16", "float32", "float64")
+
+
+def recipe_dtype(text: object, where: str) -> DType:
+    """``bfloat16`` or ``torch.bfloat16`` as written in a recipe's ``dtype`` or ``out_dtype``.
+
+    Raises:
+        InvalidInput: Anything else.
+    """
+    name = text.removeprefix("torch.") if isinstance(text, str) else ""
+    if name not in RECIPE_NAMES:
+        raise InvalidInput(
+            where,
+            found=f"{text!r}",
+            expected=f"one of {', '.join(RECIPE_NAMES)}",
+            remedy=suggest(str(text), RECIPE_NAMES),
+        )
+    return BY_TORCH_NAME[name]
+
+
+def promote(dtypes: Iterable[DType]) -> DType:
+    """The smallest float format that holds all of ``dtypes`` (bfloat16 with float16 gives float32)."""
+    distinct = set(dtypes)
+    if len(distinct) == 1:
+        return distinct.pop()
+    return BY_CODE["F64"] if BY_CODE["F64"] in distinct else BY_CODE["F32"]

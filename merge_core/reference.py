@@ -1,0 +1,110 @@
+"""How a recipe names a checkpoint: ``path[@revision][+adapter]``, and where a local one is found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from merge_core.errors import InvalidInput
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointRef:
+    """A model as a recipe names it; ``str(ref)`` is the text it was written as.
+
+    Args:
+        path: Local directory or Hub id (``org/name``).
+        revision: Branch, tag or commit of ``path``.
+        adapter: A LoRA adapter to apply, as written after ``+`` (with its own ``@revision``, if any).
+    """
+
+    path: str
+    revision: str | None = None
+    adapter: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Last component of the path, for people."""
+        return PurePosixPath(self.path).name or self.path
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        adapter = f"+{self.adapter}" if self.adapter else ""
+        return f"{self.path}{revision}{adapter}"
+
+
+def parse_reference(value: object, where: str) -> CheckpointRef:
+    """Read ``path[@revision][+adapter[@revision]]``, or ``{model: {path, revision}, lora: {path, revision}}``.
+
+    The mapping form is the only way to write a local path that contains ``@`` or ``+``.
+
+    Raises:
+        InvalidInput: Another shape, an empty part, more than one ``+``, more than one ``@`` in a part.
+    """
+    if isinstance(value, dict):
+        return _from_mapping(value, where)
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidInput(where, found=f"{value!r}", expected="a model: 'path[@revision][+adapter]'")
+    parts = value.strip().split("+")
+    if len(parts) > 2:
+        raise InvalidInput(where, found=f"{len(parts) - 1} '+' in {value!r}", expected="at most one adapter after '+'")
+    path, revision = _at(parts[0], where)
+    adapter = None
+    if len(parts) == 2:
+        adapter_path, adapter_revision = _at(parts[1], where)
+        adapter = adapter_path + (f"@{adapter_revision}" if adapter_revision else "")
+    return CheckpointRef(path, revision, adapter)
+
+
+def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
+    """The local directory ``ref`` names: beside the recipe (``directory``) first, then from the working directory.
+
+    Returns:
+        The directory, or None when ``ref`` is not local (a Hub id).
+
+    Raises:
+        InvalidInput: ``ref`` can only be meant as a local path (absolute, or starting with ``.`` or ``~``) and is
+            not there.
+    """
+    path = Path(ref.path).expanduser()
+    for start in (directory, Path.cwd()):
+        if start is not None and (start / path).is_dir():
+            return (start / path).resolve()
+    if path.is_absolute() or ref.path.startswith((".", "~")):
+        beside = f" beside {directory}" if directory and not path.is_absolute() else ""
+        raise InvalidInput(
+            str(ref), found=f"no such directory{beside}", expected="a checkpoint directory", remedy="correct the path"
+        )
+    return None
+
+
+def _at(text: str, where: str) -> tuple[str, str | None]:
+    path, *revision = text.split("@")
+    if len(revision) > 1:
+        raise InvalidInput(where, found=f"{len(revision)} '@' in {text!r}", expected="at most one '@revision'")
+    if not path.strip() or (revision and not revision[0].strip()):
+        raise InvalidInput(where, found=f"an empty part in {text!r}", expected="'path[@revision][+adapter]'")
+    return path.strip(), revision[0].strip() if revision else None
+
+
+def _from_mapping(value: dict[object, object], where: str) -> CheckpointRef:
+    unknown = set(value) - {"model", "lora"}
+    if unknown or "model" not in value:
+        found = f"unknown key {sorted(map(str, unknown))[0]!r}" if unknown else "no 'model'"
+        raise InvalidInput(where, found=found, expected="{model: {path, revision}, lora: {path, revision}}")
+    path, revision = _path_and_revision(value["model"], f"{where}.model")
+    adapter = None
+    if value.get("lora") is not None:
+        lora_path, lora_revision = _path_and_revision(value["lora"], f"{where}.lora")
+        adapter = lora_path + (f"@{lora_revision}" if lora_revision else "")
+    return CheckpointRef(path, revision, adapter)
+
+
+def _path_and_revision(value: object, where: str) -> tuple[str, str | None]:
+    if isinstance(value, str) and value:
+        return value, None
+    if isinstance(value, dict) and set(value) <= {"path", "revision"} and isinstance(value.get("path"), str):
+        revision = value.get("revision")
+        if revision is None or isinstance(revision, str):
+            return str(value["path"]), revision
+    raise InvalidInput(where, found=f"{value!r}", expected="{path: ..., revision: ...}")

@@ -1,0 +1,121 @@
+"""What the licence rules look at (the parents, the intended use) and what they say about it.
+
+Three findings, ordered: `allowed` < `review` < `blocked`. The verdict over a merge is the worst of all findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from tasks.licenses.table import License, LicenseTable
+from tasks.licenses.use import Use
+
+Status = Literal["allowed", "review", "blocked"]
+_RANK: dict[Status, int] = {"allowed": 0, "review": 1, "blocked": 2}
+
+
+def worst(statuses: Iterable[Status]) -> Status:
+    """The highest of the statuses; `allowed` when there are none."""
+    return max(statuses, key=_RANK.__getitem__, default="allowed")
+
+
+class Licensed(BaseModel):
+    """A model under a licence. `declared` quotes what its card says, for messages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    license: License
+    declared: str = ""
+
+
+class Parent(Licensed):
+    """A model that goes into the merge, with every model it was made from.
+
+    Attributes:
+        ancestors: All ancestors that could be read, however far up, in any order.
+        unread: Ancestors that its cards name but that could not be read.
+    """
+
+    ancestors: tuple[Licensed, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+class Subject(BaseModel):
+    """One thing that a person can accept: a licence at a model, by the licence's identifier or the model's name.
+
+    `license` is None where an acceptance must name the model: nobody can vouch for every unknown licence at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    license: str | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rule says about a case, in words; `about` lists all that must be accepted to settle a review."""
+
+    status: Status
+    sentence: str
+    about: tuple[Subject, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A merge to be judged: its parents without order or repetition, its use, and the known licences."""
+
+    parents: tuple[Parent, ...]
+    use: Use
+    table: LicenseTable
+
+    @classmethod
+    def of(cls, parents: Sequence[License | Parent], use: Use, table: LicenseTable) -> Case:
+        """The case in canonical form; a bare licence stands for a parent that is named like its licence."""
+        named = {Parent(name=p.id, license=p) if isinstance(p, License) else p for p in parents}
+        return cls(tuple(sorted(named, key=lambda parent: parent.model_dump_json())), use, table)
+
+    @property
+    def public(self) -> bool:
+        return self.use.visibility == "public"
+
+    @cached_property
+    def models(self) -> tuple[Licensed, ...]:
+        """The parents and all their ancestors: the licences of all of them bind the merge."""
+        return tuple(model for parent in self.parents for model in (parent, *parent.ancestors))
+
+    @cached_property
+    def resolved(self) -> tuple[License, ...]:
+        """The known licences that bind the merge, by identifier."""
+        found = {model.license.id: model.license for model in self.models if model.license.resolved}
+        return tuple(found[key] for key in sorted(found))
+
+    @cached_property
+    def unresolved(self) -> tuple[str, ...]:
+        """Identifiers of the licences of which the text is not known."""
+        return tuple(sorted({model.license.id for model in self.models if not model.license.resolved}))
+
+    def names(self, license: License) -> tuple[str, ...]:
+        """The models under this licence, sorted."""
+        return tuple(sorted({model.name for model in self.models if model.license.id == license.id}))
+
+    def about(self, *licenses: License) -> tuple[Subject, ...]:
+        """Everything to accept before these licences count as settled."""
+        return tuple(Subject(model=name, license=entry.id) for entry in licenses for name in self.names(entry))
+
+    def called(self, license: License) -> str:
+        """The licence for a sentence, with the models that are under it: `gemma (of acme/a and acme/b)`."""
+        names = self.names(license)
+        return license.id if names == (license.id,) else f"{license.id} (of {listed(names)})"
+
+
+def listed(words: Iterable[str]) -> str:
+    """`a, b and c`."""
+    *head, last = words
+    return f"{', '.join(head)} and {last}" if head else last

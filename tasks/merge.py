@@ -1,0 +1,110 @@
+"""The merge stage: a recipe and its pinned parents into a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from merge_core import merge_plan, open_checkpoint, plan_merge
+from merge_core.errors import Refused
+from merge_core.keys import NotInKey
+from merge_core.store import Artifact
+from tasks.model import Model
+from tasks.pin import PinnedRecipe
+from tasks.stage import StageValue, advance, stage
+from tasks.versions import versions
+
+MERGED = "merge"  # what the merged model is called beside its parents
+
+
+class MergeSettings(BaseModel):
+    """How the recipe is carried out. What is merged stands in the recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = Field(default=0, ge=0, description="Seed of the random masks (DARE and its kin).")
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
+
+
+class Numerics(BaseModel):
+    """What decides the last place of a result besides recipe and parents."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int
+    device: str  # the kind, 'cpu' or 'cuda': one unit in the last place may differ between kinds
+    versions: dict[str, str]
+
+
+class Merged(StageValue):
+    """What was made. The artifact is the checkpoint in Hugging Face layout."""
+
+    method: str
+    tensors: int
+    parameters: int
+    bytes_written: int
+    warnings: tuple[str, ...]  # what the health check on the way out found odd
+    seconds: Annotated[float, NotInKey]
+    weights: dict[str, str]  # sha256 of every file that was hashed while it was written
+
+    def summary(self) -> str:
+        rate = self.bytes_written / max(self.seconds, 1e-6)
+        size = f"{_size(self.bytes_written)} · {_size(rate)}/s · {self.tensors} tensors"
+        return size + (f" · {len(self.warnings)} warnings" if self.warnings else "")
+
+
+def numerics(settings: MergeSettings) -> Numerics:
+    """The part of the settings that belongs into a key, with ``auto`` resolved."""
+    device = settings.device
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Numerics(seed=settings.seed, device=device.partition(":")[0], versions=versions("torch", "numba"))
+
+
+@stage("merge", version=1, hashes_of=lambda value: value.weights, resumable=True)
+def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
+    """Carry out the recipe on its parents; goes on from the journal of a killed run.
+
+    Raises:
+        Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
+    """
+    plan = plan_merge(
+        pinned.recipe, {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents}
+    )
+    record = merge_plan(
+        plan,
+        out,
+        seed=numerics.seed,
+        device=numerics.device,
+        on_progress=lambda done, total: advance(done, total, "B"),
+    )
+    blocking = [finding for finding in record.findings if finding.severity == "block"]
+    if blocking:
+        worst = blocking[0]
+        raise Refused(worst.where, found=worst.found, expected=worst.expected, remedy=worst.remedy)
+    return Merged(
+        method=record.method,
+        tensors=record.tensors,
+        parameters=record.parameters,
+        bytes_written=record.bytes_written,
+        warnings=tuple(f"{finding.where}: {finding.found}" for finding in record.findings),
+        seconds=record.seconds,
+        weights=dict(record.files),
+    )
+
+
+def merged_model(artifact: Artifact[Merged]) -> Model:
+    """The merge as a model beside its parents."""
+    return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory)
+
+
+def _size(amount: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} GB"

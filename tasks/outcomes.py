@@ -1,0 +1,94 @@
+"""Outcomes: what a model scored on each document, as a table on disk, and two such tables paired document by document.
+
+Pairing is what makes a gate sharp: the same documents, cut and prompted alike, scored by the reference and by the merge.
+So a pair is made only where document, prompt and target have equal hashes on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from merge_core.errors import InvalidInput
+
+FILE = "outcomes.parquet"
+
+
+class Outcome(NamedTuple):
+    """Score of one document under one metric."""
+
+    task: str  # of a group: the task below it that the document is from
+    metric: str  # 'acc,none'
+    doc_id: int  # position in the task's data
+    doc_hash: str  # 64 hex digits, of the document as lm-eval sees it
+    prompt_hash: str  # of what the model is shown: a changed template or few-shot example changes it
+    target_hash: str
+    outcome: float  # in [0, 1] for accuracies
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Scores of the same documents by two models, in equal order."""
+
+    documents: tuple[tuple[str, int], ...]  # (task, doc_id)
+    reference: tuple[float, ...]
+    merge: tuple[float, ...]
+
+
+def write(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Store outcomes as parquet: one row each, columns as in ``Outcome``."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {"doc_id": pa.int64(), "outcome": pa.float64()}
+    columns = {
+        name: pa.array([getattr(outcome, name) for outcome in outcomes], types.get(name, pa.string()))
+        for name in Outcome._fields
+    }
+    pq.write_table(pa.table(columns), path, compression="zstd")
+
+
+def read(path: Path) -> tuple[Outcome, ...]:
+    """What ``write`` stored."""
+    import pyarrow.parquet as pq
+
+    columns = pq.read_table(path).to_pydict()
+    return tuple(Outcome(*row) for row in zip(*(columns[name] for name in Outcome._fields), strict=True))
+
+
+def pair(reference: Sequence[Outcome], merge: Sequence[Outcome], metric: str, where: str) -> Paired:
+    """The documents of both under ``metric``, one by one, ordered by task and position.
+
+    Args:
+        where: What messages call this comparison: ``'reverse: merge against reverser'``.
+
+    Raises:
+        InvalidInput: when they are not the same documents, shown in the same way.
+    """
+    left, right = ({(o.task, o.doc_id): o for o in side if o.metric == metric} for side in (reference, merge))
+    if not left:
+        raise InvalidInput(where, found=f"no document scored by {metric!r}")
+    if left.keys() != right.keys():
+        task, doc_id = min(left.keys() ^ right.keys())
+        raise InvalidInput(
+            where,
+            found=f"document {doc_id} of {task} scored on one side only",
+            expected="the same documents on both sides",
+            remedy="evaluate both with the same settings",
+        )
+    for (task, doc_id), ours in sorted(left.items()):
+        theirs = right[task, doc_id]
+        for what in ("doc_hash", "prompt_hash", "target_hash"):
+            if getattr(ours, what) != getattr(theirs, what):
+                raise InvalidInput(
+                    where,
+                    found=f"another {what.removesuffix('_hash')} on each side, first for document {doc_id} of {task}",
+                    expected="both models asked the same question in the same words",
+                    remedy="compare chat templates and few-shot settings; chat_template: false asks both plainly",
+                )
+    documents = tuple(sorted(left))
+    return Paired(
+        documents, tuple(left[key].outcome for key in documents), tuple(right[key].outcome for key in documents)
+    )

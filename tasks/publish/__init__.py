@@ -1,0 +1,1 @@
+"""Publishing: what a release consists of, and how it comes to stand complete at its target."""

@@ -1,0 +1,54 @@
+"""The report of a run: ``report.html``, one self-contained page for a person, and ``report.json``, the same for machines.
+
+    artifact = write_report(ReportContent(...))     # the cached stage
+    html = render(content)                          # the page alone
+    as_markdown(content), final_table(content)      # the same content for Prefect and for the terminal
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from merge_core.keys import canonical
+from tasks.report.content import Library, MergedFile, ReportContent, ReportedModel
+from tasks.report.page import render
+from tasks.report.table import as_markdown, final_table
+from tasks.report.wording import sentence, title
+from tasks.stage import StageValue, stage
+
+__all__ = [
+    "Library",
+    "MergedFile",
+    "Report",
+    "ReportContent",
+    "ReportedModel",
+    "as_markdown",
+    "final_table",
+    "render",
+    "write_report",
+]
+
+PAGE, DATA = "report.html", "report.json"
+
+
+class Report(StageValue):
+    """What a report says in a line. The artifact holds ``report.html`` and ``report.json``."""
+
+    headline: str
+
+    def summary(self) -> str:
+        return self.headline
+
+
+@stage("report", version=1)
+def write_report(out: Path, content: ReportContent) -> Report:
+    """Write the report into ``out``. The bytes depend on nothing but what is in the stage's key.
+
+    ``report.json`` is the canonical form of ``content``, with sorted keys: what does not count for a key (paths, names
+    from the run that measured) is not in it either.
+    """
+    data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    (out / DATA).write_bytes(f"{data}\n".encode())
+    (out / PAGE).write_bytes(render(content).encode())
+    return Report(headline=f"{title(content.verdict).lower()}: {sentence(content)}")

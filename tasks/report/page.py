@@ -1,0 +1,81 @@
+"""The page: content into ``template.html`` by Jinja2. Everything that comes from outside is escaped there."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tasks.evaluate import Scoring
+from tasks.perplexity import Windows
+from tasks.report import plots, table, wording
+from tasks.report.content import ReportContent
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from markupsafe import Markup
+
+HERE = Path(__file__).parent
+
+
+def render(content: ReportContent) -> str:
+    """``report.html`` as text: one page without scripts or anything to load. Equal content gives equal text."""
+    from markupsafe import Markup
+
+    verdict = content.verdict
+    return _template().render(
+        content=content,
+        verdict=verdict,
+        wording=wording,
+        sentence=wording.sentence(content),
+        style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
+        # Drawn by matplotlib, which escapes the names in them.
+        guards_plot=[Markup(plot) for plot in plots.guards_plot(content)],
+        drift_plot=[Markup(plot) for plot in plots.drift_plot(content)],
+        perplexity_plot=[Markup(plot) for plot in plots.perplexity_plot(content)],
+        models=table.evaluated(content),
+        rows=table.task_rows(content),
+        per_byte=table.uses_bytes(content.models, verdict.drift),
+        measured=[model for model in content.models if model.likelihoods is not None],
+        scored_how=_scored_how(content.scoring) if content.scoring else "",
+        read_how=_read_how(content.windows) if content.windows else "",
+    )
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["breakable"] = _breakable
+    return environment.get_template("template.html")
+
+
+def _breakable(name: str) -> Markup:
+    """``name``, escaped, with places where a narrow column may break it: after punctuation and every 16 characters."""
+    from markupsafe import Markup
+
+    pieces = re.findall(r"[^_/,.:@-]{1,16}[_/,.:@-]*|[_/,.:@-]+", name)
+    return Markup("<wbr>").join(pieces)
+
+
+def _scored_how(scoring: Scoring) -> str:
+    few = "the tasks' own few-shot examples" if scoring.num_fewshot is None else f"{scoring.num_fewshot} few-shot examples"
+    which = "all documents" if scoring.documents is None else f"a fixed sample of {scoring.documents} documents a task"
+    parts = [
+        f"lm-eval, {scoring.backend} backend",
+        which,
+        few,
+        "chat template" if scoring.chat_template else "no chat template",
+        f"dtype {scoring.dtype}",
+        f"batches of {scoring.batch_size}",
+        *([f"at most {scoring.max_length} tokens"] if scoring.max_length else []),
+    ]
+    return ", ".join(parts)
+
+
+def _read_how(windows: Windows) -> str:
+    return f"windows of {windows.max_length} tokens, dtype {windows.dtype}, batches of {windows.batch_size}"

@@ -1,0 +1,172 @@
+"""The table parents × merge × tasks, from the same content as the page: for the terminal and for Markdown."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tasks.evaluate import TaskScore
+from tasks.gate import DriftVerdict, GuardVerdict, Outcome
+from tasks.report import wording
+from tasks.report.content import ReportContent, ReportedModel
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Score of one model on one task, as it is shown. Empty texts where nothing was measured."""
+
+    text: str = ""  # '71.4', in points for scores in [0, 1]
+    stderr: str = ""  # '1.2', in the same unit
+    best: bool = False  # the best of the parents
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """One task under one metric: a cell for each evaluated model, and the guard that judges it, if one does."""
+
+    task: str
+    metric: str
+    documents: int
+    higher_is_better: bool
+    cells: tuple[Cell, ...]
+    guard: GuardVerdict | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the final table: as many texts as there are columns; the outcome colours it."""
+
+    cells: tuple[str, ...]
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The final table, ready for whatever draws it. The first column is text, all others align right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def evaluated(content: ReportContent) -> tuple[ReportedModel, ...]:
+    """The models with scores, in the report's order: the columns of ``task_rows``."""
+    return tuple(model for model in content.models if model.scores is not None and model.scores.tasks)
+
+
+def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
+    """A row for every task and metric that was scored or is guarded, in the order of evaluation."""
+    models = evaluated(content)
+    scores: dict[tuple[str, str], dict[str, TaskScore]] = {}
+    for model in models:
+        for score in model.scores.tasks if model.scores else ():
+            scores.setdefault((score.task, score.metric), {})[model.name] = score
+    guards = {(guard.task, guard.metric): guard for guard in content.verdict.guards}
+    return tuple(
+        _task_row(task, metric, scores.get((task, metric), {}), models, guards.get((task, metric)))
+        for task, metric in dict.fromkeys((*scores, *guards))
+    )
+
+
+def _task_row(
+    task: str,
+    metric: str,
+    scores: dict[str, TaskScore],
+    models: tuple[ReportedModel, ...],
+    guard: GuardVerdict | None,
+) -> TaskRow:
+    higher = all(score.higher_is_better for score in scores.values())
+    # Accuracies read as points; a perplexity or a word count stays what it is.
+    in_points = higher and all(0 <= score.score <= 1 for score in scores.values())
+    ranked = [scores[model.name].score for model in models if model.role != "merge" and model.name in scores]
+    best = (max if higher else min)(ranked) if len(ranked) > 1 else None
+    cells = []
+    for model in models:
+        if (score := scores.get(model.name)) is None:
+            cells.append(Cell())
+        else:
+            is_best = model.role != "merge" and score.score == best
+            cells.append(Cell(_measure(score.score, in_points), _measure(score.stderr, in_points), is_best))
+    documents = guard.n if guard else max((score.n for score in scores.values()), default=0)
+    return TaskRow(task, metric, documents, higher, tuple(cells), guard)
+
+
+def _measure(value: float, in_points: bool) -> str:
+    if value != value:  # lm-eval gives NaN for a standard error that has none
+        return ""
+    return wording.number(100 * value, 1) if in_points else wording.number(value, 3)
+
+
+def final_table(content: ReportContent) -> Table:
+    """What a run ends with: a line a task, one for all tasks together, one for perplexity."""
+    models = evaluated(content)
+    rows = task_rows(content)
+    shown = models if rows else tuple(model for model in content.models if model.likelihoods is not None)
+    lines = [_task_line(row, rows) for row in rows]
+    verdict = content.verdict
+    if verdict.overall_drop is not None and len(verdict.guards) > 1:
+        change = wording.number(verdict.overall_drop, 1)
+        if verdict.overall_low is not None and verdict.overall_high is not None:
+            change += f" {wording.interval(verdict.overall_low, verdict.overall_high, 1)}"
+        lines.append(Row(("all guarded tasks", *("" for _ in shown), change, "", "")))
+    if verdict.drift is not None or any(model.likelihoods for model in shown):
+        lines.append(_perplexity_line(verdict.drift, shown))
+    columns = ("task", *(model.name for model in shown), "drop", "limit", "verdict")
+    return Table(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines))
+
+
+def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
+    cells = tuple(f"{cell.text} *" if cell.best else cell.text for cell in row.cells)
+    label = row.task if sum(other.task == row.task for other in rows) == 1 else f"{row.task} {row.metric}"
+    if row.guard is None:
+        return Row((label, *cells, "", "", ""))
+    change, limit = wording.drop(row.guard), wording.limit(row.guard)
+    return Row((label, *cells, change, limit, row.guard.outcome), row.guard.outcome)
+
+
+def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ...]) -> Row:
+    per_byte = uses_bytes(models, drift)
+    label = "bits per byte" if per_byte else "perplexity"
+    values = tuple(likelihood(model, per_byte) for model in models)
+    if drift is None:
+        return Row((label, *values, "", "", ""))
+    verdict = "pass, warning" if drift.warning and drift.outcome == "pass" else drift.outcome
+    change = f"× {wording.ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
+    return Row((label, *values, change, f"× {wording.plain(drift.max_ratio)}", verdict), drift.outcome)
+
+
+def uses_bytes(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) -> bool:
+    """Whether likelihoods compare a byte, not a token: the gate says so, or the tokenizers differ."""
+    if drift is not None:
+        return drift.unit == "byte"
+    return len({model.likelihoods.vocabulary for model in models if model.likelihoods}) > 1
+
+
+def likelihood(model: ReportedModel, per_byte: bool) -> str:
+    """The perplexity (or bits per byte) of a model as text, empty when it was not measured."""
+    if model.likelihoods is None:
+        return ""
+    return wording.magnitude(model.likelihoods.bits_per_byte if per_byte else model.likelihoods.perplexity)
+
+
+def as_markdown(content: ReportContent) -> str:
+    """Verdict, reasons and the final table as GitHub-flavoured Markdown, for Prefect's artifacts and model cards."""
+    table = final_table(content)
+    glyph = wording.GLYPHS[content.verdict.outcome]
+    lines = [f"## {glyph} {_escaped(table.title)}", "", _escaped(wording.sentence(content)), ""]
+    if others := content.verdict.reasons[1:]:
+        lines += [*(f"- {_escaped(reason)}" for reason in others), ""]
+    if table.rows:
+        lines.append("| " + " | ".join(_escaped(column) for column in table.columns) + " |")
+        lines.append("| :-- |" + " --: |" * (len(table.columns) - 2) + " :-- |")
+        for row in table.rows:
+            *cells, verdict = row.cells
+            word = f"{wording.GLYPHS[row.outcome]} {verdict}" if row.outcome else verdict
+            lines.append("| " + " | ".join(_escaped(cell) for cell in (*cells, word)) + " |")
+        lines += ["", "Scores and drops in points; a positive drop is a loss. \\* the best parent."]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    """``text`` as Markdown that shows it literally, in one line."""
+    return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))

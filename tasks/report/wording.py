@@ -1,0 +1,136 @@
+"""How the report says things: numbers, sizes and the sentence under the verdict. Pure functions of values."""
+
+from __future__ import annotations
+
+from tasks.gate import DriftVerdict, GuardVerdict, Outcome, Verdict
+from tasks.report.content import ReportContent
+
+NOT_FINITE = "not finite"
+GLYPHS: dict[Outcome, str] = {"pass": "✓", "fail": "✗", "inconclusive": "?"}
+
+
+def number(value: float, decimals: int) -> str:
+    """Fixed decimals with a real minus sign, and never a negative zero."""
+    text = f"{value:.{decimals}f}"
+    if float(text) == 0:
+        text = text.lstrip("-")
+    return text.replace("-", "−")
+
+
+def plain(value: float) -> str:
+    """A threshold as a person would write it: 3, 2.5."""
+    return f"{value:g}".replace("-", "−")
+
+
+def interval(low: float, high: float, decimals: int) -> str:
+    return f"[{number(low, decimals)}, {number(high, decimals)}]"
+
+
+def guard_decimals(guard: GuardVerdict) -> int:
+    """The fewest decimals (1 to 3) that leave every bound on its own side of its limit: 3.04 is not within 3."""
+    pairs = [(bound, limit) for bound in (guard.drop, guard.high) for limit in (guard.max_drop, guard.margin)]
+    return _decimals_that_keep_order([*pairs, (guard.low, 0.0)], fewest=1, most=3)
+
+
+def drift_decimals(drift: DriftVerdict) -> int:
+    """The fewest decimals (3 to 5) that leave the ratio and its bounds on their own side of the limits; one is plenty for
+    a ratio that is far from them."""
+    if drift.ratio is not None and drift.ratio >= 10:
+        return 1
+    bounds = [bound for bound in (drift.ratio, drift.low, drift.high) if bound is not None]
+    pairs = [(bound, limit) for bound in bounds for limit in (drift.warn_ratio, drift.max_ratio)]
+    return _decimals_that_keep_order(pairs, fewest=3, most=5)
+
+
+def _decimals_that_keep_order(pairs: list[tuple[float, float]], *, fewest: int, most: int) -> int:
+    for decimals in range(fewest, most):
+        if all((a > b) == (round(a, decimals) > b) and (a < b) == (round(a, decimals) < b) for a, b in pairs):
+            return decimals
+    return most
+
+
+def drop(guard: GuardVerdict) -> str:
+    """'4.1 [2.3, 5.9]', in points; negative where the merge is better."""
+    decimals = guard_decimals(guard)
+    return f"{number(guard.drop, decimals)} {interval(guard.low, guard.high, decimals)}"
+
+
+def limit(guard: GuardVerdict) -> str:
+    """'3', or '3, margin 2' where the two differ."""
+    if guard.margin == guard.max_drop:
+        return plain(guard.max_drop)
+    return f"{plain(guard.max_drop)}, margin {plain(guard.margin)}"
+
+
+def ratio(drift: DriftVerdict) -> str:
+    """'1.003 [0.998, 1.008]', or that there is none."""
+    if drift.ratio is None:
+        return NOT_FINITE
+    decimals = drift_decimals(drift)
+    if drift.low is None or drift.high is None:
+        return number(drift.ratio, decimals)
+    return f"{number(drift.ratio, decimals)} {interval(drift.low, drift.high, decimals)}"
+
+
+def magnitude(value: float | None) -> str:
+    """A perplexity or bits per byte, whatever its size."""
+    if value is None:
+        return NOT_FINITE
+    if value >= 1e6:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3f}"
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, three significant digits."""
+    if count < 1000:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB", "TB"):
+        value /= 1000
+        if value < 999.5:
+            break
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
+def title(verdict: Verdict) -> str:
+    """The one big word."""
+    return {"pass": "Passed", "fail": "Refused", "inconclusive": "Inconclusive"}[verdict.outcome]
+
+
+def consequence(verdict: Verdict) -> str:
+    """What follows from the verdict, for whoever would publish."""
+    if verdict.outcome == "inconclusive":
+        word = {"block": "blocks it", "warn": "lets it through with a warning", "pass": "lets it through"}
+        may = "may be published" if verdict.publishable else "will not be published"
+        return f"This merge {may}: on_inconclusive of the profile {word[verdict.on_inconclusive]}."
+    return "This merge may be published." if verdict.publishable else "This merge will not be published."
+
+
+def sentence(content: ReportContent) -> str:
+    """Why: the worst reason of a refusal, or the narrowest of the passed guards."""
+    verdict = content.verdict
+    if verdict.reasons:
+        return verdict.reasons[0]
+    return " ".join(part for part in (_guards_passed(verdict), _drift_passed(verdict.drift)) if part)
+
+
+def _guards_passed(verdict: Verdict) -> str:
+    if not verdict.guards:
+        return "No task is guarded."
+    closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
+    decimals = guard_decimals(closest)
+    most, allowed = number(closest.high, decimals), plain(closest.margin)
+    if len(verdict.guards) == 1:
+        return f"{closest.task} loses at most {most} points against {closest.reference}; {allowed} are allowed."
+    return (
+        f"All {len(verdict.guards)} guards hold. The closest is {closest.task}, which loses at most {most} points "
+        f"against {closest.reference}; {allowed} are allowed."
+    )
+
+
+def _drift_passed(drift: DriftVerdict | None) -> str:
+    if drift is None or drift.ratio is None:
+        return ""
+    value = number(drift.ratio, drift_decimals(drift))
+    return f"Perplexity is {value} times that of the better parent; {plain(drift.max_ratio)} is the limit."

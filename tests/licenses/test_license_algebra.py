@@ -1,0 +1,431 @@
+"""The licence algebra: a table of merges with their verdicts, the laws, and what a verdict carries."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tasks.licenses.algebra import Combination, combine
+from tasks.licenses.case import Licensed, Parent
+from tasks.licenses.rules import weaker
+from tasks.licenses.table import License, load_table
+from tasks.licenses.use import LicenseSettings, Use
+
+TABLE = load_table()
+RANK = {"allowed": 0, "review": 1, "blocked": 2}
+HUB = [key for key, entry in TABLE.licenses.items() if entry.hub]
+
+
+def _use(
+    purpose: Literal["commercial", "research"] = "commercial",
+    visibility: Literal["public", "private"] = "public",
+    commercial_entity: bool = True,
+    name: str = "acme/mix",
+) -> Use:
+    return Use(purpose=purpose, visibility=visibility, commercial_entity=commercial_entity, name=name)
+
+
+SELL = _use()
+STUDY = _use(purpose="research")
+LAB = _use(purpose="research", commercial_entity=False)
+LLAMA = _use(name="acme/Llama-mix")
+LLAMA_STUDY = _use(purpose="research", name="Llama-mix")
+
+
+def _judge(licenses: str, use: Use = SELL, **accepted: str) -> Combination:
+    return combine([TABLE.licenses[key] for key in licenses.split()], use, TABLE, accepted)
+
+
+def _parent(name: str, license: str, *ancestors: Licensed, unread: tuple[str, ...] = ()) -> Parent:
+    return Parent(name=name, license=TABLE.licenses[license], ancestors=ancestors, unread=unread)
+
+
+def _rules(combination: Combination, status: str) -> set[str]:
+    return {reason.rule.split(":")[0] for reason in combination.reasons if reason.status == status}
+
+
+def _wording(combination: Combination, kind: str) -> list[str]:
+    return [obligation.text for obligation in combination.obligations if obligation.kind == kind]
+
+
+@pytest.mark.parametrize(
+    ("licenses", "use", "license"),
+    [
+        # permissive: the strongest of them
+        ("apache-2.0 mit", SELL, "apache-2.0"),
+        ("mit cc0-1.0", SELL, "mit"),
+        ("mit isc", SELL, "mit"),
+        ("apache-2.0 cc-by-4.0", SELL, "cc-by-4.0"),
+        ("cc0-1.0 unlicense", SELL, "cc0-1.0"),
+        ("bsd-3-clause zlib", SELL, "zlib"),
+        # one licence stays, or several side by side
+        ("llama3.1 llama3.1", LLAMA, "llama3.1"),
+        ("llama3.1 apache-2.0", LLAMA, "llama3.1"),
+        ("llama3.1 llama3.3", LLAMA, "other: llama3.1-and-llama3.3"),
+        ("llama3 llama3", _use(name="acme/Llama-3-mix"), "llama3"),
+        ("llama2 llama2", SELL, "llama2"),
+        ("gemma gemma", SELL, "gemma"),
+        ("gemma apache-2.0", SELL, "gemma"),
+        ("qwen apache-2.0", SELL, "other: qwen"),
+        ("tongyi-qianwen qwen", SELL, "other: qwen-and-tongyi-qianwen"),
+        ("deepseek bigcode-openrail-m", SELL, "other: bigcode-openrail-m-and-deepseek"),
+        ("deepseek openrail++", SELL, "other: deepseek-and-openrailplusplus"),
+        ("modified-mit apache-2.0", SELL, "other: modified-mit"),
+        # non-commercial, asked for research
+        ("cc-by-nc-4.0 apache-2.0", STUDY, "cc-by-nc-4.0"),
+        ("cc-by-nc-4.0 llama3.1", LLAMA_STUDY, "other: cc-by-nc-4.0-and-llama3.1"),
+        ("cc-by-nc-sa-4.0 cc-by-nc-4.0", STUDY, "cc-by-nc-sa-4.0"),
+        ("mrl apache-2.0", LAB, "other: mrl"),
+        ("exaone exaone", _use("research", "public", False, "acme/exaone-mix"), "other: exaone"),
+        # share-alike
+        ("cc-by-sa-4.0 apache-2.0", SELL, "cc-by-sa-4.0"),
+        ("cc-by-sa-4.0 gpl-3.0", SELL, "gpl-3.0"),
+        ("cc-by-sa-3.0 cc-by-sa-4.0", SELL, "cc-by-sa-4.0"),
+        ("gpl-3.0 apache-2.0", SELL, "gpl-3.0"),
+        ("gpl-3.0 agpl-3.0", SELL, "agpl-3.0"),
+        ("gpl-2.0 mit", SELL, "gpl-2.0"),
+        ("lgpl-2.1 apache-2.0", SELL, "gpl-3.0"),
+        ("lgpl-2.1 apache-2.0 gpl-3.0", SELL, "gpl-3.0"),
+        ("lgpl-2.1 lgpl-3.0", SELL, "gpl-3.0"),
+        ("mpl-2.0 eupl-1.1", SELL, "gpl-2.0"),
+        ("cc-by-nc-sa-2.0 cc-by-nc-sa-3.0", STUDY, "cc-by-nc-sa-3.0"),
+        # private: nothing is passed on
+        ("mrl apache-2.0", _use("research", "private"), "other: mrl"),
+        ("llama3.1 apache-2.0", _use(visibility="private"), "llama3.1"),
+    ],
+)
+def test_allowed_merges_carry_the_licence_that_follows_from_their_parents(
+    licenses: str, use: Use, license: str
+) -> None:
+    verdict = _judge(licenses, use)
+    carried = verdict.license if verdict.license_name is None else f"{verdict.license}: {verdict.license_name}"
+    assert (verdict.status, carried) == ("allowed", license)
+
+
+@pytest.mark.parametrize(
+    ("licenses", "use", "rule"),
+    [
+        ("cc-by-nd-4.0", SELL, "R1"),
+        ("cc-by-nc-nd-4.0", LAB, "R1"),
+        ("cc-by-nc-nd-3.0", _use("research", "private", False), "R1"),
+        ("opt-175b", LAB, "R1"),
+        ("cc-by-nc-4.0 apache-2.0", SELL, "R2"),
+        ("cc-by-nc-4.0 apache-2.0", _use(visibility="private"), "R2"),
+        ("qwen-research", SELL, "R2"),
+        ("mrl apache-2.0", SELL, "R2"),
+        ("mrl apache-2.0", STUDY, "R3"),
+        ("llama2 apache-2.0", SELL, "R4"),
+        ("llama2 apache-2.0", _use(visibility="private"), "R4"),
+        ("llama2 unknown", SELL, "R4"),
+        ("llama3 llama3.1", _use(name="acme/Llama-3-mix"), "R4"),
+        ("tongyi-qianwen llama3.1", LLAMA, "R4"),
+        ("llama3.1 exaone", _use("research", "public", False, "Llama-exaone"), "R4"),
+        ("llama3.1 exaone", _use("research", "public", False, "Llama-exaone"), "R5"),
+        ("llama3.1 apache-2.0", _use(name="acme/Smart-mix"), "R5"),
+        ("llama3.1", _use(name="Llama/smart"), "R5"),
+        ("llama3", _use(name="acme/Llama-mix"), "R5"),
+        ("cc-by-sa-4.0 llama3.1", LLAMA, "R6"),
+        ("cc-by-sa-4.0 modified-mit", SELL, "R6"),
+        ("cc-by-sa-4.0 cc-by-nc-4.0", STUDY, "R6"),
+        ("cc-by-nc-sa-4.0 cc-by-sa-4.0", STUDY, "R6"),
+        ("cc-by-nc-sa-4.0 gpl-3.0", STUDY, "R6"),
+        ("gpl-2.0 apache-2.0", SELL, "R6"),
+        ("gpl-2.0 gpl-3.0", SELL, "R6"),
+        ("gpl-3.0 bigscience-openrail-m", SELL, "R6"),
+        ("gpl-3.0 osl-3.0", SELL, "R6"),
+    ],
+)
+def test_blocked_merges_name_the_rule_and_carry_no_licence(licenses: str, use: Use, rule: str) -> None:
+    verdict = _judge(licenses, use)
+    assert verdict.status == "blocked"
+    assert rule in _rules(verdict, "blocked")
+    assert (verdict.license, verdict.license_name, verdict.card) == (None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("licenses", "use", "rule"),
+    [
+        ("other", SELL, "R0"),
+        ("unknown apache-2.0", SELL, "R0"),
+        ("bsd", SELL, "R0"),
+        ("gpl mit", SELL, "R0"),
+        ("openrail", SELL, "R0"),
+        ("jamba-open-model-license", SELL, "R0"),
+        ("cc-by-nd-4.0", _use(visibility="private"), "R1"),
+        ("cc-by-nc-nd-4.0 mit", _use("research", "private"), "R1"),
+        ("gpl-3.0 llama3.1", _use(visibility="private", name="Llama-mix"), "R6"),
+        ("cc-by-nd-4.0 gpl-3.0", _use(visibility="private"), "R6"),
+        ("gpl-2.0 apache-2.0", _use(visibility="private"), "R6"),
+        ("llama3.2", LLAMA, "R10"),
+        ("llama4 apache-2.0", LLAMA, "R10"),
+    ],
+)
+def test_doubtful_merges_go_to_review_by_the_rule(licenses: str, use: Use, rule: str) -> None:
+    verdict = _judge(licenses, use)
+    assert verdict.status == "review"
+    assert rule in _rules(verdict, "review")
+
+
+@pytest.mark.parametrize("license", HUB)
+def test_every_hub_licence_alone_is_judged_and_keeps_its_identifier(license: str) -> None:
+    verdict = _judge(license, _use("research", "private", False, "Llama-3-mix"))
+    assert (verdict.status == "blocked") == (license == "cc-by-nc-nd-3.0")
+    assert (verdict.status == "review") == (
+        TABLE.licenses[license].review is not None
+        or license in ("cc-by-nd-4.0", "cc-by-nc-nd-4.0", "llama3.2", "llama4")
+    )
+    if verdict.status != "blocked":
+        assert verdict.card == {"license": "unknown" if license == "other" else license}
+
+
+# ---------------------------------------------------------------- the laws
+
+MODELS = st.builds(
+    Licensed,
+    name=st.sampled_from(["acme/a", "acme/b", "acme/c"]),
+    license=st.sampled_from(list(TABLE.licenses.values())),
+)
+PARENTS = st.builds(
+    Parent,
+    name=st.sampled_from(["acme/a", "acme/b", "acme/c"]),
+    license=st.sampled_from(list(TABLE.licenses.values())),
+    ancestors=st.lists(MODELS, max_size=2).map(tuple),
+    unread=st.sampled_from([(), ("acme/gone",)]),
+)
+ANYTHING = st.one_of(st.sampled_from(list(TABLE.licenses.values())), PARENTS)
+USES = st.builds(
+    Use,
+    purpose=st.sampled_from(["commercial", "research"]),
+    visibility=st.sampled_from(["public", "private"]),
+    commercial_entity=st.booleans(),
+    name=st.sampled_from(["acme/mix", "acme/Llama-mix", "Llama-3-mix", "EXAONE-mix"]),
+)
+ACCEPTED = st.dictionaries(
+    st.sampled_from(["acme/a", "acme/b", "acme/c", *TABLE.licenses]), st.just("alice: has read it"), max_size=60
+)
+
+
+@given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED, data=st.data())
+def test_the_order_of_the_parents_does_not_matter(
+    parents: list[License | Parent], use: Use, accepted: dict[str, str], data: st.DataObject
+) -> None:
+    other = data.draw(st.permutations(parents))
+    assert combine(parents, use, TABLE, accepted) == combine(other, use, TABLE, accepted)
+
+
+@given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED)
+def test_naming_a_parent_twice_does_not_matter(
+    parents: list[License | Parent], use: Use, accepted: dict[str, str]
+) -> None:
+    assert combine(parents, use, TABLE, accepted) == combine([*parents, *parents], use, TABLE, accepted)
+
+
+@given(parents=st.lists(ANYTHING, min_size=1, max_size=3), more=ANYTHING, use=USES, accepted=ACCEPTED)
+def test_adding_a_parent_never_improves_the_status(
+    parents: list[License | Parent], more: License | Parent, use: Use, accepted: dict[str, str]
+) -> None:
+    before, after = combine(parents, use, TABLE, accepted), combine([*parents, more], use, TABLE, accepted)
+    assert RANK[after.status] >= RANK[before.status]
+
+
+@given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES, accepted=ACCEPTED)
+def test_acceptance_never_lifts_a_block_nor_makes_one(
+    parents: list[License | Parent], use: Use, accepted: dict[str, str]
+) -> None:
+    plain, eased = combine(parents, use, TABLE), combine(parents, use, TABLE, accepted)
+    assert (plain.status == "blocked") == (eased.status == "blocked")
+    assert RANK[eased.status] <= RANK[plain.status]
+
+
+@given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
+def test_private_research_is_never_judged_harder(parents: list[License | Parent], use: Use) -> None:
+    least = use.model_copy(update={"purpose": "research", "visibility": "private", "commercial_entity": False})
+    assert RANK[combine(parents, least, TABLE).status] <= RANK[combine(parents, use, TABLE).status]
+
+
+@given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
+def test_the_status_is_that_of_the_first_reason_and_every_stop_says_what_to_do(
+    parents: list[License | Parent], use: Use
+) -> None:
+    verdict = combine(parents, use, TABLE)
+    assert verdict.status == verdict.reasons[0].status
+    assert RANK[verdict.status] == max(RANK[reason.status] for reason in verdict.reasons)
+    assert all(reason.remedy for reason in verdict.reasons if reason.status != "allowed")
+
+
+def test_a_merge_without_parents_is_a_mistake_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="at least one parent"):
+        combine([], SELL, TABLE)
+
+
+# ---------------------------------------------------------------- reasons, card, obligations
+
+
+def test_a_reason_names_the_licence_the_model_and_the_rule() -> None:
+    verdict = combine([_parent("acme/chat", "cc-by-nc-4.0"), _parent("acme/code", "mit")], SELL, TABLE)
+    (reason,) = [reason for reason in verdict.reasons if reason.status == "blocked"]
+    assert reason.rule == "R2: commercial use"
+    assert reason.sentence == "cc-by-nc-4.0 (of acme/chat) forbids commercial use"
+
+
+def test_a_licence_the_hub_does_not_list_goes_into_the_card_as_other_with_a_name_and_a_link() -> None:
+    assert _judge("qwen").card == {"license": "other", "license_name": "qwen", "license_link": "LICENSE"}
+
+
+def test_obligations_are_the_union_each_once_with_the_licences_that_ask_for_them() -> None:
+    verdict = _judge("llama3.1 llama3.3 apache-2.0 gemma", LLAMA)
+    (display,) = [obligation for obligation in verdict.obligations if obligation.kind == "display"]
+    assert (display.text, display.because) == ("Built with Llama", ("llama3.1", "llama3.3"))
+    (changes,) = [obligation for obligation in verdict.obligations if obligation.kind == "changes"]
+    assert changes.because == ("apache-2.0", "gemma")
+    assert _wording(verdict, "name_prefix") == ["Llama"]
+    assert [o.because for o in verdict.obligations if o.kind == "text"] == [
+        ("apache-2.0",),
+        ("gemma",),
+        ("llama3.1",),
+        ("llama3.3",),
+    ]
+    assert len(_wording(verdict, "notice")) == 3
+    assert len(_wording(verdict, "use_policy")) == 3
+    assert len(_wording(verdict, "cap")) == 2
+
+
+def test_the_notice_is_the_exact_sentence_of_the_licence() -> None:
+    assert _wording(_judge("llama3.1", LLAMA), "notice") == [
+        "Llama 3.1 is licensed under the Llama 3.1 Community License, "
+        "Copyright © Meta Platforms, Inc. All Rights Reserved."
+    ]
+
+
+def test_attribution_credits_the_parents_by_name() -> None:
+    verdict = combine([_parent("acme/chat", "cc-by-4.0"), _parent("acme/code", "mit")], SELL, TABLE)
+    assert _wording(verdict, "notice") == ["Made with acme/chat, licensed under CC-BY-4.0."]
+
+
+def test_the_words_to_display_name_the_merged_model() -> None:
+    (words,) = _wording(_judge("falcon-llm-license"), "display")
+    assert words.startswith("mix is built using Falcon LLM technology")
+
+
+def test_a_permissive_parent_keeps_its_text_under_another_licence() -> None:
+    assert _wording(_judge("mit gpl-3.0"), "text") == ["ship the text of gpl-3.0", "ship the text of mit"]
+    assert _wording(_judge("cc0-1.0"), "text") == []
+
+
+def test_in_private_the_name_is_only_noted() -> None:
+    verdict = _judge("llama3.1", _use(visibility="private"))
+    assert verdict.status == "allowed"
+    assert any("once the model is shared" in reason.sentence for reason in verdict.reasons)
+
+
+# ---------------------------------------------------------------- acceptance
+
+
+def test_a_review_that_is_accepted_by_licence_is_allowed_and_stays_on_record() -> None:
+    verdict = combine([TABLE.licenses["llama3.2"]], LLAMA, TABLE, {"llama3.2": "alice: text-only model"})
+    assert verdict.status == "allowed"
+    assert verdict.accepted == ("llama3.2: alice: text-only model",)
+    assert verdict.license == "llama3.2"
+
+
+def test_an_unknown_licence_is_accepted_only_by_the_name_of_the_model() -> None:
+    parents = [_parent("acme/chat", "unknown"), _parent("acme/code", "mit")]
+    assert combine(parents, SELL, TABLE, {"unknown": "alice: fine"}).status == "review"
+    assert combine(parents, SELL, TABLE, {"acme/chat": "alice: ours"}).status == "allowed"
+
+
+def test_an_acceptance_covers_no_further_parent() -> None:
+    parents = [_parent("acme/chat", "llama3.2"), _parent("acme/code", "llama3.2")]
+    assert combine(parents, LLAMA, TABLE, {"acme/chat": "alice: text-only"}).status == "review"
+    both = {"acme/chat": "alice: text-only", "acme/code": "bob: text-only"}
+    assert combine(parents, LLAMA, TABLE, both).accepted == tuple(f"{key}: {value}" for key, value in both.items())
+
+
+def test_a_block_cannot_be_accepted() -> None:
+    accepted = {"llama2": "alice: fine", "mit": "alice: fine"}
+    assert combine([TABLE.licenses[key] for key in accepted], SELL, TABLE, accepted).status == "blocked"
+
+
+def test_the_remedy_of_a_review_names_what_to_accept() -> None:
+    (reason,) = [reason for reason in _judge("llama3.2", LLAMA).reasons if reason.status == "review"]
+    assert "'llama3.2' under `accepted`" in reason.remedy
+
+
+@pytest.mark.parametrize("value", ["", "alice", "alice:", ": because"])
+def test_settings_want_to_know_who_accepted_and_why(value: str) -> None:
+    with pytest.raises(ValidationError, match="who accepted it and why"):
+        LicenseSettings(accepted={"mit": value})
+
+
+def test_settings_default_to_a_company_that_sells_a_public_model() -> None:
+    assert LicenseSettings().use("acme/mix") == SELL
+
+
+# ---------------------------------------------------------------- ancestors
+
+
+def test_a_parent_that_declares_less_than_its_ancestor_goes_to_review() -> None:
+    base = _parent("meta/llama", "llama3.1")
+    verdict = combine([_parent("acme/chat", "apache-2.0", base)], LLAMA, TABLE)
+    assert _rules(verdict, "review") == {"R11"}
+    (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
+    assert "acme/chat declares apache-2.0, but was made from meta/llama under llama3.1" in reason.sentence
+    assert "its use restrictions" in reason.sentence
+
+
+def test_the_licence_of_an_ancestor_binds_the_merge() -> None:
+    chat = _parent("acme/chat", "apache-2.0", _parent("meta/llama", "llama3.1"))
+    verdict = combine([chat], LLAMA, TABLE, {"acme/chat": "alice: Meta agreed"})
+    assert (verdict.status, verdict.license) == ("allowed", "llama3.1")
+    noncommercial = _parent("acme/chat", "mit", _parent("acme/base", "cc-by-nc-4.0"))
+    assert combine([noncommercial], SELL, TABLE).status == "blocked"
+
+
+def test_a_parent_that_declares_as_much_as_its_ancestor_is_allowed() -> None:
+    verdict = combine([_parent("acme/chat", "llama3.1", _parent("meta/llama", "llama3.1"))], LLAMA, TABLE)
+    assert verdict.status == "allowed"
+
+
+def test_a_model_made_from_a_family_counts_as_one_of_it() -> None:
+    base = _parent("meta/llama-2", "llama2")
+    tune = _parent("acme/tune", "apache-2.0", base)
+    assert "R4" not in _rules(combine([tune, base], SELL, TABLE), "blocked")
+    stranger = _parent("acme/other", "apache-2.0")
+    assert "R4" in _rules(combine([tune, base, stranger], SELL, TABLE), "blocked")
+
+
+def test_an_ancestor_that_could_not_be_read_is_on_record() -> None:
+    verdict = combine([_parent("acme/chat", "mit", unread=("meta/llama",))], SELL, TABLE)
+    assert verdict.status == "allowed"
+    assert any("meta/llama could not be read" in reason.sentence for reason in verdict.reasons)
+
+
+@pytest.mark.parametrize(
+    ("declared", "ancestor", "dropped"),
+    [
+        ("mit", "apache-2.0", ()),
+        ("apache-2.0", "cc-by-4.0", ()),
+        ("cc-by-nc-4.0", "mit", ()),
+        ("mit", "unknown", ()),
+        ("unknown", "llama2", ()),
+        ("agpl-3.0", "gpl-3.0", ()),
+        ("gpl-2.0", "gpl-3.0", ("its share-alike",)),
+        ("mit", "cc-by-sa-4.0", ("its share-alike",)),
+        ("mit", "cc-by-nc-4.0", ("its limits on commercial use",)),
+        ("mit", "modified-mit", ("its limits on commercial use",)),
+        ("cc-by-nc-4.0", "mrl", ("its limits on sharing",)),
+        ("cc-by-4.0", "cc-by-nd-4.0", ("its limits on derivatives", "its limits on sharing")),
+        ("mit", "deepseek", ("its use restrictions",)),
+        ("gemma", "deepseek", ("its use restrictions",)),
+        ("llama3.1", "llama3", ("its use restrictions", "its ban on improving other models", "its rule for names")),
+        ("llama3", "llama3.1", ("its use restrictions",)),
+    ],
+)
+def test_a_declared_licence_is_weaker_by_the_restrictions_it_drops(
+    declared: str, ancestor: str, dropped: tuple[str, ...]
+) -> None:
+    assert weaker(TABLE.licenses[declared], TABLE.licenses[ancestor]) == dropped

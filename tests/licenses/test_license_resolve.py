@@ -1,0 +1,217 @@
+"""Reading what a model declares: ordinary cards, odd cards, and the way up to its ancestors."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.licenses.resolve import Find, declared, lineage, walk
+from tasks.licenses.table import load_table
+
+TABLE = load_table()
+
+
+def _model(directory: Path, card: str | None = None, **fields: object) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    if card is None:
+        card = f"---\n{yaml.safe_dump(fields)}---\n# A model\n"
+    (directory / "README.md").write_text(card, encoding="utf-8")
+    return directory
+
+
+def _nowhere(entry: str, directory: Path) -> Path | None:
+    return None
+
+
+def _among(root: Path) -> Find:
+    return lambda entry, directory: root / entry if (root / entry).is_dir() else None
+
+
+def test_the_card_fields_and_the_licence_file_are_read(tmp_path: Path) -> None:
+    model = _model(
+        tmp_path / "chat", license="other", license_name="qwen", license_link="LICENSE", base_model=["qwen/base"]
+    )
+    (model / "LICENSE").write_bytes(b"Qwen terms\n")
+    found = declared(model)
+    assert (found.name, found.license, found.license_name, found.license_link) == (
+        "chat",
+        ("other",),
+        "qwen",
+        "LICENSE",
+    )
+    assert found.base_model == ("qwen/base",)
+    assert (found.license_file, found.license_sha256) == ("LICENSE", hashlib.sha256(b"Qwen terms\n").hexdigest())
+    assert found.problems == ()
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "LICENSE.md", "license.txt", "LICENCE", "COPYING"])
+def test_a_licence_file_is_found_under_its_usual_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("terms")
+    (tmp_path / "LICENSES").mkdir()
+    assert declared(tmp_path).license_file == name
+
+
+@pytest.mark.parametrize(
+    ("card", "license", "problem"),
+    [
+        ("---\nlicense: mit\n---\n", ("mit",), None),
+        ("---\r\nlicense: mit\r\n---\r\n# T\r\n", ("mit",), None),
+        ("\ufeff---\nlicense: mit\n---\n", ("mit",), None),
+        ("---\nlicense: mit\n---", ("mit",), None),
+        ("---\nlicense: [mit, apache-2.0]\n---\n", ("mit", "apache-2.0"), None),
+        ("---\nlicense: ' mit '\n---\n# a\n---\nlicense: gpl\n---\n", ("mit",), None),
+        ("---\ntags: [a]\n---\n", (), None),
+        ("---\nlicense:\n---\n", (), None),
+        ("---\nlicense: ''\n---\n", (), None),
+        ("---\nlicense: []\n---\n", (), None),
+        ("---\nlicense: 2.0\n---\n", (), "license is a float"),
+        ("---\nlicense: no\n---\n", (), "license is a bool"),
+        ("---\nlicense: {name: mit}\n---\n", (), "license is a dict"),
+        ("---\nlicense: [mit, 3]\n---\n", (), "int"),
+        ("---\nlicense: [mit, null]\n---\n", (), "NoneType"),
+        ("---\nlicense: [[mit]]\n---\n", (), "list"),
+        ("---\nlicense: 2024-01-02\n---\n", (), "license is a date"),
+        ("---\n- license\n---\n", (), "is a list, not a mapping"),
+        ("---\n---\n", (), "is a NoneType, not a mapping"),
+        ("---\nlicense: [mit\n---\n", (), "not valid YAML"),
+        ("---\nlicense: !!python/object/apply:os.getcwd []\n---\n", (), "not valid YAML"),
+        ("---\ndate: 2024-13-45\nlicense: mit\n---\n", (), "not valid YAML"),
+        ("---\nlicense: !!int ''\n---\n", (), "not valid YAML"),
+        ("---\na: " + "[" * 1500 + "\n---\n", (), "not valid YAML"),
+        ("---\nlicense: mit\n", (), "no front matter"),
+        ("license: mit\n", (), "no front matter"),
+        ("", (), "no front matter"),
+    ],
+)
+def test_an_odd_card_declares_nothing_and_says_why(
+    tmp_path: Path, card: str, license: tuple[str, ...], problem: str | None
+) -> None:
+    (tmp_path / "README.md").write_bytes(card.encode())
+    found = declared(tmp_path)
+    assert found.license == license
+    assert bool(found.problems) == (problem is not None)
+    assert problem is None or problem in found.problems[0]
+
+
+def test_bytes_that_are_no_text_raise_nothing(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_bytes(b"---\nlicense: mit\nnote: '\xff\xfe'\n---\n")
+    assert declared(tmp_path).license == ("mit",)
+
+
+def test_a_small_card_that_unfolds_into_a_huge_value_costs_nothing(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
+    (tmp_path / "README.md").write_text("---\n" + "\n".join(lines) + "\nlicense: *a39\n---\n")
+    found = declared(tmp_path)
+    assert found.license == ()
+    assert len(found.problems[0]) < 100
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_missing_card_or_directory_declares_nothing(tmp_path: Path, missing: bool) -> None:
+    directory = tmp_path / "gone" if missing else tmp_path
+    found = declared(directory, "acme/chat")
+    assert (found.name, found.license, found.problems) == ("acme/chat", (), ("there is no README.md",))
+
+
+def test_a_readme_that_is_a_directory_declares_nothing(tmp_path: Path) -> None:
+    (tmp_path / "README.md").mkdir()
+    assert "cannot be read" in declared(tmp_path).problems[0]
+
+
+TEXT = st.text(alphabet="aé-/.: \n\0", max_size=8)
+SCALARS = st.sampled_from([None, True, 0, 3, 1.5, float("nan"), b"\xff", datetime.date(2024, 1, 2)]) | TEXT
+VALUES = (
+    SCALARS | st.lists(SCALARS | st.lists(SCALARS, max_size=2), max_size=3) | st.dictionaries(TEXT, SCALARS, max_size=2)
+)
+FIELDS = dict.fromkeys(("license", "license_name", "license_link", "base_model"), VALUES)
+
+
+@given(fields=st.fixed_dictionaries({}, optional=FIELDS))
+@settings(deadline=None)  # reads and writes files
+def test_whatever_type_a_field_has_reading_raises_nothing(fields: dict[str, object]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        model = _model(Path(directory), f"---\n{yaml.safe_dump(fields)}---\n")
+        (parent, *_) = lineage(model, _nowhere, TABLE)
+        one = fields.get("license")
+        if not isinstance(one, str | list) and not isinstance(fields.get("license_name"), str):
+            assert parent.license.id == "unknown"
+
+
+@given(card=st.text(alphabet="-\n\r :[]{}&*!|>'\"#license%mt0", max_size=80))
+@settings(deadline=None)  # reads and writes files
+def test_whatever_stands_in_a_card_reading_raises_nothing(card: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "README.md").write_bytes(b"---\n" + card.encode() + b"\n---\n")
+        assert isinstance(walk(Path(directory), _nowhere), tuple)
+
+
+def test_ancestors_are_found_beside_the_model_and_by_the_caller(tmp_path: Path) -> None:
+    _model(tmp_path / "hub" / "meta" / "llama", license="llama3.1")
+    _model(tmp_path / "tune", license="apache-2.0", base_model="meta/llama")
+    chat = _model(tmp_path / "chat", license="mit", base_model=["../tune", "acme/gone"])
+    found = walk(chat, _among(tmp_path / "hub"), "acme/chat")
+    assert [declaration.name for declaration in found] == ["acme/chat", "../tune", "meta/llama"]
+    assert [declaration.license for declaration in found] == [("mit",), ("apache-2.0",), ("llama3.1",)]
+    assert found[0].unread == ("acme/gone",)
+
+
+def test_find_is_told_who_names_the_ancestor(tmp_path: Path) -> None:
+    chat, asked = _model(tmp_path, license="mit", base_model="acme/base"), []
+    walk(chat, lambda entry, directory: asked.append((entry, directory)))
+    assert asked == [("acme/base", chat)]
+
+
+def test_cycles_end_and_diamonds_are_read_once(tmp_path: Path) -> None:
+    _model(tmp_path / "a", license="mit", base_model=["../b", "../c", "../a"])
+    _model(tmp_path / "b", license="mit", base_model="../d")
+    _model(tmp_path / "c", license="mit", base_model="../d")
+    _model(tmp_path / "d", license="gemma", base_model=["../a", "."])
+    assert [declaration.name for declaration in walk(tmp_path / "a", _nowhere)] == ["a", "../b", "../c", "../d"]
+    top, *_ = lineage(tmp_path / "a", _nowhere, TABLE)
+    assert [ancestor.name for ancestor in top.ancestors] == ["../b", "../c", "../d"]
+
+
+def test_many_diamonds_in_a_row_stay_small(tmp_path: Path) -> None:
+    for level in range(25):
+        above = [f"../l{level + 1}", f"../r{level + 1}"]
+        for side in "lr":
+            _model(tmp_path / f"{side}{level}", license="mit", base_model=above)
+    assert len(lineage(tmp_path / "l0", _nowhere, TABLE)) == 1 + 2 * 24
+
+
+@pytest.mark.parametrize("entry", ["a\0b", "x" * 5000, "/etc", "acme/model@main"])
+def test_an_entry_that_no_directory_can_have_is_unread(tmp_path: Path, entry: str) -> None:
+    (found,) = walk(_model(tmp_path, license="mit", base_model=entry), _nowhere)
+    assert found.unread == (entry,)
+
+
+def test_lineage_resolves_each_model_and_knows_its_ancestors(tmp_path: Path) -> None:
+    _model(tmp_path / "base", license="other", license_name="Tongyi Qianwen")
+    _model(tmp_path / "tune", license="apache-2.0", base_model="../base")
+    chat = _model(tmp_path / "chat", license=["mit", "gpl-3.0"], base_model="../tune")
+    top, tune, base = lineage(chat, _nowhere, TABLE, "acme/chat")
+    assert (top.name, top.license.id, top.declared) == ("acme/chat", "unknown", "license: mit / gpl-3.0")
+    assert [ancestor.license.id for ancestor in top.ancestors] == ["apache-2.0", "tongyi-qianwen"]
+    assert [ancestor.license.id for ancestor in tune.ancestors] == ["tongyi-qianwen"]
+    assert (base.license.id, base.ancestors) == ("tongyi-qianwen", ())
+
+
+def test_a_strangers_words_are_shown_short_and_printable(tmp_path: Path) -> None:
+    model = _model(tmp_path, license="other", license_name="\x1b[31m" + "x" * 500)
+    words = declared(model).words
+    assert words.isprintable()
+    assert len(words) < 150
+
+
+def test_the_names_that_a_card_gives_its_ancestors_are_shown_short_and_printable(tmp_path: Path) -> None:
+    entry = "acme/\x1b[31m" + "x" * 500
+    (top,) = lineage(_model(tmp_path / "chat", license="mit", base_model=entry), _nowhere, TABLE)
+    assert top.unread[0].isprintable()
+    assert len(top.unread[0]) < 100

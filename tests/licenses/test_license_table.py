@@ -1,0 +1,166 @@
+"""The licence table: complete, unambiguous, and safe to override."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from merge_core.errors import InvalidInput
+from tasks.licenses.table import SHIPPED, License, LicenseTable, load_table
+
+# What the Hub accepts for `license:` (huggingface/hub-docs@242f4a1e, docs/hub/repositories-licenses.md).
+_LISTED = """
+afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
+bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5
+cc-by-3.0 cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0
+cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0
+cdla-permissive-2.0 cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0
+etalab-2.0 eupl-1.1 eupl-1.2 fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community
+h-research intel-research isc lgpl lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4
+lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by ofl-1.1 openmdw-1.0 openmdw-1.1 openrail openrail++ osl-3.0 other
+pddl postgresql unknown unlicense wtfpl zlib
+"""
+HUB = _LISTED.split()
+
+
+@pytest.fixture(scope="module")
+def table() -> LicenseTable:
+    return load_table()
+
+
+def _override(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "licences.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_table_holds_exactly_the_83_identifiers_of_the_hub_and_21_others(table: LicenseTable) -> None:
+    assert len(HUB) == 83
+    assert {key for key, entry in table.licenses.items() if entry.hub} == set(HUB)
+    assert len(table.licenses) == 104
+
+
+@pytest.mark.parametrize("identifier", HUB)
+def test_every_hub_identifier_resolves_to_its_own_entry_with_a_source(table: LicenseTable, identifier: str) -> None:
+    found = table.lookup(identifier)
+    assert found.id == identifier
+    assert found.source
+
+
+def test_no_value_of_the_table_depends_on_how_yaml_reads_yes_and_no() -> None:
+    class Yaml12(yaml.SafeLoader):
+        """Reads only true and false as booleans, as YAML 1.2 does."""
+
+    Yaml12.yaml_implicit_resolvers = {
+        letter: [entry for entry in entries if entry[0] != "tag:yaml.org,2002:bool"]
+        for letter, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    text = SHIPPED.read_text(encoding="utf-8")
+    words = {
+        value for entry in yaml.load(text, Loader=Yaml12)["licenses"].values() for value in map(str, entry.values())
+    }
+    assert words.isdisjoint({"yes", "no", "on", "off", "y", "n", "Yes", "No"})
+
+
+def test_all_that_needs_a_person_says_why(table: LicenseTable) -> None:
+    asked = [entry for entry in table.licenses.values() if entry.review is not None]
+    assert len(asked) == 31
+    assert all(len(entry.review or "") > 10 for entry in asked)
+    assert all(entry.review for entry in table.licenses.values() if entry.confidence == "low")
+
+
+@pytest.mark.parametrize(
+    ("license", "license_name", "expected"),
+    [
+        ("apache-2.0", None, "apache-2.0"),
+        (" Apache-2.0 ", None, "apache-2.0"),
+        ("Apache 2.0", None, "apache-2.0"),
+        ("GPL-3.0-only", None, "gpl-3.0"),
+        ("llama-3.1", None, "llama3.1"),
+        ("other", "qwen", "qwen"),
+        ("other", "Qwen Research", "qwen-research"),
+        ("other", "deepseek_license", "deepseek"),
+        ("unknown", "mrl-0.1", "mrl"),
+        (None, "tongyi-qianwen-license-agreement", "tongyi-qianwen"),
+        ("other", None, "other"),
+        ("other", "acme-terms", "other"),
+        ("acme-terms", None, "other"),
+        (None, None, "unknown"),
+        ("", None, "unknown"),
+        ("  ", "  ", "unknown"),
+        (["mit"], None, "mit"),
+        (["MIT", "mit"], None, "mit"),
+        (["mit", "apache-2.0"], None, "unknown"),
+        ([], None, "unknown"),
+        ([["mit"]], None, "mit"),
+        (["other"], "gemma", "gemma"),
+        ("apache-2.0", "apache-2.0", "apache-2.0"),
+        ("apache-2.0", "Apache License, Version 2", "apache-2.0"),
+        ("apache-2.0", "qwen-research", "unknown"),
+        (2.0, None, "unknown"),
+        (False, None, "unknown"),
+        ({"name": "mit"}, None, "unknown"),
+        ("mit", 7, "mit"),
+    ],
+)
+def test_a_card_is_looked_up_by_license_and_license_name(
+    table: LicenseTable, license: object, license_name: object, expected: str
+) -> None:
+    assert table.lookup(license, license_name).id == expected
+
+
+def test_every_alias_resolves_to_a_known_licence(table: LicenseTable) -> None:
+    assert len(table.aliases) == 16
+    assert all(table.lookup("other", alias).id == target for alias, target in table.aliases.items())
+
+
+def test_an_override_changes_the_named_fields_and_keeps_the_others(table: LicenseTable, tmp_path: Path) -> None:
+    changed = load_table(_override(tmp_path, 'licenses:\n  qwen: {cap: "none: agreement 17"}\n'))
+    assert changed.licenses["qwen"] == table.licenses["qwen"].model_copy(update={"cap": "none: agreement 17"})
+    assert changed.licenses["mit"] == table.licenses["mit"]
+
+
+def test_an_override_adds_a_licence_and_its_alias(tmp_path: Path) -> None:
+    text = "licenses:\n  acme: {kind: permissive, basis: primary, source: contract 17}\naliases: {acme-terms: acme}\n"
+    found = load_table(_override(tmp_path, text)).lookup("other", "Acme Terms")
+    assert found == License(id="acme", kind="permissive", basis="primary", source="contract 17")
+
+
+def test_an_empty_override_changes_nothing(table: LicenseTable, tmp_path: Path) -> None:
+    assert load_table(_override(tmp_path, "# nothing yet\n")) == table
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "word"),
+    [
+        ("licenses: {mit: {comercial: allowed}}", "licenses.mit.comercial", "did you mean 'commercial'?"),
+        ("licenses: {mit: {commercial: no}}", "licenses.mit.commercial", "YAML reads a bare yes or no"),
+        ("licenses: {mit: {commercial: maybe}}", "licenses.mit.commercial", "'maybe'"),
+        ("licenses: {mit: {text: 'true'}}", "licenses.mit.text", "'true'"),
+        ("licenses: {acme: {kind: permissive, basis: primary}}", "licenses.acme.source", "nothing"),
+        ("licenses: {mit: {outer: [gpl-3]}}", "licenses.mit.outer", "did you mean 'gpl-3.0'?"),
+        ("licenses: {mit: {only_with: [lama2]}}", "licenses.mit.only_with", "did you mean 'llama2'?"),
+        ("licenses: {mit: {use_policy: gema-pup}}", "licenses.mit.use_policy", "did you mean 'gemma-pup'?"),
+        ("licenses: {mit: permissive}", "licenses.mit", "'permissive'"),
+        ("licenses: {mit: {cap: a}, mit: {cap: b}}", "licences.yaml", "twice"),
+        ("aliases: {acme: mitt}", "aliases.acme", "did you mean 'mit'?"),
+        ("aliases: {gemma: mit}", "aliases.gemma", "not itself one"),
+        ("policies: {acme: 3}", "policies.acme", "3"),
+        ("licences: {}", "licences", "did you mean 'licenses'?"),
+        ("licenses: [mit]", "licenses", "list"),
+        ("- mit", "licences.yaml", "list"),
+        ("licenses: {mit", "licences.yaml", "not valid YAML"),
+    ],
+)
+def test_a_wrong_override_is_refused_with_its_place(tmp_path: Path, text: str, where: str, word: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        load_table(_override(tmp_path, text))
+    assert where in caught.value.where
+    assert word in str(caught.value)
+
+
+def test_a_missing_override_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="No such file"):
+        load_table(tmp_path / "absent.yaml")

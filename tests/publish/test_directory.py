@@ -1,0 +1,124 @@
+"""Publishing to a directory: all there or not at all, versions that never change, a second run that does nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from merge_core.errors import Refused
+from merge_core.hashing import HashMemo, sha256_file
+from tasks.publish.content import ReleaseFile, content_version, written_file
+from tasks.publish.directory import publish_directory
+
+
+@pytest.fixture
+def hashes(tmp_path: Path) -> HashMemo:
+    return HashMemo(tmp_path / "memo.sqlite")
+
+
+def stored(path: Path, name: str, data: bytes) -> ReleaseFile:
+    path.write_bytes(data)
+    return ReleaseFile(name, len(data), sha256_file(path), path)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[ReleaseFile, ...]:
+    return (stored(tmp_path / "w", "model.safetensors", b"weights"), written_file("licenses/base.txt", "terms"))
+
+
+def test_a_release_holds_every_file_and_latest_points_to_it(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
+) -> None:
+    published = publish_directory(files, tmp_path / "releases", "v1", hashes)
+    assert published.new
+    assert published.location == tmp_path / "releases" / "v1"
+    assert (tmp_path / "releases" / "latest" / "model.safetensors").read_bytes() == b"weights"
+    assert (tmp_path / "releases" / "latest" / "licenses" / "base.txt").read_text() == "terms"
+    assert sorted(path.name for path in (tmp_path / "releases").iterdir()) == ["latest", "v1"]
+
+
+def test_publishing_again_touches_nothing(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
+    target = tmp_path / "releases"
+    publish_directory(files, target, "v1", hashes)
+    before = [path.lstat().st_mtime_ns for path in sorted(target.rglob("*"))]
+    assert not publish_directory(files, target, "v1", hashes).new
+    assert [path.lstat().st_mtime_ns for path in sorted(target.rglob("*"))] == before
+
+
+def test_a_new_version_moves_latest_and_keeps_the_old_one(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
+) -> None:
+    target = tmp_path / "releases"
+    publish_directory(files, target, "v1", hashes)
+    publish_directory((written_file("README.md", "two"),), target, "v2", hashes)
+    assert (target / "latest").readlink() == Path("v2")
+    assert (target / "v1" / "model.safetensors").exists()
+
+
+def test_a_version_never_changes_its_content(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
+) -> None:
+    publish_directory(files, tmp_path / "releases", "v1", hashes)
+    with pytest.raises(Refused, match="already published with other content"):
+        publish_directory((written_file("model.safetensors", "other"), files[1]), tmp_path / "releases", "v1", hashes)
+    assert (tmp_path / "releases" / "v1" / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_bytes_that_are_not_those_that_were_gated_are_not_published(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
+) -> None:
+    (tmp_path / "w").write_bytes(b"Weights")
+    with pytest.raises(Refused, match="expected: .*the bytes that were evaluated and gated"):
+        publish_directory(files, tmp_path / "releases", "v1", hashes)
+    assert not (tmp_path / "releases" / "v1").exists()
+    assert not (tmp_path / "releases" / "latest").is_symlink()
+
+
+def test_the_content_is_the_version(files: tuple[ReleaseFile, ...]) -> None:
+    assert content_version(files) == content_version(files[::-1])
+    assert content_version(files) != content_version(files[:1])
+
+
+SYSCALLS = ["os.fsync", "pathlib.Path.rename", "pathlib.Path.symlink_to"]
+
+
+@pytest.mark.parametrize("call", SYSCALLS)
+@pytest.mark.parametrize("nth", [0, 1, 2])
+def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_completes_it(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo, call: str, nth: int
+) -> None:
+    target = tmp_path / "releases"
+    module, _, name = call.rpartition(".")
+    script = textwrap.dedent(f"""
+        import os, pathlib, signal, sys
+        from pathlib import Path
+        from merge_core.hashing import HashMemo
+        from tasks.publish.content import ReleaseFile, written_file
+        from tasks.publish.directory import publish_directory
+        original, calls = {call}, 0
+        def dies(*arguments, **options):
+            global calls
+            calls += 1
+            if calls > {nth}:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **options)
+        {module}.{name} = dies
+        files = (
+            ReleaseFile("model.safetensors", 7, {files[0].sha256!r}, Path({str(files[0].source)!r})),
+            written_file("licenses/base.txt", "terms"),
+        )
+        publish_directory(files, Path({str(target)!r}), "v1", HashMemo(Path({str(tmp_path / "m2")!r})))
+    """)
+    code = subprocess.run([sys.executable, "-c", script], cwd=os.getcwd(), check=False).returncode
+    assert code in (-signal.SIGKILL, 0)
+    if (target / "v1").exists():
+        assert sorted(path.name for path in (target / "v1").iterdir()) == ["licenses", "model.safetensors"]
+    publish_directory(files, target, "v1", hashes)
+    assert sorted(path.name for path in target.iterdir()) == ["latest", "v1"]
+    assert (target / "latest" / "model.safetensors").read_bytes() == b"weights"

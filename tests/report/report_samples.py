@@ -1,0 +1,278 @@
+"""Contents of reports as a run would put them together: released, refused, inconclusive, broken, and a large one."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Literal
+
+from tasks.evaluate import Scores, Scoring, TaskScore
+from tasks.gate import DriftVerdict, GuardVerdict, Outcome, Verdict
+from tasks.perplexity import Likelihoods, Windows
+from tasks.report import Library, MergedFile, ReportContent, ReportedModel
+
+RECIPE = """\
+merge_method: ties
+base_model: family/base
+models:
+  - model: family/reverser
+    parameters: {density: 0.5, weight: 1.0}
+  - model: family/sorter
+    parameters: {density: 0.5, weight: 1.0}
+parameters:
+  normalize: true
+dtype: float32
+"""
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def score(task: str, value: float, n: int = 500, metric: str = "acc,none") -> TaskScore:
+    stderr = math.sqrt(value * (1 - value) / n)
+    return TaskScore(task=task, metric=metric, n=n, score=value, stderr=stderr, higher_is_better=True)
+
+
+def scores(**values: float) -> Scores:
+    return Scores(
+        model="as-measured-long-ago", tasks=tuple(score(t, v) for t, v in values.items()), lm_eval_version="0.4.13"
+    )
+
+
+def likelihoods(perplexity: float | None, vocabulary: str = "one") -> Likelihoods:
+    tokens, size = 41_200, 164_800
+    loglik = None if perplexity is None else -tokens * math.log(perplexity)
+    return Likelihoods(
+        model="as-measured-long-ago",
+        documents=800,
+        tokens=tokens,
+        bytes=size,
+        loglik=loglik,
+        perplexity=perplexity,
+        bits_per_byte=None if loglik is None else -loglik / size / math.log(2),
+        vocabulary=vocabulary,
+    )
+
+
+def guard(
+    task: str, reference: str, of: tuple[float, float], drop: tuple[float, float, float], outcome: Outcome, n: int = 500
+) -> GuardVerdict:
+    estimate, low, high = drop
+    return GuardVerdict(
+        task=task,
+        metric="acc,none",
+        reference=reference,
+        reference_score=of[0],
+        merge_score=of[1],
+        n=n,
+        lost=14,
+        won=3,
+        drop=estimate,
+        low=low,
+        high=high,
+        confidence=0.95,
+        max_drop=3,
+        margin=2 if task == "sorting" else 3,
+        outcome=outcome,
+        reason=f"{task}: {estimate:.1f} points below {reference} [{low:.1f}, {high:.1f}], limit 3",
+    )
+
+
+def drift(ratio: float | None, low: float | None, high: float | None, outcome: Outcome = "pass") -> DriftVerdict:
+    value = "not finite" if ratio is None else f"{ratio:.3f} times that of reverser [{low:.3f}, {high:.3f}]"
+    return DriftVerdict(
+        reference="reverser",
+        documents=800,
+        unit="token",
+        ratio=ratio,
+        low=low,
+        high=high,
+        max_ratio=1.05,
+        warn_ratio=1.02,
+        outcome=outcome,
+        broken=ratio is None or ratio > 2,
+        warning=ratio is None or ratio > 1.02,
+        reason=f"The merge's perplexity is {value}; the limit is 1.05.",
+    )
+
+
+def verdict(
+    guards: tuple[GuardVerdict, ...],
+    drift: DriftVerdict | None,
+    reasons: tuple[str, ...] = (),
+    outcome: Outcome = "pass",
+    on_inconclusive: Literal["block", "warn", "pass"] = "block",
+    overall: tuple[float, float, float] | tuple[None, None, None] = (None, None, None),
+) -> Verdict:
+    return Verdict(
+        outcome=outcome,
+        publishable=outcome == "pass" or (outcome == "inconclusive" and on_inconclusive != "block"),
+        guards=guards,
+        drift=drift,
+        overall_drop=overall[0],
+        overall_low=overall[1],
+        overall_high=overall[2],
+        on_inconclusive=on_inconclusive,
+        reasons=reasons,
+    )
+
+
+def family(merge_scores: Scores | None, merge_likelihoods: Likelihoods | None) -> tuple[ReportedModel, ...]:
+    def parent(name: str, role: Literal["parent", "base"], own: Scores, perplexity: float) -> ReportedModel:
+        return ReportedModel(
+            name=name,
+            role=role,
+            ref=f"family/{name}",
+            digest=sha(name),
+            licence="apache-2.0",
+            scores=own if merge_scores else None,
+            likelihoods=likelihoods(perplexity),
+        )
+
+    return (
+        parent("base", "base", scores(reversing=0.02, sorting=0.04, copying=0.99), 3.91),
+        parent("reverser", "parent", scores(reversing=0.986, sorting=0.03, copying=0.984), 3.402),
+        parent("sorter", "parent", scores(reversing=0.024, sorting=0.996, copying=0.98), 3.466),
+        ReportedModel(
+            name="merge",
+            role="merge",
+            ref="demo",
+            digest=sha("merge"),
+            licence="apache-2.0",
+            scores=merge_scores,
+            likelihoods=merge_likelihoods,
+        ),
+    )
+
+
+def content(models: tuple[ReportedModel, ...], decided: Verdict, name: str = "demo") -> ReportContent:
+    return ReportContent(
+        name=name,
+        method="ties of 2 over base",
+        recipe=RECIPE,
+        models=models,
+        licence="apache-2.0",
+        obligations=(
+            "State that the parents' weights were changed.",
+            "Keep the notices of reverser and sorter with the release.",
+        ),
+        verdict=decided,
+        scoring=Scoring(dtype="float32"),
+        windows=Windows(max_length=128),
+        files=tuple(
+            MergedFile(name=file, size=size, sha256=sha(file))
+            for file, size in (("config.json", 688), ("model.safetensors", 913_408), ("tokenizer.json", 4_110))
+        ),
+        versions=(
+            Library(name="mergegate", version="0.1.0"),
+            Library(name="torch", version="2.13.0"),
+            Library(name="transformers", version="5.23.0"),
+            Library(name="lm-eval", version="0.4.13"),
+        ),
+        reproduce=("git clone <this repository> && cd mergegate", "make install", "mergegate run profiles/demo.yaml"),
+    )
+
+
+def released() -> ReportContent:
+    guards = (
+        guard("reversing", "reverser", (0.986, 0.98), (0.6, -0.42, 1.63), "pass"),
+        guard("sorting", "sorter", (0.996, 1.0), (-0.4, -0.97, 0.31), "pass"),
+    )
+    return content(
+        family(scores(reversing=0.98, sorting=1.0, copying=0.986), likelihoods(3.41)),
+        verdict(guards, drift(1.0024, 0.9981, 1.0067), overall=(0.1, -0.5, 0.7)),
+    )
+
+
+def refused() -> ReportContent:
+    guards = (
+        guard("reversing", "reverser", (0.986, 0.842), (14.4, 11.67, 17.13), "fail"),
+        guard("sorting", "sorter", (0.996, 0.972), (2.4, 0.93, 3.87), "inconclusive"),
+    )
+    reasons = (
+        "reversing falls 14.4 points below reverser [11.7, 17.1]; 3 are allowed.",
+        "sorting falls 2.4 points below sorter [0.9, 3.9]; 500 documents do not decide whether that is within 2.",
+    )
+    return content(
+        family(scores(reversing=0.842, sorting=0.972, copying=0.986), likelihoods(3.51)),
+        verdict(guards, drift(1.0318, 1.0236, 1.0401), reasons, "fail", overall=(8.4, 6.8, 10.0)),
+        "demo-refused",
+    )
+
+
+def inconclusive() -> ReportContent:
+    guards = (
+        guard("reversing", "reverser", (0.986, 0.98), (0.6, -0.42, 1.63), "pass"),
+        guard("sorting", "sorter", (0.996, 0.984), (1.2, 0.19, 2.04), "inconclusive"),
+    )
+    reasons = ("sorting may have lost up to 2.04 points against sorter; 2 are allowed. 540 documents would decide it.",)
+    return content(
+        family(scores(reversing=0.98, sorting=0.984, copying=0.986), likelihoods(3.41)),
+        verdict(guards, drift(1.0024, 0.9981, 1.0067), reasons, "inconclusive", "warn", (0.9, 0.2, 1.6)),
+        "demo-inconclusive",
+    )
+
+
+def broken(ratio: float | None = None) -> ReportContent:
+    found = drift(ratio, None if ratio is None else 0.9 * ratio, None if ratio is None else 1.1 * ratio, "fail")
+    reasons = (f"The merge is broken: its perplexity is {'not finite' if ratio is None else f'{ratio:.0f} times higher'}.",)
+    own = likelihoods(None if ratio is None else 3.402 * ratio)
+    return content(family(None, own), verdict((), found, reasons, "fail"), "demo-exploded")
+
+
+def large() -> ReportContent:
+    """Twelve tasks, five models, long names."""
+    names = ("meta-llama-3.2-1b", "instruct-general-v2", "mathematics-specialist-2026-04", "code", "multilingual-eu")
+    tasks = (
+        "arc_challenge", "arc_easy", "gsm8k", "hellaswag", "mmlu_professional_medicine_continuation", "mmlu",
+        "truthfulqa_mc2", "winogrande", "openbookqa", "support-tickets-classification-de-2026", "boolq", "ifeval",
+    )  # fmt: skip
+    drops = (0.4, -1.2, 2.1, 0.1, 1.4, 0.3, -0.6, 0.9, 3.6, 0.2, 1.1, 0.5)
+    halves = (0.9, 1.1, 1.3, 0.4, 2.4, 0.3, 1.0, 1.2, 1.7, 0.7, 0.8, 1.5)
+    counts = (1172, 2376, 1319, 10042, 272, 14042, 817, 1267, 500, 640, 3270, 541)
+    level = {task: 0.42 + 0.04 * at for at, task in enumerate(tasks)}
+
+    def own(shift: float) -> Scores:
+        found = tuple(
+            score(task, min(0.99, max(0.01, level[task] + shift * math.sin(7 * shift + at))), counts[at])
+            for at, task in enumerate(tasks)
+        )
+        return Scores(model="x", tasks=found, lm_eval_version="0.4.13")
+
+    guards: list[GuardVerdict] = []
+    for at, (task, estimate, half) in enumerate(zip(tasks[:-1], drops, halves, strict=False)):
+        outcome: Outcome = (
+            "pass" if estimate + half <= 3 else "fail" if estimate > 3 and estimate - half > 0 else "inconclusive"
+        )
+        bounds = (estimate, estimate - half, estimate + half)
+        guards.append(guard(task, names[1 + at % 4], (0.7, 0.7 - estimate / 100), bounds, outcome, counts[at]))
+    reasons = (
+        "openbookqa falls 3.6 points below mathematics-specialist-2026-04 [1.9, 5.3]; 3 are allowed.",
+        "mmlu_professional_medicine_continuation may have lost up to 3.8 points; 3 are allowed.",
+        "gsm8k may have lost up to 3.4 points; 3 are allowed.",
+    )
+    models = tuple(
+        ReportedModel(
+            name=name,
+            role="base" if at == 0 else "parent",
+            ref=f"acme-research-laboratory/{name}-checkpoint-final",
+            revision=sha(name)[:40],
+            digest=sha(name),
+            licence=("llama3.2", "apache-2.0", "mit", "llama3.2", "cc-by-4.0")[at],
+            scores=own(0.03 * (at + 1)),
+            likelihoods=likelihoods(9.1 - 0.31 * at),
+        )
+        for at, name in enumerate(names)
+    )
+    merged = ReportedModel(
+        name="merge",
+        role="merge",
+        ref="acme/support-assistant-nightly",
+        digest=sha("large"),
+        licence="llama3.2",
+        scores=own(0.035),
+        likelihoods=likelihoods(8.02),
+    )
+    found = drift(1.0205, 1.0144, 1.0266)
+    return content((*models, merged), verdict(tuple(guards), found, reasons, "fail", overall=(0.8, 0.5, 1.1)), "nightly")

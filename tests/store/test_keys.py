@@ -1,0 +1,68 @@
+"""Keys: the same for what is the same, different for what is not, never for what has no stable form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from merge_core.keys import NotInKey, canonical, digest, merkle, stage_key
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+class Model(BaseModel):
+    digest: str
+    place: Annotated[Path, NotInKey]
+
+
+@given(st.dictionaries(st.text(), json_values))
+def test_the_order_of_a_mapping_does_not_matter(value: dict[str, object]) -> None:
+    assert digest(value) == digest(dict(reversed(value.items())))
+
+
+@given(json_values)
+def test_a_digest_is_the_sha256_of_plain_json(value: object) -> None:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert digest(value) == hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def test_a_field_marked_not_in_key_does_not_count() -> None:
+    assert digest(Model(digest="d", place=Path("/a"))) == digest(Model(digest="d", place=Path("/b")))
+    assert digest(Model(digest="d", place=Path("/a"))) != digest(Model(digest="e", place=Path("/a")))
+
+
+def test_stage_and_version_are_part_of_the_key() -> None:
+    keys = {stage_key("merge", 1, {"a": 1}), stage_key("merge", 2, {"a": 1}), stage_key("gate", 1, {"a": 1})}
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", {1: 2}])
+def test_what_has_no_stable_form_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="no canonical JSON form|only string keys"):
+        canonical(value)
+
+
+def test_not_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="no canonical JSON form"):
+        canonical(float("nan"))
+
+
+def test_a_merkle_digest_sees_name_size_and_hash() -> None:
+    digests = {
+        merkle({"a": (1, "x")}),
+        merkle({"b": (1, "x")}),
+        merkle({"a": (2, "x")}),
+        merkle({"a": (1, "y")}),
+    }
+    assert len(digests) == 4

@@ -1,0 +1,191 @@
+"""The store: complete or absent, believed only when it agrees with its manifest, built once however many ask."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from merge_core.store import MANIFEST, Store, StoreMiss
+
+KEY = "0123456789abcdef" * 4
+
+
+class Value(BaseModel):
+    words: str
+
+
+def writes(text: str) -> Callable[[Path], Value]:
+    def make(out: Path) -> Value:
+        (out / "sub").mkdir()
+        (out / "sub" / "weights").write_text(text)
+        return Value(words=text)
+
+    return make
+
+
+def never(out: Path) -> Value:
+    raise AssertionError("it was built a second time")
+
+
+def test_what_was_built_is_found_and_not_built_again(tmp_path: Path) -> None:
+    built, made = Store(tmp_path).build("merge", KEY, Value, writes("abc"))
+    found, made_again = Store(tmp_path).build("merge", KEY, Value, never)
+    assert (made, made_again) == (True, False)
+    assert found == built
+    assert (found.directory / "sub" / "weights").read_text() == "abc"
+
+
+def test_the_digest_speaks_of_content_and_not_of_the_key(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first, _ = store.build("merge", KEY, Value, writes("abc"))
+    same, _ = store.build("merge", KEY[::-1], Value, writes("abc"))
+    other, _ = store.build("merge", "f" * 64, Value, writes("abd"))
+    assert first.digest == same.digest != other.digest
+
+
+def damage_by_deleting(directory: Path) -> None:
+    (directory / "sub" / "weights").unlink()
+
+
+def damage_by_truncating(directory: Path) -> None:
+    (directory / "sub" / "weights").write_text("ab")
+
+
+def damage_by_altering(directory: Path) -> None:
+    (directory / "sub" / "weights").write_text("abx")
+
+
+def damage_by_adding(directory: Path) -> None:
+    (directory / "stray").write_text("")
+
+
+def damage_the_manifest(directory: Path) -> None:
+    (directory / MANIFEST).write_text("{")
+
+
+def damage_the_value(directory: Path) -> None:
+    (directory / "value.json").write_text('{"words": 3}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (damage_by_deleting, "is missing"),
+        (damage_by_truncating, "2 bytes instead of 3"),
+        (damage_by_altering, "was altered"),
+        (damage_by_adding, "not of this artifact"),
+        (damage_the_manifest, "cannot be read"),
+        (damage_the_value, "instead of|was altered"),
+    ],
+)
+def test_a_damaged_artifact_is_a_miss_that_says_why_and_is_built_again(
+    tmp_path: Path, damage: Callable[[Path], None], why: str
+) -> None:
+    store = Store(tmp_path)
+    artifact, _ = store.build("merge", KEY, Value, writes("abc"))
+    damage(artifact.directory)
+    with pytest.raises(StoreMiss, match=why):
+        store.open("merge", KEY, Value)
+    again, made = store.build("merge", KEY, Value, writes("abc"))
+    assert made
+    assert again == artifact
+
+
+def test_an_alteration_that_keeps_size_and_time_is_seen_by_reading_every_byte(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    artifact, _ = store.build("merge", KEY, Value, writes("abc"))
+    weights = artifact.directory / "sub" / "weights"
+    before = weights.stat()
+    weights.write_text("abx")
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    store.open("merge", KEY, Value)
+    with pytest.raises(StoreMiss, match="was altered"):
+        store.open("merge", KEY, Value, deep=True)
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fails(out: Path) -> Value:
+        (out / "half").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        Store(tmp_path).build("merge", KEY, Value, fails)
+    assert list((tmp_path / "merge").iterdir()) == []
+    assert list((tmp_path / "locks").iterdir()) == []
+
+
+def test_a_resumable_build_finds_what_the_last_one_left(tmp_path: Path) -> None:
+    def fails(out: Path) -> Value:
+        (out / "half").write_text("half")
+        raise OSError("killed")
+
+    def goes_on(out: Path) -> Value:
+        return Value(words=(out / "half").read_text())
+
+    store = Store(tmp_path)
+    with pytest.raises(OSError, match="killed"):
+        store.build("merge", KEY, Value, fails, resumable=True)
+    artifact, _ = store.build("merge", KEY, Value, goes_on, resumable=True)
+    assert artifact.value.words == "half"
+
+
+def test_two_that_want_the_same_build_it_once(tmp_path: Path) -> None:
+    inside, go_on, waits = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(out: Path) -> Value:
+        inside.set()
+        assert go_on.wait(30)
+        return Value(words="once")
+
+    results: list[bool] = []
+
+    def first() -> None:
+        results.append(Store(tmp_path).build("merge", KEY, Value, slow)[1])
+
+    def second() -> None:
+        results.append(Store(tmp_path).build("merge", KEY, Value, never, on_wait=waits.set)[1])
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert inside.wait(30)
+    threads[1].start()
+    assert waits.wait(30)
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(results) == [False, True]
+
+
+def test_a_killed_builder_leaves_no_lock_and_no_artifact(tmp_path: Path) -> None:
+    script = textwrap.dedent(f"""
+        import sys, time
+        from pathlib import Path
+        from pydantic import BaseModel
+        from merge_core.store import Store
+        class Value(BaseModel):
+            words: str
+        def hangs(out):
+            (out / "half").write_text("half")
+            print("inside", flush=True)
+            time.sleep(600)
+        Store(Path({str(tmp_path)!r})).build("merge", {KEY!r}, Value, hangs)
+    """)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as builder:
+        assert builder.stdout is not None
+        assert builder.stdout.readline() == "inside\n"
+        builder.send_signal(signal.SIGKILL)
+    store = Store(tmp_path)
+    with pytest.raises(StoreMiss, match="not in the store"):
+        store.open("merge", KEY, Value)
+    artifact, made = store.build("merge", KEY, Value, writes("abc"))
+    assert made
+    assert not (artifact.directory / "half").exists()
