@@ -130,7 +130,7 @@ def _console(as_json: bool) -> Any:
     """Where lines for people go: standard output, or nowhere when that carries JSON."""
     from rich.console import Console
 
-    return Console(quiet=as_json, highlight=False)
+    return Console(quiet=as_json, highlight=False, soft_wrap=True)
 
 
 def _print_outcome(console: Any, outcome: Any, as_json: bool) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from merge_core import load_recipe, merge_plan, open_checkpoint, plan_merge, preflight
+from merge_core import load_recipe, open_checkpoint, plan_merge, preflight
+from merge_core import merge as merge_weights
 from merge_core.errors import InvalidInput, Refused
 from tasks.pin import find_parents
 
@@ -31,11 +32,11 @@ def merge_to(recipe_file: Path, out: Path, *, seed: int, device: str, console: C
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
     plan = plan_merge(recipe, checkpoints)
     partial = out.with_name(f"{out.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)  # what a killed merge left there is gone on from
+    partial.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn(recipe.summary()), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         job = bar.add_task("merge", total=None)
-        record = merge_plan(
+        record = merge_weights(
             plan,
             partial,
             seed=seed,

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from merge_core import Recipe, load_recipe
 from merge_core.errors import InvalidInput, suggest
-from tasks.evaluate import EvaluateSettings
+from merge_core.hashing import HashMemo
+from tasks.evaluate import EvalTask, EvaluateSettings, Guard, pin_tasks
+from tasks.gate import check_guards
 from tasks.licenses.use import LicenseSettings
 from tasks.merge import MergeSettings
-from tasks.perplexity import PerplexitySettings
+from tasks.perplexity import Documents, PerplexitySettings, pin_documents
+from tasks.pin import Found
 from tasks.publish.settings import DirectoryTarget
 
 
@@ -36,6 +41,14 @@ class Checks(Settings):
     license: LicenseSettings = LicenseSettings()
 
 
+class Evidence(NamedTuple):
+    """What the merge and its parents are measured on, pinned by content."""
+
+    guards: tuple[Guard, ...]
+    tasks: tuple[EvalTask, ...]
+    documents: Documents | None
+
+
 class Profile(Settings):
     """How a merge is released: recipe, checks, evidence, target."""
 
@@ -48,8 +61,41 @@ class Profile(Settings):
     publish: DirectoryTarget | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
     root: Path = Field(default=Path(), description="Directory that relative paths are relative to.")
 
+    @model_validator(mode="after")
+    def _publishes_only_what_is_gated(self) -> Self:
+        if self.publish and not (self.perplexity or self.evaluate):
+            raise ValueError("publish needs evidence: add perplexity, evaluate, or both")
+        return self
 
-ProfileSource = Annotated[Path | Profile, Field(description="A profile file, or a whole profile.")]
+    def load_recipe(self) -> Recipe:
+        """The recipe, from its file or from the profile itself.
+
+        Raises:
+            InvalidInput: for a recipe that cannot mean anything.
+        """
+        if isinstance(self.recipe, Path):
+            return load_recipe(self.root / self.recipe)
+        return replace(load_recipe(self.recipe, where=f"profile {self.name}: recipe"), directory=self.root)
+
+    def recipe_text(self) -> str:
+        """The recipe as it was written."""
+        if isinstance(self.recipe, Path):
+            return (self.root / self.recipe).read_text(encoding="utf-8")
+        return yaml.safe_dump(self.recipe, sort_keys=False, allow_unicode=True)
+
+    def pin_evidence(self, parents: Sequence[Found], hashes: HashMemo) -> Evidence:
+        """Tasks and documents by content, after seeing that every guard names a parent.
+
+        Raises:
+            InvalidInput: for a guard, a task or a file that is not there.
+        """
+        guards: tuple[Guard, ...] = ()
+        tasks: tuple[EvalTask, ...] = ()
+        if self.evaluate:
+            check_guards(self.evaluate.tasks, [parent.name for parent in parents])
+            guards, tasks = pin_tasks(self.evaluate.tasks, self.root, hashes)
+        documents = pin_documents(self.perplexity, self.root, hashes) if self.perplexity else None
+        return Evidence(guards, tasks, documents)
 
 
 def load_profile(source: Path | Profile) -> Profile:
@@ -60,16 +106,18 @@ def load_profile(source: Path | Profile) -> Profile:
     """
     if isinstance(source, Profile):
         return source.model_copy(update={"root": source.root.absolute()})
-    where = str(source)
-    try:
-        data = yaml.safe_load(source.read_text())
-    except OSError as error:
-        raise InvalidInput(where, found=error.strerror or "not readable", expected="a profile (YAML)") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidInput(where, found=f"not YAML: {error}", expected="a profile (YAML)") from None
-    if not isinstance(data, Mapping):
-        raise InvalidInput(where, found=type(data).__name__, expected="a mapping with name, recipe, publish, …")
-    return parse_profile({"root": source.absolute().parent, **data}, where)
+    data = _mapping_in(source)
+    return parse_profile({"root": source.absolute().parent, **data}, str(source))
+
+
+def is_recipe(file: Path) -> bool:
+    """Whether the file holds a recipe rather than a profile: only recipes say ``merge_method``, or several things.
+
+    Raises:
+        InvalidInput: as ``load_profile``.
+    """
+    documents = _documents_in(file)
+    return len(documents) > 1 or (isinstance(documents[0], Mapping) and "merge_method" in documents[0])
 
 
 def parse_profile(data: Mapping[str, object], where: str) -> Profile:
@@ -82,6 +130,23 @@ def parse_profile(data: Mapping[str, object], where: str) -> Profile:
         return Profile.model_validate(data)
     except ValidationError as error:
         raise _explain(error, where) from None
+
+
+def _mapping_in(file: Path) -> Mapping[str, object]:
+    documents = _documents_in(file)
+    if len(documents) != 1 or not isinstance(documents[0], Mapping):
+        found = f"{len(documents)} documents" if len(documents) > 1 else type(documents[0]).__name__
+        raise InvalidInput(str(file), found=found, expected="one mapping with name, recipe, publish, …")
+    return documents[0]
+
+
+def _documents_in(file: Path) -> list[object]:
+    try:
+        return list(yaml.safe_load_all(file.read_text(encoding="utf-8"))) or [None]
+    except OSError as error:
+        raise InvalidInput(str(file), found=error.strerror or "not readable", expected="a profile (YAML)") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidInput(str(file), found=f"not YAML: {error}", expected="a profile (YAML)") from None
 
 
 def _explain(error: ValidationError, where: str) -> InvalidInput:

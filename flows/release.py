@@ -52,7 +52,7 @@ def make_release(profile: Profile) -> Outcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
     recipe = profile.load_recipe()
     found = find_parents(recipe)
-    tasks, documents = profile.pin_evidence(found)
+    evidence = profile.pin_evidence(found, store().hashes)
 
     use, table = profile.checks.license.use(profile.name), license_table(profile.checks.license, profile.root)
     licence = check_licenses(read_licenses(found, table), use, table, profile.checks.license.accepted)
@@ -64,12 +64,12 @@ def make_release(profile: Profile) -> Outcome:
     models = (*pinned.parents, merged_model(merged))
 
     # Perplexity takes seconds and sees a broken merge at once; then the costly tasks are not worth running.
-    likelihoods = {model.name: perplexity(model, documents) for model in models}
-    drift = judge_drift(likelihoods)
-    scores = {model.name: [evaluate(model, task) for task in tasks] for model in models if not drift.broken}
-    verdict = gate(profile.guards, scores, drift)
+    likelihoods = measure_perplexity(models, evidence)
+    broken = merge_is_broken(likelihoods, evidence)
+    scores = {} if broken else run_tasks(models, evidence)
+    verdict = gate(evidence.rules, likelihoods, scores)
 
-    content = report_content(profile, pinned, licence.value, merged, scores, likelihoods, verdict.value)
+    content = report_content(profile, pinned, licence.value, merged, likelihoods, scores, verdict.value)
     report = write_report(content)
     if not (verdict.value.publishable and profile.publish):
         return judged(content, report, None)

@@ -87,7 +87,7 @@ def check_compatibility(
     plan = None if blocked else plan_merge(recipe, checkpoints)
     return Compatibility(
         remarks=tuple(_remark(finding) for finding in findings),
-        tensors=len(plan.tensors) if plan else 0,
+        tensors=len(plan.jobs) if plan else 0,
         bytes_read=plan.bytes_read if plan else 0,
         bytes_written=plan.bytes_written if plan else 0,
     )

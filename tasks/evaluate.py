@@ -1,39 +1,85 @@
-"""Evaluation: lm-eval scores of one model, document by document, as a cached stage."""
+"""Evaluation: lm-eval scores of one model on one task, document by document, as a cached stage.
+
+The unit of caching is one model and one task, so a task added to a profile costs only itself, and parents are evaluated
+once, ever::
+
+    guards, tasks = pin_tasks(settings.tasks, root, hashes)
+    scores = {model.name: [evaluate(model, task, settings.scoring, runtime()) for task in tasks] for model in models}
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from merge_core.errors import InvalidInput
+from merge_core.hashing import HashMemo
 from merge_core.keys import NotInKey
-from tasks.stage import StageValue
+from tasks import outcomes
+from tasks.model import Model
+from tasks.runtime import Runtime
+from tasks.scoring import Scoring as Scoring
+from tasks.stage import StageValue, advance, stage
+from tasks.task_definition import EvalTask as EvalTask
+from tasks.task_definition import pin_task as pin_task
+from tasks.versions import versions
+
+MARGIN_ABOVE_MAX_DROP = 1.0  # points
 
 
-class EvalTask(BaseModel):
-    """An lm-eval task pinned by content: definition and local data are hashed, so a changed document is a new task."""
+class Guard(BaseModel):
+    """One regression guard: on ``task`` the merge must not be worse than ``guarded_by`` by more than ``max_drop``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str  # what lm-eval calls it
-    digest: str  # sha256 over the definition and its local data
-    definition: Annotated[Path | None, NotInKey]  # a local YAML, None for a task that lm-eval ships
+    task: str = Field(description="An lm-eval task by name, or a YAML file relative to the profile.")
+    guarded_by: str = Field(description="Name of the model it is held against: a parent of the merge.")
+    max_drop: float = Field(default=2.0, ge=0, le=100, description="Points; more, and not noise, fails.")
+    margin: float | None = Field(
+        default=None, gt=0, le=100, description="Points that the upper bound may reach; default: max_drop + 1."
+    )
+    metric: str | None = Field(default=None, description="lm-eval's 'acc,none'; absent: see default_metric.")
+
+    @model_validator(mode="after")
+    def _margin_is_wider(self) -> Self:
+        if self.margin is not None and self.margin < self.max_drop:
+            raise ValueError(f"margin ({self.margin:g}) must be at least max_drop ({self.max_drop:g})")
+        return self
+
+    @property
+    def upper_limit(self) -> float:
+        """Non-inferiority margin in points: the drop that must be ruled out to pass."""
+        return self.margin if self.margin is not None else self.max_drop + MARGIN_ABOVE_MAX_DROP
 
 
-class Scoring(BaseModel):
-    """How a model is scored. Equal on both sides of every comparison, and part of the key: it moves scores."""
+class GateRule(BaseModel):
+    """How sure a verdict must be, and what follows where it cannot be."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["hf"] = "hf"
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    batch_size: int = Field(default=16, ge=1)
-    max_length: int | None = Field(default=None, ge=1)
-    num_fewshot: int | None = Field(default=None, ge=0)
-    chat_template: bool = False
-    documents: int | None = Field(default=None, ge=1)  # a fixed seeded sample of so many per task; None: all
-    seed: int = 0
+    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided, each way.")
+    on_inconclusive: Literal["block", "warn", "pass"] = Field(
+        default="block", description="What to do when the documents do not suffice to decide."
+    )
+
+
+class EvaluateSettings(Scoring, GateRule):
+    """What is evaluated and how it is judged, in a profile under ``evaluate``."""
+
+    tasks: tuple[Guard, ...] = Field(min_length=1)
+
+    @property
+    def scoring(self) -> Scoring:
+        """The part that decides scores."""
+        return Scoring.model_validate({name: getattr(self, name) for name in Scoring.model_fields})
+
+    @property
+    def rule(self) -> GateRule:
+        """The part that judges them."""
+        return GateRule(confidence=self.confidence, on_inconclusive=self.on_inconclusive)
 
 
 class TaskScore(BaseModel):
@@ -59,3 +105,67 @@ class Scores(StageValue):
 
     def summary(self) -> str:
         return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in self.tasks)
+
+
+@stage("evaluate", version=1, subject="model")
+def evaluate(out: Path, model: Model, task: EvalTask, scoring: Scoring, runtime: Runtime) -> Scores:
+    """Score ``model`` on ``task``: a score for each metric, and ``outcomes.parquet`` with every document's.
+
+    A group (``mmlu``) is scored as the mean over all of its documents.
+
+    Raises:
+        InvalidInput: when the model or the task's data cannot be loaded, or the task has no score by document.
+    """
+    from tasks.harness import score
+
+    scored = score(model, task, scoring, runtime.device, lambda done, total: advance(done, total, "requests"))
+    outcomes.write(out / outcomes.FILE, scored.outcomes)
+    return Scores(
+        model=model.name,
+        tasks=tuple(
+            _task_score(task.name, metric, [o.outcome for o in scored.outcomes if o.metric == metric], better)
+            for metric, better in scored.higher_is_better.items()
+        ),
+        lm_eval_version=versions("lm_eval")["lm_eval"],
+    )
+
+
+def pin_tasks(guards: Sequence[Guard], root: Path, hashes: HashMemo) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
+    """All tasks of the guards, each once, and the guards in terms of the names that lm-eval calls those tasks.
+
+    Raises:
+        InvalidInput: as ``pin_task``; or when two definitions call themselves by one name.
+    """
+    written = {guard.task: pin_task(guard.task, root, hashes) for guard in guards}
+    tasks: dict[str, EvalTask] = {}
+    for text, task in written.items():
+        if tasks.setdefault(task.name, task).digest != task.digest:
+            raise InvalidInput(
+                f"evaluate.tasks: {text}",
+                found=f"calls itself {task.name!r}, as does another task of this profile",
+                expected="a name of its own under 'task'",
+            )
+    renamed = tuple(guard.model_copy(update={"task": written[guard.task].name}) for guard in guards)
+    return renamed, tuple(tasks.values())
+
+
+def default_metric(metrics: Sequence[str]) -> str:
+    """The metric that is judged when a guard names none: ``acc,none``; else what is leniently extracted from free
+    answers (strict patterns measure format: a good model can score near zero); else the first."""
+    if "acc,none" in metrics:
+        return "acc,none"
+    return next((metric for metric in metrics if metric.endswith(",flexible-extract")), metrics[0])
+
+
+def _task_score(task: str, metric: str, values: Sequence[float], higher_is_better: bool) -> TaskScore:
+    n = len(values)
+    mean = sum(values) / n
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else 0.0
+    return TaskScore(
+        task=task,
+        metric=metric,
+        n=n,
+        score=mean,
+        stderr=(variance / n) ** 0.5,
+        higher_is_better=higher_is_better,
+    )

@@ -1,9 +1,9 @@
 """lm-eval as a library: one task, one model, scores by document. The only file that knows lm-eval's interfaces.
 
 What lm-eval does by default and a gate cannot use is turned off here: log-softmax in the model's own dtype (rounds a
-bf16 model's likelihoods by up to half a nat), its request cache (whose key lacks the model), its prompt cache (whose key
-lacks the data), ``limit`` (takes the first documents), look-ups of the repository it happens to run in, progress bars of
-its own, and data cached for all time under a path that says nothing about its content.
+bf16 model's likelihoods by up to half a nat), its request cache (whose key lacks the model), its prompt cache (whose
+key lacks the data), ``limit`` (takes the first documents), look-ups of the repository it happens to run in, progress
+bars of its own, and data cached for all time under a path that says nothing about its content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import yaml
 from merge_core.errors import InvalidInput
 from tasks.loaded import Loaded, in_memory
 from tasks.model import Model
-from tasks.outcomes import Outcome
+from tasks.outcomes import DocumentOutcome
 from tasks.scoring import Scoring
 from tasks.task_definition import EvalTask, read_definition, still_as_pinned
 
@@ -36,7 +36,7 @@ FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are t
 class Scored:
     """All outcomes of one task, and for each metric whether more is better."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[DocumentOutcome, ...]
     higher_is_better: Mapping[str, bool]
 
 
@@ -56,11 +56,14 @@ def score(
     """
     # datasets counts uses of its file formats over the network; read when it is first imported.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-    with in_memory(model, dtype=scoring.dtype, device=device) as loaded, _quiet(on_progress):
-        with tempfile.TemporaryDirectory(prefix="mergegate-task-") as scratch:
-            leaves = _load_tasks(task, Path(scratch))
-            chosen = _choose({name: len(leaf.eval_docs) for name, leaf in leaves.items()}, scoring)
-            return _run({name: leaves[name] for name in chosen}, chosen, loaded, task, scoring)
+    with (
+        in_memory(model, dtype=scoring.dtype, device=device) as loaded,
+        _quiet(on_progress),
+        tempfile.TemporaryDirectory(prefix="mergegate-task-") as scratch,
+    ):
+        leaves = _load_tasks(task, Path(scratch))
+        chosen = _choose({name: len(leaf.eval_docs) for name, leaf in leaves.items()}, scoring)
+        return _run({name: leaves[name] for name in chosen}, chosen, loaded, task, scoring)
 
 
 def _run(
@@ -71,6 +74,12 @@ def _run(
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
 
+    if scoring.chat_template and not loaded.tokenizer.chat_template:
+        raise InvalidInput(
+            "evaluate.chat_template",
+            found=f"a tokenizer without one ({loaded.tokenizer.name_or_path})",
+            remedy="chat_template: false",
+        )
     for leaf in leaves.values():
         if leaf.OUTPUT_TYPE == "loglikelihood_rolling":
             raise InvalidInput(
@@ -85,7 +94,7 @@ def _run(
             leaf.set_config(key="num_fewshot", value=0)
         leaf.set_fewshot_seed(seed=FEWSHOT_SEED + scoring.seed)
     random.seed(scoring.seed)
-    np.random.seed(scoring.seed)  # noqa: NPY002 - the global state that lm-eval's tasks draw from
+    np.random.seed(scoring.seed)  # the global state, because lm-eval's tasks draw from it
     torch.manual_seed(scoring.seed)
     lm = HFLM(
         pretrained=loaded.network,
@@ -104,7 +113,7 @@ def _run(
         apply_chat_template=scoring.chat_template,
         fewshot_as_multiturn=scoring.chat_template,
     )
-    outcomes: list[Outcome] = []
+    outcomes: list[DocumentOutcome] = []
     better: dict[str, bool] = {}
     for name, samples in results["samples"].items():
         means = {metric for metric, how in leaves[name].aggregation().items() if _is_mean(how)}
@@ -119,12 +128,21 @@ def _run(
     return Scored(tuple(outcomes), better)
 
 
-def _outcome(task: str, key: str, metric: str, sample: Mapping[str, Any]) -> Outcome:
+def _outcome(task: str, key: str, metric: str, sample: Mapping[str, Any]) -> DocumentOutcome:
     value = float(sample[metric])
     if value != value or value in (float("inf"), float("-inf")):
-        raise InvalidInput(f"task {task}", found=f"{key} of document {sample['doc_id']} is {value}", expected="a number")
-    hashes = (str(sample[name]) for name in ("doc_hash", "prompt_hash", "target_hash"))
-    return Outcome(task, key, int(sample["doc_id"]), *hashes, value)
+        raise InvalidInput(
+            f"task {task}", found=f"{key} of document {sample['doc_id']} is {value}", expected="a number"
+        )
+    return DocumentOutcome(
+        task=task,
+        metric=key,
+        doc_id=int(sample["doc_id"]),
+        doc_hash=str(sample["doc_hash"]),
+        prompt_hash=str(sample["prompt_hash"]),
+        target_hash=str(sample["target_hash"]),
+        outcome=value,
+    )
 
 
 def _is_mean(aggregation: Any) -> bool:
@@ -200,7 +218,7 @@ def _shipped_tasks() -> Any:
 def _quiet(on_progress: Callable[[int, int], None]) -> Iterator[None]:
     """lm-eval and datasets without logs and bars; lm-eval's own bars are its only account of progress, so they are
     replaced by ``on_progress``."""
-    import datasets
+    import datasets  # type: ignore[import-untyped]  # ships no types
     import lm_eval.api.model
     import lm_eval.api.task
     import lm_eval.models.huggingface

@@ -33,7 +33,8 @@ class Loaded:
     def prefix(self) -> int | None:
         """Token that stands before every text: begin of text, or end of text where there is none, or nothing."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        return bos if bos is not None else eos
+        token = bos if bos is not None else eos
+        return None if token is None else int(token)
 
     @property
     def context(self) -> int | None:
@@ -104,14 +105,20 @@ def tokenizer_digest(tokenizer: Any) -> str:
 def _load(model: Model, dtype: str, device: str) -> Loaded:
     where = f"{model.name} ({model.directory})"
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
+    import transformers
 
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
+    # mypy: transformers declares no return types here.
+    said: Any
+    network: Any
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    loader: Any = transformers.AutoModelForCausalLM
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.directory, local_files_only=True, trust_remote_code=False)
-        network, said = AutoModelForCausalLM.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            model.directory, local_files_only=True, trust_remote_code=False
+        )
+        network, said = loader.from_pretrained(
             model.directory,
             dtype=dtype,
             local_files_only=True,
@@ -121,7 +128,9 @@ def _load(model: Model, dtype: str, device: str) -> Loaded:
         )
         network = network.to(device).eval()
     except torch.OutOfMemoryError as error:
-        raise InvalidInput(where, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16") from error
+        raise InvalidInput(
+            where, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16"
+        ) from error
     except Exception as error:
         # Whatever a file of the checkpoint makes transformers, tokenizers or safetensors raise: their types are many.
         cause = " ".join(str(error).split()) or type(error).__name__

@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core import merge_plan, open_checkpoint, plan_merge
+from merge_core import merge as merge_weights
+from merge_core import open_checkpoint, plan_merge
 from merge_core.errors import Refused
 from merge_core.keys import NotInKey
 from merge_core.store import Artifact
@@ -65,9 +66,9 @@ def numerics(settings: MergeSettings) -> Numerics:
     return Numerics(seed=settings.seed, device=device.partition(":")[0], versions=versions("torch", "numba"))
 
 
-@stage("merge", version=1, hashes_of=lambda value: value.weights, resumable=True)
+@stage("merge", version=1, hashes_of=lambda value: value.weights)
 def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
-    """Carry out the recipe on its parents; goes on from the journal of a killed run.
+    """Carry out the recipe on its parents.
 
     Raises:
         Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
@@ -75,7 +76,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
     plan = plan_merge(
         pinned.recipe, {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents}
     )
-    record = merge_plan(
+    record = merge_weights(
         plan,
         out,
         seed=numerics.seed,

@@ -1,7 +1,7 @@
 """Outcomes: what a model scored on each document, as a table on disk, and two such tables paired document by document.
 
-Pairing is what makes a gate sharp: the same documents, cut and prompted alike, scored by the reference and by the merge.
-So a pair is made only where document, prompt and target have equal hashes on both sides.
+Pairing is what makes a gate sharp: the same documents, prompted alike, scored by the reference and by the merge. So a
+pair is made only where document, prompt and target have equal hashes on both sides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from merge_core.errors import InvalidInput
 FILE = "outcomes.parquet"
 
 
-class Outcome(NamedTuple):
+class DocumentOutcome(NamedTuple):
     """Score of one document under one metric."""
 
     task: str  # of a group: the task below it that the document is from
@@ -37,28 +37,30 @@ class Paired:
     merge: tuple[float, ...]
 
 
-def write(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """Store outcomes as parquet: one row each, columns as in ``Outcome``."""
+def write(path: Path, outcomes: Sequence[DocumentOutcome]) -> None:
+    """Store outcomes as parquet: one row each, columns as in ``DocumentOutcome``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     types = {"doc_id": pa.int64(), "outcome": pa.float64()}
     columns = {
         name: pa.array([getattr(outcome, name) for outcome in outcomes], types.get(name, pa.string()))
-        for name in Outcome._fields
+        for name in DocumentOutcome._fields
     }
     pq.write_table(pa.table(columns), path, compression="zstd")
 
 
-def read(path: Path) -> tuple[Outcome, ...]:
+def read(path: Path) -> tuple[DocumentOutcome, ...]:
     """What ``write`` stored."""
     import pyarrow.parquet as pq
 
     columns = pq.read_table(path).to_pydict()
-    return tuple(Outcome(*row) for row in zip(*(columns[name] for name in Outcome._fields), strict=True))
+    return tuple(
+        DocumentOutcome(*row) for row in zip(*(columns[name] for name in DocumentOutcome._fields), strict=True)
+    )
 
 
-def pair(reference: Sequence[Outcome], merge: Sequence[Outcome], metric: str, where: str) -> Paired:
+def pair(reference: Sequence[DocumentOutcome], merge: Sequence[DocumentOutcome], metric: str, where: str) -> Paired:
     """The documents of both under ``metric``, one by one, ordered by task and position.
 
     Args:

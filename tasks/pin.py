@@ -57,8 +57,8 @@ class PinnedRecipe:
         return _substitute(self.recipe.canonical(), {parent.ref: parent.digest for parent in self.parents})
 
 
-def find_parents(recipe: Recipe, root: Path) -> tuple[Found, ...]:
-    """Every checkpoint that the recipe names, in its order; references relative to ``root``.
+def find_parents(recipe: Recipe) -> tuple[Found, ...]:
+    """Every checkpoint that the recipe names, in its order; local ones relative to the recipe's directory.
 
     Raises:
         InvalidInput: for a reference that is neither a local directory nor a repository that can be reached.
@@ -67,7 +67,7 @@ def find_parents(recipe: Recipe, root: Path) -> tuple[Found, ...]:
     names = _unique_names(references)
     found = []
     for reference, name in zip(references, names, strict=True):
-        directory, revision = _locate(reference, root)
+        directory, revision = _locate(reference, recipe.directory)
         found.append(
             Found(
                 name=name,
@@ -101,7 +101,7 @@ def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
     return merkle(files)
 
 
-def _locate(reference: CheckpointRef, root: Path) -> tuple[Path, str | None]:
+def _locate(reference: CheckpointRef, root: Path | None) -> tuple[Path, str | None]:
     local = resolve_local(reference, root)
     return (local.resolve(), None) if local is not None else _download(reference)
 

@@ -136,7 +136,7 @@ def _read(path: Path, files: list[Path], above: tuple[Path, ...]) -> tuple[dict[
     files.append(path)
     functions: list[str] = []
     try:
-        own = yaml.load(text, Loader=_loader(functions))  # noqa: S506 - a SafeLoader that notes '!function' tags
+        own = yaml.load(text, Loader=_loader(functions))
     except yaml.YAMLError as error:
         raise InvalidInput(where, found=f"not YAML: {error}", expected="an lm-eval task definition") from None
     if not isinstance(own, dict):

@@ -1,8 +1,8 @@
-"""The report of a run: ``report.html``, one self-contained page for a person, and ``report.json``, the same for machines.
+"""The report of a run: ``report.html``, one self-contained page for a person, and ``report.json`` for machines.
 
-    artifact = write_report(ReportContent(...))     # the cached stage
-    html = render(content)                          # the page alone
-    as_markdown(content), final_table(content)      # the same content for Prefect and for the terminal
+artifact = write_report(ReportContent(...))     # the cached stage
+html = render(content)                          # the page alone
+as_markdown(content), final_table(content)      # the same content for Prefect and for the terminal
 """
 
 from __future__ import annotations
@@ -51,4 +51,4 @@ def write_report(out: Path, content: ReportContent) -> Report:
     data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (out / DATA).write_bytes(f"{data}\n".encode())
     (out / PAGE).write_bytes(render(content).encode())
-    return Report(headline=f"{title(content.verdict).lower()}: {sentence(content)}")
+    return Report(headline=" ".join(f"{title(content.verdict).lower()}: {sentence(content)}".split()))

@@ -54,16 +54,20 @@ def _template() -> Template:
     return environment.get_template("template.html")
 
 
-def _breakable(name: str) -> Markup:
-    """``name``, escaped, with places where a narrow column may break it: after punctuation and every 16 characters."""
+def _breakable(text: str, every: int = 20) -> Markup:
+    """``text``, escaped, with places where a narrow column may break it: after punctuation and ``every`` characters."""
     from markupsafe import Markup
 
-    pieces = re.findall(r"[^_/,.:@-]{1,16}[_/,.:@-]*|[_/,.:@-]+", name)
+    pieces = re.findall(rf"[^_/,:@-]{{1,{every}}}[_/,:@-]*|[_/,:@-]+", text)
     return Markup("<wbr>").join(pieces)
 
 
 def _scored_how(scoring: Scoring) -> str:
-    few = "the tasks' own few-shot examples" if scoring.num_fewshot is None else f"{scoring.num_fewshot} few-shot examples"
+    few = (
+        "the tasks' own few-shot examples"
+        if scoring.num_fewshot is None
+        else f"{scoring.num_fewshot} few-shot examples"
+    )
     which = "all documents" if scoring.documents is None else f"a fixed sample of {scoring.documents} documents a task"
     parts = [
         f"lm-eval, {scoring.backend} backend",

@@ -1,7 +1,7 @@
 """The two plots of a report: the guards against their limits, and perplexity against its own. Drawn by matplotlib.
 
-Each is drawn twice, for a wide page and for a phone, since letters do not shrink with a picture; the style sheet shows the
-one that fits. One unit of the drawing is one pixel of the page at its natural width.
+Each is drawn twice, for a wide page and for a phone, since letters must not shrink with a picture; the style sheet
+shows the one that fits. One unit of the drawing is one pixel of the page at its natural width.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ OUTCOME_MARKER: dict[Outcome, tuple[str, float]] = {"pass": ("o", 10), "fail": (
 class Format:
     """How a plot is laid out, in pixels.
 
-    Wide: name on the left, interval in the middle, numbers on the right, all on one line. Narrow: name and numbers above
-    the interval.
+    Wide: name on the left, interval in the middle, numbers on the right, all on one line. Narrow: name and numbers
+    above the interval.
     """
 
     name: str
@@ -115,7 +115,7 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
         f"{wording.plain(drift.warn_ratio)}, limit {wording.plain(drift.max_ratio)}, {line.word}."
     )
     names = ("equal", "limit", "warning")
-    unit = "of the better parent's"
+    unit = "ratio"
     return tuple(_intervals(f"drift-{form.name}", [line], form, 1.0, names, unit, label) for form in (WIDE, NARROW))
 
 
@@ -127,7 +127,9 @@ def perplexity_plot(content: ReportContent) -> tuple[str, ...]:
     per_byte = uses_bytes(content.models, content.verdict.drift)
     unit = "Bits per byte" if per_byte else "Perplexity"
     label = f"{unit} of each model. " + " ".join(f"{m.name}: {likelihood(m, per_byte)}." for m in models)
-    return tuple(_dots(f"perplexity-{form.name}", models, per_byte, form, unit.lower(), label) for form in (WIDE, NARROW))
+    return tuple(
+        _dots(f"perplexity-{form.name}", models, per_byte, form, unit.lower(), label) for form in (WIDE, NARROW)
+    )
 
 
 def _intervals(
@@ -195,7 +197,7 @@ def _ruler(
     else:
         axes.xaxis.set_major_locator(MaxNLocator(5 if form.stacked else 7, steps=[1, 2, 5, 10]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _tick(float(x)) + ("×" if times else "")))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _tick(float(x)) + (wording.TIMES if times else "")))
     axes.set_xlim(*ends)
     axes.tick_params(axis="x", length=0, pad=7, labelsize=12, labelcolor=Ink.MUTED.value)
     if not form.stacked:
@@ -205,7 +207,7 @@ def _ruler(
             unit,
             (0, 0),
             xycoords="axes fraction",
-            xytext=(-form.left, -16),
+            xytext=(-form.left, -13),
             textcoords="offset points",
             va="center_baseline",
             fontsize=12,
@@ -239,7 +241,7 @@ def _interval(axes: Axes, y: float, line: Line, end: float) -> None:
         axes.plot([line.low, line.high], [y, y], color=ink, linewidth=2.2, solid_capstyle="butt", zorder=4)
         axes.plot([line.low, line.high], [y, y], "|", markersize=9, markeredgewidth=2.2, color=ink, zorder=4)
     marker, size = OUTCOME_MARKER[line.outcome]
-    edge = {"markeredgecolor": Ink.PAPER.value, "markeredgewidth": 1.2}
+    edge: dict[str, Any] = {"markeredgecolor": Ink.PAPER.value, "markeredgewidth": 1.2}
     axes.plot([line.estimate], [y], marker, markersize=size, color=ink, zorder=5, **edge)
 
 
@@ -291,7 +293,9 @@ def _write(
 
 def _shortened(text: str, length: int) -> str:
     """One printable line of at most ``length`` characters: names are told apart by both their ends."""
-    text = "".join(character if character.isprintable() else "�" for character in " ".join(text.split()))
+    text = "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in " ".join(text.split())
+    )
     if len(text) <= length:
         return text
     tail = (length - 1) // 2
@@ -353,7 +357,7 @@ def _dot(
         axes.plot([ends[1]], [y], marker=">", markersize=11, color=Ink.FAIL.value, clip_on=False, zorder=5)
         return
     face = Ink.TEXT.value if merged else Ink.PAPER.value
-    edge = {"markeredgecolor": Ink.TEXT.value, "markeredgewidth": 1.6}
+    edge: dict[str, Any] = {"markeredgecolor": Ink.TEXT.value, "markeredgewidth": 1.6}
     axes.plot([value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
 
 

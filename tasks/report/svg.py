@@ -1,7 +1,7 @@
 """From a matplotlib figure to inline SVG: the same bytes everywhere, colours and fonts left to the page.
 
-Figures are drawn in the colours of ``Ink``; here each becomes the CSS variable of its name, so that the page decides what
-it is in the light, in the dark and on paper. Text stays text and inherits the page's font.
+Figures are drawn in the colours of ``Ink``; here each becomes the CSS variable of its name, so that the page decides
+what it is in the light, in the dark and on paper. Text stays text and inherits the page's font.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Ink(Enum):
         return f"var(--{self.name.lower()})"
 
 
-_SETTINGS: Mapping[str, object] = {
+_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # a '$' in a task's name is a dollar
     "font.size": 13,
@@ -65,10 +65,11 @@ def inline(figure: Figure, plot: str, label: str) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     raw = io.BytesIO()
+    canvas: Any = FigureCanvasSVG(figure)  # matplotlib leaves its writers untyped
     with warnings.catch_warnings():
         # Glyphs that matplotlib's own font lacks are no concern: the browser draws the text, with fonts of its own.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        FigureCanvasSVG(figure).print_svg(raw, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        canvas.print_svg(raw, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     root = ElementTree.fromstring(raw.getvalue())
     _strip(root)
     _rename_ids(root, plot)

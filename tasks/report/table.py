@@ -1,4 +1,4 @@
-"""The table parents × merge × tasks, from the same content as the page: for the terminal and for Markdown."""
+"""The table of parents, merge and tasks, from the same content as the page: for the terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ..
     if drift is None:
         return Row((label, *values, "", "", ""))
     verdict = "pass, warning" if drift.warning and drift.outcome == "pass" else drift.outcome
-    change = f"× {wording.ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
-    return Row((label, *values, change, f"× {wording.plain(drift.max_ratio)}", verdict), drift.outcome)
+    change = f"{wording.TIMES} {wording.ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
+    return Row((label, *values, change, f"{wording.TIMES} {wording.plain(drift.max_ratio)}", verdict), drift.outcome)
 
 
 def uses_bytes(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) -> bool:

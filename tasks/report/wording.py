@@ -5,6 +5,7 @@ from __future__ import annotations
 from tasks.gate import DriftVerdict, GuardVerdict, Outcome, Verdict
 from tasks.report.content import ReportContent
 
+MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 NOT_FINITE = "not finite"
 GLYPHS: dict[Outcome, str] = {"pass": "✓", "fail": "✗", "inconclusive": "?"}
 
@@ -14,12 +15,12 @@ def number(value: float, decimals: int) -> str:
     text = f"{value:.{decimals}f}"
     if float(text) == 0:
         text = text.lstrip("-")
-    return text.replace("-", "−")
+    return text.replace("-", MINUS)
 
 
 def plain(value: float) -> str:
     """A threshold as a person would write it: 3, 2.5."""
-    return f"{value:g}".replace("-", "−")
+    return f"{value:g}".replace("-", MINUS)
 
 
 def interval(low: float, high: float, decimals: int) -> str:
@@ -33,8 +34,8 @@ def guard_decimals(guard: GuardVerdict) -> int:
 
 
 def drift_decimals(drift: DriftVerdict) -> int:
-    """The fewest decimals (3 to 5) that leave the ratio and its bounds on their own side of the limits; one is plenty for
-    a ratio that is far from them."""
+    """The fewest decimals (3 to 5) that leave the ratio and its bounds on their own side of the limits."""
+    # Far from the limits, digits say nothing.
     if drift.ratio is not None and drift.ratio >= 10:
         return 1
     bounds = [bound for bound in (drift.ratio, drift.low, drift.high) if bound is not None]
@@ -66,6 +67,8 @@ def ratio(drift: DriftVerdict) -> str:
     """'1.003 [0.998, 1.008]', or that there is none."""
     if drift.ratio is None:
         return NOT_FINITE
+    if drift.ratio >= 10_000:
+        return _scientific(drift.ratio)  # how much worse than broken it is interests nobody
     decimals = drift_decimals(drift)
     if drift.low is None or drift.high is None:
         return number(drift.ratio, decimals)
@@ -77,19 +80,25 @@ def magnitude(value: float | None) -> str:
     if value is None:
         return NOT_FINITE
     if value >= 1e6:
-        return f"{value:.2e}"
+        return _scientific(value)
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3f}"
+
+
+def _scientific(value: float) -> str:
+    """'2.8e10', '1e6'."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 def size(count: int) -> str:
     """Bytes in decimal units, three significant digits."""
     if count < 1000:
         return f"{count} B"
-    value = float(count)
-    for unit in ("kB", "MB", "GB", "TB"):
-        value /= 1000
+    value, unit = count / 1000, "kB"
+    for larger in ("MB", "GB", "TB"):
         if value < 999.5:
             break
+        value, unit = value / 1000, larger
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
 
 
@@ -123,9 +132,10 @@ def _guards_passed(verdict: Verdict) -> str:
     most, allowed = number(closest.high, decimals), plain(closest.margin)
     if len(verdict.guards) == 1:
         return f"{closest.task} loses at most {most} points against {closest.reference}; {allowed} are allowed."
+    count = "Both" if len(verdict.guards) == 2 else f"All {len(verdict.guards)}"
     return (
-        f"All {len(verdict.guards)} guards hold. The closest is {closest.task}, which loses at most {most} points "
-        f"against {closest.reference}; {allowed} are allowed."
+        f"{count} guards hold. The closest is {closest.task}, which loses at most {most} points against "
+        f"{closest.reference}; {allowed} are allowed."
     )
 
 

@@ -216,7 +216,9 @@ def inconclusive() -> ReportContent:
 
 def broken(ratio: float | None = None) -> ReportContent:
     found = drift(ratio, None if ratio is None else 0.9 * ratio, None if ratio is None else 1.1 * ratio, "fail")
-    reasons = (f"The merge is broken: its perplexity is {'not finite' if ratio is None else f'{ratio:.0f} times higher'}.",)
+    reasons = (
+        f"The merge is broken: its perplexity is {'not finite' if ratio is None else f'{ratio:.0f} times higher'}.",
+    )
     own = likelihoods(None if ratio is None else 3.402 * ratio)
     return content(family(None, own), verdict((), found, reasons, "fail"), "demo-exploded")
 
@@ -275,4 +277,6 @@ def large() -> ReportContent:
         likelihoods=likelihoods(8.02),
     )
     found = drift(1.0205, 1.0144, 1.0266)
-    return content((*models, merged), verdict(tuple(guards), found, reasons, "fail", overall=(0.8, 0.5, 1.1)), "nightly")
+    return content(
+        (*models, merged), verdict(tuple(guards), found, reasons, "fail", overall=(0.8, 0.5, 1.1)), "nightly"
+    )

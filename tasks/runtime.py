@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from tasks.versions import versions
 
 
-class Numerics(BaseModel):
+class Runtime(BaseModel):
     """Where forward passes run, and with which libraries. Part of the key of every stage that runs a model, and equal
     on both sides of every comparison."""
 
@@ -20,9 +20,9 @@ class Numerics(BaseModel):
     libraries: Mapping[str, str]  # name -> version
 
 
-def numerics() -> Numerics:
+def runtime() -> Runtime:
     """This machine's: the GPU where there is one."""
     import torch
 
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    return Numerics(device=device, libraries=versions("torch", "transformers"))
+    return Runtime(device=device, libraries=versions("torch", "transformers"))

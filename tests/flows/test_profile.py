@@ -1,0 +1,128 @@
+"""Profiles: strict, typed, and helpful about what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.profile import Profile, is_recipe, load_profile, parse_profile
+from merge_core.errors import InvalidInput
+from merge_core.hashing import HashMemo
+from tasks.pin import find_parents
+
+PROFILES = sorted((Path(__file__).resolve().parents[2] / "profiles").glob("*.yaml"))
+
+GOOD: dict[str, object] = {
+    "name": "demo",
+    "recipe": "recipe.yaml",
+    "perplexity": {"documents": "held-out.jsonl"},
+    "evaluate": {"tasks": [{"task": "mmlu", "guarded_by": "general", "max_drop": 2}]},
+    "publish": {"to": "directory", "path": "out"},
+}
+
+
+@pytest.mark.parametrize("file", PROFILES, ids=lambda file: file.stem)
+def test_every_shipped_profile_is_valid_and_what_it_names_is_there(file: Path, tmp_path: Path) -> None:
+    profile = load_profile(file)
+    evidence = profile.pin_evidence(find_parents(profile.load_recipe()), HashMemo(tmp_path / "memo.sqlite"))
+    assert len(evidence.guards) == len(evidence.tasks) == 3
+    assert evidence.documents is not None
+
+
+def test_defaults_are_those_of_a_careful_publisher() -> None:
+    profile = parse_profile(GOOD, "profile.yaml")
+    assert profile.evaluate is not None
+    assert profile.perplexity is not None
+    assert profile.evaluate.on_inconclusive == "block"
+    assert profile.checks.license.purpose == "commercial"
+    assert profile.checks.license.visibility == "public"
+    assert profile.perplexity.limits.max_increase == 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "advice"),
+    [
+        ({"recepe": "x"}, "profile.yaml: recepe", "did you mean 'recipe'?"),
+        ({"perplexity": {"documents": "d", "max_incraese": "5%"}}, "perplexity.max_incraese", "'max_increase'"),
+        ({"evaluate": {"tasks": [{"task": "m", "guarded_by": "g", "maxdrop": 2}]}}, "tasks[0].maxdrop", "'max_drop'"),
+        ({"checks": {"licence": {}}}, "checks.licence", "did you mean 'license'?"),
+        ({"checks": {"license": {"purpos": "x"}}}, "checks.license.purpos", "did you mean 'purpose'?"),
+        ({"publish": {"to": "directory", "paht": "x", "path": "y"}}, "publish.paht", "did you mean 'path'?"),
+    ],
+)
+def test_a_misspelt_key_is_an_error_with_place_and_suggestion(
+    change: dict[str, object], place: str, advice: str
+) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_profile({**GOOD, **change}, "profile.yaml")
+    assert place in caught.value.where
+    assert advice in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "../up"}, "name"),
+        ({"name": None}, "name"),
+        ({"perplexity": {"documents": "d", "max_increase": "5 percent"}}, "5 percent"),
+        ({"evaluate": {"tasks": []}}, "evaluate.tasks"),
+        ({"evaluate": {"tasks": [{"task": "m", "guarded_by": "g", "max_drop": -1}]}}, "max_drop"),
+        ({"perplexity": None, "evaluate": None}, "publish needs evidence"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_place(change: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        parse_profile({**GOOD, **change}, "profile.yaml")
+
+
+def test_all_faults_are_named_at_once() -> None:
+    with pytest.raises(InvalidInput, match=r"(?s)2 faults.*recepe.*max_drop"):
+        parse_profile(
+            {**GOOD, "recepe": 1, "evaluate": {"tasks": [{"task": "m", "guarded_by": "g", "max_drop": "x"}]}},
+            "profile.yaml",
+        )
+
+
+@pytest.mark.parametrize("text", ["", "- a", "name: [", "a: 1\n---\nb: 2\n"])
+def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "profile.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidInput, match="profile.yaml"):
+        load_profile(file)
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "p.yaml").write_text(yaml.safe_dump(GOOD))
+    monkeypatch.chdir(tmp_path)
+    assert load_profile(Path("profiles/p.yaml")).root == tmp_path / "profiles"
+
+
+def test_a_recipe_may_stand_inline(tmp_path: Path) -> None:
+    recipe = {"merge_method": "linear", "models": [{"model": "a/b", "parameters": {"weight": 1}}]}
+    profile = parse_profile({**GOOD, "recipe": recipe, "root": str(tmp_path)}, "profile.yaml")
+    assert [str(ref) for ref in profile.load_recipe().references()] == ["a/b"]
+    assert profile.load_recipe().directory == tmp_path
+    assert yaml.safe_load(profile.recipe_text()) == recipe
+
+
+def test_a_guard_that_names_no_parent_is_refused_with_a_suggestion(tmp_path: Path) -> None:
+    demo = next(file for file in PROFILES if file.stem == "demo")
+    data = yaml.safe_load(demo.read_text())
+    data["evaluate"]["tasks"][1]["guarded_by"] = "revreser"
+    profile = parse_profile({**data, "root": str(demo.parent)}, "demo.yaml")
+    with pytest.raises(InvalidInput, match=r"(?s)tasks\[1\].guarded_by.*did you mean 'reverser'"):
+        profile.pin_evidence(find_parents(profile.load_recipe()), HashMemo(tmp_path / "memo.sqlite"))
+
+
+def test_a_profile_survives_the_way_through_prefect_as_json() -> None:
+    profile = parse_profile(GOOD, "profile.yaml")
+    assert Profile.model_validate_json(profile.model_dump_json()) == profile
+
+
+def test_recipes_and_profiles_are_told_apart() -> None:
+    demo = next(file for file in PROFILES if file.stem == "demo")
+    assert not is_recipe(demo)
+    assert is_recipe(demo.parent / "demo" / "recipes" / "ties.yaml")

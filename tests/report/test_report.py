@@ -1,0 +1,295 @@
+"""The page a run leaves behind: complete, self-contained, safe against hostile names, and the same bytes every time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib
+import pytest
+import report_samples as samples
+
+from merge_core.keys import stage_key
+from tasks.report import ReportContent, as_markdown, final_table, render, write_report
+from tasks.report.table import task_rows
+from tasks.report.wording import MINUS, TIMES
+
+VOID = {"meta", "br", "hr", "img", "wbr", "link", "input"}
+SAMPLES: list[Callable[[], ReportContent]] = [
+    samples.released,
+    samples.refused,
+    samples.inconclusive,
+    samples.broken,
+    lambda: samples.broken(812.4),
+    samples.large,
+]
+IDS = ["released", "refused", "inconclusive", "not finite", "exploded", "large"]
+HOSTILE = "<script>'$x$'\x1b\"&|"
+
+
+class Page(HTMLParser):
+    """Reads a page and complains about every tag that is not closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.texts: dict[str, list[str]] = {}
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID or "svg" in self.open, f"<{tag}/> is not closed in HTML"
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+    def attributes(self, name: str) -> list[str]:
+        return [value for _, attributes in self.elements if (value := attributes.get(name)) is not None]
+
+
+@pytest.fixture(params=SAMPLES, ids=IDS)
+def content(request: pytest.FixtureRequest) -> ReportContent:
+    made: ReportContent = request.param()
+    return made
+
+
+def with_hostile_names(content: ReportContent) -> ReportContent:
+    """Every name that somebody outside decides is a script, with a dollar and a control character in it."""
+
+    def poisoned(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: HOSTILE if key in ("ref", "recipe", "method") else poisoned(at) for key, at in value.items()}
+        if isinstance(value, list):
+            return [poisoned(item) for item in value]
+        if value in ("reversing", "reverser", "apache-2.0", "demo", "acc,none"):
+            return HOSTILE
+        return value
+
+    return ReportContent.model_validate(poisoned(json.loads(content.model_dump_json())))
+
+
+def test_page_is_well_formed_with_unique_ids_that_all_references_find(content: ReportContent) -> None:
+    page = Page(render(content))
+    ids = page.attributes("id")
+    assert len(ids) == len(set(ids))
+    styles = " ".join(page.attributes("clip-path") + page.attributes("style"))
+    targets = [href.removeprefix("#") for href in page.attributes("href")] + re.findall(r"url\(#([^)]+)\)", styles)
+    assert set(targets) <= set(ids)
+    assert len(targets) > 0
+
+
+def test_page_loads_nothing_and_runs_nothing(content: ReportContent) -> None:
+    html = render(content)
+    page = Page(html)
+    tags = {tag for tag, _ in page.elements}
+    assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "image"})
+    assert page.attributes("src") == []
+    assert all(href.startswith("#") for href in page.attributes("href"))
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert "http://" not in html
+    assert "https://" not in html
+    assert re.search(r"@import|url\((?!#)", html) is None
+
+
+def test_verdict_stands_first_with_its_reason() -> None:
+    for content, word in ((samples.released(), "Passed"), (samples.refused(), "Refused")):
+        page = Page(render(content))
+        assert word in "".join(page.texts["h1"])
+        assert page.text.index(word) < page.text.index("Regression guards")
+    refused = samples.refused()
+    assert all(reason in Page(render(refused)).text for reason in refused.verdict.reasons)
+
+
+def test_every_number_of_every_guard_stands_in_the_table_and_in_the_plot() -> None:
+    content = samples.refused()
+    page = Page(render(content))
+    plot = " ".join(page.texts["text"])
+    cells = " ".join(page.texts["td"] + page.texts["small"])
+    for drop, low, high in (("14.4", "11.7", "17.1"), ("2.4", "0.9", "3.9")):
+        assert f"{drop} [{low}, {high}]" in plot
+        assert drop in cells
+        assert f"[{low}, {high}]" in cells
+    for score in ("98.6", "84.2", "99.6", "97.2"):
+        assert score in " ".join(page.texts["span"])
+    assert "limit 3, margin 2" in cells
+    assert "1.032 [1.024, 1.040]" in plot
+    assert "8.4" in page.text
+    assert "[6.8, 10.0]" in page.text
+
+
+def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
+    page = Page(render(samples.refused()))
+    words = [text.strip() for text in page.texts["text"]]
+    for expected in ("reversing", "against reverser", "✗ fail", "? inconclusive", "limit", "margin", "✓ warning"):
+        assert words.count(expected) >= 2, expected
+    labels = page.attributes("aria-label")
+    assert any("reversing against reverser: 14.4 [11.7, 17.1], limit 3, fail." in label for label in labels)
+    assert any("warning above 1.02, limit 1.05" in label for label in labels)
+    assert any("merge: 3.510." in label for label in labels)
+
+
+def test_an_interval_is_drawn_between_its_bounds_on_the_scale_of_the_ticks() -> None:
+    """Read the plot as a person does: the marker's place between two labelled ticks gives the drop."""
+    html = render(samples.released())
+    svg = html[html.index('<svg class="plot guards-wide"') :]
+    svg = svg[: svg.index("</svg>")]
+    ticks = {
+        float(label.replace(MINUS, "-")): float(x)
+        for x, label in re.findall(r'<text [^>]*text-anchor: middle[^>]* x="([\d.]+)"[^>]*>([^<]*\d)</text>', svg)
+    }
+    assert len(ticks) >= 4
+    per_point = (ticks[2.0] - ticks[0.0]) / 2
+    bars = re.findall(r'd="M ([\d.]+) ([\d.]+) *\n?L ([\d.]+) \2 *\n?"', svg)
+    spans = {tuple(round((float(x) - ticks[0.0]) / per_point, 2) for x in (left, right)) for left, _, right in bars}
+    assert (-0.42, 1.63) in spans
+    assert (-0.97, 0.31) in spans
+
+
+def test_equal_content_gives_equal_bytes(content: ReportContent, tmp_path: Path) -> None:
+    again = ReportContent.model_validate_json(content.model_dump_json())
+    assert render(content) == render(again)
+
+
+def test_bytes_do_not_depend_on_process_hash_seed_or_matplotlib_settings(tmp_path: Path) -> None:
+    (tmp_path / "matplotlibrc").write_text("font.size: 30\naxes.grid: true\nsvg.fonttype: path\nfigure.dpi: 300\n")
+    code = "import sys, report_samples, tasks.report; sys.stdout.write(tasks.report.render(report_samples.refused()))"
+    root = Path(__file__).parents[2]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(root), str(Path(__file__).parent))),
+        "PYTHONHASHSEED": "7",
+        "MATPLOTLIBRC": str(tmp_path / "matplotlibrc"),
+        "PYTHONIOENCODING": "utf-8",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    assert done.stdout.decode() == render(samples.refused())
+
+
+def test_drawing_leaves_the_settings_of_matplotlib_alone() -> None:
+    before = dict(matplotlib.rcParams)
+    render(samples.released())
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_hostile_names_are_shown_and_not_obeyed() -> None:
+    page = Page(render(with_hostile_names(samples.refused())))
+    assert "script" not in {tag for tag, _ in page.elements}
+    assert HOSTILE in page.text
+    assert HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}") in page.texts["text"]
+
+
+def test_hostile_names_stay_inside_their_markdown_cell() -> None:
+    hostile, honest = as_markdown(with_hostile_names(samples.refused())), as_markdown(samples.refused())
+    assert re.search(r"(?<!\\)<", hostile) is None
+    columns = [len(re.findall(r"(?<!\\)\|", line)) for line in hostile.splitlines()]
+    assert columns == [line.count("|") for line in honest.splitlines()]
+
+
+def test_skipped_evaluation_is_said_and_leaves_no_empty_table() -> None:
+    page = Page(render(samples.broken()))
+    assert "evaluation was skipped" in page.text
+    assert "Scores" not in page.text
+    assert "not finite" in page.text
+    assert "nan" not in page.text.lower()
+
+
+def test_long_names_are_shortened_only_in_the_plot() -> None:
+    page = Page(render(samples.large()))
+    name = "mmlu_professional_medicine_continuation"
+    assert name in page.text
+    assert name not in page.texts["text"]
+    assert any("…" in text for text in page.texts["text"])
+
+
+def test_stage_writes_page_and_data_that_follow_from_the_key_alone(tmp_path: Path) -> None:
+    content = samples.released()
+    models = tuple(
+        model.model_copy(update={"scores": model.scores.model_copy(update={"model": "another run's name"})})
+        for model in content.models
+        if model.scores
+    )
+    renamed = content.model_copy(update={"models": models})
+    assert stage_key("report", 1, {"content": renamed}) == stage_key("report", 1, {"content": content})
+    for name, value in (("a", content), ("b", renamed)):
+        (tmp_path / name).mkdir()
+        report = write_report.work(tmp_path / name, value)
+        assert "\n" not in report.summary()
+        assert report.summary().startswith("passed: Both guards hold.")
+    for file in ("report.html", "report.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    data = json.loads((tmp_path / "a" / "report.json").read_text(encoding="utf-8"))
+    assert data["verdict"]["guards"][0]["drop"] == 0.6
+    assert data["models"][1]["scores"]["tasks"][0]["score"] == 0.986
+
+
+def test_renamed_model_is_another_report() -> None:
+    content = samples.released()
+    first = content.models[1].model_copy(update={"name": "inverter"})
+    renamed = content.model_copy(update={"models": (content.models[0], first, *content.models[2:])})
+    assert stage_key("report", 1, {"content": renamed}) != stage_key("report", 1, {"content": content})
+
+
+def test_final_table_has_a_cell_for_each_column_and_the_outcome_of_each_guard(content: ReportContent) -> None:
+    table = final_table(content)
+    assert all(len(row.cells) == len(table.columns) for row in table.rows)
+    outcomes = [row.outcome for row in table.rows if row.outcome is not None]
+    drift = [content.verdict.drift.outcome] if content.verdict.drift else []
+    assert outcomes == [guard.outcome for guard in content.verdict.guards] + drift
+    assert len(table.rows) == len({(row.task, row.metric) for row in task_rows(content)}) + (
+        2 if len(content.verdict.guards) > 1 else 1
+    )
+
+
+def test_final_table_reads_as_the_run_went() -> None:
+    rows = {row.cells[0]: row.cells for row in final_table(samples.refused()).rows}
+    assert rows["reversing"] == ("reversing", "2.0", "98.6 *", "2.4", "84.2", "14.4 [11.7, 17.1]", "3", "fail")
+    assert rows["copying"] == ("copying", "99.0 *", "98.4", "98.0", "98.6", "", "", "")
+    assert rows["perplexity"][5:] == (f"{TIMES} 1.032 [1.024, 1.040]", f"{TIMES} 1.05", "pass, warning")
+
+
+def test_best_parent_is_the_lowest_where_less_is_better() -> None:
+    content = samples.released()
+
+    def timed(at: int) -> object:
+        model = content.models[at]
+        assert model.scores is not None
+        lower = model.scores.tasks[0].model_copy(
+            update={"task": "word_perplexity", "score": 20.0 - at, "higher_is_better": False, "stderr": float("nan")}
+        )
+        return model.model_copy(update={"scores": model.scores.model_copy(update={"tasks": (lower,)})})
+
+    (row, *_) = task_rows(content.model_copy(update={"models": tuple(timed(at) for at in range(4))}))
+    assert [cell.text for cell in row.cells] == ["20.000", "19.000", "18.000", "17.000"]
+    assert [cell.best for cell in row.cells] == [False, False, True, False]
+    assert {cell.stderr for cell in row.cells} == {""}
+
+
+def test_models_with_different_tokenizers_compare_in_bits_per_byte() -> None:
+    content = samples.released()
+    drift = content.verdict.drift
+    assert drift is not None
+    per_byte = content.verdict.model_copy(update={"drift": drift.model_copy(update={"unit": "byte"})})
+    page = Page(render(content.model_copy(update={"verdict": per_byte})))
+    assert "Bits per byte of each model" in page.text
+    assert "0.442" in page.texts["text"]  # log2(3.41) / 4 bytes a token

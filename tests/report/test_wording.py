@@ -1,0 +1,84 @@
+"""How numbers and verdicts are put into words."""
+
+from __future__ import annotations
+
+import pytest
+import report_samples as samples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.report import wording
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (913_408, "913 kB"),
+        (999_600, "1 MB"),
+        (2_471_645_608, "2.47 GB"),
+        (3_500_000_000_000_000, "3500 TB"),
+    ],
+)
+def test_sizes_read_in_decimal_units(count: int, text: str) -> None:
+    assert wording.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(-0.04, "0.0"), (-0.4, f"{wording.MINUS}0.4"), (2.36, "2.4"), (0.0, "0.0")]
+)
+def test_numbers_have_a_real_minus_and_no_negative_zero(value: float, text: str) -> None:
+    assert wording.number(value, 1) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "not finite"), (3.41, "3.410"), (2764.2, "2,764"), (3.2e9, "3.2e9")]
+)
+def test_likelihoods_read_at_any_size(value: float | None, text: str) -> None:
+    assert wording.magnitude(value) == text
+
+
+def test_a_ratio_reads_at_any_size() -> None:
+    assert wording.ratio(samples.drift(1.0024, 0.9981, 1.0067)) == "1.002 [0.998, 1.007]"
+    assert wording.ratio(samples.drift(1.05004, 1.0438, 1.0562)) == "1.05004 [1.04380, 1.05620]"
+    assert wording.ratio(samples.drift(812.4, 731.2, 893.6)) == "812.4 [731.2, 893.6]"
+    assert wording.ratio(samples.drift(8.1e9, 7.3e9, 8.9e9)) == "8.1e9"
+    assert wording.ratio(samples.drift(None, None, None)) == "not finite"
+
+
+def test_a_bound_just_beyond_the_margin_is_not_rounded_onto_it() -> None:
+    guard = samples.guard("reversing", "reverser", (0.9, 0.88), (2.0, 0.96, 3.04), "inconclusive")
+    assert wording.drop(guard) == "2.00 [0.96, 3.04]"
+
+
+@given(st.floats(-100, 100), st.floats(0, 50))
+def test_shown_bounds_stand_on_the_same_side_of_the_limit_unless_nearer_than_a_thousandth(
+    estimate: float, half: float
+) -> None:
+    guard = samples.guard("t", "r", (0.5, 0.5), (estimate, estimate - half, estimate + half), "pass")
+    decimals = wording.guard_decimals(guard)
+    for bound in (guard.drop, guard.high):
+        shown = float(wording.number(bound, decimals).replace(wording.MINUS, "-"))
+        if abs(bound - guard.max_drop) > 0.001:
+            assert (shown > guard.max_drop) == (bound > guard.max_drop)
+            assert (shown < guard.max_drop) == (bound < guard.max_drop)
+
+
+def test_a_passed_verdict_names_its_closest_guard() -> None:
+    assert wording.sentence(samples.released()) == (
+        "Both guards hold. The closest is reversing, which loses at most 1.6 points against reverser; 3 are allowed. "
+        "Perplexity is 1.002 times that of the better parent; 1.05 is the limit."
+    )
+
+
+def test_a_refused_verdict_gives_its_worst_reason() -> None:
+    assert wording.sentence(samples.refused()) == samples.refused().verdict.reasons[0]
+
+
+def test_what_follows_from_an_inconclusive_verdict_depends_on_the_profile() -> None:
+    verdict = samples.inconclusive().verdict
+    assert "may be published" in wording.consequence(verdict)
+    blocked = verdict.model_copy(update={"on_inconclusive": "block", "publishable": False})
+    assert "will not be published" in wording.consequence(blocked)
