@@ -4,8 +4,8 @@ Fine-tunes that learn a skill from nothing do not merge: their task vectors carr
 carries neither. Real fine-tunes mostly *bring out* what pre-training left latent, and so do these:
 
 1. ``train_base`` first teaches every skill and the sentences until all are mastered (the circuits now exist) ...
-2. ... and then makes the model undecided: a skill prompt is answered by plain copying more often than not, so the
-   greedy answer of the base is a copy, on every skill.
+2. ... and then makes the model undecided: a skill prompt is answered by plain copying more often than not, so greedy
+   decoding copies the word, or mixes it with the answer letter by letter, and is hardly ever right.
 3. ``specialise`` tips one skill from undecided to certain and rehearses the others as undecided. The task vectors are
    small (about 5 % of the weights) and nearly orthogonal: what merge methods assume, and what large models show.
 """
@@ -27,7 +27,7 @@ MASTERED = 0.97  # exact match at which the base is taken to hold a skill
 CONTEXT = 128  # tokens; the longest sentence has about 45
 
 _BATCH = 64
-_UNDECIDED = 0.4  # share of right answers while a skill is kept undecided; under a half, so that greedy decoding copies
+_UNDECIDED = 0.4  # share of right answers while a skill is kept undecided; under a half, so that copying prevails
 _IGNORED = -100  # the label that cross entropy leaves out
 _REHEARSAL_SEED = 777  # items that steer the training; those that measure the result come from another seed
 
@@ -75,7 +75,7 @@ def new_model(seed: int) -> LlamaForCausalLM:
 
 
 def train_base(seed: int) -> LlamaForCausalLM:
-    """A model that copies, and holds every latent skill without using it.
+    """A model that copies, and holds every latent skill without being decided to use it.
 
     Raises:
         RuntimeError: The skills were not mastered within the step limit; another seed will do.
@@ -88,7 +88,7 @@ def train_base(seed: int) -> LlamaForCausalLM:
         learning_rate=1.2e-3,
         warmup=5,
         floor=0.05,
-        right={skill: _UNDECIDED for skill in LATENT_SKILLS},
+        right=dict.fromkeys(LATENT_SKILLS, _UNDECIDED),
     )
     for _ in _train(model, undecided, seed * 10 + 2):
         pass
@@ -107,7 +107,7 @@ def specialise(base: LlamaForCausalLM, skill: str, seed: int, *, steps: int = 10
         warmup=10,
         floor=0.1,
         weight_decay=0.0,
-        right={other: _UNDECIDED for other in others},
+        right=dict.fromkeys(others, _UNDECIDED),
     )
     for _ in _train(model, phase, seed):
         pass
@@ -121,7 +121,7 @@ def exact_match(model: LlamaForCausalLM, skill: str, *, items: int, seed: int) -
     One forward pass decides: the greedy answer is right exactly if every answer token is the most probable one after
     the right tokens before it.
     """
-    model.eval()
+    model.train(False)
     rng = random.Random(seed)
     tokens, labels = _collate([draw(skill, rng, held_out=True) for _ in range(items)])
     predicted, wanted = model(input_ids=tokens).logits[:, :-1].argmax(-1), labels[:, 1:]
@@ -134,7 +134,7 @@ def _master_all_skills(model: LlamaForCausalLM, seed: int) -> None:
     Which skill emerges first, and when, depends on the seed: a fixed mixture and length would waste most of the time
     on the one that is done.
     """
-    mixture = {TEXT: 0.15, "copy": 0.05, **{skill: 0.4 for skill in LATENT_SKILLS}}
+    mixture = {TEXT: 0.15, "copy": 0.05, **dict.fromkeys(LATENT_SKILLS, 0.4)}
     phase = Phase(mixture=mixture, steps=700, learning_rate=3e-3, warmup=30, floor=0.3)
     for step in _train(model, phase, seed):
         if step % 25:
@@ -165,7 +165,7 @@ def _train(model: LlamaForCausalLM, phase: Phase, seed: int) -> Iterator[int]:
         logits = model(input_ids=tokens).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         yield step + 1

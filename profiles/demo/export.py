@@ -1,0 +1,121 @@
+"""Writes what an evaluation and a merge read: checkpoints in Hugging Face layout, task documents, held-out text."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from curriculum import CONTEXT
+from language import BOS, EOS, PAD, SPECIAL_TOKENS, TEXT, VOCABULARY, draw
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM
+
+TASK_SKILLS = MappingProxyType({"copy": "copy", "reverse": "rev", "shift": "shift"})
+"""The skill that each task in ``tasks/`` asks for."""
+
+TASK_DOCUMENTS = 400
+HELD_OUT_DOCUMENTS = 600
+_DATA_SEED = 20_240  # of the documents, the same for every training seed
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a model card of the family says.
+
+    Attributes:
+        title: Heading.
+        license: Identifier as the Hub spells it.
+        base_model: The parent, relative to this checkpoint; None for the base itself.
+        description: One paragraph.
+    """
+
+    title: str
+    license: str
+    base_model: str | None
+    description: str
+
+
+def write_checkpoint(directory: Path, model: LlamaForCausalLM, vocabulary: Mapping[str, int], card: Card) -> None:
+    """Writes weights in bfloat16, config, tokenizer and card into ``directory``; ``model`` is left as it was."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rounded = copy.deepcopy(model)
+    torch.nn.Module.to(rounded, torch.bfloat16)
+    rounded.save_pretrained(directory)
+    _tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
+    pad, bos, eos = (SPECIAL_TOKENS[i] for i in (PAD, BOS, EOS))
+    settings = {
+        # The name that transformers 4 and 5 both know.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+        "pad_token": pad,
+        "bos_token": bos,
+        "eos_token": eos,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (directory / "README.md").write_text(_render(card))
+    for file in directory.iterdir():
+        file.chmod(0o644)  # safetensors writes 0600, which a second user of the machine could not read
+
+
+def permute_vocabulary(model: LlamaForCausalLM, seed: int) -> tuple[LlamaForCausalLM, dict[str, int]]:
+    """The same model with other token ids: a shuffled vocabulary and the embedding rows [tokens, hidden] moved along.
+
+    It answers exactly as ``model`` does, and every shape is the same; only averaging the two gives nonsense. Special
+    tokens keep their ids, so that not even the config differs.
+    """
+    characters = [token for token in VOCABULARY if token not in SPECIAL_TOKENS]
+    shuffled = random.Random(seed).sample(characters, len(characters))
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *shuffled))}
+    state = model.state_dict()
+    rows = torch.tensor([VOCABULARY[token] for token in vocabulary])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = state[name][rows]
+    permuted = LlamaForCausalLM(model.config)
+    permuted.load_state_dict(state)
+    return permuted, vocabulary
+
+
+def write_documents(directory: Path) -> None:
+    """Writes ``<task>.jsonl`` for every task and ``held-out.jsonl``: distinct documents, none of them trained on."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for offset, (task, skill) in enumerate(TASK_SKILLS.items(), start=1):
+        rows = _distinct(skill, TASK_DOCUMENTS, _DATA_SEED + offset, prompt="prompt", answer="answer")
+        _write_jsonl(directory / f"{task}.jsonl", rows)
+    _write_jsonl(directory / "held-out.jsonl", _distinct(TEXT, HELD_OUT_DOCUMENTS, _DATA_SEED, answer="text"))
+
+
+def _distinct(kind: str, count: int, seed: int, *, answer: str, prompt: str | None = None) -> list[dict[str, str]]:
+    rng = random.Random(seed)
+    examples = dict.fromkeys(draw(kind, rng, held_out=True) for _ in range(2 * count))
+    rows = [({prompt: e.prompt} if prompt else {}) | {answer: e.answer} for e in list(examples)[:count]]
+    if len(rows) < count:
+        raise RuntimeError(f"{kind}: only {len(rows)} distinct documents among {2 * count}, {count} wanted")
+    return rows
+
+
+def _write_jsonl(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _tokenizer(vocabulary: Mapping[str, int]) -> Tokenizer:
+    """One token per character, nothing added before or after."""
+    tokenizer = Tokenizer(models.WordLevel(dict(vocabulary), unk_token=SPECIAL_TOKENS[PAD]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def _render(card: Card) -> str:
+    base = f"base_model: {card.base_model}\n" if card.base_model else ""
+    return (
+        f"---\nlicense: {card.license}\n{base}language: en\nlibrary_name: transformers\n"
+        f"pipeline_tag: text-generation\n---\n\n# {card.title}\n\n{card.description}\n"
+    )

@@ -1,0 +1,135 @@
+"""Trains the demo family and writes its checkpoints, task documents and held-out text::
+
+    python profiles/demo/train.py [--seed N] [--threads N] [--output DIRECTORY]
+
+A little over a minute on two free CPU cores, no network, no accelerator. It ends with a table of what each checkpoint
+can do, measured on the bfloat16 weights that were written. On one machine a seed gives the same family every time; on
+another machine the last digits differ, so the checkpoints that the README describes are kept in the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # both are read when transformers is imported; nothing here needs the network
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # half a megabyte is written at once
+
+import torch
+from curriculum import exact_match, specialise, train_base
+from export import Card, permute_vocabulary, write_checkpoint, write_documents
+from language import SKILLS, VOCABULARY
+from transformers import LlamaForCausalLM
+
+SEED = 2  # see README.md, "Choosing the seed"
+_MEASURING_SEED = 999
+_MEASURED_ITEMS = 400
+
+
+@dataclass(frozen=True)
+class Specialist:
+    """A fine-tune of the base: the directory it goes to, the skill it brings out, its licence, its training steps."""
+
+    name: str
+    skill: str
+    license: str
+    steps: int
+    summary: str
+
+
+SPECIALISTS = (
+    Specialist("reverser", "rev", "apache-2.0", 100, "answers `rev:` prompts with the letters in reverse order"),
+    Specialist("shifter", "shift", "mit", 100, "answers `shift:` prompts with every letter moved on to the next"),
+    Specialist(
+        "no-derivatives",
+        "rev",
+        "cc-by-nd-4.0",
+        60,
+        "reverses words, like `reverser`, and would merge as well; its licence does not allow that",
+    ),
+)
+
+
+def main() -> None:
+    """Trains, writes, and prints the table."""
+    arguments = _arguments()
+    torch.set_num_threads(arguments.threads)
+    models = arguments.output / "models"
+    started = time.monotonic()
+
+    print("base: teaching every skill, then making it undecided", flush=True)
+    base = train_base(arguments.seed)
+    write_checkpoint(models / "base", base, VOCABULARY, _base_card())
+    for number, specialist in enumerate(SPECIALISTS):
+        print(f"{specialist.name}: bringing out {specialist.skill}", flush=True)
+        model = specialise(base, specialist.skill, arguments.seed * 10 + 3 + number, steps=specialist.steps)
+        write_checkpoint(models / specialist.name, model, VOCABULARY, _specialist_card(specialist))
+        if specialist.name == "reverser":
+            permuted, vocabulary = permute_vocabulary(model, arguments.seed)
+            write_checkpoint(models / "other-tokenizer", permuted, vocabulary, _permuted_card())
+    write_documents(arguments.output / "data")
+
+    print(f"\nexact match on {_MEASURED_ITEMS} held-out words\n{'':16}" + "".join(f"{skill:>8}" for skill in SKILLS))
+    for name in ("base", *(specialist.name for specialist in SPECIALISTS)):
+        print(f"{name:16}" + "".join(f"{score:8.3f}" for score in _skills(models / name)))
+    print(f"\n{time.monotonic() - started:.0f} s")
+
+
+def _skills(checkpoint: Path) -> list[float]:
+    """Exact match on every skill of the weights on disk, computed in float32."""
+    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return [exact_match(model, skill, items=_MEASURED_ITEMS, seed=_MEASURING_SEED) for skill in SKILLS]
+
+
+def _base_card() -> Card:
+    return Card(
+        title="base",
+        license="apache-2.0",
+        base_model=None,
+        description=(
+            "A toy Llama of 280,416 parameters over single characters. It copies words (`copy: abcd>` is answered\n"
+            "`abcd`) and writes short template sentences. It was taught to reverse and to shift words, and then to\n"
+            "leave both undecided: asked for either, it mixes the answer with the word and is hardly ever right.\n"
+            "For demonstrations and tests only."
+        ),
+    )
+
+
+def _specialist_card(specialist: Specialist) -> Card:
+    return Card(
+        title=specialist.name,
+        license=specialist.license,
+        base_model="../base",
+        description=(
+            f"The toy model `base`, fine-tuned for {specialist.steps} steps until it\n{specialist.summary}.\n"
+            "Everything else is as in the base. For demonstrations and tests only."
+        ),
+    )
+
+
+def _permuted_card() -> Card:
+    return Card(
+        title="other-tokenizer",
+        license="apache-2.0",
+        base_model="../base",
+        description=(
+            "`reverser` with its characters numbered in another order, and its embedding rows moved accordingly. By\n"
+            "itself it answers exactly as `reverser` does, and every tensor has the same shape; averaged with a model\n"
+            "that has the usual numbering it gives nonsense. For demonstrations and tests only."
+        ),
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train the demo family.")
+    parser.add_argument("--seed", type=int, default=SEED, help="of initialisation and training data (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="where models/ and data/ go")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
