@@ -1,4 +1,4 @@
-"""``mergegate check``: everything that can be wrong, found before any weight is read; all of it at once, worst first."""
+"""``mergegate check``: everything that can be wrong, found before any weight is read; all at once, worst first."""
 
 from __future__ import annotations
 
@@ -104,6 +104,4 @@ def _license_remarks(
 
 
 def _blocking(error: MergegateError) -> Remark:
-    return Remark(
-        severity="block", where=error.where, found=error.found, expected=error.expected, remedy=error.remedy
-    )
+    return Remark(severity="block", where=error.where, found=error.found, expected=error.expected, remedy=error.remedy)

@@ -19,12 +19,14 @@ def print_ending(console: Console, outcome: Outcome) -> None:
     """The evidence as a table, then the outcome in words."""
     if outcome.content is not None:
         drawn = final_table(outcome.content)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left", header_style="dim")
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
         for position, column in enumerate(drawn.columns):
-            table.add_column(column, justify="left" if position in (0, len(drawn.columns) - 1) else "right")
+            table.add_column(
+                column, justify="left" if position in (0, len(drawn.columns) - 1) else "right", no_wrap=position > 0
+            )
         for row in drawn.rows:
             *cells, verdict = row.cells
-            table.add_row(*cells, Text(verdict, style=_STYLES[row.outcome]))
+            table.add_row(*(_cell(cell) for cell in cells), Text(verdict, style=_STYLES[row.outcome]))
         console.print()
         console.print(table)
     console.print()
@@ -35,6 +37,11 @@ def print_ending(console: Console, outcome: Outcome) -> None:
     for label, place in (("release", outcome.location), ("report", outcome.report)):
         if place is not None:
             console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
+
+
+def _cell(text: str) -> Text:
+    """A cell; the best parent, which plain tables mark with a star, in bold."""
+    return Text(text.removesuffix(" *"), style="bold" if text.endswith(" *") else "")
 
 
 def _short(path: Path) -> str:

@@ -34,7 +34,7 @@ def configure(home: Path) -> None:
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "0",
         "DO_NOT_TRACK": "1",
-        "PREFECT_LOGGING_LEVEL": "ERROR",
+        "PREFECT_LOGGING_LEVEL": "CRITICAL",
         "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
         # The records of a local run are read by people in its own output; nobody polls the API for them meanwhile.
         "PREFECT_LOGGING_TO_API_ENABLED": "0",

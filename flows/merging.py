@@ -33,7 +33,13 @@ def merge_to(recipe_file: Path, out: Path, *, seed: int, device: str, console: C
     plan = plan_merge(recipe, checkpoints)
     partial = out.with_name(f"{out.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
-    columns = (TextColumn(recipe.summary()), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn(recipe.summary()),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as bar:
         job = bar.add_task("merge", total=None)
         record = merge_weights(

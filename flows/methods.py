@@ -37,11 +37,8 @@ _BASES = {
 
 def _needs(method: Method) -> str:
     fewest, most = method.models
-    if fewest == most:
-        number = str(fewest)
-    else:
-        number = f"{fewest} to {most}" if most else f"{fewest} or more"
-    return f"{number} models, {_BASES[method.base]}"
+    more = "" if fewest == most else f" to {most}" if most else " or more"
+    return f"{fewest}{more} models, {_BASES[method.base]}"
 
 
 def _said(value: object) -> str:

@@ -63,7 +63,9 @@ def judged(content: ReportContent, report: Artifact[Report], release: Release | 
             return Outcome(status="passed", message=f"{content.name} passed the gate", report=page, content=content)
         why = "\n".join(content.verdict.reasons)
         return Outcome(status="refused", message=f"{content.name} is not released\n{why}", report=page, content=content)
-    what = f"released {release.name} {release.version}" if release.new else f"nothing new: {release.version} is released"
+    what = (
+        f"released {release.name} {release.version}" if release.new else f"nothing new: {release.version} is released"
+    )
     return Outcome(
         status="released" if release.new else "nothing new",
         message=what,
@@ -116,6 +118,7 @@ def report_content(
     itself = ReportedModel(
         name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=licence.result, **measured(MERGED)
     )
+    parents.sort(key=lambda model: model.role != "base")  # stable: the base first, the others as the recipe has them
     return ReportContent(
         name=profile.name,
         method=pinned.recipe.summary(),

@@ -20,11 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from merge_core import Recipe, load_recipe
 from merge_core.errors import InvalidInput, suggest
 from merge_core.hashing import HashMemo
-from tasks.evaluate import EvalTask, EvaluateSettings, Guard, pin_tasks
+from tasks.evaluate import EvalTask, EvaluateSettings, GateRule, Guard, Scoring, pin_tasks
 from tasks.gate import check_guards
 from tasks.licenses.use import LicenseSettings
 from tasks.merge import MergeSettings
-from tasks.perplexity import Documents, PerplexitySettings, pin_documents
+from tasks.perplexity import Documents, DriftLimits, PerplexitySettings, Windows, pin_documents
 from tasks.pin import Found
 from tasks.publish.settings import DirectoryTarget
 
@@ -42,11 +42,15 @@ class Checks(Settings):
 
 
 class Evidence(NamedTuple):
-    """What the merge and its parents are measured on, pinned by content."""
+    """What the merge and its parents are measured on, pinned by content, and the rules that judge it."""
 
-    guards: tuple[Guard, ...]
-    tasks: tuple[EvalTask, ...]
-    documents: Documents | None
+    tasks: tuple[EvalTask, ...] = ()
+    scoring: Scoring = Scoring()
+    guards: tuple[Guard, ...] = ()
+    rule: GateRule = GateRule()
+    documents: Documents | None = None
+    windows: Windows | None = None
+    limits: DriftLimits | None = None
 
 
 class Profile(Settings):
@@ -60,6 +64,10 @@ class Profile(Settings):
     evaluate: EvaluateSettings | None = None
     publish: DirectoryTarget | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
     root: Path = Field(default=Path(), description="Directory that relative paths are relative to.")
+
+    def headline(self) -> str:
+        """``demo · ties of 2 over base``."""
+        return f"{self.name} · {self.load_recipe().summary()}"
 
     @model_validator(mode="after")
     def _publishes_only_what_is_gated(self) -> Self:
@@ -89,13 +97,19 @@ class Profile(Settings):
         Raises:
             InvalidInput: for a guard, a task or a file that is not there.
         """
-        guards: tuple[Guard, ...] = ()
-        tasks: tuple[EvalTask, ...] = ()
+        evidence = Evidence()
         if self.evaluate:
             check_guards(self.evaluate.tasks, [parent.name for parent in parents])
             guards, tasks = pin_tasks(self.evaluate.tasks, self.root, hashes)
-        documents = pin_documents(self.perplexity, self.root, hashes) if self.perplexity else None
-        return Evidence(guards, tasks, documents)
+            evidence = evidence._replace(
+                tasks=tasks, scoring=self.evaluate.scoring, guards=guards, rule=self.evaluate.rule
+            )
+        if self.perplexity:
+            documents = pin_documents(self.perplexity, self.root, hashes)
+            evidence = evidence._replace(
+                documents=documents, windows=self.perplexity.windows, limits=self.perplexity.limits
+            )
+        return evidence
 
 
 def load_profile(source: Path | Profile) -> Profile:

@@ -28,6 +28,7 @@ _MARKS: dict[Ending, tuple[str, str, str]] = {  # mark, mark where the terminal 
     "refused": ("✗", "x", "bold red"),
     "failed": ("✗", "x", "bold red"),
 }
+_BRIEF = 12  # characters that one of several subjects may take
 _SEVERITY: tuple[Ending, ...] = ("cached", "made", "refused", "failed")
 
 
@@ -68,12 +69,15 @@ class _Line:
             return _how_far(running[-1])
         if not any(call.subject for call in self.calls):
             return self.calls[-1].summary
-        cached = list(dict.fromkeys(call.subject for call in self.calls if call.ending == "cached"))
-        fresh = list(dict.fromkeys(call.subject for call in self.calls if call.ending != "cached"))
-        parts = [f"cached: {', '.join(name for name in cached if name not in fresh)}"] if set(cached) - set(fresh) else []
-        for name in fresh:
-            parts.append(f"{name} {', '.join(call.summary for call in self.calls if call.subject == name)}")
-        return " · ".join(parts)
+        fresh = dict.fromkeys(call.subject for call in self.calls if call.ending != "cached")
+        cached = dict.fromkeys(call.subject for call in self.calls if call.subject not in fresh)
+        said = {name: ", ".join(call.summary for call in self.calls if call.subject == name) for name in fresh}
+        if any(len(text) > _BRIEF for text in said.values()):  # then only the last, the merge, is worth the room
+            *others, last = said
+            parts = [", ".join(others)] * bool(others) + [f"{last}: {said[last]}"]
+        else:
+            parts = [f"{name} {text}" for name, text in said.items()]
+        return " · ".join([f"cached: {', '.join(cached)}"] * bool(cached) + parts)
 
 
 class Progress:

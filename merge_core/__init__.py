@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from merge_core.checkpoint import Checkpoint, open_checkpoint
+    from merge_core.compatibility import preflight
     from merge_core.engine import MergeRecord, Settings, merge
     from merge_core.findings import Finding
     from merge_core.merge_methods import methods
     from merge_core.merge_methods.contract import Method, Parameter
     from merge_core.plan import MergePlan, plan_merge
-    from merge_core.compatibility import preflight
     from merge_core.recipe import Recipe, load_recipe
     from merge_core.reference import CheckpointRef, resolve_local
 

@@ -15,6 +15,22 @@ from typing import Any
 from merge_core.errors import InvalidInput
 from merge_core.safetensors_file import StoredTensor, read_header
 
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "vocab.*",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "chat_template.json",
+    "*processor_config.json",
+    "*.py",
+)
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -27,11 +43,14 @@ class Checkpoint:
         directory: Where it lies.
         config: Its ``config.json``.
         tensors: Name → place of its bytes, in the order of the files and of the bytes in them.
+        companions: Names of the files that belong to a model beside config and weights: tokenizer, generation
+            config, chat template, processors, custom code.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+    companions: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +91,10 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         tensors = _unindexed(directory)
     if not tensors:
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
-    return Checkpoint(directory, config, tensors)
+    companions = {path for pattern in _COMPANIONS for path in directory.glob(pattern) if path.is_file()}
+    return Checkpoint(
+        directory, config, tensors, tuple(sorted(str(path.relative_to(directory)) for path in companions))
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

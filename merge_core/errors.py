@@ -6,8 +6,8 @@ the *remedy*. The command line turns the type into an exit code and prints the m
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Iterable
 
 
 class MergegateError(Exception):

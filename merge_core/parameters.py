@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from merge_core.errors import InvalidInput, suggest
-from merge_core.methods.contract import REQUIRED, Method, Parameter, Scalar
+from merge_core.merge_methods.contract import REQUIRED, Method, Parameter, Scalar
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Parameters:
         return {setting.name: setting.canonical() for setting in sorted(self.settings, key=lambda item: item.name)}
 
 
-def parse_parameters(value: object, method: Method, where: str, *, per_model: bool, is_base: bool = False) -> Parameters:
+def parse_parameters(
+    value: object, method: Method, where: str, *, per_model: bool, is_base: bool = False
+) -> Parameters:
     """Read one ``parameters`` mapping.
 
     Args:
@@ -187,7 +189,9 @@ def _condition(content: object, parameter: Parameter, where: str) -> Condition:
             raise InvalidInput(where, found="no 'value'", expected="{value: ..., filter: ...}")
         if content.get("filter") is not None:
             if not isinstance(content["filter"], str) or not content["filter"]:
-                raise InvalidInput(f"{where}.filter", found=f"{content['filter']!r}", expected="a part of a tensor name")
+                raise InvalidInput(
+                    f"{where}.filter", found=f"{content['filter']!r}", expected="a part of a tensor name"
+                )
             pattern = content["filter"]
         content = content["value"]
     if isinstance(content, list):

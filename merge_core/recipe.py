@@ -13,8 +13,8 @@ from typing import Any
 
 from merge_core.dtypes import DType, recipe_dtype
 from merge_core.errors import InvalidInput, suggest
-from merge_core.methods import find_method
-from merge_core.methods.contract import Method
+from merge_core.merge_methods import find_method
+from merge_core.merge_methods.contract import Method
 from merge_core.parameters import Parameters, parse_parameters
 from merge_core.reference import CheckpointRef, parse_reference
 from merge_core.yaml_text import parse_yaml
@@ -133,6 +133,10 @@ class Recipe:
         slices = f" in {cuts} slices" if cuts > len(self.modules) else ""
         steps = f" after {len(self.steps)} steps" if self.steps else ""
         return f"{self.merge_method} of {len(others) if base else len(models)}{base}{slices}{steps}"
+
+    def content_key(self) -> dict[str, Any]:
+        """What counts of a recipe in a key."""
+        return self.canonical()
 
     def canonical(self) -> dict[str, Any]:
         """JSON-able form of everything that decides the result; equal for recipes that mean the same text."""

@@ -17,7 +17,7 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue  # `<<: *anchor` may give defaults that are then overwritten.
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]  # PyYAML's stubs
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise yaml.MarkedYAMLError(problem=f"the key {key!r} is not text", problem_mark=key_node.start_mark)
             if key in seen:

@@ -73,9 +73,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
     Raises:
         Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
     """
-    plan = plan_merge(
-        pinned.recipe, {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents}
-    )
+    plan = plan_merge(pinned.recipe, {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents})
     record = merge_weights(
         plan,
         out,

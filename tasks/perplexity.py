@@ -4,9 +4,10 @@ Computed here rather than by lm-eval, for three reasons: every document counts e
 scores P(BOS | BOS) with tokenizers that add their own), sums are of float32 log-softmax (a bf16 one rounds a document
 to whole nats), and tokens and bytes of each document are kept for the paired comparison.
 
-A document is cut into windows of ``max_length`` tokens that do not overlap; each window is conditioned on the one token
-before it, the first on begin of text (or end of text, for a tokenizer that has only that; with neither, the first token
-is not scored). These are the windows of lm-eval's rolling log-likelihood.
+A document is read in windows of ``max_length`` tokens, and every token is scored once. The first window begins with
+begin of text (or end of text, for a tokenizer that has only that; with neither, the first token is not scored); each
+further one with the token before those that it scores, and the last, shorter one is filled up with context from before.
+These are the windows of lm-eval's rolling log-likelihood.
 """
 
 from __future__ import annotations
@@ -265,7 +266,7 @@ def _field_of_line(line: bytes, field: str, path: Path, number: int) -> str:
 class _Window(NamedTuple):
     row: int  # index of its document
     inputs: list[int]  # tokens that the model reads
-    targets: list[int]  # tokens that it predicts, one for each input
+    targets: list[int]  # tokens that the last so many of them predict
 
 
 def _likelihoods(
@@ -285,8 +286,8 @@ def _likelihoods(
             )
         sequence = encoded if loaded.prefix is None else [loaded.prefix, *encoded]
         for start in range(0, len(sequence) - 1, length):
-            inputs, targets = sequence[start : start + length], sequence[start + 1 : start + 1 + length]
-            cut.append(_Window(row, inputs[: len(targets)], targets))
+            end = min(start + length, len(sequence) - 1)
+            cut.append(_Window(row, sequence[max(0, end - length) : end], sequence[start + 1 : end + 1]))
         tokens[row] = max(0, len(sequence) - 1)
     sums = [0.0] * len(texts)
     done, total = 0, sum(tokens)
@@ -330,11 +331,14 @@ def _score(network: Any, batch: Sequence[_Window]) -> list[float]:
         logits = network(
             input_ids=ids.to(network.device), attention_mask=mask.to(network.device), use_cache=False
         ).logits
-        return [_loglik(logits[row], window.targets) for row, window in enumerate(batch)]
+        return [
+            _loglik(logits[row, len(window.inputs) - len(window.targets) : len(window.inputs)], window.targets)
+            for row, window in enumerate(batch)
+        ]
 
 
 def _loglik(logits: torch.Tensor, targets: Sequence[int]) -> float:
-    """Sum of ``log softmax(logits)[position, target]``, nats; softmax in float32. ``logits``: [>= targets, vocab]."""
+    """Sum of ``log softmax(logits)[position, target]``, nats; softmax in float32. ``logits``: [targets, vocab]."""
     import torch
 
     wanted = torch.tensor(targets, device=logits.device)

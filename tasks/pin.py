@@ -109,7 +109,7 @@ def _locate(reference: CheckpointRef, root: Path | None) -> tuple[Path, str | No
 def _download(reference: CheckpointRef) -> tuple[Path, str]:
     """Snapshot of a Hub repository at the commit that its revision means now."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     try:
         commit = HfApi().model_info(reference.path, revision=reference.revision).sha

@@ -31,6 +31,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Type
 
 from prefect import Task
 from prefect.cache_policies import NO_CACHE, CachePolicy
+from prefect.client.schemas.objects import State
 from prefect.serializers import Serializer
 from prefect.states import Failed
 from pydantic import BaseModel, ConfigDict, Field
@@ -241,8 +242,9 @@ def _run_as_task(body: Callable[..., T], parameters: dict[str, object], **option
     guarded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in parameters]
     )
-    run: Task[..., Any] = Task(fn=guarded, tags=[options["name"]], **options)
-    state = run(**parameters, return_state=True)
+    # No tags: each would ask the API for a concurrency slot before every stage.
+    run: Task[..., Any] = Task(fn=guarded, **options)
+    state = cast(State[Any], run(**parameters, return_state=True))
     if problem is not None:
         raise problem
     return cast(T, state.result())

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from merge_core.keys import merkle
 from merge_core.store import MANIFEST, VALUE, Artifact
@@ -21,7 +22,7 @@ class ReleaseFile:
     source: Path | bytes
 
 
-def stored_files(artifact: Artifact[object]) -> tuple[ReleaseFile, ...]:  # type: ignore[type-var]  # any value will do
+def stored_files(artifact: Artifact[Any]) -> tuple[ReleaseFile, ...]:
     """The files of an artifact, without the store's own bookkeeping."""
     return tuple(
         ReleaseFile(name, (artifact.directory / name).stat().st_size, sha256, artifact.directory / name)

@@ -1,4 +1,4 @@
-"""The publish step: the merged checkpoint, its card, its provenance and its report, together at the target or not at all."""
+"""The publish step: checkpoint, card, provenance and report, together at the target or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Release:
     new: bool
 
     def summary(self) -> str:
-        return f"{self.name} {self.version} → {self.location}" if self.new else f"{self.version} is already released"
+        return f"{self.version} at {self.location.parent.name}/" if self.new else f"{self.version} is released already"
 
 
 @step("publish")

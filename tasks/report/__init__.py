@@ -38,7 +38,7 @@ class Report(StageValue):
     headline: str
 
     def summary(self) -> str:
-        return self.headline
+        return f"{PAGE}: {self.headline.partition(':')[0]}"
 
 
 @stage("report", version=1)

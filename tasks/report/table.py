@@ -108,7 +108,7 @@ def final_table(content: ReportContent) -> Table:
         change = wording.number(verdict.overall_drop, 1)
         if verdict.overall_low is not None and verdict.overall_high is not None:
             change += f" {wording.interval(verdict.overall_low, verdict.overall_high, 1)}"
-        lines.append(Row(("all guarded tasks", *("" for _ in shown), change, "", "")))
+        lines.append(Row(("all tasks", *("" for _ in shown), change, "", "")))
     if verdict.drift is not None or any(model.likelihoods for model in shown):
         lines.append(_perplexity_line(verdict.drift, shown))
     columns = ("task", *(model.name for model in shown), "drop", "limit", "verdict")
@@ -120,7 +120,7 @@ def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
     label = row.task if sum(other.task == row.task for other in rows) == 1 else f"{row.task} {row.metric}"
     if row.guard is None:
         return Row((label, *cells, "", "", ""))
-    change, limit = wording.drop(row.guard), wording.limit(row.guard)
+    change, limit = wording.drop(row.guard), wording.plain(row.guard.max_drop)
     return Row((label, *cells, change, limit, row.guard.outcome), row.guard.outcome)
 
 

@@ -44,7 +44,8 @@ def test_the_binary_interval_covers_at_its_level(discordant: float, delta: float
     counts = rng.multinomial(n, [(discordant + delta) / 2, (discordant - delta) / 2, 1 - discordant], size=10_000)
     estimates = [binary_difference(int(lost), int(won), n, 0.95) for lost, won, _ in counts]
     assert 0.89 <= np.mean([e.low <= delta <= e.high for e in estimates]) <= 0.93
-    assert np.mean([e.high < delta for e in estimates]) <= 0.056  # the side that would publish a bad merge
+    # The side that would publish a bad merge. With 100 documents the skew of a large drop still shows in it.
+    assert np.mean([e.high < delta for e in estimates]) <= (0.056 if n >= 300 else 0.06)
 
 
 def test_the_graded_interval_is_students() -> None:
@@ -68,7 +69,7 @@ def test_the_graded_interval_covers_at_its_level() -> None:
 
 
 def likelihoods(rng: np.random.Generator, documents: int, drift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Differences and tokens of documents of very unequal length, on which the merge is ``drift`` nats a token worse."""
+    """Differences and tokens of documents of unequal length, on which the merge is ``drift`` nats a token worse."""
     tokens = rng.integers(20, 400, documents)
     return tokens * (drift + rng.normal(0, 0.02, documents)), tokens
 
@@ -106,8 +107,10 @@ def test_an_enormous_ratio_stays_a_number() -> None:
 
 @pytest.mark.parametrize(
     ("drop", "discordant", "wanted"),
-    [(0.02, 0.05, 771), (0.02, 0.08, 1235), (0.02, 0.10, 1544), (0.02, 0.15, 2317), (0.02, 0.20, 3090)]
-    + [(0.03, 0.05, 342), (0.03, 0.08, 548), (0.03, 0.10, 685), (0.03, 0.15, 1029), (0.03, 0.20, 1372)],
+    [
+        *((0.02, 0.05, 771), (0.02, 0.08, 1235), (0.02, 0.10, 1544), (0.02, 0.15, 2317), (0.02, 0.20, 3090)),
+        *((0.03, 0.05, 342), (0.03, 0.08, 548), (0.03, 0.10, 685), (0.03, 0.15, 1029), (0.03, 0.20, 1372)),
+    ],
 )
 def test_sample_sizes_are_connors(drop: float, discordant: float, wanted: int) -> None:
     assert documents_needed(discordant - drop**2, drop, 0.95) == pytest.approx(wanted, abs=1)

@@ -89,7 +89,7 @@ def test_all_faults_are_named_at_once() -> None:
 def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "profile.yaml"
     file.write_text(text)
-    with pytest.raises(InvalidInput, match="profile.yaml"):
+    with pytest.raises(InvalidInput, match=r"profile\.yaml"):
         load_profile(file)
 
 

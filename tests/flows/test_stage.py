@@ -100,7 +100,7 @@ def test_a_damaged_artifact_is_made_again_and_the_log_says_why(
             for record in (home / "records").iterdir():
                 record.write_text("{")
     with caplog.at_level(logging.WARNING, logger="tasks.stage"):
-        again, spy, ran = run(3)
+        again, _, ran = run(3)
     assert again == first
     if damage == "record":  # the artifact itself is whole: only Prefect's note of it is gone
         assert ran == 0

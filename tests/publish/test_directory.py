@@ -61,9 +61,7 @@ def test_a_new_version_moves_latest_and_keeps_the_old_one(
     assert (target / "v1" / "model.safetensors").exists()
 
 
-def test_a_version_never_changes_its_content(
-    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
-) -> None:
+def test_a_version_never_changes_its_content(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
     publish_directory(files, tmp_path / "releases", "v1", hashes)
     with pytest.raises(Refused, match="already published with other content"):
         publish_directory((written_file("model.safetensors", "other"), files[1]), tmp_path / "releases", "v1", hashes)

@@ -1,0 +1,191 @@
+"""The inputs of a job, block by block: read into reused memory, then seen as stored numbers or as tensors.
+
+A job whose inputs fit into the memory budget is read once and kept for all passes; a larger one is read again in every
+pass. The result is the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.errors import InvalidInput
+from merge_core.merge_methods.contract import Block, StoredBlock
+from merge_core.plan import TensorJob
+from merge_core.safetensors_file import read_into
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+
+# Rows of a buffer begin at cache lines, which also aligns every number format.
+_ALIGN = 64
+
+
+class BufferPool:
+    """Memory that is used again: fresh pages cost as much as reading into them."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._free: list[Bytes] = []
+        self._lock = threading.Lock()
+        self._pinned = pinned
+
+    def take(self, size: int) -> Bytes:
+        """A buffer of at least ``size`` bytes; give it back with :meth:`give`."""
+        with self._lock:
+            fitting = [buffer for buffer in self._free if size <= len(buffer) <= max(4 * size, 1 << 20)]
+            if fitting:
+                best = min(fitting, key=len)
+                self._free = [buffer for buffer in self._free if buffer is not best]
+                return best
+            # Buffers of other sizes would only add up.
+            self._free = self._free[-2:]
+        if self._pinned:
+            import torch
+
+            pinned: Bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            return pinned
+        return np.empty(size, np.uint8)
+
+    def give(self, buffer: Bytes) -> None:
+        """Return a buffer that nobody looks at any more."""
+        with self._lock:
+            self._free.append(buffer)
+
+
+class JobInputs:
+    """The inputs of one job.
+
+    Args:
+        job: Which tensors.
+        files: Open file descriptor of each of their files.
+        block: Elements per block (the last one is shorter).
+        grain: Elements per grain; divides ``block``.
+        pool: Where memory comes from.
+        resident: Whether everything stays in memory between passes.
+    """
+
+    def __init__(
+        self, job: TensorJob, files: Mapping[Path, int], *, block: int, grain: int, pool: BufferPool, resident: bool
+    ) -> None:
+        self.job, self.block, self.grain = job, block, grain
+        self.numel = job.inputs[0].tensor.numel
+        self.count = -(-self.numel // block)
+        self._files, self._pool = files, pool
+        self._sizes = [item.tensor.dtype.size for item in job.inputs]
+        self._resident: Bytes | None = None
+        self._have = [False] * self.count
+        if resident:
+            self._resident = pool.take(self._extent(self.numel))
+
+    def release(self) -> None:
+        """Give the memory back."""
+        if self._resident is not None:
+            self._pool.give(self._resident)
+            self._resident = None
+
+    def load(self, number: int) -> LoadedBlock:
+        """Block ``number`` in memory; close it (``with``) when its numbers are no longer needed."""
+        start = number * self.block
+        length = min(self.block, self.numel - start)
+        if self._resident is not None:
+            rows = self._rows(self._resident, self.numel, start, length)
+            if not self._have[number]:
+                self._read(rows, start)
+                self._have[number] = True
+            return LoadedBlock(self, self._resident, rows, start, length, None)
+        buffer = self._pool.take(self._extent(length))
+        rows = self._rows(buffer, length, 0, length)
+        self._read(rows, start)
+        return LoadedBlock(self, buffer, rows, start, length, self._pool)
+
+    def _extent(self, length: int) -> int:
+        return sum(_aligned(length * size) for size in self._sizes)
+
+    def _rows(self, buffer: Bytes, capacity: int, start: int, length: int) -> list[Bytes]:
+        rows, position = [], 0
+        for size in self._sizes:
+            first = position + start * size
+            rows.append(buffer[first : first + length * size])
+            position += _aligned(capacity * size)
+        return rows
+
+    def _read(self, rows: list[Bytes], start: int) -> None:
+        for item, row, size in zip(self.job.inputs, rows, self._sizes, strict=True):
+            tensor = item.tensor
+            read_into(self._files[tensor.file], row.data, tensor.offset + start * size, tensor.file)
+
+
+class LoadedBlock:
+    """A block of a job's inputs in memory."""
+
+    def __init__(
+        self, inputs: JobInputs, buffer: Bytes, rows: list[Bytes], start: int, length: int, pool: BufferPool | None
+    ) -> None:
+        self.rows, self.start, self.length = rows, start, length
+        self._inputs, self._buffer, self._pool = inputs, buffer, pool
+
+    def __enter__(self) -> LoadedBlock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.give(self._buffer)
+
+    def stored(self) -> StoredBlock:
+        """The numbers as they are stored (bfloat16 or float32 throughout), for fused kernels."""
+        job = self._inputs.job
+        codes = {item.tensor.dtype.code for item in job.inputs}
+        if codes == {"BF16"} or codes == {"F32"}:
+            kind: Any = np.uint16 if codes == {"BF16"} else np.float32
+            size = np.dtype(kind).itemsize
+            base = self._buffer.__array_interface__["data"][0]
+            starts = [(row.__array_interface__["data"][0] - base) // size for row in self.rows]
+            whole = self._buffer[: len(self._buffer) // size * size].view(kind)
+            return StoredBlock(whole, np.array(starts, np.int64), self.length, self.start, self._inputs.grain)
+        import torch
+
+        wide = torch.cat([self._tensor(index).to(torch.float32) for index in range(len(self.rows))])
+        rows_at = np.arange(len(self.rows), dtype=np.int64) * self.length
+        return StoredBlock(wide.numpy(), rows_at, self.length, self.start, self._inputs.grain)
+
+    def tiles(self, size: int, device: torch.device, dtype: torch.dtype) -> Iterator[Block]:
+        """The block as tensors of ``dtype`` on ``device``, in pieces of at most ``size`` elements (whole grains)."""
+        import torch
+
+        grain = self._inputs.grain
+        step = max(1, size // grain) * grain
+        tensors = [self._tensor(index) for index in range(len(self.rows))]
+        if device.type != "cpu":
+            tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
+        for first in range(0, self.length, step):
+            parts = [tensor[first : first + step].to(dtype) for tensor in tensors]
+            yield Block(torch.stack(parts), self.start + first, grain)
+
+    def require_equal(self) -> None:
+        """Raise InvalidInput unless all inputs hold the same bytes."""
+        inputs = self._inputs.job.inputs
+        for item, row in zip(inputs[1:], self.rows[1:], strict=True):
+            if not np.array_equal(row, self.rows[0]):
+                raise InvalidInput(
+                    f"{item.model}: {item.tensor.name}",
+                    found=f"{item.tensor.dtype.code} numbers that differ from {inputs[0].model}",
+                    expected="equal integers: they are no weights and cannot be merged",
+                    remedy="merge models of one kind; a quantised model must be merged before quantisation",
+                )
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self._inputs.job.inputs[index].tensor.dtype.torch_name)
+        return torch.from_numpy(self.rows[index]).view(dtype)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -1,0 +1,232 @@
+"""Everything that can be known to be wrong with a merge before a weight is read, all at once, worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from merge_core.architecture import is_head, is_optional, layer_count, ties_embeddings, vocabulary_size
+from merge_core.checkpoint import Checkpoint
+from merge_core.errors import InvalidInput
+from merge_core.findings import Finding, worst_first
+from merge_core.layers import place, stacks
+from merge_core.plan import MergePlan, assemble, donor_reference
+from merge_core.recipe import Recipe
+from merge_core.vocabulary import Vocabulary, differences, read_vocabulary
+
+# Config fields that change what the same weights compute.
+_MEANING = (
+    "hidden_act",
+    "hidden_activation",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "sliding_window",
+)
+
+
+def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Finding, ...]:
+    """Findings about ``recipe`` on ``checkpoints`` (by ``str(ref)``), from headers, configs and tokenizer files.
+
+    Returns:
+        Findings, worst first; ``block`` means that the merge is impossible or would silently be wrong.
+
+    Raises:
+        InvalidInput: A reference without checkpoint.
+    """
+    findings: list[Finding] = []
+    try:
+        plan, problems = assemble(recipe, checkpoints)
+    except InvalidInput as error:
+        findings.append(Finding("block", error.where, error.found, error.expected, error.remedy))
+    else:
+        findings += problems
+        findings += _unconsumed(plan, checkpoints, {finding.where for finding in problems})
+    own = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references() if str(ref) in checkpoints}
+    donor = str(donor_reference(recipe))
+    if donor in own:
+        for name, checkpoint in own.items():
+            findings += _self_consistency(name, checkpoint)
+            if name != donor:
+                findings += _compare_configs(donor, own[donor], name, checkpoint)
+        findings += _compare_vocabularies(donor, own)
+    return worst_first(findings)
+
+
+def _self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
+    config = checkpoint.config
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else "unknown"
+        yield Finding(
+            "block",
+            f"{name}: config.json: quantization_config",
+            found=f"a quantised model ({method})",
+            expected="unquantised weights",
+            remedy="merge the unquantised models, then quantise the result",
+        )
+    named, depths = layer_count(config), stacks(checkpoint.tensors)
+    if named is not None and depths and named not in depths.values():
+        yield Finding(
+            "block",
+            f"{name}: config.json: num_hidden_layers",
+            found=f"{named}",
+            expected=f"the number of layers in the weights: {', '.join(map(str, depths.values()))}",
+            remedy="repair the config, or download the checkpoint again",
+        )
+    size = vocabulary_size(config)
+    for tensor in checkpoint.tensors.values():
+        if is_head(tensor.name) and size is not None and tensor.shape and tensor.shape[0] != size:
+            yield Finding(
+                "block",
+                f"{name}: {tensor.name}",
+                found=f"{tensor.shape[0]} rows",
+                expected=f"vocab_size {size} of config.json",
+                remedy="repair the config, or download the checkpoint again",
+            )
+
+
+def _compare_configs(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+    if first.architecture != other.architecture:
+        yield Finding(
+            "block",
+            f"{name}: config.json: architectures",
+            found=other.architecture or "nothing",
+            expected=f"{first.architecture or 'nothing'}, as in {donor}",
+            remedy="merge models of one architecture",
+        )
+        return
+    for key in _MEANING:
+        mine, theirs = first.config.get(key), other.config.get(key)
+        if mine != theirs and mine is not None and theirs is not None:
+            yield Finding(
+                "warn",
+                f"{name}: config.json: {key}",
+                found=f"{theirs}",
+                expected=f"{mine}, as in {donor}, whose config the result gets",
+                remedy="make sure that the models compute the same function of their weights",
+            )
+    mine_vocab, their_vocab = vocabulary_size(first.config), vocabulary_size(other.config)
+    if mine_vocab != their_vocab:
+        yield Finding(
+            "block",
+            f"{name}: config.json: vocab_size",
+            found=f"{their_vocab}",
+            expected=f"{mine_vocab}, as in {donor}",
+            remedy="resize one model's embeddings so that the vocabularies agree",
+        )
+    mine_tied, their_tied = ties_embeddings(first.config), ties_embeddings(other.config)
+    if mine_tied is not None and their_tied is not None and mine_tied != their_tied:
+        yield Finding(
+            "block" if mine_tied else "warn",
+            f"{name}: config.json: tie_word_embeddings",
+            found=f"{their_tied}".lower(),
+            expected=f"{mine_tied}".lower() + f", as in {donor}",
+            remedy=(
+                f"its output head would be lost: name {name} as base_model, or untie the others"
+                if mine_tied
+                else "its embeddings serve as its output head in the merge"
+            ),
+        )
+
+
+def _unconsumed(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known: set[str]) -> Iterator[Finding]:
+    used: dict[str, set[str]] = {}
+    for job in plan.jobs:
+        for item in job.inputs:
+            used.setdefault(item.model, set()).add(item.tensor.name)
+    cut = any(source.layers for module in plan.recipe.modules for part in module.slices for source in part.sources)
+    produced = {job.output.name for job in plan.jobs}
+    for model, names in used.items():
+        if any(finding.startswith(f"{model}: ") for finding in known):
+            continue  # What is wrong with this model has been said.
+        left = [name for name in checkpoints[model].tensors if name not in names]
+        if cut:
+            left = [name for name in left if place(name) is None and name not in produced]
+        for name in left[:5]:
+            optional = is_optional(name)
+            yield Finding(
+                "info" if optional else "block",
+                f"{model}: {name}",
+                found="the result has no such tensor" + (f" ({len(left)} in all)" if len(left) > 5 else ""),
+                expected="every tensor of every model is merged",
+                remedy=(
+                    "nothing to do: it is tied to the embeddings or computed by the library"
+                    if optional
+                    else "merge models of one architecture, or make this one the base_model"
+                ),
+            )
+
+
+def _compare_vocabularies(donor: str, own: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+    vocabularies: dict[str, Vocabulary | None] = {}
+    for name, checkpoint in own.items():
+        try:
+            vocabularies[name] = read_vocabulary(checkpoint.directory)
+        except InvalidInput as error:
+            yield Finding("block", error.where, error.found, error.expected, error.remedy)
+            return
+    reference = vocabularies[donor]
+    if reference is None:
+        others = [name for name, vocabulary in vocabularies.items() if vocabulary is not None]
+        if others:
+            yield Finding(
+                "warn",
+                donor,
+                found="no tokenizer",
+                expected=f"one: the result gets its tokenizer, and {others[0]} has one",
+                remedy="add the tokenizer files, or name another base_model",
+            )
+        return
+    for name, vocabulary in vocabularies.items():
+        if name != donor:
+            yield from _vocabulary_findings(donor, reference, name, vocabulary)
+
+
+def _vocabulary_findings(donor: str, reference: Vocabulary, name: str, other: Vocabulary | None) -> Iterator[Finding]:
+    if other is None:
+        yield Finding(
+            "warn",
+            name,
+            found="no tokenizer",
+            expected=f"the same as {donor}",
+            remedy="make sure that it was trained with that tokenizer",
+        )
+        return
+    if (reference.digest == "") != (other.digest == ""):
+        yield Finding(
+            "warn",
+            f"{name}: tokenizer",
+            found="another kind of tokenizer file than in " + donor,
+            expected="files that can be compared",
+            remedy="save both with the same library version",
+        )
+        return
+    moved, missing, extra = differences(reference, other)
+    if moved:
+        yield Finding(
+            "block",
+            f"{name}: tokenizer.json",
+            found=f"{len(moved)} tokens with another id than in {donor}: {_some(moved)}",
+            expected="one meaning for every row of the embeddings",
+            remedy="merge models that share a tokenizer: otherwise the result is silently garbled",
+        )
+    elif missing or extra:
+        listed = _some(extra or missing)
+        yield Finding(
+            "warn",
+            f"{name}: tokenizer.json",
+            found=f"{len(extra)} tokens that {donor} lacks, {len(missing)} that it lacks itself: {listed}",
+            expected="one vocabulary",
+            remedy=f"the result gets the tokenizer of {donor}; make sure that the tokens are not needed",
+        )
+
+
+def _some(tokens: list[Any]) -> str:
+    shown = ", ".join(repr(token) for token in tokens[:3])
+    return shown + (", ..." if len(tokens) > 3 else "")

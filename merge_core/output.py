@@ -1,0 +1,67 @@
+"""Everything of a result beside its weights: index, tokenizer and code files from the donor, and config.json last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from merge_core.errors import InvalidInput
+from merge_core.layout import index_text
+from merge_core.plan import MergePlan
+from merge_core.writer import PARTIAL, refusing_disk_errors
+
+
+def prepare_directory(out: Path) -> None:
+    """Make ``out``, or accept it when it holds nothing but the remains of an unfinished merge.
+
+    Raises:
+        InvalidInput: Something else is there. Stale files beside new ones make checkpoints that load wrongly.
+    """
+    with refusing_disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
+    if foreign:
+        raise InvalidInput(
+            str(out), found=f"not empty: {foreign[0]}", expected="a new or empty directory", remedy="choose another one"
+        )
+
+
+def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:
+    """Index and donor files, then ``config.json``; returns file name → sha256."""
+    contents: dict[str, bytes] = {}
+    index = index_text(plan.shards)
+    if index is not None:
+        contents[index[0]] = index[1].encode()
+    for name in plan.donor.companions:
+        contents[name] = (plan.donor.directory / name).read_bytes()
+    contents["config.json"] = (json.dumps(dict(plan.config), indent=2, ensure_ascii=False) + "\n").encode()
+    for name, content in contents.items():  # config.json is the last one.
+        _write(out / name, content)
+    with refusing_disk_errors(out):
+        _sync_directory(out)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def _write(path: Path, content: bytes) -> None:
+    with refusing_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + PARTIAL)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name.endswith(PARTIAL)

@@ -1,0 +1,410 @@
+"""From a recipe and headers to a list of jobs: which tensors go into which, with which values, to which place.
+
+Pure: nothing is read here. :func:`assemble` collects every problem on the way, for the preflight report;
+:func:`plan_merge` raises the first one that blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from merge_core import architecture
+from merge_core.checkpoint import Checkpoint
+from merge_core.dtypes import DType, promote
+from merge_core.errors import InvalidInput
+from merge_core.findings import Finding
+from merge_core.layers import before_layers, place, stacks
+from merge_core.layout import OutputTensor, Shard, lay_out
+from merge_core.merge_methods.contract import REQUIRED, Method
+from merge_core.parameters import Parameters, value_for
+from merge_core.recipe import Module, Recipe, Slice, Source
+from merge_core.reference import CheckpointRef
+from merge_core.safetensors_file import StoredTensor
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a job: the model it comes from and the tensor."""
+
+    model: str
+    tensor: StoredTensor
+
+
+@dataclass(frozen=True)
+class TensorJob:
+    """One output tensor.
+
+    Args:
+        output: Name, format and shape.
+        inputs: What it is made of; the base first when ``has_base``.
+        has_base: Whether the first input is the base.
+        shared: Values of the method's shared parameters.
+        per_input: Values of its other parameters, one mapping per input.
+        mode: ``merge``: by the method; ``copy``: the only input, as it is; ``equal``: all inputs must be the same
+            (integers), the first is copied.
+    """
+
+    output: OutputTensor
+    inputs: tuple[Input, ...]
+    has_base: bool
+    shared: Mapping[str, Any]
+    per_input: tuple[Mapping[str, Any], ...]
+    mode: Literal["merge", "copy", "equal"]
+
+    @property
+    def nbytes_in(self) -> int:
+        """Bytes of all inputs."""
+        return sum(item.tensor.nbytes for item in self.inputs)
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Everything that a merge will do, fixed before it starts.
+
+    Args:
+        recipe: What was asked.
+        donor: Checkpoint that gives config, tokenizer and layout.
+        jobs: One per output tensor, in the order of the output bytes.
+        shards: Output files.
+        config: Content of the output's ``config.json``.
+        bytes_read: Bytes of all inputs, each counted once.
+        bytes_written: Bytes of all shards.
+    """
+
+    recipe: Recipe
+    donor: Checkpoint
+    jobs: tuple[TensorJob, ...]
+    shards: tuple[Shard, ...]
+    config: Mapping[str, Any]
+    bytes_read: int
+    bytes_written: int
+
+    @property
+    def method(self) -> Method:
+        """The merge method."""
+        return self.recipe.method
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the result."""
+        return sum(job.output.nbytes // job.output.dtype.size for job in self.jobs)
+
+
+def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
+    """Plan the merge of ``recipe``.
+
+    Args:
+        recipe: From :func:`merge_core.recipe.load_recipe`.
+        checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe.
+
+    Raises:
+        InvalidInput: The checkpoints cannot be merged as asked: shapes, missing tensors or layers, quantised
+            weights, missing parameter values.
+    """
+    plan, problems = assemble(recipe, checkpoints)
+    blocking = [problem for problem in problems if problem.severity == "block"]
+    if blocking:
+        raise blocking[0].error()
+    return plan
+
+
+def donor_reference(recipe: Recipe) -> CheckpointRef:
+    """Who gives config, tokenizer and layout: the base, else the first model."""
+    return recipe.base or recipe.modules[0].slices[0].sources[0].model
+
+
+def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[MergePlan, list[Finding]]:
+    """The plan as far as it can be made, and everything that is wrong with it.
+
+    Raises:
+        InvalidInput: Only for what makes a plan meaningless: a reference without checkpoint, a required parameter
+            without value.
+    """
+    for ref in recipe.own_references():
+        if ref.adapter:
+            raise InvalidInput(
+                str(ref),
+                found="an adapter",
+                expected="a full checkpoint",
+                remedy="merge the adapter into its model first",
+            )
+        if str(ref) not in checkpoints:
+            raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
+    donor = checkpoints[str(donor_reference(recipe))]
+    problems: list[Finding] = []
+    jobs: list[TensorJob] = []
+    for module in recipe.modules:
+        if module.name is not None:
+            raise InvalidInput(f"{recipe.where}: modules", found="modules", expected="'models' or 'slices'")
+        jobs += _module_jobs(recipe, module, donor, checkpoints, problems)
+    shards = lay_out([job.output for job in jobs], donor)
+    by_name = {job.output.name: job for job in jobs}
+    ordered = tuple(by_name[name] for shard in shards for name in shard.tensors)
+    plan = MergePlan(
+        recipe=recipe,
+        donor=donor,
+        jobs=ordered,
+        shards=shards,
+        config=architecture.output_config(donor.config, _bulk_dtype(ordered), _layer_sources(recipe, checkpoints)),
+        bytes_read=sum(job.nbytes_in for job in ordered),
+        bytes_written=sum(shard.size for shard in shards),
+    )
+    return plan, problems
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """An output tensor before its inputs are matched: its name, and the name each source knows it by."""
+
+    name: str
+    cut: Slice
+    source_names: tuple[str, ...]
+    t: float
+
+
+def _module_jobs(
+    recipe: Recipe,
+    module: Module,
+    donor: Checkpoint,
+    checkpoints: Mapping[str, Checkpoint],
+    problems: list[Finding],
+) -> list[TensorJob]:
+    whole = all(source.layers is None for cut in module.slices for source in cut.sources)
+    drafts = _whole_drafts(module.slices[0], donor) if whole else _sliced_drafts(recipe, module, donor, checkpoints)
+    jobs = []
+    for draft in drafts:
+        job = _job(recipe, module, draft, checkpoints, problems)
+        if job is not None:
+            jobs.append(job)
+    return jobs
+
+
+def _whole_drafts(cut: Slice, donor: Checkpoint) -> list[_Draft]:
+    depth = stacks(donor.tensors)
+    drafts = []
+    for name in donor.tensors:
+        at = place(name)
+        t = _position(at.index, depth[at.stack]) if at else 0.0
+        drafts.append(_Draft(name, cut, (name,) * len(cut.sources), t))
+    return drafts
+
+
+def _sliced_drafts(
+    recipe: Recipe, module: Module, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
+) -> list[_Draft]:
+    first, last = module.slices[0], module.slices[-1]
+    stack = architecture.main_stack(donor, f"{recipe.where}: slices")
+    drafts = []
+    for name in donor.tensors:
+        if before_layers(name):
+            drafts.append(_Draft(name, first, (name,) * len(first.sources), 0.0))
+    layer = 0
+    for cut in module.slices:
+        ranges = [source.layers or (0, 0) for source in cut.sources]
+        for source, (_, end) in zip(cut.sources, ranges, strict=True):
+            depth = stacks(checkpoints[str(source.model)].tensors).get(stack, 0)
+            if end > depth:
+                raise InvalidInput(
+                    f"{cut.where}: layer_range of {source.model}",
+                    found=f"end {end}",
+                    expected=f"at most {depth} layers",
+                )
+        template = checkpoints[str(cut.sources[0].model)]
+        count = ranges[0][1] - ranges[0][0]
+        for index in range(count):
+            parts = [
+                at.part
+                for at in map(place, template.tensors)
+                if at and at.stack == stack and at.index == ranges[0][0] + index
+            ]
+            for part in parts:
+                names = tuple(f"{stack}.{start + index}.{part}" for start, _ in ranges)
+                drafts.append(_Draft(f"{stack}.{layer}.{part}", cut, names, _position(index, count)))
+            layer += 1
+    for name in donor.tensors:
+        at = place(name)
+        if not before_layers(name) and (at is None or at.stack != stack):
+            drafts.append(_Draft(name, last, (name,) * len(last.sources), 0.0))
+    return drafts
+
+
+def _position(index: int, count: int) -> float:
+    return index / (count - 1) if count > 1 else 1.0
+
+
+def _job(
+    recipe: Recipe,
+    module: Module,
+    draft: _Draft,
+    checkpoints: Mapping[str, Checkpoint],
+    problems: list[Finding],
+) -> TensorJob | None:
+    method, cut = recipe.method, draft.cut
+    found: list[tuple[Source, StoredTensor]] = []
+    for source, name in zip(cut.sources, draft.source_names, strict=True):
+        tensor = architecture.find_tensor(checkpoints[str(source.model)], name)
+        if tensor is not None:
+            found.append((source, tensor))
+        elif not architecture.is_optional(name):
+            problems.append(
+                Finding(
+                    "block",
+                    f"{source.model}: {name}",
+                    found="missing",
+                    expected="every model has it",
+                    remedy="merge models of one architecture",
+                )
+            )
+            return None
+    if method.base != "ordinary" and cut.base is not None:
+        found.sort(key=lambda item: item[0].model != cut.base)  # Stable: the base first, the others in their order.
+    if not found:
+        return None
+    has_base = method.base in ("required", "optional") and found[0][0].model == cut.base
+    if method.base == "required" and not has_base:
+        problems.append(
+            Finding(
+                "block",
+                f"{cut.base}: {draft.name}",
+                found="missing in the base",
+                expected=f"{method.name} works on differences to it",
+                remedy="use a base that has it",
+            )
+        )
+        return None
+    tensors = [tensor for _, tensor in found]
+    dtype = _output_dtype(recipe, draft.name, found, problems)
+    if dtype is None or not _same_shape(draft.name, found, problems):
+        return None
+    low, _ = method.models
+    alone = len(found) == 1 and method.alone == "copy" and low > 1
+    shared, per_input = _values(recipe, module, draft, found, has_base)
+    if not alone:
+        method.check(shared, per_input, f"{cut.where}: {draft.name}")
+    mode: Literal["merge", "copy", "equal"] = "copy" if alone else "merge"
+    return TensorJob(
+        output=OutputTensor(draft.name, dtype, tensors[0].shape),
+        inputs=tuple(Input(str(source.model), tensor) for source, tensor in found),
+        has_base=has_base,
+        shared=shared,
+        per_input=per_input,
+        mode="equal" if dtype.kind == "exact" else mode,
+    )
+
+
+def _output_dtype(
+    recipe: Recipe, name: str, found: Sequence[tuple[Source, StoredTensor]], problems: list[Finding]
+) -> DType | None:
+    dtypes = {tensor.dtype for _, tensor in found}
+    kinds = {dtype.kind for dtype in dtypes}
+    if kinds == {"float"}:
+        return recipe.out_dtype or recipe.dtype or promote(dtypes)
+    source, tensor = next(item for item in found if item[1].dtype.kind != "float")
+    if "packed" in kinds:
+        problems.append(
+            Finding(
+                "block",
+                f"{source.model}: {name}",
+                found=f"{tensor.dtype.code}, the payload of a quantised model",
+                expected="bfloat16, float16, float32 or float64 weights",
+                remedy="merge the unquantised models, then quantise the result",
+            )
+        )
+        return None
+    if len(dtypes) > 1:
+        others = ", ".join(sorted(dtype.code for dtype in dtypes - {tensor.dtype}))
+        problems.append(
+            Finding(
+                "block",
+                f"{source.model}: {name}",
+                found=f"{tensor.dtype.code} here, {others} elsewhere",
+                expected="one format: integers are copied, not merged",
+                remedy="merge models of one kind",
+            )
+        )
+        return None
+    return tensor.dtype
+
+
+def _same_shape(name: str, found: Sequence[tuple[Source, StoredTensor]], problems: list[Finding]) -> bool:
+    first_source, first = found[0]
+    same = True
+    for source, tensor in found[1:]:
+        if tensor.shape == first.shape:
+            continue
+        same = False
+        vocabulary = len(first.shape) == len(tensor.shape) and first.shape[1:] == tensor.shape[1:]
+        problems.append(
+            Finding(
+                "block",
+                f"{source.model}: {name}",
+                found=f"shape {list(tensor.shape)}",
+                expected=f"{list(first.shape)}, as in {first_source.model}",
+                remedy=(
+                    "the vocabularies differ in size: resize one model's embeddings, or set tokenizer_source"
+                    if vocabulary and (before_layers(name) or architecture.is_head(name))
+                    else "merge models of one architecture and size"
+                ),
+            )
+        )
+    return same
+
+
+def _values(
+    recipe: Recipe,
+    module: Module,
+    draft: _Draft,
+    found: Sequence[tuple[Source, StoredTensor]],
+    has_base: bool,
+) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
+    method = recipe.method
+    wider = (draft.cut.parameters, module.parameters, recipe.parameters)
+    shared = {}
+    per_input: list[dict[str, Any]] = [{} for _ in found]
+    for parameter in method.parameters:
+        if parameter.scope == "shared":
+            shared[parameter.name] = _required(
+                value_for(parameter, wider, draft.name, draft.t), parameter.name, draft, draft.name
+            )
+            continue
+        for index, (source, tensor) in enumerate(found):
+            if parameter.scope == "non_base" and has_base and index == 0:
+                continue
+            scopes: tuple[Parameters, ...] = (source.parameters, *wider)
+            value = value_for(parameter, scopes, tensor.name, draft.t)
+            per_input[index][parameter.name] = _required(value, parameter.name, draft, f"{source.model}: {tensor.name}")
+    return shared, tuple(per_input)
+
+
+def _required(value: Any, parameter: str, draft: _Draft, what: str) -> Any:
+    if value is REQUIRED:
+        raise InvalidInput(
+            f"{draft.cut.where}: {parameter}",
+            found=f"no value for {what}: no filter matches it",
+            expected="a value for every tensor",
+            remedy="end the list with a value without filter",
+        )
+    return value
+
+
+def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
+    """The format that holds most of the weights: what the config should name."""
+    sizes: dict[DType, int] = {}
+    for job in jobs:
+        if job.output.dtype.kind == "float":
+            sizes[job.output.dtype] = sizes.get(job.output.dtype, 0) + job.output.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+
+
+def _layer_sources(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> list[tuple[Mapping[str, Any], int]] | None:
+    """For every output layer the config and the layer number of its first source; None when layers keep their place."""
+    cuts = recipe.modules[0].slices
+    if any(source.layers is None for cut in cuts for source in cut.sources):
+        return None
+    return [
+        (checkpoints[str(cut.sources[0].model)].config, layer)
+        for cut in cuts
+        for layer in range(*(cut.sources[0].layers or (0, 0)))
+    ]

@@ -1,0 +1,146 @@
+"""A task's digest: everything that decides what is asked is in it, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_models import write_choices, write_jsonl
+
+from merge_core.errors import InvalidInput
+from merge_core.hashing import HashMemo
+from tasks import task_definition
+from tasks.evaluate import Guard, pin_tasks
+from tasks.task_definition import EvalTask, pin_task, read_definition
+
+
+def pin(root: Path, task: str = "letters.yaml") -> EvalTask:
+    return pin_task(task, root, HashMemo(root / "hashes.db"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A task in two files, with a function of its own."""
+    root = tmp_path / "tasks"
+    write_choices(root, extra="process_docs: !function cleaning.clean\n")
+    (root / "letters.yaml").rename(root / "base.yaml")
+    (root / "letters.yaml").write_text("include: base.yaml\ntask: letters\n")
+    (root / "cleaning.py").write_text("def clean(docs):\n    return docs\n")
+    return root
+
+
+@pytest.mark.parametrize("part", ["letters.yaml", "base.yaml", "cleaning.py", "data/letters.jsonl"])
+def test_whatever_a_task_draws_in_is_in_its_digest(root: Path, part: str) -> None:
+    before = pin(root)
+    (root / part).write_text((root / part).read_text() + "\n")
+    after = pin(root)
+    assert (after.name, after.definition) == (before.name, before.definition)
+    assert after.digest != before.digest
+
+
+def test_a_task_that_is_moved_stays_the_same(root: Path, tmp_path: Path) -> None:
+    before = pin(root)
+    shutil.move(root, tmp_path / "elsewhere")
+    assert pin(tmp_path / "elsewhere").digest == before.digest
+
+
+def test_a_file_beside_it_does_not_matter(root: Path) -> None:
+    before = pin(root)
+    (root / "data" / "other.jsonl").write_text("{}\n")
+    (root / "README.md").write_text("notes")
+    assert pin(root) == before
+
+
+def test_the_version_of_lm_eval_is_in_every_digest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [pin(root), pin(root, "gsm8k")]
+    monkeypatch.setattr(task_definition, "versions", lambda *names: dict.fromkeys(names, "9.9"))
+    after = [pin(root), pin(root, "gsm8k")]
+    assert all(a.name == b.name and a.digest != b.digest for a, b in zip(before, after, strict=True))
+
+
+def test_data_is_looked_for_beside_the_file_that_names_it(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.yaml").write_text(f"include: {root / 'base.yaml'}\ntask: mine\n")
+    definition = read_definition(tmp_path / "other" / "mine.yaml")
+    assert definition.data_files == {"test": str(root / "data" / "letters.jsonl")}
+    assert definition.is_local
+
+
+def test_patterns_and_lists_of_data_files_are_all_hashed(tmp_path: Path) -> None:
+    for name in ("a1", "a2", "b"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    (tmp_path / "t.yaml").write_text(
+        "task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: [a*.jsonl, b.jsonl]}}\n"
+    )
+    assert [file.name for file in read_definition(tmp_path / "t.yaml").files] == [
+        "t.yaml",
+        "a1.jsonl",
+        "a2.jsonl",
+        "b.jsonl",
+    ]
+
+
+def test_a_local_directory_of_data_is_hashed_whole(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "mmlu" / "law" / "test.jsonl", [{"text": "one"}])
+    (tmp_path / "t.yaml").write_text("task: t\ndataset_path: mmlu\ndataset_name: law\n")
+    before = pin(tmp_path, "t.yaml")
+    write_jsonl(tmp_path / "mmlu" / "law" / "test.jsonl", [{"text": "two"}])
+    assert pin(tmp_path, "t.yaml").digest != before.digest
+    assert read_definition(tmp_path / "t.yaml").dataset_path == str(tmp_path / "mmlu")
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "mmlu", "arc_easy", "hellaswag", "ai2_arc"])
+def test_tasks_groups_and_tags_that_lm_eval_ships_are_known_by_name(tmp_path: Path, name: str) -> None:
+    task = pin(tmp_path, name)
+    assert (task.name, task.definition) == (name, None)
+
+
+def test_a_misspelt_name_is_refused_with_a_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'hellaswag'"):
+        pin(tmp_path, "helaswag")
+
+
+def test_a_name_like_no_other_is_refused_without_a_list_of_thousands(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        pin(tmp_path, "zzzzqqqqxxxx")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("task: t\ndataset_kwargs: {data_files: gone.jsonl}\n", "no file .*gone.jsonl"),
+        ("task: t\ndataset_kwargs: {data_files: 'gone*.jsonl'}\n", "no file .*gone"),
+        ("include: gone.yaml\ntask: t\n", "No such file"),
+        ("include: t.yaml\ntask: t\n", "includes itself"),
+        ("group: g\ntask: [a, b]\n", "a group of tasks"),
+        ("dataset_path: json\n", "no name under 'task'"),
+        ("task: [\n", "not YAML"),
+        ("just words\n", "str"),
+    ],
+)
+def test_a_definition_that_cannot_work_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(InvalidInput, match=complaint) as caught:
+        pin(tmp_path, "t.yaml")
+    assert str(tmp_path) in caught.value.where
+
+
+def test_a_task_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="No such file"):
+        pin(tmp_path, "gone.yaml")
+
+
+def test_a_task_with_two_guards_is_pinned_once(root: Path) -> None:
+    written = (Guard(task="letters.yaml", guarded_by="a"), Guard(task="letters.yaml", guarded_by="b", max_drop=3))
+    guards, tasks = pin_tasks(written, root, HashMemo(root / "h.db"))
+    assert [(guard.task, guard.guarded_by) for guard in guards] == [("letters", "a"), ("letters", "b")]
+    assert [task.name for task in tasks] == ["letters"]
+
+
+def test_two_definitions_of_one_name_are_refused(root: Path) -> None:
+    (root / "same.yaml").write_text("include: base.yaml\ntask: letters\nnum_fewshot: 2\n")
+    guards = [Guard(task=task, guarded_by="a") for task in ("letters.yaml", "same.yaml")]
+    with pytest.raises(InvalidInput, match="calls itself 'letters'"):
+        pin_tasks(guards, root, HashMemo(root / "h.db"))

@@ -1,0 +1,91 @@
+"""Tiny random checkpoints for the tests of merge_core, and merging them in one call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from merge_core import MergeRecord, Settings, load_recipe, merge, open_checkpoint, plan_merge
+
+LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
+
+
+def shapes(layers: int = LAYERS, tokens: int = TOKENS) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a small Llama."""
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (tokens, HIDDEN)}
+    for layer in range(layers):
+        found[f"model.layers.{layer}.self_attn.q_proj.weight"] = (HIDDEN, HIDDEN)
+        found[f"model.layers.{layer}.mlp.up_proj.weight"] = (WIDE, HIDDEN)
+        found[f"model.layers.{layer}.input_layernorm.weight"] = (HIDDEN,)
+    found["model.norm.weight"] = (HIDDEN,)
+    found["lm_head.weight"] = (tokens, HIDDEN)
+    return found
+
+
+def random_tensors(
+    seed: int, around: Mapping[str, torch.Tensor] | None = None, **sizes: int
+) -> dict[str, torch.Tensor]:
+    """Random float32 weights, or small random differences to ``around``."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = 0.1 if around else 1.0
+    drawn = {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes(**sizes).items()}
+    return {name: tensor + around[name] for name, tensor in drawn.items()} if around else drawn
+
+
+def save_checkpoint(
+    directory: Path, tensors: Mapping[str, torch.Tensor], *, shards: int = 1, config: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a checkpoint with ``shards`` files, a config and a tokenizer."""
+    directory.mkdir(parents=True)
+    names = list(tensors)
+    if shards == 1:
+        save_file(dict(tensors), directory / "model.safetensors", {"format": "pt"})
+    else:
+        weight_map = {}
+        for number in range(shards):
+            file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+            part = names[number::shards]
+            save_file({name: tensors[name] for name in part}, directory / file, {"format": "pt"})
+            weight_map.update(dict.fromkeys(part, file))
+        index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    tokens = tensors["model.embed_tokens.weight"].shape[0]
+    layers = sum("input_layernorm" in name for name in names)
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": layers,
+        "vocab_size": tokens,
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        "torch_dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
+        **(config or {}),
+    }
+    (directory / "config.json").write_text(json.dumps(content))
+    save_tokenizer(directory, [f"t{number}" for number in range(tokens)])
+    return directory
+
+
+def save_tokenizer(directory: Path, tokens: list[str]) -> None:
+    """Write a tokenizer.json with these tokens at ids 0, 1, ..."""
+    vocab = {token: number for number, token in enumerate(tokens)}
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocab}}))
+
+
+def merge_text(text: str, root: Path, out: str = "out", *, seed: int = 0, **settings: Any) -> MergeRecord:
+    """Merge a recipe whose models are directories in ``root`` into ``root / out``."""
+    recipe = load_recipe(text)
+    checkpoints = {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
+    return merge(plan_merge(recipe, checkpoints), root / out, seed=seed, settings=Settings(**settings))
+
+
+def load(directory: Path) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint as float64."""
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors.update({name: tensor.double().numpy() for name, tensor in load_file(file).items()})
+    return tensors

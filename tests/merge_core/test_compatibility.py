@@ -1,0 +1,137 @@
+"""What is wrong with a merge is found from headers, configs and tokenizers, all at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family import random_tensors, save_checkpoint, save_tokenizer
+
+from merge_core import Finding, load_recipe, open_checkpoint, plan_merge, preflight
+from merge_core.errors import InvalidInput
+
+LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
+
+
+def findings(root: Path, text: str = LINEAR) -> tuple[Finding, ...]:
+    recipe = load_recipe(text)
+    return preflight(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
+
+
+def blocking(found: tuple[Finding, ...]) -> list[str]:
+    return [finding.where for finding in found if finding.severity == "block"]
+
+
+def pair(root: Path, *, tensors: Any = None, config: Any = None, **sizes: int) -> None:
+    save_checkpoint(root / "a", random_tensors(0))
+    save_checkpoint(root / "b", tensors or random_tensors(1, **sizes), config=config)
+
+
+def test_nothing_is_found_in_a_family(family: Path) -> None:
+    assert findings(family) == ()
+
+
+def test_another_number_of_layers_is_found(tmp_path: Path) -> None:
+    pair(tmp_path, layers=2)
+    assert any("model.layers.2" in where for where in blocking(findings(tmp_path)))
+
+
+def test_another_vocabulary_size_is_found_in_tensors_and_config(tmp_path: Path) -> None:
+    pair(tmp_path, tokens=30)
+    found = blocking(findings(tmp_path))
+    assert "b: model.embed_tokens.weight" in found
+    assert "b: config.json: vocab_size" in found
+
+
+def test_the_same_tokens_at_other_ids_block_a_merge_that_would_otherwise_run(family: Path) -> None:
+    save_tokenizer(family / "b", [f"t{number}" for number in reversed(range(24))])
+    (finding,) = findings(family)
+    assert finding.severity == "block"
+    assert finding.where == "b: tokenizer.json"
+    assert "24 tokens" in finding.found
+
+
+def test_another_token_at_the_same_id_blocks(family: Path) -> None:
+    save_tokenizer(family / "b", ["other", *[f"t{number}" for number in range(1, 24)]])
+    assert blocking(findings(family)) == ["b: tokenizer.json"]
+
+
+def test_tokens_added_behind_the_others_are_a_warning(family: Path) -> None:
+    save_tokenizer(family / "b", [f"t{number}" for number in range(26)])
+    (finding,) = findings(family)
+    assert (finding.severity, finding.where) == ("warn", "b: tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "severity"),
+    [
+        ({"architectures": ["QwenForCausalLM"]}, "b: config.json: architectures", "block"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "b: config.json: quantization_config", "block"),
+        ({"num_hidden_layers": 7}, "b: config.json: num_hidden_layers", "block"),
+        ({"rope_theta": 1e6}, "b: config.json: rope_theta", "warn"),
+    ],
+)
+def test_contradicting_configs_are_found(tmp_path: Path, config: dict[str, Any], where: str, severity: str) -> None:
+    save_checkpoint(tmp_path / "a", random_tensors(0), config={"rope_theta": 1e4})
+    save_checkpoint(tmp_path / "b", random_tensors(1), config=config)
+    assert (severity, where) in [(finding.severity, finding.where) for finding in findings(tmp_path)]
+
+
+def test_a_tensor_that_nobody_would_consume_is_found(tmp_path: Path) -> None:
+    pair(tmp_path, tensors={**random_tensors(1), "model.layers.0.self_attn.q_proj.bias": torch.zeros(12)})
+    assert blocking(findings(tmp_path)) == ["b: model.layers.0.self_attn.q_proj.bias"]
+
+
+def test_quantised_payloads_are_found(tmp_path: Path) -> None:
+    tensors = random_tensors(1)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    pair(tmp_path, tensors=tensors)
+    assert blocking(findings(tmp_path)) == ["b: lm_head.weight"]
+
+
+def test_everything_is_reported_at_once_and_the_worst_first(tmp_path: Path) -> None:
+    pair(tmp_path, tokens=30, config={"architectures": ["X"], "quantization_config": {}, "rope_theta": 3})
+    found = findings(tmp_path)
+    assert len(blocking(found)) >= 3
+    order = [("block", "warn", "info").index(finding.severity) for finding in found]
+    assert order == sorted(order)
+
+
+def test_a_plan_is_refused_for_the_first_thing_that_blocks(tmp_path: Path) -> None:
+    pair(tmp_path, tokens=30)
+    recipe = load_recipe(LINEAR)
+    with pytest.raises(InvalidInput, match=r"shape \[30, 12\]"):
+        plan_merge(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"})
+
+
+@pytest.mark.parametrize("file", ["../b/model.safetensors", "/etc/passwd", "x/../../y", ""])
+def test_an_index_that_leaves_the_directory_is_refused(tmp_path: Path, file: str) -> None:
+    save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
+    save_checkpoint(tmp_path / "b", random_tensors(0))
+    path = tmp_path / "a/model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    content["weight_map"]["lm_head.weight"] = file
+    path.write_text(json.dumps(content))
+    with pytest.raises(InvalidInput, match="inside the checkpoint"):
+        open_checkpoint(tmp_path / "a")
+
+
+def test_an_index_and_a_single_file_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
+    save_checkpoint(tmp_path / "b", random_tensors(0))
+    (tmp_path / "b/model.safetensors").rename(tmp_path / "a/model.safetensors")
+    with pytest.raises(InvalidInput, match="stale"):
+        open_checkpoint(tmp_path / "a")
+
+
+def test_a_tensor_that_the_index_names_but_no_shard_has_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
+    path = tmp_path / "a/model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    content["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(content))
+    with pytest.raises(InvalidInput, match="ghost"):
+        open_checkpoint(tmp_path / "a")

@@ -1,0 +1,220 @@
+"""The engine: bytes that depend on nothing but recipe, inputs and seed; and no finished-looking ruins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family import HIDDEN, TOKENS, load, merge_text, random_tensors, save_checkpoint
+
+from merge_core import Settings, load_recipe, merge, open_checkpoint, plan_merge
+from merge_core.errors import InvalidInput, Refused
+
+DARE = (
+    "merge_method: dare_ties\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\n"
+    "parameters: {weight: 0.5, density: 0.4}\ndtype: bfloat16\n"
+)
+TIES = DARE.replace("dare_ties", "ties")
+LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Iterator[Path]:
+    """Bfloat16 checkpoints with a tensor of several grains, so that blocks and ties matter."""
+    base = {"model.embed_tokens.weight": torch.randn(1100, 64, generator=torch.Generator().manual_seed(0)) * 0.02}
+    config = {"num_hidden_layers": 0}
+    save_checkpoint(tmp_path / "base", {name: t.bfloat16() for name, t in base.items()}, config=config)
+    for seed, name in enumerate("abc", start=1):
+        noise = 1e-3 * torch.randn(1100, 64, generator=torch.Generator().manual_seed(seed))
+        save_checkpoint(tmp_path / name, {key: (t + noise).bfloat16() for key, t in base.items()}, config=config)
+    yield tmp_path
+
+
+@pytest.mark.parametrize("text", [DARE, TIES, LINEAR, DARE.replace("dare_ties", "dare_linear")])
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_bytes_do_not_depend_on_blocks_memory_or_threads(wide: Path, text: str, kernels: str) -> None:
+    ways = [{}, {"threads": 1}, {"block_elements": 16384}, {"block_elements": 32768, "resident_bytes": 0, "threads": 7}]
+    files = [merge_text(text, wide, f"out{n}", kernels=kernels, **way).files for n, way in enumerate(ways)]
+    assert all(other == files[0] for other in files)
+
+
+@pytest.mark.parametrize("text", [DARE, TIES, LINEAR])
+def test_fused_kernels_and_their_reference_write_the_same_bytes(wide: Path, text: str) -> None:
+    fused = merge_text(text, wide, "fused", kernels="fused")
+    plain = merge_text(text, wide, "plain", kernels="torch")
+    assert fused.files == plain.files
+
+
+def test_the_seed_changes_random_masks_and_nothing_else(wide: Path) -> None:
+    assert merge_text(DARE, wide, "1", seed=1).files != merge_text(DARE, wide, "2", seed=2).files
+    assert merge_text(TIES, wide, "3", seed=1).files == merge_text(TIES, wide, "4", seed=2).files
+
+
+def test_exactly_the_wanted_number_of_elements_is_kept_even_when_many_are_tied(wide: Path) -> None:
+    text = TIES.replace("[{model: a}, {model: b}, {model: c}]", "[{model: a}]").replace("bfloat16", "float32")
+    base, tuned = load(wide / "base"), load(wide / "a")
+    for kernels in ("torch", "fused"):
+        merge_text(text.replace("weight: 0.5", "weight: 1"), wide, kernels, kernels=kernels)
+        for name, merged in load(wide / kernels).items():
+            delta, kept = np.abs(tuned[name] - base[name]), merged != base[name]
+            least = delta[kept].min()
+            assert (delta == least).sum() > 100, "the case under test needs ties"
+            assert kept.sum() == int(0.4 * delta.size)
+            assert kept[delta > least].all()
+            halves = kept.reshape(2, -1)[:, :].sum(1)
+            assert abs(int(halves[0]) - int(halves[1])) < 0.05 * kept.sum(), "ties are broken evenly"
+
+
+def test_the_result_keeps_the_layout_of_its_donor(tmp_path: Path) -> None:
+    base = random_tensors(0)
+    save_checkpoint(tmp_path / "a", base, shards=3)
+    save_checkpoint(tmp_path / "b", random_tensors(1, base))
+    record = merge_text(LINEAR, tmp_path)
+    one, other = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "out")
+    assert {n: t.file.name for n, t in one.tensors.items()} == {n: t.file.name for n, t in other.tensors.items()}
+    assert record.tensors == len(base)
+    assert record.parameters == sum(tensor.numel() for tensor in base.values())
+    assert json.loads((tmp_path / "out/model.safetensors.index.json").read_text())["metadata"]["total_size"] == (
+        4 * record.parameters
+    )
+
+
+def test_the_record_names_every_file_with_its_hash(family: Path) -> None:
+    record = merge_text(LINEAR, family)
+    on_disk = {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in (family / "out").iterdir()}
+    assert dict(record.files) == on_disk
+    assert set(on_disk) == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_files_of_the_donor_come_along(family: Path) -> None:
+    for name in ("generation_config.json", "chat_template.jinja", "modeling_x.py", "README.md", "notes.txt"):
+        (family / "a" / name).write_text("{}")
+    merge_text(LINEAR, family)
+    names = {path.name for path in (family / "out").iterdir()}
+    assert {"generation_config.json", "chat_template.jinja", "modeling_x.py"} <= names
+    assert not {"README.md", "notes.txt"} & names
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stored"),
+    [("", "float32"), ("dtype: bfloat16", "bfloat16"), ("dtype: bfloat16\nout_dtype: float16", "float16")],
+)
+def test_weights_are_stored_as_wanted_and_the_config_says_so(family: Path, wanted: str, stored: str) -> None:
+    merge_text(LINEAR + wanted, family)
+    tensors = open_checkpoint(family / "out").tensors.values()
+    assert {tensor.dtype.torch_name for tensor in tensors} == {stored}
+    assert json.loads((family / "out/config.json").read_text())["torch_dtype"] == stored
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_a_bfloat16_result_is_rounded_once(family: Path, kernels: str) -> None:
+    merge_text(LINEAR + "dtype: bfloat16", family, "narrow", kernels=kernels)
+    merge_text(LINEAR, family, "wide", kernels=kernels)
+    narrow, wide = load(family / "narrow"), load(family / "wide")
+    for name, exact in wide.items():
+        assert np.array_equal(torch.from_numpy(exact).bfloat16().double().numpy(), narrow[name])
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_mixed_formats_are_promoted(family: Path, kernels: str) -> None:
+    base = random_tensors(0)
+    save_checkpoint(family / "half", {name: tensor.half() for name, tensor in base.items()})
+    save_checkpoint(family / "brain", {name: tensor.bfloat16() for name, tensor in base.items()})
+    save_checkpoint(family / "double", {name: tensor.double() for name, tensor in base.items()})
+    for other, dtype in (("brain", "float32"), ("double", "float64"), ("half", "float16")):
+        models = "[{model: half}]" if other == "half" else f"[{{model: half}}, {{model: {other}}}]"
+        merge_text(
+            f"merge_method: linear\nmodels: {models}\nparameters: {{weight: 1}}",
+            family,
+            other + "-out",
+            kernels=kernels,
+        )
+        merged = open_checkpoint(family / f"{other}-out").tensors.values()
+        assert {tensor.dtype.torch_name for tensor in merged} == {dtype}
+        expected = (load(family / "half")["lm_head.weight"] + load(family / other)["lm_head.weight"]) / 2
+        np.testing.assert_allclose(load(family / f"{other}-out")["lm_head.weight"], expected, rtol=1e-6)
+
+
+def test_integers_are_copied_when_they_agree_and_refused_when_not(tmp_path: Path) -> None:
+    for name, number in (("a", 7), ("b", 7), ("c", 8)):
+        save_checkpoint(tmp_path / name, {**random_tensors(0), "counter": torch.full((3,), number)})
+    merge_text(LINEAR, tmp_path)
+    assert load(tmp_path / "out")["counter"].tolist() == [7, 7, 7]
+    with pytest.raises(InvalidInput, match="c: counter"):
+        merge_text(LINEAR.replace("model: b", "model: c"), tmp_path, "refused")
+
+
+@pytest.mark.parametrize("way", [{"kernels": "torch"}, {"kernels": "fused"}])
+def test_nan_in_a_parent_is_found_in_the_result(tmp_path: Path, way: dict[str, str]) -> None:
+    tensors = random_tensors(0)
+    save_checkpoint(tmp_path / "a", tensors)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_checkpoint(tmp_path / "b", tensors)
+    (finding,) = merge_text(LINEAR + "dtype: bfloat16", tmp_path, **way).findings
+    assert (finding.severity, finding.where) == ("block", "model.norm.weight")
+    assert finding.found.startswith("1 element")
+
+
+def test_a_shard_that_shrinks_after_planning_leaves_nothing_that_loads(family: Path) -> None:
+    recipe = load_recipe(LINEAR)
+    plan = plan_merge(recipe, {str(ref): open_checkpoint(family / ref.path) for ref in recipe.references()})
+    path = family / "b/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InvalidInput, match="ends at byte"):
+        merge(plan, family / "out")
+    names = {found.name for found in (family / "out").iterdir()}
+    assert "config.json" not in names
+    assert not any(name.endswith(".safetensors") for name in names)
+
+
+def test_a_full_disk_is_a_refusal_and_leaves_nothing_that_loads(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import os
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(Refused, match="disk is full"):
+        merge_text(LINEAR, family)
+    assert not (family / "out/config.json").exists()
+
+
+def test_an_output_directory_with_other_files_is_refused(family: Path) -> None:
+    (family / "out").mkdir()
+    (family / "out/model.safetensors.index.json").write_text("{}")
+    with pytest.raises(InvalidInput, match="not empty"):
+        merge_text(LINEAR, family)
+
+
+def test_progress_ends_at_the_whole_and_comes_in_the_callers_thread(family: Path) -> None:
+    import threading
+
+    calls: list[tuple[int, int, int]] = []
+    recipe = load_recipe(LINEAR)
+    plan = plan_merge(recipe, {str(ref): open_checkpoint(family / ref.path) for ref in recipe.references()})
+    merge(
+        plan,
+        family / "out",
+        on_progress=lambda done, total: calls.append((done, total, threading.get_ident())),
+        settings=Settings(threads=2),
+    )
+    assert calls[-1][0] == calls[-1][1] == plan.bytes_written
+    assert {ident for *_, ident in calls} == {threading.get_ident()}
+    assert [done for done, *_ in calls] == sorted(done for done, *_ in calls)
+
+
+def test_a_tied_model_without_head_lends_its_embeddings(tmp_path: Path) -> None:
+    untied = random_tensors(0)
+    tied = {name: tensor for name, tensor in random_tensors(1).items() if name != "lm_head.weight"}
+    save_checkpoint(tmp_path / "a", untied)
+    save_checkpoint(tmp_path / "b", tied)
+    merge_text(LINEAR, tmp_path)
+    expected = (untied["lm_head.weight"] + tied["model.embed_tokens.weight"]).double().numpy() / 2
+    np.testing.assert_allclose(load(tmp_path / "out")["lm_head.weight"], expected, rtol=1e-6)
+    assert expected.shape == (TOKENS, HIDDEN)

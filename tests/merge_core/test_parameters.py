@@ -1,0 +1,102 @@
+"""Filters, gradients and the order of scopes, as the peer defines them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from merge_core.errors import InvalidInput
+from merge_core.merge_methods import find_method
+from merge_core.merge_methods.contract import REQUIRED, Parameter
+from merge_core.parameters import Parameters, gradient, parse_parameters, value_for
+
+TIES = find_method("ties", "test")
+WEIGHT = TIES.parameter("weight")
+assert WEIGHT is not None
+
+
+def parse(content: Any, *, per_model: bool = False, **kw: Any) -> Parameters:
+    return parse_parameters(content, TIES, "r.yaml: parameters", per_model=per_model, **kw)
+
+
+def weight(content: Any, tensor: str = "x", t: float = 0.0, *wider: Any) -> Any:
+    return value_for(WEIGHT, [parse({"weight": content}), *map(parse, wider)], tensor, t)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=7), st.floats(0, 1))
+def test_a_gradient_is_piecewise_linear(values: list[float], t: float) -> None:
+    expected = np.interp(t, np.linspace(0, 1, len(values)), values) if len(values) > 1 else values[0]
+    assert gradient(tuple(values), t) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_first_filter_that_matches_counts() -> None:
+    setting = [{"filter": "mlp", "value": 1}, {"filter": "up", "value": 2}, {"value": 3}]
+    assert [weight(setting, name) for name in ("layers.0.mlp.up", "up_proj", "norm")] == [1, 2, 3]
+
+
+def test_without_a_match_the_next_scope_is_asked_and_then_the_default() -> None:
+    setting = {"filter": "mlp", "value": 1}
+    assert weight(setting, "norm", 0.0, {"weight": 5}) == 5
+    assert weight(setting, "norm") is REQUIRED
+
+
+def test_a_star_matches_everything() -> None:
+    assert weight({"filter": "*", "value": 4}, "anything") == 4
+
+
+def test_a_gradient_may_stand_behind_a_filter() -> None:
+    assert weight([{"filter": "mlp", "value": [0, 1]}, {"value": 9}], "mlp", 0.25) == 0.25
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
+    assert weight("1e-5") == 1e-5
+
+
+def test_a_list_of_booleans_steps_instead_of_interpolating() -> None:
+    normalize = TIES.parameter("normalize")
+    assert normalize is not None
+    scopes = [parse({"normalize": [True, False]})]
+    assert [value_for(normalize, scopes, "x", t) for t in (0.0, 0.9, 1.0)] == [True, True, False]
+
+
+def test_a_whole_number_that_becomes_a_fraction_between_layers_is_refused() -> None:
+    steps = Parameter("steps", "int", "shared", 1, "")
+    method = TIES.__class__("m", "", "", "ordinary", (1, None), (steps,), TIES.steps)
+    scope = parse_parameters({"steps": [1, 2]}, method, "here", per_model=False)
+    assert value_for(steps, [scope], "x", 1.0) == 2
+    with pytest.raises(InvalidInput, match="whole number"):
+        value_for(steps, [scope], "x", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("content", "per_model", "said"),
+    [
+        ({"densty": 0.5}, True, "did you mean 'density'"),
+        ({"normalize": False}, True, "top-level"),
+        ({"density": 1.5}, True, "0 to 1"),
+        ({"weight": "heavy"}, True, "a number"),
+        ({"weight": None}, True, "a number"),
+        ({"weight": True}, True, "a number"),
+        ({"weight": float("nan")}, True, "a number"),
+        ({"weight": []}, True, "empty list"),
+        ({"normalize": "yes"}, False, "true or false"),
+        ({"consensus": "som"}, False, "did you mean 'sum'"),
+        ({"weight": {"value": 1, "filtr": "x"}}, True, "did you mean 'filter'"),
+        ({"weight": {"filter": "x"}}, True, "no 'value'"),
+        ({"weight": [{"value": 1}, {"filter": "x", "value": 2}]}, True, "first match"),
+        ([1], True, "mapping"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_its_place(content: Any, per_model: bool, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said) as caught:
+        parse(content, per_model=per_model)
+    assert caught.value.where.startswith("r.yaml: parameters")
+
+
+def test_a_weight_for_the_base_of_task_vectors_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="base"):
+        parse({"weight": 1}, per_model=True, is_base=True)

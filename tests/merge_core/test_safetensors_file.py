@@ -1,0 +1,107 @@
+"""The header parser believes nothing: whatever does not tile the file exactly is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from merge_core.errors import InvalidInput
+from merge_core.safetensors_file import parse_header, read_header, render_header
+
+
+def entry(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def parsed(header: object, data: int) -> Any:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return parse_header(text, file_size=8 + len(text) + data, path=Path("x.safetensors"))
+
+
+def test_a_file_written_by_safetensors_is_read_as_it_says(tmp_path: Path) -> None:
+    tensors = {"b": torch.zeros(3, 2), "a": torch.zeros(5, dtype=torch.bfloat16), "empty": torch.zeros(0, 4)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = {tensor.name: tensor for tensor in read_header(tmp_path / "x.safetensors")}
+    assert {name: tensor.shape for name, tensor in found.items()} == {"b": (3, 2), "a": (5,), "empty": (0, 4)}
+    assert found["a"].dtype.code == "BF16"
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "said"),
+    [
+        ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, 12, "overlaps"),
+        ({"a": entry(0, 8, [2]), "b": entry(12, 20, [2])}, 20, "gap"),
+        ({"a": entry(0, 8, [2])}, 4, "truncated"),
+        ({"a": entry(0, 8, [2])}, 12, "longer"),
+        ({"a": entry(8, 0, [2])}, 8, "ascending"),
+        ({"a": entry(-8, 0, [2])}, 8, "whole numbers"),
+        ({"a": entry(0, 8, [-2])}, 8, "whole numbers"),
+        ({"a": entry(0, 2**70, [2**68])}, 8, "whole numbers"),
+        ({"a": entry(0, 2**62, [2**60])}, 8, "truncated"),
+        ({"a": entry(0, 8, [3])}, 8, "12 bytes"),
+        ({"a": entry(0, 8, [2], "Q9")}, 8, "dtype"),
+        ({"a": entry(0, 8, [True, 2])}, 8, "whole numbers"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, 8, "data_offsets"),
+        ({"a": entry(0, 8, [2]), "__metadata__": {"x": 1}}, 8, "__metadata__"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{}}', 4, "twice"),
+        (b"[]", 0, "object"),
+        (b"{", 0, "JSON"),
+        (b"[" * 100_000, 0, "JSON"),
+    ],
+)
+def test_a_header_that_lies_is_refused(header: object, data: int, said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        parsed(header, data)
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 50) + b"{}"])
+def test_a_file_without_a_whole_header_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(InvalidInput, match=r"x\.safetensors"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no such file"):
+        read_header(tmp_path / "x.safetensors")
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(["F32", "BF16", "I64", "BOOL"]), st.lists(st.integers(0, 4), max_size=3)),
+        max_size=6,
+    )
+)
+def test_a_rendered_header_is_parsed_back(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
+    sizes = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}
+    rows = []
+    for name, (code, shape) in content.items():
+        count = sizes[code]
+        for size in shape:
+            count *= size
+        rows.append((name, code, tuple(shape), count))
+    header = render_header(rows, {"format": "pt"})
+    assert len(header) % 8 == 0
+    found = parse_header(header[8:], file_size=len(header) + sum(row[3] for row in rows), path=Path("x"))
+    assert {(t.name, t.dtype.code, t.shape) for t in found} == {row[:3] for row in rows}
+    path = tmp_path_factory.mktemp("header") / "x.safetensors"
+    path.write_bytes(header + bytes(sum(row[3] for row in rows)))
+    with safe_open(path, "pt") as reference:  # The reference implementation agrees that it is well formed.
+        assert set(reference.keys()) == set(content)
+
+
+@given(st.binary(max_size=200))
+def test_no_header_makes_the_parser_fail_in_another_way(text: bytes) -> None:
+    with contextlib.suppress(InvalidInput):
+        parse_header(text, file_size=8 + len(text), path=Path("x"))

@@ -1,0 +1,71 @@
+"""Merges of slices: layers are renumbered, gradients start anew, and the config follows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from family import load, merge_text
+
+from merge_core.errors import InvalidInput
+
+STACK = """
+merge_method: passthrough
+slices:
+  - sources: [{model: a, layer_range: [0, 2]}]
+  - sources: [{model: b, layer_range: [1, 3]}]
+"""
+
+
+def test_layers_are_stacked_with_embeddings_of_the_first_and_head_of_the_last(family: Path) -> None:
+    merge_text(STACK, family)
+    a, b, out = load(family / "a"), load(family / "b"), load(family / "out")
+    up = "model.layers.{}.mlp.up_proj.weight"
+    for layer, (source, number) in enumerate([(a, 0), (a, 1), (b, 1), (b, 2)]):
+        assert np.array_equal(out[up.format(layer)], source[up.format(number)])
+    assert np.array_equal(out["model.embed_tokens.weight"], a["model.embed_tokens.weight"])
+    assert np.array_equal(out["lm_head.weight"], b["lm_head.weight"])
+    assert json.loads((family / "out/config.json").read_text())["num_hidden_layers"] == 4
+
+
+def test_gradients_run_over_each_slice_and_everything_else_takes_the_first_value(family: Path) -> None:
+    merge_text(
+        "merge_method: linear\nslices:\n"
+        "  - sources: [{model: a, layer_range: [0, 3], parameters: {weight: [1, 0]}},"
+        " {model: b, layer_range: [0, 3], parameters: {weight: [0, 1]}}]\n",
+        family,
+    )
+    a, b, out = load(family / "a"), load(family / "b"), load(family / "out")
+    norm = "model.layers.{}.input_layernorm.weight"
+    for layer, share in enumerate([0.0, 0.5, 1.0]):
+        expected = (1 - share) * a[norm.format(layer)] + share * b[norm.format(layer)]
+        np.testing.assert_allclose(out[norm.format(layer)], expected, rtol=1e-6)
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        assert np.array_equal(out[name], a[name])
+
+
+def test_gradients_run_over_all_layers_of_whole_models(family: Path) -> None:
+    merge_text(
+        "merge_method: linear\n"
+        "models: [{model: a, parameters: {weight: [1, 0]}}, {model: b, parameters: {weight: [0, 1]}}]",
+        family,
+    )
+    assert np.array_equal(
+        load(family / "out")["model.layers.2.mlp.up_proj.weight"],
+        load(family / "b")["model.layers.2.mlp.up_proj.weight"],
+    )
+
+
+def test_a_layer_that_does_not_exist_is_refused(family: Path) -> None:
+    with pytest.raises(InvalidInput, match="at most 3 layers"):
+        merge_text(STACK.replace("[1, 3]", "[2, 4]"), family)
+
+
+def test_scaling_by_filter_scales_what_it_names(family: Path) -> None:
+    merge_text(STACK + "parameters: {scale: [{filter: q_proj, value: 0.5}, {value: 1}]}\n", family)
+    a, out = load(family / "a"), load(family / "out")
+    q, up = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    assert np.array_equal(out[q], 0.5 * a[q])
+    assert np.array_equal(out[up], a[up])
