@@ -37,6 +37,7 @@ family: $(VENV)/ready ## train the demo family again (a minute or two)
 	$(BIN)/python profiles/demo/train.py
 
 server: $(VENV)/ready ## Prefect's server and its pages on http://127.0.0.1:4200
+	@mkdir -p $(MERGEGATE_HOME)/prefect
 	$(SERVED) $(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
 
 worker: $(VENV)/ready ## a worker that carries out deployed and scheduled runs

@@ -9,6 +9,7 @@ On a terminal the lines live; elsewhere (a log, CI) each is printed once, when i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,6 +151,23 @@ class Progress:
         text_style = style if line.ending in ("refused", "failed") else ""
         grid.add_row(mark, Text(line.stage), Text(line.text(), style=text_style), Text(_duration(line.seconds), "dim"))
         return grid
+
+
+class LogLines:
+    """A ``Watcher`` for runs that nobody watches, such as those of a worker: a log line at each end of a stage."""
+
+    def __init__(self, log: logging.Logger | logging.LoggerAdapter[logging.Logger]) -> None:
+        self._log = log
+
+    def started(self, stage: str, subject: str) -> None:
+        """Nothing: Prefect logs that itself."""
+
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        """Nothing: a log is no place for bars."""
+
+    def ended(self, stage: str, subject: str, ending: Ending, seconds: float, summary: str) -> None:
+        words = " ".join(part for part in (stage, subject) if part)
+        self._log.info("%s %s: %s (%s)", _MARKS[ending][0], words, summary, _duration(seconds))
 
 
 def _how_far(call: _Call) -> str:

@@ -12,14 +12,16 @@ seconds, a changed threshold runs only the gate. Whatever refuses says where, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from flows.outcome import Outcome, judged, report_content, show_in_prefect, stopped
 from flows.profile import Evidence, Profile, load_profile
+from flows.progress import LogLines
 from merge_core.errors import MergegateError
 from merge_core.store import Artifact
 from tasks.compat import check_compatibility, metadata, require_disk
@@ -33,7 +35,7 @@ from tasks.pin import PinnedRecipe, find_parents, pin
 from tasks.publish.release import publish
 from tasks.report import write_report
 from tasks.runtime import runtime
-from tasks.stage import store
+from tasks.stage import is_watched, store, watched_by
 
 
 @flow(name="release")
@@ -43,10 +45,11 @@ def release(profile: Path | Profile) -> State[Outcome]:
     Args:
         profile: A profile file, relative to the project, or a whole profile.
     """
-    try:
-        outcome = make_release(load_profile(profile))
-    except MergegateError as error:
-        outcome = stopped(error)
+    with nullcontext() if is_watched() else watched_by(LogLines(get_run_logger())):
+        try:
+            outcome = make_release(load_profile(profile))
+        except MergegateError as error:
+            outcome = stopped(error)
     show_in_prefect(outcome, profile.name if isinstance(profile, Profile) else profile.stem)
     if outcome.exit_code:
         return Failed(name="Refused", message=outcome.message, data=outcome)

@@ -10,7 +10,7 @@ from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput
 from merge_core.findings import Finding, worst_first
 from merge_core.layers import place, stacks
-from merge_core.plan import MergePlan, assemble, donor_reference
+from merge_core.plan import MergePlan, assemble, donor_reference, planned_checkpoint
 from merge_core.recipe import Recipe
 from merge_core.vocabulary import Vocabulary, differences, read_vocabulary
 
@@ -40,16 +40,22 @@ def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Fi
         InvalidInput: A reference without checkpoint.
     """
     findings: list[Finding] = []
+    known = dict(checkpoints)
     try:
         plan, problems = assemble(recipe, checkpoints)
     except InvalidInput as error:
         findings.append(Finding("block", error.where, error.found, error.expected, error.remedy))
     else:
         findings += problems
-        findings += _unconsumed(plan, checkpoints, {finding.where for finding in problems})
-    own = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references() if str(ref) in checkpoints}
-    donor = str(donor_reference(recipe))
-    if donor in own:
+        for step in plan.steps:
+            known[str(step.recipe.name)] = planned_checkpoint(step)
+        for part in (*plan.steps, plan):
+            findings += _unconsumed(part, known, {finding.where for finding in problems})
+    for document in (*recipe.steps, recipe):
+        own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
+        donor = str(donor_reference(document))
+        if donor not in own:
+            continue
         for name, checkpoint in own.items():
             findings += _self_consistency(name, checkpoint)
             if name != donor:

@@ -9,6 +9,7 @@ indices only: the bytes written do not depend on block size, budget or number of
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from merge_core import journal
 from merge_core.blocks import BufferPool, JobInputs, LoadedBlock
 from merge_core.errors import InvalidInput
 from merge_core.findings import Finding, worst_first
@@ -27,8 +29,8 @@ from merge_core.health import TensorHealth, judge
 from merge_core.merge_methods.combination import combine
 from merge_core.merge_methods.contract import GRAIN, Fold, Map, Steps, TensorTask
 from merge_core.merge_methods.masks import mask_key
-from merge_core.output import prepare_directory, write_companions
-from merge_core.plan import MergePlan, TensorJob
+from merge_core.output import STEPS, file_names, prepare_directory, write_companions
+from merge_core.plan import MergePlan, TensorJob, step_of
 from merge_core.writer import ShardFiles
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Settings:
     threads: int | None = None
     block_elements: int = 1 << 20
     tile_elements: int = 1 << 17
-    resident_bytes: int = 384 << 20
+    resident_bytes: int = 320 << 20
     kernels: Literal["auto", "fused", "torch"] = "auto"
 
 
@@ -71,6 +73,7 @@ class MergeRecord:
         files: Name → sha256 of every file in the output directory.
         seconds: Wall-clock time.
         device: Where it was computed.
+        bytes_resumed: Output bytes that an interrupted merge had already written.
         findings: What is wrong with the output, worst first.
     """
 
@@ -82,6 +85,7 @@ class MergeRecord:
     files: Mapping[str, str]
     seconds: float
     device: str
+    bytes_resumed: int = 0
     findings: tuple[Finding, ...] = ()
 
 
@@ -109,23 +113,45 @@ def merge(
         Refused: The disk is full or fails.
     """
     began = time.monotonic()
-    prepare_directory(out)
+    prepare_directory(out, resuming=journal.exists(out), expected=file_names(plan))
     settings = settings or Settings()
-    with _single_threaded_torch(), _open_inputs(plan) as files:
-        run = _MergeRun(plan, out, seed, _device(device), settings, files)
-        digests = run.execute(on_progress)
-    digests.update(write_companions(plan, out))
+    chosen = _device(device)
+    parts = (*plan.steps, plan)
+    total, done, resumed = sum(part.bytes_written for part in parts), 0, 0
+    findings: list[Finding] = []
+    digests: dict[str, str] = {}
+    with _single_threaded_torch():
+        for part in parts:
+            last = part is plan
+            place = out if last else out / STEPS / str(part.recipe.name)
+            place.mkdir(parents=True, exist_ok=True)
+            report = None if on_progress is None else _shifted(on_progress, done, total)
+            with _open_inputs(part, out / STEPS) as files:
+                run = _MergeRun(part, place, seed, chosen, settings, files)
+                digests = run.execute(report)
+            findings += judge(run.health)
+            resumed += run.resumed_bytes
+            done += part.bytes_written
+            if last:
+                digests.update(write_companions(part, place))
+    shutil.rmtree(out / STEPS, ignore_errors=True)
+    journal.forget(out)
     return MergeRecord(
         method=plan.method.name,
         tensors=len(plan.jobs),
         parameters=plan.parameters,
-        bytes_read=plan.bytes_read,
-        bytes_written=plan.bytes_written,
+        bytes_read=sum(part.bytes_read for part in parts),
+        bytes_written=total,
         files=dict(sorted(digests.items())),
         seconds=time.monotonic() - began,
-        device=str(run.device),
-        findings=worst_first(judge(run.health)),
+        device=str(chosen),
+        bytes_resumed=resumed,
+        findings=worst_first(findings),
     )
+
+
+def _shifted(on_progress: Callable[[int, int], None], before: int, total: int) -> Callable[[int, int], None]:
+    return lambda done, _: on_progress(before + done, total)
 
 
 class _MergeRun:
@@ -154,16 +180,27 @@ class _MergeRun:
         self.condition = threading.Condition()
         self.active = 0
         self.resident = 0
-        self.bytes_done = 0
         self.failure: BaseException | None = None
         self.threads = settings.threads or (len(os.sched_getaffinity(0)) + 2)
-        self.output = ShardFiles(out, plan.shards)
+        way = f"seed {seed}, {device.type}, {'fused' if self.fuse else 'torch'}"
+        self.journal, finished = journal.open_journal(out, journal.identity_of(plan, files, way), plan)
+        self.health += finished.tensors.values()
+        self.jobs = [job for job in plan.jobs if job.output.name not in finished.tensors]
+        self.resumed_bytes = sum(j.output.nbytes for j in plan.jobs) - sum(j.output.nbytes for j in self.jobs)
+        self.bytes_done = self.resumed_bytes
+        self.output = ShardFiles(
+            out,
+            plan.shards,
+            written=finished.tensors.keys(),
+            digests=finished.shards,
+            on_complete=self.journal.shard,
+        )
         self.executor = ThreadPoolExecutor(self.threads, thread_name_prefix="merge")
 
     def execute(self, on_progress: Callable[[int, int], None] | None) -> dict[str, str]:
         """Run all jobs; returns file name → sha256 of the shards."""
         try:
-            for job in self.plan.jobs:
+            for job in self.jobs:
                 self._admit(job, on_progress)
             self._wait(lambda: self.active == 0, on_progress)
             self.executor.shutdown()
@@ -172,7 +209,9 @@ class _MergeRun:
             self.fail(failure)
             self.executor.shutdown(cancel_futures=True)
             self.output.abandon()
+            self.journal.close()
             raise
+        self.journal.close()
         if on_progress is not None:
             on_progress(self.plan.bytes_written, self.plan.bytes_written)
         order = {job.output.name: index for index, job in enumerate(self.plan.jobs)}
@@ -211,6 +250,7 @@ class _MergeRun:
 
     def finished(self, health: TensorHealth, resident: int) -> None:
         """A job is done."""
+        self.journal.tensor(health)
         with self.condition:
             self.health.append(health)
             self.active -= 1
@@ -218,7 +258,7 @@ class _MergeRun:
             self.condition.notify_all()
 
     def _admit(self, job: TensorJob, on_progress: Callable[[int, int], None] | None) -> None:
-        need = job.nbytes_in if job.nbytes_in <= self.settings.resident_bytes // 2 else 0
+        need = job.nbytes_in if 4 * job.nbytes_in <= 3 * self.settings.resident_bytes else 0
         limit = self.settings.resident_bytes
 
         def room() -> bool:
@@ -276,6 +316,9 @@ class _JobRun:
         job = self.job
         if job.mode != "merge":
             return _copied()
+        # Steps of one recipe have tensors of the same names; their masks must not be the same.
+        step = self.run.plan.recipe.name
+        stream = f"{step}: {job.output.name}" if step else job.output.name
         return self.run.plan.method.steps(
             TensorTask(
                 name=job.output.name,
@@ -284,7 +327,7 @@ class _JobRun:
                 has_base=job.has_base,
                 shared=job.shared,
                 per_input=job.per_input,
-                seeds=tuple(mask_key(self.run.seed, job.output.name, index) for index in range(len(job.inputs))),
+                seeds=tuple(mask_key(self.run.seed, stream, index) for index in range(len(job.inputs))),
             )
         )
 
@@ -305,7 +348,7 @@ class _JobRun:
                 self.parts[number] = self._fold(self.step, block)
             elif self.job.mode == "equal":
                 block.require_equal()
-                self._write(block.start, block.rows[0], broken=0, nonzero=True)
+                self._write(block.start, block.rows[0], 0, nonzero=True)
             else:
                 assert self.step is not None
                 self._map(self.step, block)
@@ -329,15 +372,17 @@ class _JobRun:
 
         dtype = getattr(torch, self.job.output.dtype.torch_name)
         if step.fused is not None and self._fused:
-            direct = self.job.output.dtype.code in ("BF16", "F32")
             out = np.empty(block.length, np.uint16 if self.job.output.dtype.code == "BF16" else np.float32)
             step.fused(block.stored(), out)
-            merged = torch.from_numpy(out).view(dtype) if direct else torch.from_numpy(out).to(dtype)
+            if self.job.output.dtype.code in ("BF16", "F32"):
+                self._write(block.start, out.view(np.uint8), *_inspect_stored(out))
+                return
+            merged = torch.from_numpy(out).to(dtype)
         else:
             merged = torch.cat([step.of(tile).to(dtype) for tile in self._tiles(block)]).cpu()
         finite = torch.isfinite(merged)
         broken = 0 if bool(finite.all()) else int((~finite).sum())
-        self._write(block.start, merged.view(torch.uint8).numpy(), broken=broken, nonzero=bool(merged.any()))
+        self._write(block.start, merged.view(torch.uint8).numpy(), broken, bool(merged.any()))
 
     def _tiles(self, block: LoadedBlock) -> Iterator[Any]:
         import torch
@@ -353,7 +398,7 @@ class _JobRun:
     def _fused(self) -> bool:
         return self.run.fuse and not self._wide
 
-    def _write(self, start: int, data: Any, *, broken: int, nonzero: bool) -> None:
+    def _write(self, start: int, data: Any, broken: int, nonzero: bool) -> None:
         shard, offset = self.run.places[self.job.output.name]
         self.run.output.write(shard, offset + start * self.job.output.dtype.size, memoryview(data))
         self.run.wrote(len(data))
@@ -365,6 +410,17 @@ class _JobRun:
         self.inputs.release()
         zero = not self.nonzero and self.inputs.count > 0
         self.run.finished(TensorHealth(self.job.output.name, self.broken, zero), self.resident)
+
+
+def _inspect_stored(out: Any) -> tuple[int, bool]:
+    """Number of NaN and infinite elements, and whether any element is not zero."""
+    from merge_core.merge_methods import kernels
+
+    if out.dtype == np.uint16:
+        broken, nonzero = kernels.inspect(out, 0x7F80)
+    else:
+        broken, nonzero = kernels.inspect(out.view(np.uint32), 0x7F800000)
+    return int(broken), bool(nonzero)
 
 
 def _copied() -> Steps:
@@ -389,12 +445,14 @@ def _device(name: str) -> torch.device:
 
 
 @contextmanager
-def _open_inputs(plan: MergePlan) -> Iterator[dict[Path, int]]:
+def _open_inputs(plan: MergePlan, steps: Path) -> Iterator[dict[Path, int]]:
     files: dict[Path, int] = {}
     try:
         for path in dict.fromkeys(item.tensor.file for job in plan.jobs for item in job.inputs):
             try:
-                files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                step = step_of(path)
+                real = steps / step / path.name if step else path
+                files[path] = os.open(real, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
         yield files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from merge_core.errors import InvalidInput
@@ -12,20 +13,35 @@ from merge_core.layout import index_text
 from merge_core.plan import MergePlan
 from merge_core.writer import PARTIAL, refusing_disk_errors
 
+CONFIG = "config.json"
 
-def prepare_directory(out: Path) -> None:
+# Results of a recipe's steps, until the last one is done.
+STEPS = f"steps{PARTIAL}"
+
+
+def prepare_directory(out: Path, *, resuming: bool, expected: Collection[str] = ()) -> None:
     """Make ``out``, or accept it when it holds nothing but the remains of an unfinished merge.
+
+    Args:
+        out: Output directory.
+        resuming: Whether a journal lies in it; then the files named in ``expected`` may lie there as well.
+        expected: Names of the files that the merge writes.
 
     Raises:
         InvalidInput: Something else is there. Stale files beside new ones make checkpoints that load wrongly.
     """
     with refusing_disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path))
-    if foreign:
-        raise InvalidInput(
-            str(out), found=f"not empty: {foreign[0]}", expected="a new or empty directory", remedy="choose another one"
-        )
+        ours = {Path(name).parts[0] for name in expected} if resuming else set()
+        foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path) and path.name not in ours)
+        if foreign:
+            raise InvalidInput(
+                str(out),
+                found=f"not empty: {foreign[0]}",
+                expected="a new or empty directory",
+                remedy="choose another one",
+            )
+        (out / CONFIG).unlink(missing_ok=True)  # Until the merge is finished again.
 
 
 def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:
@@ -36,12 +52,18 @@ def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:
         contents[index[0]] = index[1].encode()
     for name in plan.donor.companions:
         contents[name] = (plan.donor.directory / name).read_bytes()
-    contents["config.json"] = (json.dumps(dict(plan.config), indent=2, ensure_ascii=False) + "\n").encode()
-    for name, content in contents.items():  # config.json is the last one.
+    contents[CONFIG] = (json.dumps(dict(plan.config), indent=2, ensure_ascii=False) + "\n").encode()
+    for name, content in contents.items():  # The config is the last one.
         _write(out / name, content)
     with refusing_disk_errors(out):
         _sync_directory(out)
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def file_names(plan: MergePlan) -> set[str]:
+    """Names of all files that a merge writes."""
+    index = index_text(plan.shards)
+    return {*(shard.name for shard in plan.shards), *plan.donor.companions, *([index[0]] if index else []), CONFIG}
 
 
 def _write(path: Path, content: bytes) -> None:

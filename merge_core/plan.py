@@ -7,7 +7,8 @@ Pure: nothing is read here. :func:`assemble` collects every problem on the way, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from merge_core import architecture
@@ -22,6 +23,9 @@ from merge_core.parameters import Parameters, value_for
 from merge_core.recipe import Module, Recipe, Slice, Source
 from merge_core.reference import CheckpointRef
 from merge_core.safetensors_file import StoredTensor
+
+# Directory that stands for the result of a step until it is written.
+_STEP = "step:"
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class MergePlan:
         config: Content of the output's ``config.json``.
         bytes_read: Bytes of all inputs, each counted once.
         bytes_written: Bytes of all shards.
+        steps: Merges to carry out before, whose results are inputs of this one (and of each other, in order).
     """
 
     recipe: Recipe
@@ -80,6 +85,7 @@ class MergePlan:
     config: Mapping[str, Any]
     bytes_read: int
     bytes_written: int
+    steps: tuple[MergePlan, ...] = ()
 
     @property
     def method(self) -> Method:
@@ -122,6 +128,37 @@ def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Mer
         InvalidInput: Only for what makes a plan meaningless: a reference without checkpoint, a required parameter
             without value.
     """
+    known, steps = dict(checkpoints), []
+    problems: list[Finding] = []
+    for step in recipe.steps:
+        plan = _assemble_one(step, known, problems)
+        known[str(step.name)] = planned_checkpoint(plan)
+        steps.append(plan)
+    return replace(_assemble_one(recipe, known, problems), steps=tuple(steps)), problems
+
+
+def planned_checkpoint(plan: MergePlan) -> Checkpoint:
+    """The result of a step as the input of another, before it exists: its layout is already known.
+
+    Its files lie in the stand-in directory ``step:<name>``; see :func:`step_of`.
+    """
+    outputs = {job.output.name: job.output for job in plan.jobs}
+    place_of = Path(f"{_STEP}{plan.recipe.name}")
+    tensors = {
+        name: StoredTensor(name, place_of / shard.name, outputs[name].dtype, outputs[name].shape, offset)
+        for shard in plan.shards
+        for name, offset in zip(shard.tensors, shard.offsets, strict=True)
+    }
+    return Checkpoint(plan.donor.directory, plan.config, tensors, plan.donor.companions)
+
+
+def step_of(file: Path) -> str | None:
+    """Name of the step that will write ``file``; None for a file that exists already."""
+    first = file.parts[0]
+    return first.removeprefix(_STEP) if first.startswith(_STEP) else None
+
+
+def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]) -> MergePlan:
     for ref in recipe.own_references():
         if ref.adapter:
             raise InvalidInput(
@@ -133,7 +170,6 @@ def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Mer
         if str(ref) not in checkpoints:
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
     donor = checkpoints[str(donor_reference(recipe))]
-    problems: list[Finding] = []
     jobs: list[TensorJob] = []
     for module in recipe.modules:
         if module.name is not None:
@@ -142,7 +178,7 @@ def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Mer
     shards = lay_out([job.output for job in jobs], donor)
     by_name = {job.output.name: job for job in jobs}
     ordered = tuple(by_name[name] for shard in shards for name in shard.tensors)
-    plan = MergePlan(
+    return MergePlan(
         recipe=recipe,
         donor=donor,
         jobs=ordered,
@@ -151,7 +187,6 @@ def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Mer
         bytes_read=sum(job.nbytes_in for job in ordered),
         bytes_written=sum(shard.size for shard in shards),
     )
-    return plan, problems
 
 
 @dataclass(frozen=True)

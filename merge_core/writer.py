@@ -15,7 +15,7 @@ import hashlib
 import heapq
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from merge_core.errors import Refused
@@ -31,18 +31,29 @@ class ShardFiles:
     Args:
         directory: Where they go; exists.
         shards: What they hold.
+        written: Names of tensors that an interrupted merge has written already.
+        digests: File name → sha256 of shards that it has completed.
+        on_complete: Called with name and sha256 of a shard that is written, flushed to the disk and hashed.
 
     Raises:
         Refused: The disk is full or not writable.
     """
 
-    def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
-        self._directory, self._shards = directory, list(shards)
+    def __init__(
+        self,
+        directory: Path,
+        shards: Sequence[Shard],
+        *,
+        written: Collection[str] = (),
+        digests: Mapping[str, str] | None = None,
+        on_complete: Callable[[str, str], None] = lambda name, digest: None,
+    ) -> None:
+        self._directory, self._shards, self._on_complete = directory, list(shards), on_complete
         self._fds: list[int] = []
         self._condition = threading.Condition()
         self._fronts = [0] * len(shards)
         self._written: list[list[tuple[int, int]]] = [[] for _ in shards]
-        self._digests: list[str | None] = [None] * len(shards)
+        self._digests = [(digests or {}).get(shard.name) for shard in shards]
         self._closing = False
         self._failure: BaseException | None = None
         try:
@@ -55,6 +66,12 @@ class ShardFiles:
         self._hasher.start()
         for index, shard in enumerate(self._shards):
             self.write(index, 0, memoryview(shard.header))
+            with self._condition:
+                ends = (*shard.offsets[1:], shard.size)
+                for name, start, end in zip(shard.tensors, shard.offsets, ends, strict=True):
+                    if name in written:
+                        heapq.heappush(self._written[index], (start, end))
+                self._condition.notify()
 
     def write(self, shard: int, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset`` of the shard number ``shard``; each byte is written exactly once.
@@ -73,7 +90,7 @@ class ShardFiles:
                 self._condition.notify()
 
     def complete(self) -> dict[str, str]:
-        """Wait for the hashes, flush everything to the disk and give the files their names.
+        """Wait until every shard is on the disk and hashed, and give the files their names.
 
         Returns:
             File name → sha256.
@@ -81,9 +98,6 @@ class ShardFiles:
         self._hasher.join()
         if self._failure is not None:
             raise self._failure
-        for shard, fd in zip(self._shards, self._fds, strict=True):
-            with refusing_disk_errors(self._path(shard)):
-                os.fsync(fd)
         self._close_files()
         for shard in self._shards:
             self._path(shard).rename(self._directory / shard.name)
@@ -100,6 +114,9 @@ class ShardFiles:
     def _create(self, shard: Shard) -> int:
         path = self._path(shard)
         with refusing_disk_errors(path):
+            final = self._directory / shard.name
+            if final.exists():  # Killed between naming the files and the end: their content is as the journal says.
+                final.rename(path)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 os.ftruncate(fd, shard.size)
@@ -116,6 +133,8 @@ class ShardFiles:
         try:
             buffer = bytearray(_HASH_BYTES)
             for index, shard in enumerate(self._shards):
+                if self._digests[index] is not None:
+                    continue
                 digest, done = hashlib.sha256(), 0
                 while done < shard.size:
                     front = self._wait_for(index, done)
@@ -127,7 +146,10 @@ class ShardFiles:
                         )
                         digest.update(memoryview(buffer)[:count])
                         done += count
+                with refusing_disk_errors(self._path(shard)):
+                    os.fsync(self._fds[index])
                 self._digests[index] = digest.hexdigest()
+                self._on_complete(shard.name, digest.hexdigest())
         except BaseException as failure:
             self._failure = failure
 

@@ -407,4 +407,4 @@ def _drift_sentence(
 
 
 def _figure(ratio: float) -> str:
-    return f"{ratio:.3f}" if ratio < 100 else f"{ratio:.3g}"
+    return f"{ratio:.3f}" if ratio < 10 else f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.1e}"

@@ -85,6 +85,11 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
         _watcher.reset(token)
 
 
+def is_watched() -> bool:
+    """Whether anybody watches already."""
+    return _watcher.get() is not None
+
+
 def advance(done: int, total: int, unit: str) -> None:
     """Say how far the running stage has come: ``done`` of ``total`` in ``unit`` ('B', 'documents')."""
     if (watcher := _watcher.get()) is not None:

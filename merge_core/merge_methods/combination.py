@@ -2,7 +2,7 @@
 
 Everything that an average on a sphere asks about its inputs (norms, cosines, projections) is in their Gram matrix, so
 one fold pass over the blocks is enough; the coefficients then follow in float64 from a few numbers, however large the
-tensor is. Here are the building blocks and the plainest methods; :mod:`.spherical` and :mod:`.model_stock` build on them.
+tensor is. Here are the building blocks and the plainest methods; :mod:`.spherical` and :mod:`.model_stock` use them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each kernel is the twin of a torch expression in its method's file, which is the readable reference; a test holds the
 two together. They release the GIL and run on one thread: the engine runs several blocks at once. A tile fits the
 first-level cache, its loops are simple enough for the compiler to vectorise, and no sum depends on vector width: long
-sums have eight explicit lanes. Compiled once per machine and kept in numba's cache.
+sums have explicit lanes. Compiled once per machine and kept in numba's cache.
 
 Stored numbers are uint16 (bit patterns of bfloat16) or float32; arithmetic is float32, long sums are float64.
 """
@@ -20,6 +20,8 @@ from merge_core.merge_methods.masks import MULTIPLIER, ROUNDS, WEYL
 
 # Elements per tile; divides the grain, so that a tile never crosses one.
 TILE = 1024
+# Partial sums that a long sum is split into, so that it can be vectorised in one defined order; divides the tile.
+LANES = 256
 
 _SIZE = np.uint32(0x7FFFFFFF)
 _WORD = np.uint64(0xFFFFFFFF)
@@ -36,15 +38,16 @@ def _widen_for(data: Any, first: Any, tile: Any) -> Any:
     if data.dtype == types.uint16:
 
         def bfloat16(data: Any, first: Any, tile: Any) -> Any:
-            patterns = tile.view(np.uint32)
+            patterns, stored = tile.view(np.uint32), data[first : first + len(tile)]
             for j in range(len(tile)):
-                patterns[j] = np.uint32(data[first + j]) << np.uint32(16)
+                patterns[j] = np.uint32(stored[j]) << np.uint32(16)
 
         return bfloat16
 
     def float32(data: Any, first: Any, tile: Any) -> Any:
+        stored = data[first : first + len(tile)]
         for j in range(len(tile)):
-            tile[j] = data[first + j]
+            tile[j] = stored[j]
 
     return float32
 
@@ -59,18 +62,19 @@ def _narrow_for(tile: Any, out: Any, first: Any) -> Any:
     if out.dtype == types.uint16:
 
         def bfloat16(tile: Any, out: Any, first: Any) -> Any:
-            patterns = tile.view(np.uint32)
+            patterns, stored = tile.view(np.uint32), out[first : first + len(tile)]
             for j in range(len(tile)):
                 pattern = patterns[j]
                 rounded = (pattern + np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
                 not_a_number = (pattern & _SIZE) > np.uint32(0x7F800000)
-                out[first + j] = np.uint16(0x7FC0) if not_a_number else np.uint16(rounded)
+                stored[j] = np.uint16(0x7FC0) if not_a_number else np.uint16(rounded)
 
         return bfloat16
 
     def float32(tile: Any, out: Any, first: Any) -> Any:
+        stored = out[first : first + len(tile)]
         for j in range(len(tile)):
-            out[first + j] = tile[j]
+            stored[j] = tile[j]
 
     return float32
 
@@ -108,9 +112,10 @@ def gram(data: Any, rows: Any, length: int, grain: int, about_base: bool) -> Any
     shift = 1 if about_base else 0
     count = len(rows) - shift
     grains = (length + grain - 1) // grain
-    lanes = np.zeros((count * (count + 1) // 2, 8), np.float64)
+    lanes = np.zeros((count * (count + 1) // 2, LANES), np.float64)
     result = np.zeros((grains, len(lanes)), np.float64)
-    base, vectors = np.empty(TILE, np.float32), np.zeros((count, TILE), np.float32)
+    base, vector = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    vectors = np.zeros((count, TILE), np.float64)
     for g in range(grains):
         lanes[:] = 0.0
         for first in range(g * grain, min(length, (g + 1) * grain), TILE):
@@ -118,16 +123,18 @@ def gram(data: Any, rows: Any, length: int, grain: int, about_base: bool) -> Any
             if about_base:
                 _widen(data, rows[0] + first, base[:m])
             for i in range(count):
-                _widen(data, rows[i + shift] + first, vectors[i, :m])
+                _widen(data, rows[i + shift] + first, vector[:m])
                 if about_base:
                     for j in range(m):
-                        vectors[i, j] -= base[j]
-                for j in range(m, (m + 7) // 8 * 8):
-                    vectors[i, j] = np.float32(0.0)
+                        vector[j] -= base[j]
+                for j in range(m):
+                    vectors[i, j] = vector[j]
+                for j in range(m, _whole(m)):
+                    vectors[i, j] = 0.0
             pair = 0
             for i in range(count):
                 for k in range(i, count):
-                    _add_products(vectors[i], vectors[k], (m + 7) // 8 * 8, lanes[pair])
+                    _add_products(vectors[i], vectors[k], _whole(m), lanes[pair])
                     pair += 1
         for pair in range(len(lanes)):
             result[g, pair] = _lanes_sum(lanes[pair])
@@ -221,7 +228,7 @@ def kept_norms(
     base, delta = np.empty(TILE, np.float32), np.zeros(TILE, np.float32)
     random = np.empty(TILE + 2, np.uint32)
     places = np.zeros((count, 2), np.int64)
-    lanes = np.zeros((2, count, 8), np.float64)
+    lanes = np.zeros((2, count, LANES), np.float64)
     grains = (length + grain - 1) // grain
     result = np.zeros((grains, 2, count), np.float64)
     for g in range(grains):
@@ -233,13 +240,13 @@ def kept_norms(
                 _widen(data, rows[i + 1] + first, delta[:m])
                 for j in range(m):
                     delta[j] -= base[j]
-                for j in range(m, (m + 7) // 8 * 8):
+                for j in range(m, _whole(m)):
                     delta[j] = np.float32(0.0)
-                _add_sizes(delta, (m + 7) // 8 * 8, lanes[0, i])
+                _add_sizes(delta, _whole(m), lanes[0, i])
                 if first == g * grain:
                     _begin_grain(places[i], cuts[i], before[i], start // grain + g)
                 _sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], places[i], random)
-                _add_sizes(delta, (m + 7) // 8 * 8, lanes[1, i])
+                _add_sizes(delta, _whole(m), lanes[1, i])
         for side in range(2):
             for i in range(count):
                 result[g, side, i] = _lanes_sum(lanes[side, i])
@@ -315,6 +322,20 @@ def task_vectors(
 
 
 @_compiled
+def inspect(out: Any, exponent: int) -> Any:
+    """Number of elements that are NaN or infinite, and whether any is not zero, from bit patterns (uint16 or uint32).
+
+    ``exponent`` is the mask of the exponent bits, all of which are set in NaN and infinity and in no other number.
+    """
+    bits = out.dtype.type(exponent)
+    broken, seen = 0, out.dtype.type(0)
+    for j in range(len(out)):
+        broken += (out[j] & bits) == bits
+        seen |= out[j] << out.dtype.type(1)  # Without the sign: -0 is zero.
+    return broken, seen != 0
+
+
+@_compiled
 def _elect(weighted: Any, m: int, vote: int, elected: Any) -> None:
     elected[:m] = np.float32(0.0)
     for i in range(len(weighted)):
@@ -343,13 +364,18 @@ def _sparsify(delta: Any, m: int, index: int, kind: int, cuts: Any, chance: Any,
     elif kind == 2:
         patterns = delta.view(np.uint32)
         low, high = cuts[0], cuts[1]
-        if low[1] == low[2] and high[1] == high[2]:
-            least, most = np.uint32(low[0]), np.uint32(high[0])
+        low_part, high_part = low[1] < low[2], high[1] < high[2]
+        if low_part and high_part and low[0] == high[0]:
+            _drop_ties_of_both(delta, patterns, m, low, high, places)
+        else:
+            least, most = np.uint32(low[0]), np.uint32(high[0] if high_part else high[0] - 1)
             for j in range(m):
                 size = patterns[j] & _SIZE
-                delta[j] = delta[j] if least <= size < most else zero
-        else:
-            _sparsify_ties(delta, patterns, m, low, high, places)
+                delta[j] = delta[j] if least <= size <= most else zero
+            if low_part:
+                _drop_ties(delta, patterns, m, low, places, 0)
+            if high_part:
+                _drop_ties(delta, patterns, m, high, places, 1)
     elif kind == 3:
         _words(chance[1], chance[2], index, m, random)
         shift = index % 2
@@ -359,22 +385,34 @@ def _sparsify(delta: Any, m: int, index: int, kind: int, cuts: Any, chance: Any,
 
 
 @_compiled
-def _sparsify_ties(delta: Any, patterns: Any, m: int, low: Any, high: Any, places: Any) -> None:
-    low_key, low_wanted, low_tied, low_stride = low[0], low[1], low[2], low[3]
-    high_key, high_wanted, high_tied, high_stride = high[0], high[1], high[2], high[3]
-    low_all, high_all = low_wanted == low_tied, high_wanted == high_tied
-    low_place, high_place = places[0], places[1]
+def _drop_ties(delta: Any, patterns: Any, m: int, cut: Any, places: Any, side: int) -> None:
+    """Of the elements at a cut, drop those not wanted (low side, 0) or those wanted by the outliers (high side, 1)."""
+    key, wanted, tied, stride = np.uint32(cut[0]), cut[1], cut[2], cut[3]
+    place = places[side]
     for j in range(m):
-        size = np.int64(patterns[j] & _SIZE)
-        at_low, at_high = size == low_key, size == high_key
-        inside = size > low_key or (at_low and (low_all or low_place < low_wanted))
-        outside = size > high_key or (at_high and (high_all or high_place < high_wanted))
-        delta[j] = delta[j] if inside and not outside else np.float32(0.0)
-        low_place += low_stride if at_low else 0
-        low_place -= low_tied if low_place >= low_tied else 0
-        high_place += high_stride if at_high else 0
-        high_place -= high_tied if high_place >= high_tied else 0
-    places[0], places[1] = low_place, high_place
+        if patterns[j] & _SIZE == key:
+            if (place < wanted) == (side == 1):
+                delta[j] = np.float32(0.0)
+            place += stride
+            place -= tied if place >= tied else 0
+    places[side] = place
+
+
+@_compiled
+def _drop_ties_of_both(delta: Any, patterns: Any, m: int, low: Any, high: Any, places: Any) -> None:
+    """Both cuts fall on one size: an element there is kept when the low side wants it and the high side does not."""
+    key = np.uint32(low[0])
+    place = places[0]
+    for j in range(m):
+        size = patterns[j] & _SIZE
+        if size == key:
+            if place >= low[1] or place < high[1]:
+                delta[j] = np.float32(0.0)
+            place += low[3]
+            place -= low[2] if place >= low[2] else 0
+        else:
+            delta[j] = np.float32(0.0)
+    places[0] = place
 
 
 @_compiled
@@ -394,49 +432,33 @@ def _words(key: int, upper: int, index: int, count: int, words: Any) -> None:
 
 
 @_compiled
+def _whole(m: int) -> int:
+    """Elements of the lanes that ``m`` elements touch."""
+    return (m + LANES - 1) // LANES * LANES
+
+
+@_compiled
 def _add_products(one: Any, other: Any, m: int, lanes: Any) -> None:
-    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
-    for j in range(0, m, 8):
-        s0 += np.float64(one[j]) * np.float64(other[j])
-        s1 += np.float64(one[j + 1]) * np.float64(other[j + 1])
-        s2 += np.float64(one[j + 2]) * np.float64(other[j + 2])
-        s3 += np.float64(one[j + 3]) * np.float64(other[j + 3])
-        s4 += np.float64(one[j + 4]) * np.float64(other[j + 4])
-        s5 += np.float64(one[j + 5]) * np.float64(other[j + 5])
-        s6 += np.float64(one[j + 6]) * np.float64(other[j + 6])
-        s7 += np.float64(one[j + 7]) * np.float64(other[j + 7])
-    _to_lanes(lanes, s0, s1, s2, s3, s4, s5, s6, s7)
+    for first in range(0, m, LANES):
+        a, b = one[first : first + LANES], other[first : first + LANES]
+        for j in range(LANES):
+            lanes[j] += a[j] * b[j]
 
 
 @_compiled
 def _add_sizes(vector: Any, m: int, lanes: Any) -> None:
-    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = 0.0
-    for j in range(0, m, 8):
-        s0 += np.float64(abs(vector[j]))
-        s1 += np.float64(abs(vector[j + 1]))
-        s2 += np.float64(abs(vector[j + 2]))
-        s3 += np.float64(abs(vector[j + 3]))
-        s4 += np.float64(abs(vector[j + 4]))
-        s5 += np.float64(abs(vector[j + 5]))
-        s6 += np.float64(abs(vector[j + 6]))
-        s7 += np.float64(abs(vector[j + 7]))
-    _to_lanes(lanes, s0, s1, s2, s3, s4, s5, s6, s7)
-
-
-@_compiled
-def _to_lanes(
-    lanes: Any, s0: float, s1: float, s2: float, s3: float, s4: float, s5: float, s6: float, s7: float
-) -> None:
-    lanes[0] += s0
-    lanes[1] += s1
-    lanes[2] += s2
-    lanes[3] += s3
-    lanes[4] += s4
-    lanes[5] += s5
-    lanes[6] += s6
-    lanes[7] += s7
+    for first in range(0, m, LANES):
+        part = vector[first : first + LANES]
+        for j in range(LANES):
+            lanes[j] += np.float64(abs(part[j]))
 
 
 @_compiled
 def _lanes_sum(lanes: Any) -> Any:
-    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]))
+    total = lanes.copy()
+    half = LANES // 2
+    while half:
+        for j in range(half):
+            total[j] += total[j + half]
+        half //= 2
+    return total[0]

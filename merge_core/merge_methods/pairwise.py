@@ -30,7 +30,7 @@ def _nearswap(task: TensorTask) -> Steps:
     t = float(task.shared["t"])
 
     def of(block: Block) -> torch.Tensor:
-        base, other = block.inputs
+        base, other = block.base, block.inputs[1]
         share = (t / (base - other).abs().clamp(min=_NEAREST)).clamp(0.0, 1.0)
         return share * other + (1.0 - share) * base
 
@@ -50,8 +50,10 @@ def _fusion(task: TensorTask) -> Steps:
         import torch
 
         first = block.start // block.grain
-        rows = torch.from_numpy(divergence[first : first + block.inputs.shape[1] // block.grain]).to(block.inputs)
-        return ((block.inputs[1] - block.base).abs().reshape(-1, block.grain) * rows[:, None]).flatten()
+        changes = (block.inputs[1] - block.base).abs().reshape(-1, block.grain)
+        rows = torch.from_numpy(divergence[first : first + len(changes)]).to(changes)
+        weighted: torch.Tensor = changes * rows[:, None]
+        return weighted.flatten()
 
     ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
     scores = Scores(lambda block: importance(block).unsqueeze(0), task.dtype)

@@ -1,7 +1,7 @@
 """Averages on a sphere: SLERP, NuSLERP, multi-SLERP and the Karcher mean.
 
-The whole tensor is one vector (NuSLERP can take rows or columns instead). The results are combinations of the inputs, so
-all but the row and column variants work on coefficients and the Gram matrix; see :mod:`.combination`.
+The whole tensor is one vector (NuSLERP can take rows or columns instead). The results are combinations of the inputs,
+so all but the row and column variants work on coefficients and the Gram matrix; see :mod:`.combination`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _nuslerp(task: TensorTask) -> Steps:
     t = second / (first + second) if abs(first + second) >= 1e-6 else 0.5
     if task.shared["nuslerp_flatten"]:
         matrix = yield gram(2, about_base=task.has_base)
-        near, far = nuslerp_coefficients(matrix[0, 0], matrix[1, 1], matrix[0, 1], t)
+        near, far = nuslerp_coefficients(matrix[0, 0], matrix[1, 1], matrix[0, 1], t=t)
         return combine([float(near), float(far)], about_base=task.has_base)
     if not _by_columns(task.shape, task.shared):
         return Map(lambda block: _nuslerp_rows(block, task, t))
@@ -84,7 +84,7 @@ def _nuslerp(task: TensorTask) -> Steps:
         # [3, grains, rows, columns] -> [grains, 3, columns]
         return block.grains(pairs).reshape(3, -1, block.grain // width, width).sum(-2).movedim(1, 0)
 
-    near, far = nuslerp_coefficients(*(yield sums(products)), t)
+    near, far = nuslerp_coefficients(*(yield sums(products)), t=t)
 
     def of(block: Block) -> torch.Tensor:
         import torch
@@ -96,7 +96,7 @@ def _nuslerp(task: TensorTask) -> Steps:
     return Map(of)
 
 
-def nuslerp_coefficients(norm_a: Any, norm_b: Any, dot: Any, t: float) -> tuple[Any, Any]:
+def nuslerp_coefficients(norm_a: Any, norm_b: Any, dot: Any, *, t: float) -> tuple[Any, Any]:
     """Coefficients of the two vectors; squared norms and the dot product may be numbers or arrays (float64)."""
     cosine = np.clip(dot / (np.maximum(np.sqrt(norm_a), 1e-7) * np.maximum(np.sqrt(norm_b), 1e-7)), -1.0, 1.0)
     straight = 1.0 - cosine**2 <= _NO_ANGLE
@@ -111,7 +111,7 @@ def _nuslerp_rows(block: Block, task: TensorTask, t: float) -> torch.Tensor:
     one, other = block.grains(_vectors(block, task))
     a, b = one.double(), other.double()
     numbers = [value.cpu().numpy() for value in ((a * a).sum(-1), (b * b).sum(-1), (a * b).sum(-1))]
-    scales = [torch.from_numpy(c).to(one).unsqueeze(-1) for c in nuslerp_coefficients(*numbers, t)]
+    scales = [torch.from_numpy(c).to(one).unsqueeze(-1) for c in nuslerp_coefficients(*numbers, t=t)]
     return _about(block, task, (one * scales[0] + other * scales[1]).flatten())
 
 

@@ -128,7 +128,7 @@ def _fused(mixing: Mixing, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any
 def _check_weights(shared: Values, per_input: Sequence[Values], where: str) -> None:
     for values in per_input:
         epsilon, density = values.get("epsilon"), values.get("density", 1.0)
-        if epsilon is not None and density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
+        if epsilon is not None and 0 < density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
             raise InvalidInput(
                 where,
                 found=f"density {density:g} with epsilon {epsilon:g}",
@@ -177,6 +177,12 @@ _TIES = "TIES-Merging, Yadav et al. 2023, https://arxiv.org/abs/2306.01708"
 _DARE = "DARE, Yu et al. 2024, https://arxiv.org/abs/2311.03099"
 
 
+_DELLA = "DELLA-Merging, Deep et al. 2024, https://arxiv.org/abs/2406.11617"
+_BREADCRUMBS = "Model Breadcrumbs, Davari and Belilovsky 2023, https://arxiv.org/abs/2312.06795"
+_GAMMA = (Parameter("gamma", "float", "non_base", 0.01, "share of largest elements dropped as outliers", 0.0, 1.0),)
+_EPSILON = (Parameter("epsilon", "float", "non_base", 0.15, "half width of the keep probabilities", 0.0, 1.0),)
+
+
 def _method(
     name: str,
     summary: str,
@@ -184,7 +190,7 @@ def _method(
     sparsify: Callable[[TensorTask], Folds],
     vote: bool,
     by_rows: bool = False,
-    **kw: Any,
+    **switches: Any,
 ) -> Method:
     return Method(
         name=name,
@@ -192,7 +198,7 @@ def _method(
         paper=paper,
         base="required",
         models=(1, None),
-        parameters=_parameters(vote=vote, **kw),
+        parameters=_parameters(vote=vote, **switches),
         steps=_steps(sparsify, vote=vote),
         grain=row_length if by_rows else lambda shape, shared: GRAIN,
         check=_check_weights,

@@ -12,10 +12,12 @@ by running again; a run with nothing new changes nothing.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,30 +45,51 @@ def publish_directory(files: Sequence[ReleaseFile], target: Path, version: str, 
         Refused: when the version exists with other content, or a source is not what was gated.
     """
     place = target / version
-    new = False
-    if place.exists():
-        _require_same(place, files, hashes)
-    else:
-        target.mkdir(parents=True, exist_ok=True)
-        partial = target / f".{version}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        for file in files:
-            _write(file, partial / file.name)
-        for directory in {partial, *(path for path in partial.rglob("*") if path.is_dir())}:
-            _fsync(directory)
-        partial.rename(place)
-        new = True
-    link = target / LATEST
-    if not link.is_symlink() or link.readlink() != Path(version):
-        if link.exists() and not link.is_symlink():
-            raise Refused(str(link), found="a file or directory", expected="a link", remedy="move it away")
-        step = target / f".{LATEST}.partial"
-        step.unlink(missing_ok=True)
-        step.symlink_to(version)
-        step.rename(link)
-        new = True
-    _fsync(target)
-    return Published(version, place, new)
+    target.mkdir(parents=True, exist_ok=True)
+    with _alone_in(target):
+        fresh = not place.exists()
+        if fresh:
+            _write_version(files, place)
+        else:
+            _require_same(place, files, hashes)
+        moved = _point(target / LATEST, version)
+        _fsync(target)
+    return Published(version, place, new=fresh or moved)
+
+
+def _write_version(files: Sequence[ReleaseFile], place: Path) -> None:
+    """All files beside their final place, then one rename."""
+    partial = place.with_name(f".{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    for file in files:
+        _write(file, partial / file.name)
+    for directory in {partial, *(path for path in partial.rglob("*") if path.is_dir())}:
+        _fsync(directory)
+    partial.rename(place)
+
+
+def _point(link: Path, version: str) -> bool:
+    """Make ``link`` point to ``version`` in one step; whether it pointed elsewhere before."""
+    if link.is_symlink() and link.readlink() == Path(version):
+        return False
+    if link.exists() and not link.is_symlink():
+        raise Refused(str(link), found="a file or directory", expected="a link", remedy="move it away")
+    step = link.with_name(f".{link.name}.partial")
+    step.unlink(missing_ok=True)
+    step.symlink_to(version)
+    step.rename(link)
+    return True
+
+
+@contextmanager
+def _alone_in(target: Path) -> Iterator[None]:
+    """One publisher at a time. The lock is on the directory itself: nothing to clean up, gone with its holder."""
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _require_same(place: Path, files: Sequence[ReleaseFile], hashes: HashMemo) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from merge_core.store import Artifact
 from tasks.licenses.check import LicenseVerdict
 from tasks.merge import Merged
@@ -58,7 +60,7 @@ def publish(
     card = written_file("README.md", model_card(content, pinned.parents, licence.value.combination))
     origin = provenance(
         (*files, card),
-        recipe=pinned.recipe.canonical(),
+        recipe=list(yaml.safe_load_all(content.recipe)),
         seed=seed,
         parents=pinned.parents,
         versions={library.name: library.version for library in content.versions},

@@ -15,10 +15,12 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
+from demo_project import make_project
 
 pytestmark = pytest.mark.slow
 
@@ -82,21 +84,32 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    (tmp_path / "profiles").symlink_to(PROJECT / "profiles")
-    # A copy of the profiles, so that `../releases` is ours; the family itself may be shared.
-    (tmp_path / "profiles").unlink()
-    (tmp_path / "profiles").mkdir()
-    (tmp_path / "profiles" / "demo").symlink_to(PROJECT / "profiles" / "demo")
-    (tmp_path / "profiles" / "demo.yaml").write_text((PROJECT / "profiles" / "demo.yaml").read_text())
+    """A server with nothing deployed to it."""
+    with _served(tmp_path) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A server with the deployments as they are shipped."""
+    with _served(tmp_path_factory.mktemp("deployed")) as place:
+        _deploy(place)
+        yield place
+
+
+@contextmanager
+def _served(root: Path) -> Iterator[Site]:
+    make_project(root)
+    (root / ".mergegate" / "prefect").mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = Site(tmp_path, port)
+    place = Site(root, port)
     server = subprocess.Popen(
         [str(BIN / "prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-        cwd=tmp_path,
+        cwd=root,
         env=place.environment,
-        stdout=(tmp_path / "server.log").open("w"),
+        stdout=(root / "server.log").open("w"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
@@ -104,8 +117,9 @@ def site(tmp_path: Path) -> Iterator[Site]:
         _until_healthy(place, server)
         yield place
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        server.wait(30)
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait(30)
 
 
 def _until_healthy(site: Site, server: subprocess.Popen[bytes]) -> None:
@@ -156,20 +170,18 @@ def test_by_hand_and_by_schedule_the_same_release_comes_out_as_by_mergegate_run(
     assert site.release_digest() == by_worker
 
 
-def test_the_nightly_deployment_has_its_cron(site: Site) -> None:
-    _deploy(site)
-    shown = site.run("prefect", "deployment", "inspect", "release/nightly", "--output", "json")
+def test_the_nightly_deployment_has_its_cron(deployed: Site) -> None:
+    shown = deployed.run("prefect", "deployment", "inspect", "release/nightly", "--output", "json")
     schedules = json.loads(shown)["schedules"]
     assert [schedule["schedule"]["cron"] for schedule in schedules] == ["0 3 * * *"]
 
 
-def test_a_profile_with_a_misspelt_key_is_refused_before_a_run_exists(site: Site) -> None:
-    _deploy(site)
+def test_a_profile_with_a_misspelt_key_is_refused_before_a_run_exists(deployed: Site) -> None:
     command = ["prefect", "deployment", "run", "release/release", "-p", 'profile={"name": "x", "recepe": "y"}']
     done = subprocess.run(
         [str(BIN / command[0]), *command[1:]],
-        cwd=site.root,
-        env=site.environment,
+        cwd=deployed.root,
+        env=deployed.environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -177,4 +189,4 @@ def test_a_profile_with_a_misspelt_key_is_refused_before_a_run_exists(site: Site
     )
     assert done.returncode == 1
     assert "recepe" in done.stdout + done.stderr
-    assert site.flow_runs() == []
+    assert [run for run in deployed.flow_runs() if not run["auto_scheduled"]] == []

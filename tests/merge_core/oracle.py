@@ -90,3 +90,163 @@ def ties(
     if rescale:
         kept = [l1_match(k, d) for k, d in zip(kept, deltas, strict=True)]
     return mix(base, kept, weight=weight, consensus=consensus, normalize=normalize, scale=scale)
+
+
+def slerp_chain(base: Array | None, models: list[Array], *, t: float) -> Array:
+    result = models[0]
+    for model in models[1:]:
+        result = slerp(None, [result, model], t=t)
+    return result
+
+
+def nuslerp(
+    base: Array | None, models: list[Array], *, weight: list[float], flatten: bool = True, row_wise: bool = False
+) -> Array:
+    t = weight[1] / sum(weight) if abs(sum(weight)) >= 1e-6 else 0.5
+    vectors = [x - base if base is not None else x for x in models]
+    if flatten:
+        shaped = [v.reshape(1, -1) for v in vectors]
+    else:
+        shaped = [np.swapaxes(v, 0, -1) if row_wise else v for v in vectors]
+    units = [v / np.maximum(np.linalg.norm(v, axis=-1, keepdims=True), 1e-7) for v in shaped]
+    cos = np.clip((units[0] * units[1]).sum(-1, keepdims=True), -1, 1)
+    theta = np.arccos(cos)
+    with np.errstate(all="ignore"):
+        curved = (np.sin((1 - t) * theta) * shaped[0] + np.sin(t * theta) * shaped[1]) / np.sin(theta)
+    result = np.where(1 - cos**2 <= 1e-16, (1 - t) * shaped[0] + t * shaped[1], curved)
+    if not flatten and row_wise:
+        result = np.swapaxes(result, 0, -1)
+    result = result.reshape(models[0].shape)
+    return result if base is None else base + result
+
+
+def multislerp(
+    base: Array | None, models: list[Array], *, weight: list[float], normalize: bool = True, eps: float = 1e-8
+) -> Array:
+    if len(models) == 1:
+        return models[0]
+    vectors = np.stack([(x - base if base is not None else x).flatten() for x in models])
+    w = np.array(weight) / (sum(weight) if normalize else 1)
+    norms = np.linalg.norm(vectors, axis=1)
+    units = vectors / (norms + eps)[:, None]
+    mean = w @ units
+    if np.linalg.norm(mean) < eps:
+        result = w @ vectors
+    else:
+        mean /= np.linalg.norm(mean)
+        tangent = sum(w[i] * (units[i] - (units[i] @ mean) * mean) for i in range(len(models)))
+        angle = np.linalg.norm(tangent) + eps
+        result = (np.cos(angle) * mean + np.sin(angle) / angle * tangent) * (w @ norms)
+    result = result.reshape(models[0].shape)
+    return result if base is None else base + result
+
+
+def karcher(base: Array | None, models: list[Array], *, max_iter: int = 10, tol: float = 1e-5) -> Array:
+    vectors = np.stack([x.flatten() for x in models])
+    norms = np.linalg.norm(vectors, axis=1)
+    units = vectors / norms[:, None]
+    alpha = 1 / len(models)
+    mean = alpha * units.sum(0)
+    mean /= np.linalg.norm(mean)
+    for _ in range(max_iter):
+        tangent = np.zeros_like(mean)
+        for unit in units:
+            dot = np.clip(mean @ unit, -1, 1)
+            theta = np.arccos(dot)
+            if theta >= tol:
+                tangent += alpha * theta / np.sin(theta) * (unit - dot * mean)
+        length = np.linalg.norm(tangent)
+        if length < tol:
+            break
+        mean = np.cos(length) * mean + np.sin(length) * tangent / length
+        mean /= np.linalg.norm(mean)
+    return (norms.mean() * mean).reshape(models[0].shape)
+
+
+def model_stock(base: Array, models: list[Array], *, filter_wise: bool = False) -> Array:
+    rows = base.shape[-1] if filter_wise else base.size
+    start = base.reshape(-1, rows)
+    offsets = [x.reshape(-1, rows) - start for x in models]
+    cosines = []
+    for i, one in enumerate(offsets):
+        for other in offsets[i + 1 :]:
+            norms = np.linalg.norm(one, axis=-1) * np.linalg.norm(other, axis=-1)
+            cosines.append(np.clip((one * other).sum(-1) / np.maximum(norms, 1e-6), -1, 1))
+    cos = np.mean(cosines, axis=0)[:, None]
+    t = len(models) * cos / (1 + (len(models) - 1) * cos)
+    return (t * np.mean([start + o for o in offsets], axis=0) + (1 - t) * start).reshape(base.shape)
+
+
+def keep_inner(delta: Array, density: float, gamma: float) -> Array:
+    if density >= 1:
+        return delta
+    size = delta.size
+    wanted, top = int(density * size), int(gamma * size)
+    bottom = max(0, size - wanted - top)
+    order = np.argsort(np.abs(delta), axis=None)[bottom : bottom + wanted]
+    kept = np.zeros(size)
+    kept[order] = delta.flatten()[order]
+    return kept.reshape(delta.shape)
+
+
+def breadcrumbs(
+    base: Array,
+    models: list[Array],
+    *,
+    weight: list[float],
+    density: list[float],
+    gamma: float = 0.01,
+    consensus: str | None = None,
+) -> Array:
+    kept = [keep_inner(x - base, p, gamma) for x, p in zip(models, density, strict=True)]
+    return mix(base, kept, weight=weight, consensus=consensus, normalize=False)
+
+
+def sce(base: Array, models: list[Array], *, select_topk: float = 1.0) -> Array:
+    deltas = np.stack([x - base for x in models])
+    if select_topk < 1:
+        variance = deltas.var(0)
+        k = int(np.count_nonzero(variance) * select_topk)
+        order = np.argsort(-variance, axis=None)[:k]
+        mask = np.zeros(base.size)
+        mask[order] = 1
+        deltas = deltas * mask.reshape(base.shape)
+    sign = np.where(deltas.sum(0) >= 0, 1.0, -1.0)
+    agrees = np.sign(deltas) == sign
+    squares = np.array([(d**2).mean() for d in deltas])
+    share = squares / squares.sum() if squares.sum() >= 1e-6 else np.full(len(models), 1 / len(models))
+    share = share.reshape(-1, *[1] * base.ndim)
+    return base + (deltas * share * agrees).sum(0) / np.maximum((share * agrees).sum(0), 1e-6)
+
+
+def ram(
+    base: Array, models: list[Array], *, epsilon: float = 1e-5, plus: bool = False, r: float = 0.1, alpha: float = 0.2
+) -> Array:
+    deltas = np.stack([x - base for x in models])
+    changed = np.abs(deltas) > epsilon
+    number = changed.sum(0)
+    result = base.copy()
+    for delta, mine in zip(deltas, changed, strict=True):
+        shared, unique = (mine & (number > 1)).sum(), (mine & (number == 1)).sum()
+        factor = 1 + r * np.clip(shared / max(unique, epsilon), 0, alpha) if plus else 1.0
+        result = result + delta * mine * np.where(number == 1, factor, 1 / np.maximum(number, 1))
+    return result
+
+
+def nearswap(base: Array, models: list[Array], *, t: float) -> Array:
+    w = np.clip(t / np.maximum(np.abs(base - models[0]), 1e-6), 0, 1)
+    return w * models[0] + (1 - w) * base
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def arcee_fusion(base: Array, models: list[Array]) -> Array:
+    x = models[0]
+    p, q = softmax(x) + 1e-8, softmax(base) + 1e-8
+    importance = np.abs(x - base) * (p * np.log(p / q)).sum(-1, keepdims=True)
+    ordered = np.sort(importance, axis=None)
+    low, median, high = (ordered[int(np.floor(share * (x.size - 1)))] for share in (0.25, 0.5, 0.75))
+    return np.where(importance >= median + 1.5 * (high - low), x, base)

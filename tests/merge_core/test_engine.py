@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {w
 
 
 @pytest.fixture
-def wide(tmp_path: Path) -> Iterator[Path]:
+def wide(tmp_path: Path) -> Path:
     """Bfloat16 checkpoints with a tensor of several grains, so that blocks and ties matter."""
     base = {"model.embed_tokens.weight": torch.randn(1100, 64, generator=torch.Generator().manual_seed(0)) * 0.02}
     config = {"num_hidden_layers": 0}
@@ -32,7 +31,7 @@ def wide(tmp_path: Path) -> Iterator[Path]:
     for seed, name in enumerate("abc", start=1):
         noise = 1e-3 * torch.randn(1100, 64, generator=torch.Generator().manual_seed(seed))
         save_checkpoint(tmp_path / name, {key: (t + noise).bfloat16() for key, t in base.items()}, config=config)
-    yield tmp_path
+    return tmp_path
 
 
 @pytest.mark.parametrize("text", [DARE, TIES, LINEAR, DARE.replace("dare_ties", "dare_linear")])

@@ -60,10 +60,10 @@ def test_comments_and_spelling_of_numbers_do_not_change_the_canonical_form() -> 
     [
         (("merge_method: ties", "merge_method: dare-ties"), "did you mean 'dare_ties'"),
         (("density: 0.5", "densty: 0.5"), r"models\[2\].parameters.densty.*\n.*\n.*did you mean 'density'"),
-        (("dtype: float16", "dtype: float61"), "did you mean 'float16'"),
+        (("dtype: float16", "dtype: bfloat61"), "did you mean 'bfloat16'"),
         (("dtype: float16", "dtyp: float16"), "did you mean 'dtype'"),
         (("base_model: org/base@v1\n", ""), "base_model"),
-        (("- model: org/code", "- model: org/base@v1"), "twice"),
+        (("- model: org/code", "- model: local/math+adapters/one@main"), "twice"),
         (("filter: mlp, value", "filtre: mlp, value"), "did you mean 'filter'"),
         (("normalize: true", "densty: 1"), "did you mean 'density'"),
         (("dtype: float16", "dtype: float16\ndtype: float32"), "written twice"),

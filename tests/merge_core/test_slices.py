@@ -69,3 +69,14 @@ def test_scaling_by_filter_scales_what_it_names(family: Path) -> None:
     q, up = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
     assert np.array_equal(out[q], 0.5 * a[q])
     assert np.array_equal(out[up], a[up])
+
+
+def test_documents_that_feed_each_other_give_what_they_give_one_by_one(family: Path) -> None:
+    first = "merge_method: slerp\nbase_model: base\nmodels: [{model: a}]\nparameters: {t: 0.4}\ndtype: bfloat16\n"
+    second = "merge_method: linear\nmodels: [{model: first}, {model: b}]\nparameters: {weight: 1}\n"
+    together = merge_text(f"{second}---\nname: first\n{first}", family, "together")
+    merge_text(first, family, "first")
+    alone = merge_text(second, family, "alone")
+    assert together.files == alone.files
+    assert together.bytes_written > alone.bytes_written
+    assert {path.name for path in (family / "together").iterdir()} == set(alone.files)

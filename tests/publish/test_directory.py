@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -72,7 +71,7 @@ def test_bytes_that_are_not_those_that_were_gated_are_not_published(
     tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
 ) -> None:
     (tmp_path / "w").write_bytes(b"Weights")
-    with pytest.raises(Refused, match="expected: .*the bytes that were evaluated and gated"):
+    with pytest.raises(Refused, match=r"expected: .*the bytes that were evaluated and gated"):
         publish_directory(files, tmp_path / "releases", "v1", hashes)
     assert not (tmp_path / "releases" / "v1").exists()
     assert not (tmp_path / "releases" / "latest").is_symlink()
@@ -113,7 +112,7 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
         )
         publish_directory(files, Path({str(target)!r}), "v1", HashMemo(Path({str(tmp_path / "m2")!r})))
     """)
-    code = subprocess.run([sys.executable, "-c", script], cwd=os.getcwd(), check=False).returncode
+    code = subprocess.run([sys.executable, "-c", script], check=False).returncode
     assert code in (-signal.SIGKILL, 0)
     if (target / "v1").exists():
         assert sorted(path.name for path in (target / "v1").iterdir()) == ["licenses", "model.safetensors"]

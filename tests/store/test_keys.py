@@ -49,7 +49,7 @@ def test_stage_and_version_are_part_of_the_key() -> None:
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", {1: 2}])
 def test_what_has_no_stable_form_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match="no canonical JSON form|only string keys"):
+    with pytest.raises(TypeError, match=r"no canonical JSON form|only string keys"):
         canonical(value)
 
 

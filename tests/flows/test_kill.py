@@ -1,0 +1,111 @@
+"""Pulling the plug: whatever moment a run is killed at, running again gives the byte-identical release."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from demo_project import Project, make_project
+from typer.testing import Result
+
+pytestmark = pytest.mark.slow
+
+BIN = Path(sys.executable).parent
+STAGES = ("licenses", "compat", "merge", "perplexity", "evaluate", "gate", "report")
+
+# Runs the command line, and dies by SIGKILL when a stage has done its work but nothing of it is sealed yet;
+# or in the middle of a publication, when the release is written but does not have its name.
+DIES = """
+    import os, pathlib, signal, sys
+    from merge_core.store import Store
+    from flows.cli import main
+    moment = sys.argv.pop(1)
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if moment == "publish":
+        rename = pathlib.Path.rename
+        def dies(self, target):
+            die() if "releases" in self.parts else rename(self, target)
+        pathlib.Path.rename = dies
+    else:
+        seal = Store._seal
+        def dies(self, stage, *rest):
+            die() if stage == moment else seal(self, stage, *rest)
+        Store._seal = dies
+    main()
+"""
+
+
+def environment(project: Project) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return {**kept, "MERGEGATE_HOME": str(project.home), "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
+
+
+def files_of(release: Path) -> dict[str, bytes]:
+    return {path.relative_to(release).as_posix(): path.read_bytes() for path in release.rglob("*") if path.is_file()}
+
+
+def test_killed_at_every_stage_in_turn_the_release_is_byte_identical(
+    tmp_path: Path, released: tuple[Project, Result]
+) -> None:
+    undisturbed, _ = released
+    project = make_project(tmp_path / "killed")
+    for moment in (*STAGES, "publish"):
+        run = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(DIES), moment, "run", "profiles/demo.yaml"],
+            cwd=project.root,
+            env=environment(project),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert run.returncode == -signal.SIGKILL, f"{moment}\n{run.stdout}\n{run.stderr}"
+        assert not project.latest.exists()
+    run = subprocess.run(
+        [str(BIN / "mergegate"), "run", "profiles/demo.yaml"],
+        cwd=project.root,
+        env=environment(project),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"= merge ", run.stdout), "a finished stage was run again"
+    assert files_of(project.latest) == files_of(undisturbed.latest)
+    assert project.latest.resolve().name == undisturbed.latest.resolve().name
+    leftovers = [path.name for path in (project.root / "releases" / "demo").iterdir()]
+    assert sorted(leftovers) == sorted(["latest", project.latest.resolve().name])
+    assert not list((project.home / "store").glob("*/*.partial"))
+
+
+def test_two_runs_at_once_make_everything_once(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    runs = [
+        subprocess.Popen(
+            [str(BIN / "mergegate"), "run", "profiles/demo.yaml"],
+            cwd=project.root,
+            env=environment(project),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [run.communicate(timeout=300)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    for stage in ("licenses", "compat", "merge", "gate", "report"):
+        made = sum(bool(re.search(rf"✓ {stage} ", output)) for output in outputs)
+        assert made == 1, f"{stage} was made {made} times\n{outputs}"
+    assert len(project.artifacts("perplexity")) == 4
+    assert len(project.artifacts("evaluate")) == 12
+    releases = sorted(path.name for path in (project.root / "releases" / "demo").iterdir())
+    assert len(releases) == 2
+    assert "latest" in releases

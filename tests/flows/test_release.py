@@ -1,0 +1,243 @@
+"""The product, as its user has it: a release that is what it says, refusals that say why, nothing done twice."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from demo_project import PROFILES, Project
+from typer.testing import Result
+
+Released = tuple[Project, Result]
+
+
+def exact_match(model_directory: Path, task: str) -> float:
+    """Share of greedy answers that are right: plain transformers, one document at a time, no lm-eval."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16).eval()
+    documents = [json.loads(line) for line in (PROFILES / "demo" / "data" / f"{task}.jsonl").read_text().splitlines()]
+    right = 0
+    for document in documents:
+        prompt = tokenizer.encode(document["prompt"], add_special_tokens=False)
+        answer = tokenizer.encode(document["answer"], add_special_tokens=False)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer])).logits[0]
+        right += logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+    return right / len(documents)
+
+
+def test_the_demo_is_released(released: Released) -> None:
+    project, result = released
+    assert result.exit_code == 0, result.output
+    assert "released demo" in result.output
+    assert (project.latest / "model.safetensors").is_file()
+    assert project.latest.is_symlink()
+
+
+@pytest.mark.parametrize("task", ["copy", "reverse", "shift"])
+def test_the_released_model_has_the_skills_that_its_report_states(released: Released, task: str) -> None:
+    project, _ = released
+    report = json.loads((next((project.home / "store" / "report").iterdir()) / "report.json").read_text())
+    merged = next(model for model in report["models"] if model["role"] == "merge")
+    stated = next(score["score"] for score in merged["scores"]["tasks"] if score["task"] == task)
+    # lm-eval runs in batches: in bfloat16 a close call may tip over, in at most two documents of 400.
+    assert exact_match(project.latest, task) == pytest.approx(stated, abs=2 / 400)
+    assert stated > 0.97
+
+
+def test_the_release_says_where_it_comes_from(released: Released) -> None:
+    project, _ = released
+    provenance = json.loads((project.latest / "provenance.json").read_text())
+    names = {subject["name"] for subject in provenance["subject"]}
+    assert names == {
+        path.relative_to(project.latest).as_posix() for path in project.latest.rglob("*") if path.is_file()
+    } - {"provenance.json"}
+    card = (project.latest / "README.md").read_text()
+    assert "license: apache-2.0" in card
+    for text in (json.dumps(provenance), card, (project.latest / "report.html").read_text()):
+        assert str(project.root) not in text
+        assert str(PROFILES) not in text
+
+
+def test_a_second_run_finds_nothing_new_and_makes_nothing(released: Released) -> None:
+    project, _ = released
+    before = {path: path.lstat().st_mtime_ns for path in sorted(project.root.glob("releases/**/*"))}
+    stages = {
+        stage.name: project.artifacts(stage.name) for stage in (project.home / "store").iterdir() if stage.is_dir()
+    }
+    result = project.mergegate("run", "profiles/demo.yaml")
+    assert result.exit_code == 0
+    assert "nothing new" in result.output
+    assert "✓" not in "".join(line[:4] for line in result.output.splitlines())
+    assert {path: path.lstat().st_mtime_ns for path in sorted(project.root.glob("releases/**/*"))} == before
+    assert stages == {stage: project.artifacts(stage) for stage in stages}
+
+
+def test_the_plain_average_is_refused_for_the_skill_it_loses(released: Released) -> None:
+    project, _ = released
+    result = project.mergegate("run", "profiles/demo-refused.yaml")
+    assert result.exit_code == 3
+    sentence = re.search(r"reverse: ([\d.]+) points below reverser \[([\d.]+), ([\d.]+)\], limit 3.0", result.output)
+    assert sentence, result.output
+    drop, low, high = (float(group) for group in sentence.groups())
+    assert 3 < low < drop < high
+    assert not (project.root / "releases" / "demo-refused").exists()
+    assert (project.home / "reports" / "demo-refused.html").is_file()
+
+
+def test_parents_are_evaluated_once_ever(released: Released) -> None:
+    project, _ = released
+    project.mergegate("run", "profiles/demo-refused.yaml")
+    before = project.artifacts("evaluate")
+    result = project.mergegate("run", "profiles/demo-lopsided.yaml")
+    assert len(project.artifacts("evaluate") - before) == 3  # the merge on three tasks; its parents are known
+    assert re.search(r"cached: reverser, shifter · merge", result.output)
+
+
+def test_a_lost_skill_that_perplexity_cannot_see_is_refused(released: Released) -> None:
+    project, _ = released
+    result = project.mergegate("run", "profiles/demo-lopsided.yaml", "--json")
+    assert result.exit_code == 3
+    verdict = json.loads(result.stdout)["content"]["verdict"]
+    assert verdict["drift"]["outcome"] == "pass"
+    assert {guard["task"]: guard["outcome"] for guard in verdict["guards"]}["shift"] == "fail"
+
+
+def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(released: Released) -> None:
+    project, _ = released
+    before = project.artifacts("evaluate")
+    result = project.mergegate("run", "profiles/demo-exploding.yaml")
+    assert result.exit_code == 3
+    assert "perplexity:" in result.output
+    assert project.artifacts("evaluate") == before
+    assert not (project.root / "releases" / "demo-exploding").exists()
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        ("demo-forbidden", "cc-by-nd-4.0 (of no-derivatives) does not permit"),
+        ("demo-tokenizer", "tokens with another id"),
+    ],
+)
+def test_a_parent_that_must_not_be_merged_is_refused_before_any_weight_is_read(
+    project: Project, profile: str, words: str
+) -> None:
+    result = project.mergegate("run", f"profiles/{profile}.yaml")
+    assert result.exit_code == 3
+    assert words in result.output
+    assert project.artifacts("merge") == set()
+    weights = {path.stat().st_ino for path in (PROFILES / "demo" / "models").glob("*/model.safetensors")}
+    with sqlite3.connect(project.home / "store" / "hashes.sqlite") as memo:
+        hashed = {inode for (inode,) in memo.execute("SELECT inode FROM hashes")}
+    assert not hashed & weights
+
+
+def test_check_finds_the_same_without_running_anything(project: Project) -> None:
+    for profile, words in (("demo-forbidden", "does not permit"), ("demo-tokenizer", "tokens with another id")):
+        result = project.mergegate("check", f"profiles/{profile}.yaml")
+        assert result.exit_code == 3
+        assert words in result.output
+    good = project.mergegate("check", "profiles/demo.yaml", "--json")
+    assert good.exit_code == 0
+    assert json.loads(good.stdout)["remarks"] == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "advice"),
+    [
+        ("max_increase", "max_incraese", "did you mean 'max_increase'?"),
+        ("guarded_by: reverser", "guarded_by: revreser", "did you mean 'reverser'?"),
+        ("recipe: demo/recipes/ties.yaml", "recipe: {merge_method: tise, models: []}", "did you mean 'ties'?"),
+        ("demo/data/held-out.jsonl", "demo/data/hold-out.jsonl", "no such file"),
+    ],
+)
+def test_what_cannot_mean_anything_exits_2_with_advice_and_no_traceback(
+    project: Project, old: str, new: str, advice: str
+) -> None:
+    result = project.mergegate("run", project.edit("demo.yaml", old, new))
+    assert result.exit_code == 2
+    assert advice in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_changed_threshold_runs_only_the_gate(released: Released) -> None:
+    project, _ = released
+    costly = ("merge", "perplexity", "evaluate")
+    before = {stage: project.artifacts(stage) for stage in costly}
+    gates = project.artifacts("gate")
+    profile = project.edit("demo.yaml", "guarded_by: reverser, max_drop: 3", "guarded_by: reverser, max_drop: 1")
+    project.mergegate("run", profile)
+    assert {stage: project.artifacts(stage) for stage in costly} == before
+    assert len(project.artifacts("gate") - gates) == 1
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "altered"])
+def test_a_damaged_merge_is_noticed_and_rebuilt_to_the_same_release(released: Released, damage: str) -> None:
+    project, _ = released
+    released_before = project.latest.resolve()
+    for artifact in (project.home / "store" / "merge").iterdir():
+        weights = artifact / "model.safetensors"
+        match damage:
+            case "deleted":
+                shutil.rmtree(artifact)
+            case "truncated":
+                weights.write_bytes(weights.read_bytes()[:-100])
+            case "altered":
+                data = bytearray(weights.read_bytes())
+                data[-1] ^= 1
+                weights.write_bytes(bytes(data))
+    result = project.mergegate("run", "profiles/demo.yaml")
+    assert result.exit_code == 0
+    assert re.search(r"✓ merge", result.output)
+    assert "nothing new" in result.output
+    assert project.latest.resolve() == released_before
+
+
+def test_an_altered_release_is_not_taken_for_the_one_that_was_gated(released: Released) -> None:
+    project, _ = released
+    card = project.latest / "README.md"
+    original = card.read_bytes()
+    card.write_bytes(original + b"\nedited by hand\n")
+    try:
+        result = project.mergegate("run", "profiles/demo.yaml")
+        assert result.exit_code == 3
+        assert "already published with other content" in result.output
+    finally:
+        card.write_bytes(original)
+
+
+def test_without_a_target_the_gate_is_the_end(released: Released) -> None:
+    project, _ = released
+    profile = project.edit("demo.yaml", "publish: {to: directory, path: ../releases/demo}", "")
+    result = project.mergegate("run", profile, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["status"] == "passed"
+
+
+def test_json_tells_a_machine_all_of_it(released: Released) -> None:
+    project, _ = released
+    outcome = json.loads(project.mergegate("run", "profiles/demo.yaml", "--json").stdout)
+    assert outcome["status"] == "nothing new"
+    assert Path(outcome["location"]).resolve() == project.latest.resolve()
+    assert [guard["outcome"] for guard in outcome["content"]["verdict"]["guards"]] == ["pass"] * 3
+
+
+@pytest.mark.parametrize("method", ["slerp", "dare_ties", "linear"])
+def test_merge_makes_a_checkpoint_that_loads(project: Project, method: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = project.root / "merged"
+    result = project.mergegate("merge", f"profiles/demo/recipes/{method}.yaml", str(out))
+    assert result.exit_code == 0, result.output
+    AutoModelForCausalLM.from_pretrained(out)
+    again = project.mergegate("merge", f"profiles/demo/recipes/{method}.yaml", str(out))
+    assert again.exit_code == 2
+    assert "it exists" in again.output
