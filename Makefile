@@ -54,5 +54,6 @@ clean: ## forget every artifact, run and release of this checkout
 # pip, not uv: `torch` is the CPU build where that is what the index offers for this platform.
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@echo "installing into $(VENV) (a minute or two, once)"
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev]"
 	touch $@

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,11 +60,12 @@ def run(
         from flows.progress import Progress
         from flows.release import release
 
-        console, progress = _console(as_json), None
-        loaded = load_profile(profile)
-        with local_api():
-            progress = Progress(console)
-            progress.headline(loaded.headline(), f"profile {profile}")
+        console = _console(as_json)
+        progress = Progress(console)
+        progress.headline(load_profile(profile).headline(), f"profile {profile}")
+        with ExitStack() as stack:
+            with console.status("starting Prefect's API"):
+                stack.enter_context(local_api())
             with progress.watching():
                 state = release(profile, return_state=True)
         outcome = state.result(raise_on_failure=False)

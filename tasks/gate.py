@@ -108,6 +108,9 @@ class Verdict(StageValue):
             return f"{len(self.guards)} guards passed" if self.guards else "no drift"
         return f"let through although {self.outcome}: {self.reasons[0]}"
 
+    def refuses(self) -> bool:
+        return not self.publishable
+
     def refused(self) -> Refused | None:
         """Why the merge must not be published, or None. The flow raises it, after the report is written."""
         if self.publishable:

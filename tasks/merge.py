@@ -14,6 +14,7 @@ from merge_core.keys import NotInKey
 from merge_core.store import Artifact
 from tasks.model import Model
 from tasks.pin import PinnedRecipe
+from tasks.runtime import device_kind
 from tasks.stage import StageValue, advance, stage
 from tasks.versions import versions
 
@@ -36,6 +37,7 @@ class Numerics(BaseModel):
 
     seed: int
     device: str  # the kind, 'cpu' or 'cuda': one unit in the last place may differ between kinds
+    where: Annotated[str, NotInKey]  # which one: 'cuda:1'
     versions: dict[str, str]
 
 
@@ -58,12 +60,10 @@ class Merged(StageValue):
 
 def numerics(settings: MergeSettings) -> Numerics:
     """The part of the settings that belongs into a key, with ``auto`` resolved."""
-    device = settings.device
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Numerics(seed=settings.seed, device=device.partition(":")[0], versions=versions("torch", "numba"))
+    where = device_kind() if settings.device == "auto" else settings.device
+    return Numerics(
+        seed=settings.seed, device=where.partition(":")[0], where=where, versions=versions("torch", "numba")
+    )
 
 
 @stage("merge", version=1, hashes_of=lambda value: value.weights)
@@ -78,7 +78,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         plan,
         out,
         seed=numerics.seed,
-        device=numerics.device,
+        device=numerics.where,
         on_progress=lambda done, total: advance(done, total, "B"),
     )
     blocking = [finding for finding in record.findings if finding.severity == "block"]

@@ -22,7 +22,18 @@ class Runtime(BaseModel):
 
 def runtime() -> Runtime:
     """This machine's: the GPU where there is one."""
+    return Runtime(device=device_kind(), libraries=versions("torch", "transformers"))
+
+
+def device_kind() -> Literal["cpu", "cuda"]:
+    """``cuda`` where torch can use one. A machine without the driver's library is known without importing torch, which
+    would be the longest part of a run that finds nothing new."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "cpu"
     import torch
 
-    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
-    return Runtime(device=device, libraries=versions("torch", "transformers"))
+    return "cuda" if torch.cuda.is_available() else "cpu"

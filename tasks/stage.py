@@ -62,6 +62,10 @@ class StageValue(BaseModel):
         """Why the flow must not go on, or None. A cached refusal refuses again."""
         return None
 
+    def refuses(self) -> bool:
+        """Whether this is a no, also where the flow still goes on to report it."""
+        return self.refusal() is not None
+
 
 class Watcher(Protocol):
     """Whoever shows a run while it works. ``subject`` tells calls of one stage apart: the checkpoint's name, or ''."""
@@ -164,7 +168,8 @@ class Stage(Generic[P, V]):
         key = stage_key(self.name, self.version, inputs.arguments)
         with _told(self.name, subject) as telling:
             artifact, made = self._run(key, subject, inputs)
-            telling.ending, telling.summary = ("made" if made else "cached"), artifact.value.summary()
+            telling.summary = artifact.value.summary()
+            telling.ending = "refused" if artifact.value.refuses() else "made" if made else "cached"
             if (refusal := artifact.value.refusal()) is not None:
                 raise refusal
             return artifact
