@@ -21,7 +21,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from tasks.stage import Ending, watched_by
+from tasks.watching import Ending, watched_by
 
 _MARKS: dict[Ending, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
     "made": ("✓", "+", "green"),

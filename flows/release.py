@@ -35,7 +35,8 @@ from tasks.pin import PinnedRecipe, find_parents, pin
 from tasks.publish.release import publish
 from tasks.report import write_report
 from tasks.runtime import runtime
-from tasks.stage import is_watched, store, watched_by
+from tasks.stage import store
+from tasks.watching import is_watched, watched_by
 
 
 @flow(name="release")

@@ -22,10 +22,11 @@ from tasks import outcomes
 from tasks.model import Model
 from tasks.runtime import Runtime
 from tasks.scoring import Scoring as Scoring
-from tasks.stage import StageValue, advance, stage
+from tasks.stage import StageValue, stage
 from tasks.task_definition import EvalTask as EvalTask
 from tasks.task_definition import pin_task as pin_task
 from tasks.versions import versions
+from tasks.watching import advance
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # points
 

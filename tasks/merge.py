@@ -15,8 +15,9 @@ from merge_core.store import Artifact
 from tasks.model import Model
 from tasks.pin import PinnedRecipe
 from tasks.runtime import device_kind
-from tasks.stage import StageValue, advance, stage
+from tasks.stage import StageValue, stage
 from tasks.versions import versions
+from tasks.watching import advance
 
 MERGED = "merge"  # what the merged model is called beside its parents
 

@@ -27,7 +27,8 @@ from merge_core.keys import NotInKey
 from tasks.loaded import Loaded, in_memory, tokenizer_digest
 from tasks.model import Model
 from tasks.runtime import Runtime
-from tasks.stage import StageValue, advance, stage
+from tasks.stage import StageValue, stage
+from tasks.watching import advance
 
 if TYPE_CHECKING:
     import torch

@@ -21,13 +21,9 @@ import inspect
 import json
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, cast, get_type_hints
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 
 from prefect import Task
 from prefect.cache_policies import NO_CACHE, CachePolicy
@@ -39,14 +35,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from merge_core.errors import MergegateError, Refused
 from merge_core.keys import stage_key
 from merge_core.store import Artifact, Store, StoreMiss
+from tasks.watching import told
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 V = TypeVar("V", bound="StageValue")
-
-Ending = Literal["made", "cached", "refused", "failed"]
 
 
 class StageValue(BaseModel):
@@ -65,39 +60,6 @@ class StageValue(BaseModel):
     def refuses(self) -> bool:
         """Whether this is a no, also where the flow still goes on to report it."""
         return self.refusal() is not None
-
-
-class Watcher(Protocol):
-    """Whoever shows a run while it works. ``subject`` tells calls of one stage apart: the checkpoint's name, or ''."""
-
-    def started(self, stage: str, subject: str) -> None: ...
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None: ...
-    def ended(self, stage: str, subject: str, ending: Ending, seconds: float, summary: str) -> None: ...
-
-
-_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-_running: ContextVar[tuple[str, str]] = ContextVar("running", default=("", ""))
-
-
-@contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Tell ``watcher`` about every stage that is called inside."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
-
-
-def is_watched() -> bool:
-    """Whether anybody watches already."""
-    return _watcher.get() is not None
-
-
-def advance(done: int, total: int, unit: str) -> None:
-    """Say how far the running stage has come: ``done`` of ``total`` in ``unit`` ('B', 'documents')."""
-    if (watcher := _watcher.get()) is not None:
-        watcher.advanced(*_running.get(), done, total, unit)
 
 
 def home() -> Path:
@@ -166,7 +128,7 @@ class Stage(Generic[P, V]):
         inputs.apply_defaults()
         subject = str(getattr(inputs.arguments[self._subject], "name", "")) if self._subject else ""
         key = stage_key(self.name, self.version, inputs.arguments)
-        with _told(self.name, subject) as telling:
+        with told(self.name, subject) as telling:
             artifact, made = self._run(key, subject, inputs)
             telling.summary = artifact.value.summary()
             telling.ending = "refused" if artifact.value.refuses() else "made" if made else "cached"
@@ -226,7 +188,7 @@ def step(name: str) -> Callable[[Callable[P, S]], Callable[P, S]]:
     def declare(work: Callable[P, S]) -> Callable[P, S]:
         @functools.wraps(work)
         def run(*args: P.args, **kwargs: P.kwargs) -> S:
-            with _told(name, "") as telling:
+            with told(name, "") as telling:
                 value = _run_as_task(lambda: work(*args, **kwargs), {}, name=name, cache_policy=NO_CACHE)
                 telling.ending, telling.summary = ("made" if value.new else "cached"), value.summary()
                 return value
@@ -258,36 +220,6 @@ def _run_as_task(body: Callable[..., T], parameters: dict[str, object], **option
     if problem is not None:
         raise problem
     return cast(T, state.result())
-
-
-@dataclass
-class _Telling:
-    ending: Ending = "failed"
-    summary: str = ""
-
-
-@contextmanager
-def _told(name: str, subject: str) -> Iterator[_Telling]:
-    """Tell the watcher that a stage runs and how it ended; ``advance`` inside speaks for this stage."""
-    watcher = _watcher.get()
-    telling = _Telling()
-    if watcher:
-        watcher.started(name, subject)
-    token = _running.set((name, subject))
-    began = time.monotonic()
-    try:
-        yield telling
-    except MergegateError as error:
-        telling.ending = "refused" if isinstance(error, Refused) else "failed"
-        telling.summary = telling.summary or error.found
-        raise
-    except BaseException:
-        telling.ending = "failed"
-        raise
-    finally:
-        _running.reset(token)
-        if watcher:
-            watcher.ended(name, subject, telling.ending, time.monotonic() - began, telling.summary)
 
 
 def stage(

@@ -27,8 +27,8 @@ from tasks.loaded import release
 from tasks.model import Model
 from tasks.outcomes import DocumentOutcome
 from tasks.scoring import Scoring
-from tasks.stage import Ending, watched_by
 from tasks.task_definition import EvalTask, pin_task
+from tasks.watching import Ending, watched_by
 
 PROJECT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,8 @@ from prefect import flow
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store import Artifact
 from tasks.model import Model
-from tasks.stage import Ending, StageValue, advance, stage, step, store, watched_by
+from tasks.stage import StageValue, stage, step, store
+from tasks.watching import Ending, advance, watched_by
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 

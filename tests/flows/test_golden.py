@@ -1,0 +1,67 @@
+"""Every stage makes what its version promises: whoever changes its meaning must bump ``version``, or this fails.
+
+The golden files hold, for the demo, what each stage says and the names of its files, with floats rounded to what any
+machine agrees on. After bumping a version, ``UPDATE_GOLDEN=1 make test`` writes the new file; the old one is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from demo_project import Project
+from typer.testing import Result
+
+from tasks.compat import check_compatibility
+from tasks.evaluate import evaluate
+from tasks.gate import gate
+from tasks.licenses.check import check_licenses
+from tasks.merge import merge
+from tasks.perplexity import perplexity
+from tasks.report import write_report
+from tasks.stage import Stage
+
+GOLDEN = Path(__file__).parent / "golden"
+STAGES = (check_licenses, check_compatibility, merge, perplexity, evaluate, gate, write_report)
+
+
+# Durations, versions, and what hangs on single documents: another processor may answer one of 400 differently.
+PASSING = (
+    {"seconds", "lm_eval_version", "reason", "headline", "lost", "won", "drop", "low", "high", "stderr"}
+    | {f"overall_{part}" for part in ("drop", "low", "high")}
+    | {"detectable_drop", "loglik"}
+)
+
+
+def rounded(value: object) -> object:
+    """Floats to one decimal: enough to see another meaning, too few to see another machine."""
+    if isinstance(value, float):
+        return round(value, 1)
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items() if key not in PASSING}
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    return value
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_stage_makes_what_its_version_promises(stage: Stage, released: tuple[Project, Result]) -> None:  # type: ignore[type-arg]
+    project, _ = released
+    made = []
+    for artifact in sorted((project.home / "store" / stage.name).iterdir()):
+        manifest = json.loads((artifact / "manifest.json").read_text())
+        made.append(
+            {"files": sorted(manifest["files"]), "value": rounded(json.loads((artifact / "value.json").read_text()))}
+        )
+    made.sort(key=lambda entry: json.dumps(entry, sort_keys=True))
+    text = json.dumps(made, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    golden = GOLDEN / f"{stage.name}-v{stage.version}.json"
+    if os.environ.get("UPDATE_GOLDEN"):
+        for old in GOLDEN.glob(f"{stage.name}-v*.json"):
+            old.unlink()
+        GOLDEN.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert golden.is_file(), f"no golden file for version {stage.version}: run with UPDATE_GOLDEN=1 and look at it"
+    assert text == golden.read_text(), f"{stage.name} means something else now: bump its version"
