@@ -80,6 +80,7 @@ def local_api() -> Iterator[None]:
             yield
         finally:
             _drain_events()
+            _hush()
             server.should_exit = True
             thread.join(timeout=10)
 
@@ -88,9 +89,14 @@ def _drain_events() -> None:
     """Let the client's event worker hand over what it holds while there is still an API to take it."""
     from prefect.events.worker import EventsWorker
 
-    logging.getLogger("prefect.events").setLevel(logging.CRITICAL)
     with suppress(Exception):  # telemetry of a finished run is never worth failing it
         EventsWorker.drain_all(timeout=2)
+
+
+def _hush() -> None:
+    """From here on the server's own services are cancelled in mid-step; what they log about it helps nobody."""
+    for name in ("prefect", "sqlalchemy.pool", "aiosqlite"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager

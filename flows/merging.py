@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from merge_core import load_recipe, open_checkpoint, plan_merge, preflight
 from merge_core import merge as merge_weights
 from merge_core.errors import InvalidInput, Refused
+from tasks.merge import start_or_resume
 from tasks.pin import find_parents
 
 
@@ -32,7 +33,7 @@ def merge_to(recipe_file: Path, out: Path, *, seed: int, device: str, console: C
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
     plan = plan_merge(recipe, checkpoints)
     partial = out.with_name(f"{out.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    start_or_resume(partial)
     columns = (
         TextColumn(recipe.summary()),
         BarColumn(),

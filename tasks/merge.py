@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from merge_core import journal, open_checkpoint, plan_merge
 from merge_core import merge as merge_weights
-from merge_core import open_checkpoint, plan_merge
 from merge_core.errors import Refused
 from merge_core.keys import NotInKey
 from merge_core.store import Artifact
@@ -67,13 +68,14 @@ def numerics(settings: MergeSettings) -> Numerics:
     )
 
 
-@stage("merge", version=1, hashes_of=lambda value: value.weights)
+@stage("merge", version=1, hashes_of=lambda value: value.weights, resumable=True)
 def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
-    """Carry out the recipe on its parents.
+    """Carry out the recipe on its parents; goes on from the journal of a killed run.
 
     Raises:
         Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
     """
+    start_or_resume(out)
     plan = plan_merge(pinned.recipe, {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents})
     record = merge_weights(
         plan,
@@ -95,6 +97,13 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         seconds=record.seconds,
         weights=dict(record.files),
     )
+
+
+def start_or_resume(out: Path) -> None:
+    """Leave in ``out`` only what a merge can go on from: with no journal, what lies there belongs to nothing."""
+    if not journal.exists(out):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
 
 
 def merged_model(artifact: Artifact[Merged]) -> Model:
