@@ -111,6 +111,18 @@ def output_config(
     return config
 
 
+def with_vocabulary(config: Mapping[str, Any], size: int, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` for ``size`` embedding rows and the special tokens of the config ``tokenizer``."""
+    changed: dict[str, Any] = copy.deepcopy(dict(config))
+    for part in (changed, changed.get("text_config")):
+        if isinstance(part, dict) and type(part.get("vocab_size")) is int:
+            part["vocab_size"] = size
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if key in tokenizer:
+            changed[key] = tokenizer[key]
+    return changed
+
+
 def _set_layers(parts: Sequence[dict[str, Any]], layers: Sequence[tuple[Mapping[str, Any], int]]) -> None:
     for part in parts:
         counted = [key for key in LAYER_COUNT_KEYS if type(part.get(key)) is int]

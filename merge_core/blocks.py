@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from merge_core.alignment import RowMap
 from merge_core.errors import InvalidInput
 from merge_core.merge_methods.contract import Block, StoredBlock
-from merge_core.plan import TensorJob
+from merge_core.plan import Input, TensorJob
 from merge_core.safetensors_file import read_into
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class JobInputs:
         self, job: TensorJob, files: Mapping[Path, int], *, block: int, grain: int, pool: BufferPool, resident: bool
     ) -> None:
         self.job, self.block, self.grain = job, block, grain
-        self.numel = job.inputs[0].tensor.numel
+        self.numel = job.output.numel
         self.count = -(-self.numel // block)
         self._files, self._pool = files, pool
         self._sizes = [item.tensor.dtype.size for item in job.inputs]
@@ -119,7 +120,56 @@ class JobInputs:
     def _read(self, rows: list[Bytes], start: int) -> None:
         for item, row, size in zip(self.job.inputs, rows, self._sizes, strict=True):
             tensor = item.tensor
-            read_into(self._files[tensor.file], row.data, tensor.offset + start * size, tensor.file)
+            if item.rows is None:
+                read_into(self._files[tensor.file], row.data, tensor.offset + start * size, tensor.file)
+            else:
+                self._read_rows(item, item.rows, row, start)
+
+    def _read_rows(self, item: Input, chosen: RowMap, into: Bytes, start: int) -> None:
+        """Fill ``into`` with the elements from ``start`` of the output's rows, gathered row by row."""
+        tensor, size = item.tensor, item.tensor.dtype.size
+        width = self.numel // len(chosen.rows)
+        done, length = 0, len(into) // size
+        while done < length:
+            row, column = divmod(start + done, width)
+            count = min(width - column, length - done)
+            own = chosen.rows[row]
+            if own < 0:
+                mean = self._mean_row(chosen.borrowed[row], column, count)
+                into[done * size : (done + count) * size] = _stored(mean, tensor.dtype.torch_name)
+            else:
+                # Neighbours in the output are mostly neighbours in the file: one read for all of them.
+                last = row
+                while done + count < length and last + 1 < len(chosen.rows):
+                    if chosen.rows[last + 1] != own + last + 1 - row:
+                        break
+                    last += 1
+                    count = min(count + width, length - done)
+                part = into[done * size : (done + count) * size]
+                read_into(
+                    self._files[tensor.file], part.data, tensor.offset + (own * width + column) * size, tensor.file
+                )
+            done += count
+
+    def _mean_row(self, rows: tuple[tuple[str, int], ...], column: int, count: int) -> torch.Tensor:
+        import torch
+
+        total = torch.zeros(count, dtype=torch.float64)
+        for model, row in rows:
+            tensor = next(item.tensor for item in self.job.inputs if item.model == model)
+            width = self.numel // self.job.output.shape[0]
+            part = np.empty(count * tensor.dtype.size, np.uint8)
+            offset = tensor.offset + (row * width + column) * tensor.dtype.size
+            read_into(self._files[tensor.file], part.data, offset, tensor.file)
+            total += torch.from_numpy(part).view(getattr(torch, tensor.dtype.torch_name)).double()
+        return total / len(rows)
+
+
+def _stored(values: torch.Tensor, dtype: str) -> Bytes:
+    import torch
+
+    stored: Bytes = values.to(getattr(torch, dtype)).view(torch.uint8).numpy()
+    return stored
 
 
 class LoadedBlock:

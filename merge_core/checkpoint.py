@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from merge_core.chat_template import own_template
 from merge_core.errors import InvalidInput
 from merge_core.safetensors_file import StoredTensor, read_header
 
@@ -45,12 +46,14 @@ class Checkpoint:
         tensors: Name → place of its bytes, in the order of the files and of the bytes in them.
         companions: Names of the files that belong to a model beside config and weights: tokenizer, generation
             config, chat template, processors, custom code.
+        chat_template: Its chat template.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     companions: tuple[str, ...] = ()
+    chat_template: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -92,9 +95,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if not tensors:
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
     companions = {path for pattern in _COMPANIONS for path in directory.glob(pattern) if path.is_file()}
-    return Checkpoint(
-        directory, config, tensors, tuple(sorted(str(path.relative_to(directory)) for path in companions))
-    )
+    names = tuple(sorted(str(path.relative_to(directory)) for path in companions))
+    return Checkpoint(directory, config, tensors, names, own_template(directory))
 
 
 def read_json(path: Path) -> dict[str, Any]:

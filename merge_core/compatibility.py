@@ -53,14 +53,15 @@ def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Fi
             findings += _unconsumed(part, known, {finding.where for finding in problems})
     for document in (*recipe.steps, recipe):
         own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
-        donor = str(donor_reference(document))
+        donor, aligned = str(donor_reference(document)), document.tokenizer is not None
         if donor not in own:
             continue
         for name, checkpoint in own.items():
             findings += _self_consistency(name, checkpoint)
             if name != donor:
-                findings += _compare_configs(donor, own[donor], name, checkpoint)
-        findings += _compare_vocabularies(donor, own)
+                findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
+        if not aligned:
+            findings += _compare_vocabularies(donor, own)
     return worst_first(findings)
 
 
@@ -97,7 +98,9 @@ def _self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _compare_configs(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+def _compare_configs(
+    donor: str, first: Checkpoint, name: str, other: Checkpoint, *, aligned: bool
+) -> Iterator[Finding]:
     if first.architecture != other.architecture:
         yield Finding(
             "block",
@@ -118,13 +121,13 @@ def _compare_configs(donor: str, first: Checkpoint, name: str, other: Checkpoint
                 remedy="make sure that the models compute the same function of their weights",
             )
     mine_vocab, their_vocab = vocabulary_size(first.config), vocabulary_size(other.config)
-    if mine_vocab != their_vocab:
+    if mine_vocab != their_vocab and not aligned:
         yield Finding(
             "block",
             f"{name}: config.json: vocab_size",
             found=f"{their_vocab}",
             expected=f"{mine_vocab}, as in {donor}",
-            remedy="resize one model's embeddings so that the vocabularies agree",
+            remedy="set tokenizer_source, or resize one model's embeddings",
         )
     mine_tied, their_tied = ties_embeddings(first.config), ties_embeddings(other.config)
     if mine_tied is not None and their_tied is not None and mine_tied != their_tied:

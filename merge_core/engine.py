@@ -55,7 +55,7 @@ class Settings:
 
     threads: int | None = None
     block_elements: int = 1 << 20
-    tile_elements: int = 1 << 17
+    tile_elements: int = 1 << 15
     resident_bytes: int = 320 << 20
     kernels: Literal["auto", "fused", "torch"] = "auto"
 
@@ -181,20 +181,24 @@ class _MergeRun:
         self.active = 0
         self.resident = 0
         self.failure: BaseException | None = None
-        self.threads = settings.threads or (len(os.sched_getaffinity(0)) + 2)
+        self.threads = settings.threads or _cores() + 2
         way = f"seed {seed}, {device.type}, {'fused' if self.fuse else 'torch'}"
         self.journal, finished = journal.open_journal(out, journal.identity_of(plan, files, way), plan)
         self.health += finished.tensors.values()
         self.jobs = [job for job in plan.jobs if job.output.name not in finished.tensors]
         self.resumed_bytes = sum(j.output.nbytes for j in plan.jobs) - sum(j.output.nbytes for j in self.jobs)
         self.bytes_done = self.resumed_bytes
-        self.output = ShardFiles(
-            out,
-            plan.shards,
-            written=finished.tensors.keys(),
-            digests=finished.shards,
-            on_complete=self.journal.shard,
-        )
+        try:
+            self.output = ShardFiles(
+                out,
+                plan.shards,
+                written=finished.tensors.keys(),
+                digests=finished.shards,
+                on_complete=self.journal.shard,
+            )
+        except BaseException:
+            self.journal.close()
+            raise
         self.executor = ThreadPoolExecutor(self.threads, thread_name_prefix="merge")
 
     def execute(self, on_progress: Callable[[int, int], None] | None) -> dict[str, str]:
@@ -337,7 +341,7 @@ class _JobRun:
             self.step = self.steps.send(result)
         except StopIteration as stop:
             self.step = stop.value
-        self.parts = [None] * self.inputs.count
+        self.parts = [None] * (1 if isinstance(self.step, Fold) and self.step.eager else self.inputs.count)
         self.left = self.inputs.count
         for number in range(self.inputs.count):
             self.run.submit(lambda number=number: self._block(number))  # type: ignore[misc]  # default binds the loop
@@ -345,7 +349,7 @@ class _JobRun:
     def _block(self, number: int) -> None:
         with self.inputs.load(number) as block:
             if isinstance(self.step, Fold):
-                self.parts[number] = self._fold(self.step, block)
+                self._keep(self.step, number, self._fold(self.step, block))
             elif self.job.mode == "equal":
                 block.require_equal()
                 self._write(block.start, block.rows[0], 0, nonzero=True)
@@ -362,10 +366,20 @@ class _JobRun:
         else:
             self._finish()
 
+    def _keep(self, step: Fold, number: int, parts: list[Any]) -> None:
+        if not step.eager:
+            self.parts[number] = parts
+            return
+        part = step.combine(parts)
+        with self.lock:
+            self.parts = [[part if self.parts[0] is None else step.combine([self.parts[0][0], part])]]
+
     def _fold(self, step: Fold, block: LoadedBlock) -> list[Any]:
         if step.fused is not None and self._fused:
             return [step.fused(block.stored())]
-        return [step.of(tile).cpu().numpy() for tile in self._tiles(block)]
+        # Copied: the few numbers that are kept would otherwise pin torch's memory between its large temporaries, which
+        # then cannot be used again.
+        return [step.of(tile).cpu().numpy().copy() for tile in self._tiles(block)]
 
     def _map(self, step: Map, block: LoadedBlock) -> None:
         import torch
@@ -410,6 +424,11 @@ class _JobRun:
         self.inputs.release()
         zero = not self.nonzero and self.inputs.count > 0
         self.run.finished(TensorHealth(self.job.output.name, self.broken, zero), self.resident)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _inspect_stored(out: Any) -> tuple[int, bool]:

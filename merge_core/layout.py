@@ -7,6 +7,7 @@ order into files no larger than the donor's largest.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,12 +28,14 @@ class OutputTensor:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Number of bytes."""
-        count = self.dtype.size
-        for size in self.shape:
-            count *= size
-        return count
+        return self.numel * self.dtype.size
 
 
 @dataclass(frozen=True)

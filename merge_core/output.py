@@ -8,6 +8,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from merge_core.chat_template import FILE
 from merge_core.errors import InvalidInput
 from merge_core.layout import index_text
 from merge_core.plan import MergePlan
@@ -51,7 +52,13 @@ def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:
     if index is not None:
         contents[index[0]] = index[1].encode()
     for name in plan.donor.companions:
-        contents[name] = (plan.donor.directory / name).read_bytes()
+        if plan.tokenizer is plan.donor or not _is_about_tokens(name):
+            contents[name] = (plan.donor.directory / name).read_bytes()
+    for name in plan.tokenizer.companions:
+        if plan.tokenizer is not plan.donor and _is_about_tokens(name):
+            contents[name] = (plan.tokenizer.directory / name).read_bytes()
+    if plan.chat_template is not None:
+        _set_chat_template(contents, plan.chat_template)
     contents[CONFIG] = (json.dumps(dict(plan.config), indent=2, ensure_ascii=False) + "\n").encode()
     for name, content in contents.items():  # The config is the last one.
         _write(out / name, content)
@@ -60,10 +67,33 @@ def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
+def _is_about_tokens(name: str) -> bool:
+    """Whether a file goes with the tokenizer (also token ids in the generation config) rather than with the network."""
+    return not (name.endswith("processor_config.json") or name.endswith(".py"))
+
+
+def _set_chat_template(contents: dict[str, bytes], template: str) -> None:
+    """Put the template everywhere a reader may look, so that no stale one is found."""
+    contents.pop("chat_template.json", None)
+    contents[FILE] = template.encode()
+    try:
+        config = json.loads(contents["tokenizer_config.json"])
+    except (KeyError, ValueError):
+        return
+    config["chat_template"] = template
+    contents["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def file_names(plan: MergePlan) -> set[str]:
     """Names of all files that a merge writes."""
     index = index_text(plan.shards)
-    return {*(shard.name for shard in plan.shards), *plan.donor.companions, *([index[0]] if index else []), CONFIG}
+    return {
+        *(shard.name for shard in plan.shards),
+        *plan.donor.companions,
+        *([index[0]] if index else []),
+        CONFIG,
+        FILE,
+    }
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from merge_core import architecture
+from merge_core.alignment import Alignment, RowMap, align, has_vocabulary_rows
+from merge_core.chat_template import chosen_template
 from merge_core.checkpoint import Checkpoint
 from merge_core.dtypes import DType, promote
 from merge_core.errors import InvalidInput
 from merge_core.findings import Finding
-from merge_core.layers import before_layers, place, stacks
+from merge_core.layers import before_layers
 from merge_core.layout import OutputTensor, Shard, lay_out
 from merge_core.merge_methods.contract import REQUIRED, Method
+from merge_core.outline import Draft, outline, sliced_module
 from merge_core.parameters import Parameters, value_for
-from merge_core.recipe import Module, Recipe, Slice, Source
+from merge_core.recipe import Recipe, Source
 from merge_core.reference import CheckpointRef
 from merge_core.safetensors_file import StoredTensor
 
@@ -30,10 +33,11 @@ _STEP = "step:"
 
 @dataclass(frozen=True)
 class Input:
-    """One input of a job: the model it comes from and the tensor."""
+    """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are."""
 
     model: str
     tensor: StoredTensor
+    rows: RowMap | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class MergePlan:
         config: Content of the output's ``config.json``.
         bytes_read: Bytes of all inputs, each counted once.
         bytes_written: Bytes of all shards.
+        tokenizer: Checkpoint that gives the tokenizer files; the donor unless the recipe says otherwise.
+        chat_template: Replaces the tokenizer's, if not None.
         steps: Merges to carry out before, whose results are inputs of this one (and of each other, in order).
     """
 
@@ -85,6 +91,8 @@ class MergePlan:
     config: Mapping[str, Any]
     bytes_read: int
     bytes_written: int
+    tokenizer: Checkpoint
+    chat_template: str | None = None
     steps: tuple[MergePlan, ...] = ()
 
     @property
@@ -149,7 +157,8 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
         for shard in plan.shards
         for name, offset in zip(shard.tensors, shard.offsets, strict=True)
     }
-    return Checkpoint(plan.donor.directory, plan.config, tensors, plan.donor.companions)
+    template = plan.chat_template or plan.tokenizer.chat_template
+    return Checkpoint(plan.tokenizer.directory, plan.config, tensors, plan.tokenizer.companions, template)
 
 
 def step_of(file: Path) -> str | None:
@@ -170,109 +179,36 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         if str(ref) not in checkpoints:
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
     donor = checkpoints[str(donor_reference(recipe))]
-    jobs: list[TensorJob] = []
-    for module in recipe.modules:
-        if module.name is not None:
-            raise InvalidInput(f"{recipe.where}: modules", found="modules", expected="'models' or 'slices'")
-        jobs += _module_jobs(recipe, module, donor, checkpoints, problems)
+    alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
+    drafts = outline(recipe, donor, checkpoints)
+    jobs = [job for draft in drafts if (job := _job(recipe, draft, alignment, checkpoints, problems)) is not None]
+    config = architecture.output_config(donor.config, _bulk_dtype(jobs), _layer_sources(recipe, donor, checkpoints))
+    if alignment is not None:
+        config = architecture.with_vocabulary(config, alignment.size, alignment.tokenizer.config)
     shards = lay_out([job.output for job in jobs], donor)
     by_name = {job.output.name: job for job in jobs}
     ordered = tuple(by_name[name] for shard in shards for name in shard.tensors)
+    template = None
+    if recipe.chat_template is not None:
+        parents = [checkpoints[str(ref)].chat_template for ref in recipe.own_references()]
+        template = chosen_template(recipe.chat_template, parents, f"{recipe.where}: chat_template")
     return MergePlan(
         recipe=recipe,
         donor=donor,
         jobs=ordered,
         shards=shards,
-        config=architecture.output_config(donor.config, _bulk_dtype(ordered), _layer_sources(recipe, checkpoints)),
+        config=config,
         bytes_read=sum(job.nbytes_in for job in ordered),
         bytes_written=sum(shard.size for shard in shards),
+        chat_template=template,
+        tokenizer=alignment.tokenizer if alignment is not None else donor,
     )
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """An output tensor before its inputs are matched: its name, and the name each source knows it by."""
-
-    name: str
-    cut: Slice
-    source_names: tuple[str, ...]
-    t: float
-
-
-def _module_jobs(
-    recipe: Recipe,
-    module: Module,
-    donor: Checkpoint,
-    checkpoints: Mapping[str, Checkpoint],
-    problems: list[Finding],
-) -> list[TensorJob]:
-    whole = all(source.layers is None for cut in module.slices for source in cut.sources)
-    drafts = _whole_drafts(module.slices[0], donor) if whole else _sliced_drafts(recipe, module, donor, checkpoints)
-    jobs = []
-    for draft in drafts:
-        job = _job(recipe, module, draft, checkpoints, problems)
-        if job is not None:
-            jobs.append(job)
-    return jobs
-
-
-def _whole_drafts(cut: Slice, donor: Checkpoint) -> list[_Draft]:
-    depth = stacks(donor.tensors)
-    drafts = []
-    for name in donor.tensors:
-        at = place(name)
-        t = _position(at.index, depth[at.stack]) if at else 0.0
-        drafts.append(_Draft(name, cut, (name,) * len(cut.sources), t))
-    return drafts
-
-
-def _sliced_drafts(
-    recipe: Recipe, module: Module, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
-) -> list[_Draft]:
-    first, last = module.slices[0], module.slices[-1]
-    stack = architecture.main_stack(donor, f"{recipe.where}: slices")
-    drafts = []
-    for name in donor.tensors:
-        if before_layers(name):
-            drafts.append(_Draft(name, first, (name,) * len(first.sources), 0.0))
-    layer = 0
-    for cut in module.slices:
-        ranges = [source.layers or (0, 0) for source in cut.sources]
-        for source, (_, end) in zip(cut.sources, ranges, strict=True):
-            depth = stacks(checkpoints[str(source.model)].tensors).get(stack, 0)
-            if end > depth:
-                raise InvalidInput(
-                    f"{cut.where}: layer_range of {source.model}",
-                    found=f"end {end}",
-                    expected=f"at most {depth} layers",
-                )
-        template = checkpoints[str(cut.sources[0].model)]
-        count = ranges[0][1] - ranges[0][0]
-        for index in range(count):
-            parts = [
-                at.part
-                for at in map(place, template.tensors)
-                if at and at.stack == stack and at.index == ranges[0][0] + index
-            ]
-            for part in parts:
-                names = tuple(f"{stack}.{start + index}.{part}" for start, _ in ranges)
-                drafts.append(_Draft(f"{stack}.{layer}.{part}", cut, names, _position(index, count)))
-            layer += 1
-    for name in donor.tensors:
-        at = place(name)
-        if not before_layers(name) and (at is None or at.stack != stack):
-            drafts.append(_Draft(name, last, (name,) * len(last.sources), 0.0))
-    return drafts
-
-
-def _position(index: int, count: int) -> float:
-    return index / (count - 1) if count > 1 else 1.0
 
 
 def _job(
     recipe: Recipe,
-    module: Module,
-    draft: _Draft,
+    draft: Draft,
+    alignment: Alignment | None,
     checkpoints: Mapping[str, Checkpoint],
     problems: list[Finding],
 ) -> TensorJob | None:
@@ -311,17 +247,19 @@ def _job(
         return None
     tensors = [tensor for _, tensor in found]
     dtype = _output_dtype(recipe, draft.name, found, problems)
-    if dtype is None or not _same_shape(draft.name, found, problems):
+    maps = alignment.maps if alignment is not None and has_vocabulary_rows(draft.name) else {}
+    if dtype is None or (not maps and not _same_shape(draft.name, found, problems)):
         return None
+    shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
     low, _ = method.models
     alone = len(found) == 1 and method.alone == "copy" and low > 1
-    shared, per_input = _values(recipe, module, draft, found, has_base)
+    shared, per_input = _values(recipe, draft, found, has_base)
     if not alone:
         method.check(shared, per_input, f"{cut.where}: {draft.name}")
     mode: Literal["merge", "copy", "equal"] = "copy" if alone else "merge"
     return TensorJob(
-        output=OutputTensor(draft.name, dtype, tensors[0].shape),
-        inputs=tuple(Input(str(source.model), tensor) for source, tensor in found),
+        output=OutputTensor(draft.name, dtype, shape),
+        inputs=tuple(Input(str(source.model), tensor, maps.get(str(source.model))) for source, tensor in found),
         has_base=has_base,
         shared=shared,
         per_input=per_input,
@@ -389,13 +327,12 @@ def _same_shape(name: str, found: Sequence[tuple[Source, StoredTensor]], problem
 
 def _values(
     recipe: Recipe,
-    module: Module,
-    draft: _Draft,
+    draft: Draft,
     found: Sequence[tuple[Source, StoredTensor]],
     has_base: bool,
 ) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
     method = recipe.method
-    wider = (draft.cut.parameters, module.parameters, recipe.parameters)
+    wider = (draft.cut.parameters, draft.module.parameters, recipe.parameters)
     shared = {}
     per_input: list[dict[str, Any]] = [{} for _ in found]
     for parameter in method.parameters:
@@ -413,7 +350,7 @@ def _values(
     return shared, tuple(per_input)
 
 
-def _required(value: Any, parameter: str, draft: _Draft, what: str) -> Any:
+def _required(value: Any, parameter: str, draft: Draft, what: str) -> Any:
     if value is REQUIRED:
         raise InvalidInput(
             f"{draft.cut.where}: {parameter}",
@@ -433,13 +370,15 @@ def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
     return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 
 
-def _layer_sources(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> list[tuple[Mapping[str, Any], int]] | None:
+def _layer_sources(
+    recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
+) -> list[tuple[Mapping[str, Any], int]] | None:
     """For every output layer the config and the layer number of its first source; None when layers keep their place."""
-    cuts = recipe.modules[0].slices
-    if any(source.layers is None for cut in cuts for source in cut.sources):
+    module = sliced_module(recipe, donor)
+    if module is None:
         return None
     return [
         (checkpoints[str(cut.sources[0].model)].config, layer)
-        for cut in cuts
+        for cut in module.slices
         for layer in range(*(cut.sources[0].layers or (0, 0)))
     ]

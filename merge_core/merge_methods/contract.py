@@ -179,12 +179,14 @@ class Fold:
     Args:
         of: Partial result of a block.
         combine: Partial results in block order → result of the pass.
+        eager: Whether partial results may be combined as they come, in any order, so that few are held.
         fused: Twin of ``of`` for stored numbers on the CPU.
     """
 
     of: Callable[[Block], torch.Tensor]
     combine: Callable[[Sequence[Array]], Array]
     fused: Callable[[StoredBlock], Array] | None = None
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,7 @@ def counts(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], A
             total += part
         return total
 
-    return Fold(of, combine, fused)
+    return Fold(of, combine, fused, eager=True)
 
 
 def joined(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:

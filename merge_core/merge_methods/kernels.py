@@ -217,24 +217,26 @@ def kept_norms(
     length: int,
     start: int,
     grain: int,
+    tile: int,
     kinds: Any,
     cuts: Any,
     before: Any,
     chances: Any,
+    spans: Any,
     scales: Any,
 ) -> Any:
     """``sum|d|`` and ``sum|kept d|`` per grain: ``[grains, 2, models]``."""
     count = len(rows) - 1
-    base, delta = np.empty(TILE, np.float32), np.zeros(TILE, np.float32)
-    random = np.empty(TILE + 2, np.uint32)
-    places = np.zeros((count, 2), np.int64)
+    base, delta = np.empty(tile, np.float32), np.zeros(_whole(tile), np.float32)
+    random = np.empty(tile + 2, np.uint32)
+    places, sorting = np.zeros((count, 2), np.int64), np.empty((3, tile), np.uint32)
     lanes = np.zeros((2, count, LANES), np.float64)
     grains = (length + grain - 1) // grain
     result = np.zeros((grains, 2, count), np.float64)
     for g in range(grains):
         lanes[:] = 0.0
-        for first in range(g * grain, min(length, (g + 1) * grain), TILE):
-            m = min(TILE, min(length, (g + 1) * grain) - first)
+        for first in range(g * grain, min(length, (g + 1) * grain), tile):
+            m = min(tile, min(length, (g + 1) * grain) - first)
             _widen(data, rows[0] + first, base[:m])
             for i in range(count):
                 _widen(data, rows[i + 1] + first, delta[:m])
@@ -245,7 +247,7 @@ def kept_norms(
                 _add_sizes(delta, _whole(m), lanes[0, i])
                 if first == g * grain:
                     _begin_grain(places[i], cuts[i], before[i], start // grain + g)
-                _sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], places[i], random)
+                _sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, sorting)
                 _add_sizes(delta, _whole(m), lanes[1, i])
         for side in range(2):
             for i in range(count):
@@ -260,6 +262,7 @@ def task_vectors(
     length: int,
     start: int,
     grain: int,
+    tile: int,
     weights: Any,
     vote: int,
     normalize: bool,
@@ -269,19 +272,20 @@ def task_vectors(
     cuts: Any,
     before: Any,
     chances: Any,
+    spans: Any,
     scales: Any,
     out: Any,
 ) -> None:
     """Sparsify, weight, agree, add to the base. Twin of :func:`.task_vectors.mix`; ``vote``: 0 none, 1 sum, 2 count."""
     count = len(rows) - 1
-    base, total, shares = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    elected = np.empty(TILE, np.float32)
-    weighted = np.empty((count, TILE), np.float32)
-    random = np.empty(TILE + 2, np.uint32)
-    places = np.zeros((count, 2), np.int64)
+    base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)
+    elected = np.empty(tile, np.float32)
+    weighted = np.empty((count, tile), np.float32)
+    random = np.empty(tile + 2, np.uint32)
+    places, sorting = np.zeros((count, 2), np.int64), np.empty((3, tile), np.uint32)
     zero, one = np.float32(0.0), np.float32(1.0)
-    for first in range(0, length, TILE):
-        m = min(TILE, length - first)
+    for first in range(0, length, tile):
+        m = min(tile, length - first)
         _widen(data, rows[0] + first, base[:m])
         for i in range(count):
             delta, weight, factor = weighted[i], weights[i], scales[i]
@@ -290,7 +294,7 @@ def task_vectors(
                 delta[j] -= base[j]
             if first % grain == 0:
                 _begin_grain(places[i], cuts[i], before[i], (start + first) // grain)
-            _sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], places[i], random)
+            _sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, sorting)
             if factor != one:
                 for j in range(m):
                     delta[j] *= factor
@@ -356,7 +360,18 @@ def _begin_grain(places: Any, cuts: Any, before: Any, grain: int) -> None:
 
 
 @_compiled
-def _sparsify(delta: Any, m: int, index: int, kind: int, cuts: Any, chance: Any, places: Any, random: Any) -> None:
+def _sparsify(
+    delta: Any,
+    m: int,
+    index: int,
+    kind: int,
+    cuts: Any,
+    chance: Any,
+    span: Any,
+    places: Any,
+    random: Any,
+    sorting: Any,
+) -> None:
     """Set dropped elements to zero. Kinds as in :meth:`.sparsify.Sparsifier.tables`."""
     zero = np.float32(0.0)
     if kind == 1:
@@ -382,6 +397,38 @@ def _sparsify(delta: Any, m: int, index: int, kind: int, cuts: Any, chance: Any,
         limit = np.uint32(chance[0])
         for j in range(m):
             delta[j] = delta[j] if random[j + shift] < limit else zero
+    elif kind == 4:
+        _words(chance[1], chance[2], index, m, random)
+        shift = index % 2
+        _rank(delta.view(np.uint32), m, sorting)
+        ranks, steps = sorting[0], np.float64(m - 1)
+        for j in range(m):
+            share = np.float64(ranks[j]) / steps if m > 1 else 0.5
+            limit_here = (span[0] + (span[1] - span[0]) * share) * 4294967296.0
+            delta[j] = delta[j] if np.float64(random[j + shift]) < limit_here else zero
+
+
+@_compiled
+def _rank(patterns: Any, m: int, sorting: Any) -> None:
+    """Rank of every size among ``m`` into ``sorting[0]``, equal ones in their order: a radix sort by 11 bits."""
+    order, spare = sorting[1], sorting[2]
+    table = np.empty(2049, np.int64)
+    for j in range(m):
+        order[j] = j
+    for shift in (0, 11, 22):
+        table[:] = 0
+        for j in range(m):
+            table[(((patterns[j] & _SIZE) >> np.uint32(shift)) & np.uint32(2047)) + 1] += 1
+        for d in range(2048):
+            table[d + 1] += table[d]
+        for j in range(m):
+            item = order[j]
+            digit = ((patterns[item] & _SIZE) >> np.uint32(shift)) & np.uint32(2047)
+            spare[table[digit]] = item
+            table[digit] += 1
+        order, spare = spare, order
+    for j in range(m):
+        sorting[0, order[j]] = j
 
 
 @_compiled

@@ -81,29 +81,35 @@ class Sparsifier:
         ]
         return torch.stack(rows)
 
-    @property
-    def fusible(self) -> bool:
-        """Whether :func:`tables` can say everything that the rules say."""
-        return not any(isinstance(rule, RankedChance) for rule in self.rules)
-
     def tables(self) -> tuple[Any, ...]:
-        """The rules as arrays for the fused kernels: kinds, cuts, ties before each grain, random keys, factors."""
+        """The rules as arrays for the fused kernels: kinds, cuts, ties before each grain, random keys, spans of
+        probability, factors."""
         kinds = np.zeros(len(self.rules), np.int64)
         cuts = np.zeros((len(self.rules), 2, 4), np.int64)
         chances = np.zeros((len(self.rules), 3), np.int64)
+        spans = np.zeros((len(self.rules), 2), np.float64)
         windows = [cut for rule in self.rules if isinstance(rule, Window) for cut in (rule.low, rule.high) if cut]
         before = np.zeros((len(self.rules), 2, max((len(cut.before) for cut in windows), default=0)), np.int64)
         for model, rule in enumerate(self.rules):
-            kinds[model] = (Everything, Nothing, Window, Chance).index(type(rule))
+            kinds[model] = (Everything, Nothing, Window, Chance, RankedChance).index(type(rule))
             if isinstance(rule, Chance):
                 chances[model] = (rule.limit, *rule.key)
+            if isinstance(rule, RankedChance):
+                chances[model], spans[model] = (0, *rule.key), (rule.least, rule.most)
             if isinstance(rule, Window):
                 for side, cut in enumerate((rule.low, rule.high)):
                     # A wanted count of 0 takes nothing; the largest key is above every score.
                     cuts[model, side] = (cut.key, cut.wanted, cut.tied, cut.stride) if cut else (2**31, 0, 0, 1)
                     if cut and len(cut.before):
                         before[model, side] = cut.before
-        return kinds, cuts, before, chances, np.array(self.scales, np.float32)
+        return kinds, cuts, before, chances, spans, np.array(self.scales, np.float32)
+
+
+def kernel_tile(rules: Sequence[Rule], grain: int) -> int:
+    """Elements that a fused kernel must see at once: a whole row where ranks count."""
+    from merge_core.merge_methods.kernels import TILE
+
+    return grain if any(isinstance(rule, RankedChance) for rule in rules) or grain % TILE else TILE
 
 
 Folds: TypeAlias = Generator[Fold, Any, Sparsifier]
@@ -243,9 +249,11 @@ def _rescaled(task: TensorTask, rules: Sequence[Rule]) -> Folds:
     def fused(block: Any) -> Any:
         from merge_core.merge_methods import kernels
 
-        return kernels.kept_norms(block.data, block.rows, block.length, block.start, block.grain, *plain.tables())
+        tables = plain.tables()
+        tile = kernel_tile(plain.rules, block.grain)
+        return kernels.kept_norms(block.data, block.rows, block.length, block.start, block.grain, tile, *tables)
 
-    norms = yield sums(of, fused if plain.fusible else None)
+    norms = yield sums(of, fused)
     scales = [
         float(whole / rest) if whole >= _NO_NORM and rest >= _NO_NORM else 1.0
         for whole, rest in zip(*norms, strict=True)

@@ -30,7 +30,16 @@ from merge_core.merge_methods.contract import (
     Values,
     row_length,
 )
-from merge_core.merge_methods.sparsify import Folds, Sparsifier, dense, inner, magnitude, random, ranked_random
+from merge_core.merge_methods.sparsify import (
+    Folds,
+    Sparsifier,
+    dense,
+    inner,
+    kernel_tile,
+    magnitude,
+    random,
+    ranked_random,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -100,8 +109,7 @@ def _steps(sparsify: Callable[[TensorTask], Folds], *, vote: bool) -> Callable[[
             normalize=bool(task.shared["normalize"]),
             scale=float(task.shared["lambda"]),
         )
-        fused = _fused(mixing, sparsifier) if sparsifier.fusible else None
-        return Map(lambda block: mix(mixing, block.base, sparsifier.of(block)), fused)
+        return Map(lambda block: mix(mixing, block.base, sparsifier.of(block)), _fused(mixing, sparsifier))
 
     return steps
 
@@ -120,7 +128,8 @@ def _fused(mixing: Mixing, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any
         from merge_core.merge_methods import kernels
 
         kernel: Any = kernels.task_vectors
-        kernel(block.data, block.rows, block.length, block.start, block.grain, *arguments, out)
+        tile = kernel_tile(sparsifier.rules, block.grain)
+        kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *arguments, out)
 
     return fused
 

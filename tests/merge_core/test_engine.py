@@ -19,6 +19,8 @@ DARE = (
     "parameters: {weight: 0.5, density: 0.4}\ndtype: bfloat16\n"
 )
 TIES = DARE.replace("dare_ties", "ties")
+DELLA = DARE.replace("dare_ties", "della")
+BREADCRUMBS = DARE.replace("dare_ties", "breadcrumbs_ties")
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 
 
@@ -34,7 +36,7 @@ def wide(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("text", [DARE, TIES, LINEAR, DARE.replace("dare_ties", "dare_linear")])
+@pytest.mark.parametrize("text", [DARE, TIES, LINEAR, DELLA, BREADCRUMBS])
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 def test_bytes_do_not_depend_on_blocks_memory_or_threads(wide: Path, text: str, kernels: str) -> None:
     ways = [{}, {"threads": 1}, {"block_elements": 16384}, {"block_elements": 32768, "resident_bytes": 0, "threads": 7}]
@@ -42,7 +44,7 @@ def test_bytes_do_not_depend_on_blocks_memory_or_threads(wide: Path, text: str, 
     assert all(other == files[0] for other in files)
 
 
-@pytest.mark.parametrize("text", [DARE, TIES, LINEAR])
+@pytest.mark.parametrize("text", [DARE, TIES, LINEAR, DELLA, BREADCRUMBS])
 def test_fused_kernels_and_their_reference_write_the_same_bytes(wide: Path, text: str) -> None:
     fused = merge_text(text, wide, "fused", kernels="fused")
     plain = merge_text(text, wide, "plain", kernels="torch")

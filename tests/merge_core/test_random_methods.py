@@ -52,9 +52,10 @@ def test_the_rescale_can_be_the_papers_or_none(pair: Path, rescale: str, expecte
     np.testing.assert_allclose(factor[factor != 0], expected, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
 @pytest.mark.parametrize("method", ["della", "della_linear"])
-def test_della_keeps_large_elements_of_a_row_more_often(pair: Path, method: str) -> None:
-    delta, factor = factors(pair, method, "density: 0.5, epsilon: 0.3, rescale: false")
+def test_della_keeps_large_elements_of_a_row_more_often(pair: Path, method: str, kernels: str) -> None:
+    delta, factor = factors(pair, method, "density: 0.5, epsilon: 0.3, rescale: false", kernels=kernels)
     kept = factor != 0
     ranks = np.abs(delta).argsort(axis=1).argsort(axis=1)
     for low in range(0, COLUMNS, 50):

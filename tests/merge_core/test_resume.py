@@ -61,7 +61,8 @@ for number in range(kills):
     events, limit = 0, None
     left = {p.name for p in (root / f"out{number}").iterdir()} if (root / f"out{number}").exists() else set()
     record = merge_text(text, root, f"out{number}", kernels="torch")
-    same = record.files == undisturbed.files and {p.name for p in (root / f"out{number}").iterdir()} == set(record.files)
+    names = {p.name for p in (root / f"out{number}").iterdir()}
+    same = record.files == undisturbed.files and names == set(record.files)
     found.append({"died": died, "finished": "config.json" in left, "same": same, "resumed": record.bytes_resumed})
 print(json.dumps({"undisturbed": undisturbed.bytes_resumed, "written": undisturbed.bytes_written, "found": found}))
 """

@@ -1,0 +1,57 @@
+"""``modules``: parts of a network with layers of their own are merged each in its own way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family import load, merge_text, save_checkpoint
+
+from merge_core.errors import InvalidInput
+
+MODULES = """
+merge_method: linear
+base_model: a
+modules:
+  text_decoder:
+    models: [{model: a, parameters: {weight: [1, 0]}}, {model: b, parameters: {weight: [0, 1]}}]
+  vision_tower:
+    models: [{model: a}, {model: b}]
+    parameters: {weight: 1}
+"""
+
+
+@pytest.fixture
+def seeing(tmp_path: Path) -> Path:
+    """Checkpoints with text and vision layers."""
+    for seed, model in enumerate("ab"):
+        generator = torch.Generator().manual_seed(seed)
+        names = ["model.language_model.embed_tokens.weight", "lm_head.weight", "model.visual.merger.weight"]
+        names += [f"model.language_model.layers.{n}.mlp.weight" for n in range(3)]
+        names += [f"model.visual.blocks.{n}.mlp.weight" for n in range(2)]
+        tensors = {name: torch.randn(4, 4, generator=generator) for name in names}
+        tensors["model.embed_tokens.weight"] = torch.zeros(4, 4)
+        save_checkpoint(tmp_path / model, tensors, config={"num_hidden_layers": 3, "tie_word_embeddings": False})
+    return tmp_path
+
+
+def test_each_part_has_its_own_models_and_gradients(seeing: Path) -> None:
+    merge_text(MODULES, seeing)
+    a, b, out = (load(seeing / name) for name in ("a", "b", "out"))
+    text, vision = "model.language_model.layers.{}.mlp.weight", "model.visual.blocks.{}.mlp.weight"
+    assert np.array_equal(out[text.format(2)], b[text.format(2)])
+    assert np.array_equal(out["lm_head.weight"], a["lm_head.weight"])
+    for name in (vision.format(0), vision.format(1), "model.visual.merger.weight"):
+        np.testing.assert_allclose(out[name], (a[name] + b[name]) / 2, rtol=1e-6, atol=1e-7)
+
+
+def test_a_part_that_does_not_exist_is_refused(seeing: Path) -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'visual'"):
+        merge_text(MODULES.replace("vision_tower", "visuall"), seeing)
+
+
+def test_a_part_that_no_module_covers_is_refused(seeing: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"nothing about model\.visual\.blocks"):
+        merge_text(MODULES.split("  vision_tower")[0], seeing)
