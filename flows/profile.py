@@ -164,7 +164,10 @@ def _documents_in(file: Path) -> list[object]:
 
 
 def _explain(error: ValidationError, where: str) -> InvalidInput:
-    faults = [(_place(fault["loc"]), *_fault(fault)) for fault in error.errors()]
+    places = [fault["loc"] for fault in error.errors()]
+    # A list with one bad item is also "too short"; of a place and what lies inside it, only the inside is news.
+    inside = {place[:depth] for place in places for depth in range(len(place))}
+    faults = [(_place(fault["loc"]), *_fault(fault)) for fault in error.errors() if fault["loc"] not in inside]
     if len(faults) == 1:
         (place, found, remedy) = faults[0]
         return InvalidInput(f"{where}: {place}", found=found, remedy=remedy)

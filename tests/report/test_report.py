@@ -235,7 +235,8 @@ def test_stage_writes_page_and_data_that_follow_from_the_key_alone(tmp_path: Pat
         (tmp_path / name).mkdir()
         report = write_report.work(tmp_path / name, value)
         assert "\n" not in report.summary()
-        assert report.summary().startswith("passed: Both guards hold.")
+        assert report.headline.startswith("passed: Both guards hold.")
+        assert report.summary() == "report.html: passed"
     for file in ("report.html", "report.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     data = json.loads((tmp_path / "a" / "report.json").read_text(encoding="utf-8"))
