@@ -155,14 +155,13 @@ def test_by_hand_and_by_schedule_the_same_release_comes_out_as_by_mergegate_run(
     _deploy(site, every_seconds=20)
 
     site.run("prefect", "deployment", "run", "release/release", "-p", 'profile="profiles/demo.yaml"')
-    deadline = time.monotonic() + 120
-    while not any(run["auto_scheduled"] for run in site.flow_runs()):
-        assert time.monotonic() < deadline, "the schedule did not fire"
-        time.sleep(0.5)
-    site.work_off()
+    ended: list[dict[str, object]] = []
+    for _ in range(12):  # a worker takes what is due within seconds; the schedule's turn comes every 20
+        site.work_off()
+        ended = [run for run in site.flow_runs() if run["state_type"] == "COMPLETED"]
+        if any(run["auto_scheduled"] for run in ended):
+            break
     by_worker = site.release_digest()
-
-    ended = [run for run in site.flow_runs() if run["state_type"] == "COMPLETED"]
     assert {run["state_name"] for run in ended} <= {"Released", "NothingNew"}
     assert any(run["auto_scheduled"] for run in ended), "no scheduled run has ended in a release"
     assert any(not run["auto_scheduled"] for run in ended), "the run by hand has not ended in a release"
