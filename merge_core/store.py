@@ -27,6 +27,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from merge_core.durable import fsync, fsync_directories
 from merge_core.hashing import HashMemo
 from merge_core.keys import digest
 
@@ -147,7 +148,7 @@ class Store:
                 raise
             self._seal(stage, key, partial, value, hashes_of(value))
             partial.rename(final)
-            _fsync(final.parent)
+            fsync(final.parent)
             return self.open(stage, key, value_type), True
 
     def _seal(self, stage: str, key: str, partial: Path, value: BaseModel, known: Mapping[str, str]) -> None:
@@ -155,16 +156,15 @@ class Store:
         files: dict[str, dict[str, object]] = {}
         for name in _files_below(partial):
             path = partial / name
-            _fsync(path)
+            fsync(path)
             sha256 = known.get(name) or self.hashes.sha256(path, trust=False)
             self.hashes.remember(path, sha256)
             files[name] = {"size": path.stat().st_size, "sha256": sha256}
         content = {name: entry for name, entry in files.items() if name != VALUE}
         manifest = {"stage": stage, "key": key, "digest": digest({"files": content, "value": value}), "files": files}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _fsync(partial / MANIFEST)
-        for directory in {partial, *(path.parent for path in partial.rglob("*"))}:
-            _fsync(directory)
+        fsync(partial / MANIFEST)
+        fsync_directories(partial)
 
     @contextmanager
     def _lock(self, stage: str, key: str, on_wait: Callable[[], None]) -> Iterator[None]:
@@ -205,11 +205,3 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     directory.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from merge_core.durable import fsync, fsync_directories
 from merge_core.errors import Refused
 from merge_core.hashing import HashMemo
 from tasks.publish.content import ReleaseFile
@@ -53,7 +54,7 @@ def publish_directory(files: Sequence[ReleaseFile], target: Path, version: str, 
         else:
             _require_same(place, files, hashes)
         moved = _point(target / LATEST, version)
-        _fsync(target)
+        fsync(target)
     return Published(version, place, new=fresh or moved)
 
 
@@ -63,8 +64,7 @@ def _write_version(files: Sequence[ReleaseFile], place: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     for file in files:
         _write(file, partial / file.name)
-    for directory in {partial, *(path for path in partial.rglob("*") if path.is_dir())}:
-        _fsync(directory)
+    fsync_directories(partial)
     partial.rename(place)
 
 
@@ -126,11 +126,3 @@ def _write(file: ReleaseFile, place: Path) -> None:
             expected=f"{file.sha256[:12]}…, the bytes that were evaluated and gated",
             remedy="run again: the altered artifact is noticed and made anew",
         )
-
-
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
