@@ -18,9 +18,13 @@ import os
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from merge_core.errors import InvalidInput
 
 START_TIMEOUT_S = 120.0
 
@@ -29,6 +33,9 @@ def configure(home: Path) -> None:
     """Point Prefect at the project's own state and keep it quiet and offline. Call before ``import prefect``.
 
     What the user's environment already says stays as it is.
+
+    Raises:
+        InvalidInput: when the state has no place to be.
     """
     quiet = {
         "PREFECT_HOME": str(home / "prefect"),
@@ -41,12 +48,25 @@ def configure(home: Path) -> None:
     }
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
-    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
+    for place in (home, Path(os.environ["PREFECT_HOME"])):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidInput(
+                str(place),
+                found=f"cannot be made: {error.strerror}",
+                expected="a directory for the project's state",
+                remedy="point MERGEGATE_HOME to a place that can be written",
+            ) from None
 
 
 @contextmanager
 def local_api() -> Iterator[None]:
-    """Serve Prefect's API on a free loopback port for as long as the block runs, unless a server is configured."""
+    """Serve Prefect's API on a free loopback port for as long as the block runs, unless a server is configured.
+
+    Raises:
+        InvalidInput: when the configured server does not answer.
+    """
     from prefect.settings import (
         PREFECT_API_URL,
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
@@ -54,7 +74,8 @@ def local_api() -> Iterator[None]:
         temporary_settings,
     )
 
-    if get_current_settings().api.url:
+    if url := get_current_settings().api.url:
+        _require_answer(url)
         yield
         return
 
@@ -83,6 +104,22 @@ def local_api() -> Iterator[None]:
             _hush()
             server.should_exit = True
             thread.join(timeout=10)
+
+
+def _require_answer(url: str) -> None:
+    """See that the configured server is there, rather than have every call time out one by one."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/health", timeout=10):
+            return
+    except urllib.error.HTTPError:
+        return  # it answers; whether it lets us in is Prefect's to say
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"PREFECT_API_URL: {url}",
+            found=f"no server answers ({error})",
+            expected="a Prefect server",
+            remedy="start it (make server), correct the address, or unset PREFECT_API_URL to run without one",
+        ) from None
 
 
 def _drain_events() -> None:

@@ -121,6 +121,13 @@ def load_profile(source: Path | Profile) -> Profile:
     if isinstance(source, Profile):
         return source.model_copy(update={"root": source.root.absolute()})
     data = _mapping_in(source)
+    if "merge_method" in data:
+        raise InvalidInput(
+            str(source),
+            found="a recipe",
+            expected="a profile, which names a recipe and says how to release it",
+            remedy=f"write a profile with 'recipe: {source.name}', or only merge: mergegate merge {source} OUT",
+        )
     return parse_profile({"root": source.absolute().parent, **data}, str(source))
 
 
@@ -159,6 +166,9 @@ def _documents_in(file: Path) -> list[object]:
         return list(yaml.safe_load_all(file.read_text(encoding="utf-8"))) or [None]
     except OSError as error:
         raise InvalidInput(str(file), found=error.strerror or "not readable", expected="a profile (YAML)") from None
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise InvalidInput(str(file), found=f"not YAML{line}: {error.problem}", expected="a profile (YAML)") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidInput(str(file), found=f"not YAML: {error}", expected="a profile (YAML)") from None
 

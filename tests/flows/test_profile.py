@@ -124,6 +124,13 @@ def test_a_profile_survives_the_way_through_prefect_as_json() -> None:
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 
 
+def test_a_recipe_in_place_of_a_profile_is_told_apart() -> None:
+    demo = next(file for file in PROFILES if file.stem == "demo")
+    with pytest.raises(InvalidInput, match="a recipe") as caught:
+        load_profile(demo.parent / "demo" / "recipes" / "ties.yaml")
+    assert "mergegate merge" in caught.value.remedy
+
+
 def test_recipes_and_profiles_are_told_apart() -> None:
     demo = next(file for file in PROFILES if file.stem == "demo")
     assert not is_recipe(demo)

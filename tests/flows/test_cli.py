@@ -1,0 +1,57 @@
+"""The command line: quick, honest about exit codes, and no traceback for what a user can cause."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demo_project import PROFILES
+
+MERGEGATE = str(Path(sys.executable).parent / "mergegate")
+
+
+def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MERGEGATE_"))}
+    return subprocess.run(
+        [MERGEGATE, *arguments],
+        cwd=cwd,
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "words"),
+    [
+        (["--version"], {}, 0, "mergegate 0."),
+        (["--help"], {}, 0, "Make a release"),
+        ([], {}, 2, "Commands"),
+        (["run", "nowhere.yaml"], {}, 2, "No such file"),
+        (["check", "nowhere.yaml"], {}, 2, "No such file"),
+        (["merge", "nowhere.yaml", "out"], {}, 2, "nowhere.yaml"),
+        (["run", str(PROFILES / "demo.yaml")], {"PREFECT_API_URL": "http://127.0.0.1:9/api"}, 2, "no server answers"),
+        (["run", str(PROFILES / "demo.yaml")], {"MERGEGATE_HOME": "/proc/nowhere"}, 2, "MERGEGATE_HOME"),
+        (["methods"], {}, 0, "arxiv.org/abs/2306.01708"),
+    ],
+)
+def test_every_ending_has_its_exit_code_and_words(
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, words: str
+) -> None:
+    done = run(*arguments, cwd=tmp_path, **environment)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert words in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_does_not_wait_for_heavy_imports(tmp_path: Path) -> None:
+    code = "import sys; sys.argv = ['mergegate', '--help']\nfrom flows.cli import main\ntry:\n main()\nfinally:\n"
+    code += " print(sorted({'torch', 'prefect', 'numpy', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    assert done.stderr.strip() == "[]"
