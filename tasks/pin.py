@@ -109,14 +109,18 @@ def _locate(reference: CheckpointRef, root: Path | None) -> tuple[Path, str | No
 def _download(reference: CheckpointRef) -> tuple[Path, str]:
     """Snapshot of a Hub repository at the commit that its revision means now."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HFValidationError,
+        HTTPError,  # type: ignore[attr-defined]  # connection errors of its HTTP client, re-exported without saying so
+        OfflineModeIsEnabled,
+    )
 
     try:
         commit = HfApi().model_info(reference.path, revision=reference.revision).sha
         if commit is None:
             raise InvalidInput(str(reference), found="a repository without commits")
         return Path(snapshot_download(reference.path, revision=commit)), commit
-    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
+    except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
         raise InvalidInput(
             str(reference),
             found=f"neither a directory here nor a repository that can be reached ({type(error).__name__})",
