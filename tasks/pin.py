@@ -109,9 +109,9 @@ def _locate(reference: CheckpointRef, root: Path | None) -> tuple[Path, str | No
 def _download(reference: CheckpointRef) -> tuple[Path, str]:
     """Snapshot of a Hub repository at the commit that its revision means now."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # httpx or httpx2, as the library's version has it
         HFValidationError,
-        HTTPError,  # type: ignore[attr-defined]  # connection errors of its HTTP client, re-exported without saying so
+        HTTPError,
         OfflineModeIsEnabled,
     )
 
