@@ -10,7 +10,7 @@ export MERGEGATE_HOME ?= $(CURDIR)/.mergegate
 SERVED := PREFECT_HOME=$(MERGEGATE_HOME)/prefect PREFECT_API_URL=http://127.0.0.1:$(PORT)/api \
           PREFECT_SERVER_ANALYTICS_ENABLED=0 DO_NOT_TRACK=1 MERGEGATE_ROOT=$(CURDIR)
 
-.PHONY: help demo test test-slow lint format family server worker deploy clean
+.PHONY: help demo test test-slow test-peer lint format family bench bench-gpu server worker deploy clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -19,10 +19,13 @@ demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate, publish
 	$(BIN)/mergegate run profiles/demo.yaml
 
 test: $(VENV)/ready ## the test suite
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu and not peer"
 
 test-slow: $(VENV)/ready ## the longer proofs: servers, schedules, kills
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -m "slow and not gpu and not peer"
+
+test-peer: $(VENV)/ready .venv-peer/ready ## the same numbers as mergekit, run beside it
+	MERGEGATE_REQUIRE_PEER=1 $(BIN)/pytest -m peer tests/peer
 
 lint: $(VENV)/ready ## ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -32,6 +35,12 @@ lint: $(VENV)/ready ## ruff and mypy --strict
 format: $(VENV)/ready ## let ruff format everything
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: $(VENV)/ready ## every merge method on 1.24 B parameters beside a plain copy (BENCH="--size small" for a quick one)
+	$(BIN)/python benchmarks/bench.py $(BENCH)
+
+bench-gpu: $(VENV)/ready ## the same on a CUDA GPU
+	$(BIN)/python benchmarks/bench_gpu.py $(BENCH)
 
 family: $(VENV)/ready ## train the demo family again (a minute or two)
 	$(BIN)/python profiles/demo/train.py
@@ -56,4 +65,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a minute or two, once)"
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# mergekit wants other versions of half of what we use, so it lives in an environment of its own.
+.venv-peer/ready: benchmarks/peer-constraints.txt
+	$(PYTHON) -m venv .venv-peer
+	@echo "installing mergekit into .venv-peer (a minute or two, once)"
+	@.venv-peer/bin/python -m pip install -qq --constraint benchmarks/peer-constraints.txt mergekit==0.1.5
 	touch $@

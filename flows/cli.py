@@ -107,6 +107,25 @@ def check(
 
 
 @app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],
+    out: Annotated[Path, typer.Option(help="Where the result will be written.")] = Path(),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    price: Annotated[list[str] | None, typer.Option(help="NAME=DOLLARS_PER_HOUR of an instance; repeatable.")] = None,
+    probe: Annotated[
+        bool | None,
+        typer.Option("--probe/--no-probe", help="Measure this machine now, or never.", show_default="once an hour"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What a merge will need, from headers alone: bytes, memory, disk, time, cost. No weight is read or downloaded."""
+    with _refusals(as_json):
+        from flows.planning import plan_file
+
+        plan_file(recipe, _console(as_json), as_json, out=out, device=device, prices=price or (), probe=probe)
+
+
+@app.command()
 def methods(as_json: Json = False) -> None:
     """The merge methods, with their parameters, ranges and defaults."""
     with _refusals(as_json):

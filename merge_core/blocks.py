@@ -6,8 +6,10 @@ pass. The result is the same.
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,37 +29,56 @@ if TYPE_CHECKING:
 
 # Rows of a buffer begin at cache lines, which also aligns every number format.
 _ALIGN = 64
+# Sizes of buffers are multiples of this, so that they fit again.
+_PIECE = 1 << 20
 
 
 class BufferPool:
-    """Memory that is used again: fresh pages cost as much as reading into them."""
+    """Memory that is used again: fresh pages cost as much as reading into them.
 
-    def __init__(self, *, pinned: bool) -> None:
+    Mapped, not from the heap, which would keep what is given back between other things.
+
+    Args:
+        limit: Bytes above which buffers that nobody uses are unmapped before others are made.
+        pinned: Whether a GPU copies from and to it.
+    """
+
+    def __init__(self, limit: int, *, pinned: bool) -> None:
+        self._limit, self._pinned = limit, pinned
         self._free: list[Bytes] = []
+        self._held = 0
         self._lock = threading.Lock()
-        self._pinned = pinned
 
     def take(self, size: int) -> Bytes:
         """A buffer of at least ``size`` bytes; give it back with :meth:`give`."""
+        size = max(-(-size // _PIECE), 1) * _PIECE
         with self._lock:
-            fitting = [buffer for buffer in self._free if size <= len(buffer) <= max(4 * size, 1 << 20)]
+            fitting = [at for at, buffer in enumerate(self._free) if size <= len(buffer) <= 2 * size]
             if fitting:
-                best = min(fitting, key=len)
-                self._free = [buffer for buffer in self._free if buffer is not best]
-                return best
-            # Buffers of other sizes would only add up.
-            self._free = self._free[-2:]
+                return self._free.pop(min(fitting, key=lambda at: len(self._free[at])))
+            while self._free and self._held + size > self._limit:
+                self._held -= len(self._free.pop(0))
+            self._held += size
         if self._pinned:
             import torch
 
             pinned: Bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
             return pinned
-        return np.empty(size, np.uint8)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(AttributeError, OSError):  # Where there are none.
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(memory, np.uint8)
 
     def give(self, buffer: Bytes) -> None:
         """Return a buffer that nobody looks at any more."""
         with self._lock:
             self._free.append(buffer)
+
+    def close(self) -> None:
+        """Unmap what nobody uses."""
+        with self._lock:
+            self._held -= sum(map(len, self._free))
+            self._free.clear()
 
 
 class JobInputs:
@@ -211,12 +232,16 @@ class LoadedBlock:
 
         grain = self._inputs.grain
         step = max(1, size // grain) * grain
-        tensors = [self._tensor(index) for index in range(len(self.rows))]
+        tensors = self.tensors()
         if device.type != "cpu":
             tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
         for first in range(0, self.length, step):
             parts = [tensor[first : first + step].to(dtype) for tensor in tensors]
             yield Block(torch.stack(parts), self.start + first, grain)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Each input's elements in their own format."""
+        return [self._tensor(index) for index in range(len(self.rows))]
 
     def require_equal(self) -> None:
         """Raise InvalidInput unless all inputs hold the same bytes."""

@@ -7,13 +7,14 @@ index and shards must agree.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 from merge_core.chat_template import own_template
 from merge_core.errors import InvalidInput
+from merge_core.pickled_file import read_pickled
 from merge_core.safetensors_file import StoredTensor, read_header
 
 _COMPANIONS = (
@@ -34,6 +35,8 @@ _COMPANIONS = (
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
+PICKLED_SINGLE_NAME = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,16 @@ class Checkpoint:
         return str(self.config.get("model_type", ""))
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
+Headers: TypeAlias = Mapping[Path, Sequence[StoredTensor]]
+
+
+def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkpoint:
     """Read configs and headers of the checkpoint in ``directory``; no weights.
+
+    Args:
+        directory: Where it lies.
+        elsewhere: Headers of weight files that are not there yet (of a Hub repository, read from afar), by the path
+            that each file will have.
 
     Raises:
         InvalidInput: No config or weights, damaged or contradicting files, an index that leaves the directory.
@@ -78,22 +89,25 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if not directory.is_dir():
         raise InvalidInput(str(directory), found="no such directory", expected="a checkpoint directory")
     config = read_json(directory / "config.json")
-    index, single = directory / INDEX_NAME, directory / SINGLE_NAME
+    known = elsewhere or {}
+    index_name, single_name = _names_of_weights(directory, known)
+    index, single = directory / index_name, directory / single_name
     if index.exists():
-        tensors = _indexed(directory, index)
+        tensors = _indexed(directory, index, known)
         if single.exists() and any(tensor.file != single for tensor in tensors.values()):
             raise InvalidInput(
                 str(directory),
-                found=f"both {SINGLE_NAME} and {INDEX_NAME}, which does not name it",
+                found=f"both {single_name} and {index_name}, which does not name it",
                 expected="one of them: the other is left over from an earlier save",
                 remedy="delete the stale one",
             )
-    elif single.exists():
-        tensors = {tensor.name: tensor for tensor in read_header(single)}
+    elif single in known or single.exists():
+        tensors = {tensor.name: tensor for tensor in _header(single, known)}
     else:
-        tensors = _unindexed(directory)
+        tensors = _unindexed(directory, known)
     if not tensors:
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
+    tensors = _without_tied_heads(tensors, config)
     companions = {path for pattern in _COMPANIONS for path in directory.glob(pattern) if path.is_file()}
     names = tuple(sorted(str(path.relative_to(directory)) for path in companions))
     return Checkpoint(directory, config, tensors, names, own_template(directory))
@@ -118,7 +132,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
+def _names_of_weights(directory: Path, elsewhere: Headers) -> tuple[str, str]:
+    """Names of index and single file: of safetensors where there are any, else of pickled weights."""
+    pickled = any(directory.glob("pytorch_model*.bin"))
+    if pickled and not elsewhere and not any(directory.glob("*.safetensors")):
+        return PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME
+    return INDEX_NAME, SINGLE_NAME
+
+
+def _header(path: Path, elsewhere: Headers) -> Sequence[StoredTensor]:
+    if path in elsewhere:
+        return elsewhere[path]
+    return read_pickled(path) if path.suffix == ".bin" else read_header(path)
+
+
+def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InvalidInput(str(index), found="no 'weight_map'", expected="tensor name → file name")
@@ -133,7 +161,7 @@ def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
             )
     tensors: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(weight_map.values()):
-        for tensor in read_header(directory / file):
+        for tensor in _header(directory / file, elsewhere):
             named = weight_map.get(tensor.name, file)
             if named != file:
                 continue  # The index says which of two copies counts.
@@ -151,23 +179,30 @@ def _indexed(directory: Path, index: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _unindexed(directory: Path) -> dict[str, StoredTensor]:
-    files = sorted(directory.glob("*.safetensors"))
+def _unindexed(directory: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
+    files = sorted({*directory.glob("*.safetensors"), *elsewhere}) or sorted(directory.glob("pytorch_model*.bin"))
     if not files:
-        pickled = sorted(directory.glob("pytorch_model*.bin"))
-        raise InvalidInput(
-            str(directory),
-            found=f"{pickled[0].name}, a pickle" if pickled else "no weights",
-            expected="*.safetensors",
-            remedy="save the model with safe_serialization=True" if pickled else "",
-        )
+        raise InvalidInput(str(directory), found="no weights", expected="*.safetensors, or pytorch_model*.bin")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for tensor in read_header(file):
+        for tensor in _header(file, elsewhere):
             if tensor.name in tensors:
                 raise _duplicate(tensor, tensors[tensor.name])
             tensors[tensor.name] = tensor
     return tensors
+
+
+def _without_tied_heads(tensors: dict[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Without heads that are a second name for the bytes of another tensor, as pickled files of tied models have."""
+    if config.get("tie_word_embeddings") is False:
+        return tensors
+    heads = {name for name in tensors if name.endswith("lm_head.weight")}
+    others = {(tensor.file, tensor.offset) for name, tensor in tensors.items() if name not in heads and tensor.nbytes}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in heads or (tensor.file, tensor.offset) not in others
+    }
 
 
 def _duplicate(tensor: StoredTensor, other: StoredTensor) -> InvalidInput:

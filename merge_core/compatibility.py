@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from merge_core.architecture import is_head, is_optional, layer_count, ties_embeddings, vocabulary_size
+from merge_core.accounting import self_consistency, unconsumed
+from merge_core.architecture import ties_embeddings, vocabulary_size
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput
 from merge_core.findings import Finding, worst_first
-from merge_core.layers import place, stacks
-from merge_core.plan import MergePlan, assemble, donor_reference, planned_checkpoint
+from merge_core.plan import assemble, donor_reference, planned_checkpoint
 from merge_core.recipe import Recipe
 from merge_core.vocabulary import Vocabulary, differences, read_vocabulary
 
@@ -50,52 +50,19 @@ def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Fi
         for step in plan.steps:
             known[str(step.recipe.name)] = planned_checkpoint(step)
         for part in (*plan.steps, plan):
-            findings += _unconsumed(part, known, {finding.where for finding in problems})
+            findings += unconsumed(part, known, {finding.where for finding in problems})
     for document in (*recipe.steps, recipe):
         own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
         donor, aligned = str(donor_reference(document)), document.tokenizer is not None
         if donor not in own:
             continue
         for name, checkpoint in own.items():
-            findings += _self_consistency(name, checkpoint)
+            findings += self_consistency(name, checkpoint)
             if name != donor:
                 findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
         if not aligned:
             findings += _compare_vocabularies(donor, own)
     return worst_first(findings)
-
-
-def _self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    config = checkpoint.config
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else "unknown"
-        yield Finding(
-            "block",
-            f"{name}: config.json: quantization_config",
-            found=f"a quantised model ({method})",
-            expected="unquantised weights",
-            remedy="merge the unquantised models, then quantise the result",
-        )
-    named, depths = layer_count(config), stacks(checkpoint.tensors)
-    if named is not None and depths and named not in depths.values():
-        yield Finding(
-            "block",
-            f"{name}: config.json: num_hidden_layers",
-            found=f"{named}",
-            expected=f"the number of layers in the weights: {', '.join(map(str, depths.values()))}",
-            remedy="repair the config, or download the checkpoint again",
-        )
-    size = vocabulary_size(config)
-    for tensor in checkpoint.tensors.values():
-        if is_head(tensor.name) and size is not None and tensor.shape and tensor.shape[0] != size:
-            yield Finding(
-                "block",
-                f"{name}: {tensor.name}",
-                found=f"{tensor.shape[0]} rows",
-                expected=f"vocab_size {size} of config.json",
-                remedy="repair the config, or download the checkpoint again",
-            )
 
 
 def _compare_configs(
@@ -142,34 +109,6 @@ def _compare_configs(
                 else "its embeddings serve as its output head in the merge"
             ),
         )
-
-
-def _unconsumed(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known: set[str]) -> Iterator[Finding]:
-    used: dict[str, set[str]] = {}
-    for job in plan.jobs:
-        for item in job.inputs:
-            used.setdefault(item.model, set()).add(item.tensor.name)
-    cut = any(source.layers for module in plan.recipe.modules for part in module.slices for source in part.sources)
-    produced = {job.output.name for job in plan.jobs}
-    for model, names in used.items():
-        if any(finding.startswith(f"{model}: ") for finding in known):
-            continue  # What is wrong with this model has been said.
-        left = [name for name in checkpoints[model].tensors if name not in names]
-        if cut:
-            left = [name for name in left if place(name) is None and name not in produced]
-        for name in left[:5]:
-            optional = is_optional(name)
-            yield Finding(
-                "info" if optional else "block",
-                f"{model}: {name}",
-                found="the result has no such tensor" + (f" ({len(left)} in all)" if len(left) > 5 else ""),
-                expected="every tensor of every model is merged",
-                remedy=(
-                    "nothing to do: it is tied to the embeddings or computed by the library"
-                    if optional
-                    else "merge models of one architecture, or make this one the base_model"
-                ),
-            )
 
 
 def _compare_vocabularies(donor: str, own: Mapping[str, Checkpoint]) -> Iterator[Finding]:

@@ -1,12 +1,16 @@
-"""What a merge has finished, line by line, so that a killed one goes on where it was.
+"""What a merge has finished of a shard, line by line; and, by its lock, who works on it.
 
-A line is appended when all blocks of a tensor have been written, and when a shard is complete, flushed to the disk and
-hashed. After ``kill -9`` everything that was written is still there, so both kinds count. After a crash of the machine
-only what was flushed is certain: the journal remembers the boot it was written in, and in another boot only complete
-shards count.
+Every output shard has a journal file beside it. Who holds its lock (``flock``) works on it: so several processes, also
+on several machines that share the file system, divide a merge between them. The lock of a killed one is free at
+once, and whoever takes it goes on where the journal ends.
+
+A line is appended when all blocks of a tensor have been written, and when the shard is complete, flushed to the disk
+and hashed. After ``kill -9`` everything that was written is still there, so both kinds count. After a crash of the
+machine, or on another one, only what was flushed is certain: the journal remembers the boot it was written in, and in
+another boot only a complete shard counts.
 
 The first line identifies the merge: recipe, seed, inputs (path, size, time of change), device and layout. A journal of
-another merge is not continued; the merge starts from the beginning.
+another merge is not continued; its shard starts from the beginning.
 """
 
 from __future__ import annotations
@@ -14,81 +18,102 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from merge_core.health import TensorHealth
+from merge_core.layout import Shard
+from merge_core.participants import NAME, try_lock
 from merge_core.plan import MergePlan
-from merge_core.writer import PARTIAL, refusing_disk_errors
+from merge_core.writer import PARTIAL, final_or_partial, refusing_disk_errors
 
-NAME = f"journal{PARTIAL}"
 # To be raised whenever the engine would write other bytes for the same plan.
-ENGINE = 1
+ENGINE = 2
+_SUFFIX = f".journal{PARTIAL}"
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What an interrupted merge had done.
+class ShardJournal:
+    """The journal of one shard, claimed by this participant.
 
     Args:
-        tensors: Output tensor name → what was seen of it.
-        shards: File name → sha256 of complete shards.
+        shard: Which shard.
+        tensors: What was seen of the tensors that are written already, by name.
+        digest: sha256 of the shard if it is complete.
     """
 
-    tensors: Mapping[str, TensorHealth] = field(default_factory=dict)
-    shards: Mapping[str, str] = field(default_factory=dict)
-
-
-class Journal:
-    """The journal of one merge, open for appending."""
-
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, shard: Shard, entries: Sequence[Mapping[str, Any]]) -> None:
+        self.shard = shard
+        self.tensors = {e["tensor"]: TensorHealth.from_entry(e) for e in entries if "tensor" in e}
+        self.digest: str | None = next((e["sha256"] for e in entries if "sha256" in e), None)
         self._path, self._fd, self._lock = path, fd, Lock()
+        self._missing = len(shard.tensors) - len(self.tensors)
+        self._hashed: str | None = None
+        if self.digest is not None:
+            self.close()
 
     def tensor(self, health: TensorHealth) -> None:
         """All bytes of a tensor have been written."""
-        self._append({"tensor": health.name, "broken": health.broken, "zero": health.zero})
+        with self._lock:
+            self._append(health.entry())
+            self.tensors[health.name] = health
+            self._missing -= 1
+            self._finish()
 
-    def shard(self, name: str, digest: str) -> None:
-        """A shard is complete and on the disk."""
-        self._append({"shard": name, "sha256": digest})
+    def hashed(self, digest: str) -> None:
+        """The shard is on the disk, and this is its sha256. With the last tensor's line it is complete, and free."""
+        with self._lock:
+            self._hashed = digest
+            self._finish()
 
     def close(self) -> None:
-        """Close the file; it stays until :func:`forget`."""
-        os.close(self._fd)
+        """Give the shard to whoever wants it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _finish(self) -> None:
+        if self._hashed is not None and self._missing == 0:
+            self._append({"sha256": self._hashed})
+            self.digest = self._hashed
+            self.close()
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        line = json.dumps(entry).encode() + b"\n"
-        with self._lock, refusing_disk_errors(self._path):
-            os.write(self._fd, line)
+        with refusing_disk_errors(self._path):
+            os.write(self._fd, json.dumps(entry).encode() + b"\n")
 
 
-def open_journal(out: Path, identity: str, plan: MergePlan) -> tuple[Journal, Finished]:
-    """Continue the journal in ``out`` when it is of this merge and on this boot; else begin a new one."""
-    path = out / NAME
-    finished = _read(path, identity, plan)
+def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
+    """The journal of ``shard`` in ``out``, for this participant alone; None while another one has it.
+
+    It is continued when it is of this merge and can be believed, else begun anew. When it says that the shard is
+    complete, the claim is given back at once.
+    """
+    path = out / f"{shard.name}{_SUFFIX}"
     with refusing_disk_errors(path):
-        # Written anew, without a line that was cut off, then renamed: a kill in between loses nothing.
-        fresh = path.with_name(f"{NAME}{PARTIAL}")
-        lines: list[dict[str, Any]] = [{"merge": identity, "boot": _boot()}]
-        lines += [{"tensor": t.name, "broken": t.broken, "zero": t.zero} for t in finished.tensors.values()]
-        lines += [{"shard": name, "sha256": digest} for name, digest in finished.shards.items()]
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        fresh.rename(path)
-        return Journal(path, os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)), finished
-
-
-def forget(out: Path) -> None:
-    """Remove the journal of a finished merge."""
-    (out / NAME).unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            if not try_lock(fd):
+                os.close(fd)
+                return None
+            entries = _believed(fd, out, shard, identity)
+            return ShardJournal(path, fd, shard, entries)
+        except BaseException:
+            os.close(fd)
+            raise
 
 
 def exists(out: Path) -> bool:
     """Whether ``out`` holds an unfinished merge."""
     return (out / NAME).is_file()
+
+
+def forget(out: Path) -> None:
+    """Remove the journals of a finished merge."""
+    for path in out.glob(f"**/*{_SUFFIX}"):
+        path.unlink(missing_ok=True)
 
 
 def identity_of(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
@@ -113,32 +138,20 @@ def identity_of(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read(path: Path, identity: str, plan: MergePlan) -> Finished:
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return Finished()
-    entries = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    if not entries or entries[0].get("merge") != identity:
-        return Finished()
-    there = {
-        shard.name
-        for shard in plan.shards
-        if any(p.is_file() and p.stat().st_size == shard.size for p in _places(path.parent, shard.name))
-    }
-    shards = {e["shard"]: e["sha256"] for e in entries if e.get("shard") in there}
-    home = {name: shard.name for shard in plan.shards for name in shard.tensors}
-    trusted = there if entries[0].get("boot") == _boot() else set(shards)
-    tensors = {
-        e["tensor"]: TensorHealth(e["tensor"], e["broken"], e["zero"])
-        for e in entries
-        if "tensor" in e and home.get(e["tensor"]) in trusted
-    }
-    return Finished(tensors, shards)
-
-
-def _places(out: Path, shard: str) -> tuple[Path, Path]:
-    return out / shard, out / f"{shard}{PARTIAL}"
+def _believed(fd: int, out: Path, shard: Shard, identity: str) -> list[dict[str, Any]]:
+    """Entries that still hold; the file is cut after them, or begun anew when there are none."""
+    lines = os.pread(fd, os.fstat(fd).st_size, 0).splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    entries = [json.loads(line) for line in whole]
+    there = final_or_partial(out, shard)
+    same_boot = bool(entries) and entries[0].get("boot") == _boot()
+    complete = any("sha256" in entry for entry in entries)
+    if entries and entries[0].get("merge") == identity and there is not None and (same_boot or complete):
+        os.ftruncate(fd, sum(map(len, whole)))
+        return entries[1:]
+    os.ftruncate(fd, 0)
+    os.write(fd, json.dumps({"merge": identity, "boot": _boot()}).encode() + b"\n")
+    return []
 
 
 def _boot() -> str:

@@ -20,11 +20,11 @@ CONFIG = "config.json"
 STEPS = f"steps{PARTIAL}"
 
 
-def prepare_directory(out: Path, *, resuming: bool, expected: Collection[str] = ()) -> None:
-    """Make ``out``, or accept it when it holds nothing but the remains of an unfinished merge.
+def check_directory(out: Path, *, resuming: bool, expected: Collection[str] = ()) -> None:
+    """Accept ``out`` when it is empty or holds nothing but the remains of an unfinished merge.
 
     Args:
-        out: Output directory.
+        out: Output directory, exists.
         resuming: Whether a journal lies in it; then the files named in ``expected`` may lie there as well.
         expected: Names of the files that the merge writes.
 
@@ -32,7 +32,6 @@ def prepare_directory(out: Path, *, resuming: bool, expected: Collection[str] = 
         InvalidInput: Something else is there. Stale files beside new ones make checkpoints that load wrongly.
     """
     with refusing_disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
         ours = {Path(name).parts[0] for name in expected} if resuming else set()
         foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path) and path.name not in ours)
         if foreign:
@@ -42,7 +41,6 @@ def prepare_directory(out: Path, *, resuming: bool, expected: Collection[str] = 
                 expected="a new or empty directory",
                 remedy="choose another one",
             )
-        (out / CONFIG).unlink(missing_ok=True)  # Until the merge is finished again.
 
 
 def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:

@@ -6,12 +6,13 @@ Pure: nothing is read here. :func:`assemble` collects every problem on the way, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from merge_core import architecture
+from merge_core.accounting import self_consistency, unconsumed
 from merge_core.alignment import Alignment, RowMap, align, has_vocabulary_rows
 from merge_core.chat_template import chosen_template
 from merge_core.checkpoint import Checkpoint
@@ -82,6 +83,8 @@ class MergePlan:
         tokenizer: Checkpoint that gives the tokenizer files; the donor unless the recipe says otherwise.
         chat_template: Replaces the tokenizer's, if not None.
         steps: Merges to carry out before, whose results are inputs of this one (and of each other, in order).
+        findings: What does not balance: input tensors without a place, configs that disagree with tensors. They end up
+            in the record of the merge.
     """
 
     recipe: Recipe
@@ -94,6 +97,7 @@ class MergePlan:
     tokenizer: Checkpoint
     chat_template: str | None = None
     steps: tuple[MergePlan, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def method(self) -> Method:
@@ -121,7 +125,16 @@ def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePl
     blocking = [problem for problem in problems if problem.severity == "block"]
     if blocking:
         raise blocking[0].error()
-    return plan
+    return replace(plan, findings=tuple(_accounts(plan, checkpoints)))
+
+
+def _accounts(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+    known = {**checkpoints, **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
+    for part in (*plan.steps, plan):
+        findings = [*unconsumed(part, known, set()), *self_consistency("the result", planned_checkpoint(part))]
+        for ref in part.recipe.own_references():
+            findings += self_consistency(str(ref), known[str(ref)])
+        yield from (finding for finding in findings if finding.severity != "info")
 
 
 def donor_reference(recipe: Recipe) -> CheckpointRef:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,27 +62,34 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
         InvalidInput: The file is missing, truncated, or its header lies (see the module docstring).
     """
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise InvalidInput(str(path), found=f"{size} bytes", expected="a safetensors file", remedy=_DAMAGED)
-            length = struct.unpack("<Q", prefix)[0]
-            if length > MAX_HEADER_BYTES or length > size - 8:
-                raise InvalidInput(
-                    str(path),
-                    found=f"a header of {length} bytes in a file of {size}",
-                    expected=f"a header inside the file, at most {MAX_HEADER_BYTES} bytes",
-                    remedy=_DAMAGED,
-                )
-            text = file.read(length)
+        with path.open("rb", buffering=0) as file:
+            fd = file.fileno()
+            return fetch_header(lambda start, count: os.pread(fd, count, start), os.fstat(fd).st_size, path)
     except FileNotFoundError:
         raise InvalidInput(str(path), found="no such file", expected="a safetensors file") from None
     except OSError as error:
         raise InvalidInput(
             str(path), found=f"cannot be read: {error.strerror}", remedy="check disk and rights"
         ) from None
-    return parse_header(text, file_size=size, path=path)
+
+
+def fetch_header(read: Callable[[int, int], bytes], size: int, path: Path) -> tuple[StoredTensor, ...]:
+    """Tensors of a file of ``size`` bytes that may lie anywhere: ``read(start, count)`` is asked for its header only.
+
+    Raises:
+        InvalidInput: See :func:`read_header`.
+    """
+    if size < 8:
+        raise InvalidInput(str(path), found=f"{size} bytes", expected="a safetensors file", remedy=_DAMAGED)
+    length = int.from_bytes(read(0, 8), "little")
+    if length > MAX_HEADER_BYTES or length > size - 8:
+        raise InvalidInput(
+            str(path),
+            found=f"a header of {length} bytes in a file of {size}",
+            expected=f"a header inside the file, at most {MAX_HEADER_BYTES} bytes",
+            remedy=_DAMAGED,
+        )
+    return parse_header(read(8, length), file_size=size, path=path)
 
 
 def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTensor, ...]:

@@ -1,8 +1,8 @@
 """Output files: preallocated, written in place from any thread in any order, hashed on the way, named at the end.
 
-While a merge runs, a shard is called ``<name>.partial``. Only :meth:`ShardFiles.complete` gives the final names, after
-everything has been written and flushed to the disk; ``config.json``, without which nothing loads the directory, is
-written last of all by :mod:`merge_core.output`. So a directory of a failed merge never looks finished.
+While a merge runs, a shard is called ``<name>.partial``. Only :func:`name_shards` gives the final names, after all of
+them have been written and flushed to the disk; ``config.json``, without which nothing loads the directory, is written
+last of all by :mod:`merge_core.output`. So a directory of a failed merge never looks finished.
 
 SHA-256 needs bytes in their order, blocks finish in any order: one thread follows the written front of each shard and
 hashes what lies behind it. Those bytes were written a moment ago and come from the page cache, not from the disk.
@@ -15,8 +15,10 @@ import hashlib
 import heapq
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Literal
 
 from merge_core.errors import Refused
 from merge_core.layout import Shard
@@ -25,94 +27,103 @@ PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20
 
 
+class _OpenShard:
+    """A shard while it is written: its file, and which runs of bytes are there."""
+
+    def __init__(self, shard: Shard, fd: int, on_complete: Callable[[str], None]) -> None:
+        self.shard, self.fd, self.on_complete = shard, fd, on_complete
+        self.front = 0
+        self.written: list[tuple[int, int]] = []
+
+    def advance(self) -> int:
+        """End of what is written without a gap."""
+        while self.written and self.written[0][0] <= self.front:
+            self.front = max(self.front, heapq.heappop(self.written)[1])
+        return self.front
+
+
 class ShardFiles:
-    """The shards of one merge while it is written.
+    """The shards that this process writes, one after the other or several at once.
 
     Args:
         directory: Where they go; exists.
-        shards: What they hold.
-        written: Names of tensors that an interrupted merge has written already.
-        digests: File name → sha256 of shards that it has completed.
-        on_complete: Called with name and sha256 of a shard that is written, flushed to the disk and hashed.
-
-    Raises:
-        Refused: The disk is full or not writable.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        shards: Sequence[Shard],
-        *,
-        written: Collection[str] = (),
-        digests: Mapping[str, str] | None = None,
-        on_complete: Callable[[str, str], None] = lambda name, digest: None,
-    ) -> None:
-        self._directory, self._shards, self._on_complete = directory, list(shards), on_complete
-        self._fds: list[int] = []
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._condition = threading.Condition()
-        self._fronts = [0] * len(shards)
-        self._written: list[list[tuple[int, int]]] = [[] for _ in shards]
-        self._digests = [(digests or {}).get(shard.name) for shard in shards]
-        self._closing = False
+        self._open: dict[str, _OpenShard] = {}
+        self._queue: deque[_OpenShard] = deque()
+        self._closing: Literal["when done", "now"] | None = None
         self._failure: BaseException | None = None
-        try:
-            for shard in self._shards:
-                self._fds.append(self._create(shard))
-        except BaseException:
-            self._close_files()
-            raise
         self._hasher = threading.Thread(target=self._hash_all, name="sha256", daemon=True)
         self._hasher.start()
-        for index, shard in enumerate(self._shards):
-            self.write(index, 0, memoryview(shard.header))
-            with self._condition:
-                ends = (*shard.offsets[1:], shard.size)
-                for name, start, end in zip(shard.tensors, shard.offsets, ends, strict=True):
-                    if name in written:
-                        heapq.heappush(self._written[index], (start, end))
-                self._condition.notify()
 
-    def write(self, shard: int, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset`` of the shard number ``shard``; each byte is written exactly once.
+    def open(self, shard: Shard, *, written: Collection[str], on_complete: Callable[[str], None]) -> None:
+        """Begin or continue a shard.
+
+        Args:
+            shard: What it holds.
+            written: Names of its tensors that an interrupted merge has written already.
+            on_complete: Called with its sha256, from another thread, once it is written, flushed and hashed.
+
+        Raises:
+            Refused: The disk is full or not writable.
+        """
+        opened = _OpenShard(shard, self._create(shard), on_complete)
+        ends = (*shard.offsets[1:], shard.size)
+        for name, start, end in zip(shard.tensors, shard.offsets, ends, strict=True):
+            if name in written:
+                heapq.heappush(opened.written, (start, end))
+        with self._condition:
+            self._open[shard.name] = opened
+            self._queue.append(opened)
+        self.write(shard.name, 0, memoryview(shard.header))
+
+    def write(self, shard: str, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset`` of a shard; each byte is written exactly once.
 
         Raises:
             Refused: The disk is full or fails.
         """
-        path = self._path(self._shards[shard])
+        opened = self._open[shard]
         done = 0
-        with refusing_disk_errors(path):
+        with refusing_disk_errors(self._directory / f"{shard}{PARTIAL}"):
             while done < len(data):
-                done += os.pwrite(self._fds[shard], data[done:], offset + done)
+                done += os.pwrite(opened.fd, data[done:], offset + done)
         with self._condition:
-            heapq.heappush(self._written[shard], (offset, offset + len(data)))
-            if self._written[shard][0][0] <= self._fronts[shard]:
+            heapq.heappush(opened.written, (offset, offset + len(data)))
+            if opened.written[0][0] <= opened.front:
                 self._condition.notify()
 
-    def complete(self) -> dict[str, str]:
-        """Wait until every shard is on the disk and hashed, and give the files their names.
+    def complete(self) -> None:
+        """Wait until every shard is on the disk and hashed, and close the files.
 
-        Returns:
-            File name → sha256.
+        Raises:
+            Refused: The disk failed.
         """
-        self._hasher.join()
+        self._close("when done")
+        self.check()
+
+    def check(self) -> None:
+        """Raise what has gone wrong in the thread that hashes."""
         if self._failure is not None:
             raise self._failure
-        self._close_files()
-        for shard in self._shards:
-            self._path(shard).rename(self._directory / shard.name)
-        return {shard.name: str(digest) for shard, digest in zip(self._shards, self._digests, strict=True)}
 
     def abandon(self) -> None:
         """Stop after a failure; the partial files stay for whoever looks into it or resumes."""
+        self._close("now")
+
+    def _close(self, how: Literal["when done", "now"]) -> None:
         with self._condition:
-            self._closing = True
+            self._closing = how
             self._condition.notify_all()
         self._hasher.join()
-        self._close_files()
+        while self._open:
+            os.close(self._open.popitem()[1].fd)
 
     def _create(self, shard: Shard) -> int:
-        path = self._path(shard)
+        path = self._directory / f"{shard.name}{PARTIAL}"
         with refusing_disk_errors(path):
             final = self._directory / shard.name
             if final.exists():  # Killed between naming the files and the end: their content is as the journal says.
@@ -126,48 +137,59 @@ class ShardFiles:
                 raise
         return fd
 
-    def _path(self, shard: Shard) -> Path:
-        return self._directory / f"{shard.name}{PARTIAL}"
-
     def _hash_all(self) -> None:
         try:
             buffer = bytearray(_HASH_BYTES)
-            for index, shard in enumerate(self._shards):
-                if self._digests[index] is not None:
-                    continue
-                digest, done = hashlib.sha256(), 0
-                while done < shard.size:
-                    front = self._wait_for(index, done)
-                    if front is None:
-                        return
-                    while done < front:
-                        count = os.preadv(
-                            self._fds[index], [memoryview(buffer)[: min(front - done, _HASH_BYTES)]], done
-                        )
-                        digest.update(memoryview(buffer)[:count])
-                        done += count
-                with refusing_disk_errors(self._path(shard)):
-                    os.fsync(self._fds[index])
-                self._digests[index] = digest.hexdigest()
-                self._on_complete(shard.name, digest.hexdigest())
+            while (opened := self._next()) is not None:
+                if not self._hash(opened, memoryview(buffer)):
+                    return
         except BaseException as failure:
             self._failure = failure
 
-    def _wait_for(self, index: int, done: int) -> int | None:
-        """End of the written front of a shard, once it is beyond ``done``; None when the merge was abandoned."""
+    def _next(self) -> _OpenShard | None:
         with self._condition:
-            while not self._closing:
-                written = self._written[index]
-                while written and written[0][0] <= self._fronts[index]:
-                    self._fronts[index] = max(self._fronts[index], heapq.heappop(written)[1])
-                if self._fronts[index] > done:
-                    return self._fronts[index]
+            while self._closing != "now":
+                if self._queue:
+                    return self._queue.popleft()
+                if self._closing is not None:
+                    return None
                 self._condition.wait()
         return None
 
-    def _close_files(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
+    def _hash(self, opened: _OpenShard, buffer: memoryview) -> bool:
+        """Follow a shard to its end; False when it was abandoned."""
+        digest, done = hashlib.sha256(), 0
+        while done < opened.shard.size:
+            with self._condition:
+                while (front := opened.advance()) <= done and self._closing != "now":
+                    self._condition.wait()
+                if self._closing == "now":
+                    return False
+            while done < front:
+                count = os.preadv(opened.fd, [buffer[: min(front - done, _HASH_BYTES)]], done)
+                digest.update(buffer[:count])
+                done += count
+        with refusing_disk_errors(self._directory / f"{opened.shard.name}{PARTIAL}"):
+            os.fsync(opened.fd)
+        opened.on_complete(digest.hexdigest())
+        return True
+
+
+def name_shards(directory: Path, shards: Sequence[Shard]) -> None:
+    """Give the complete files their names, those that do not have them yet."""
+    for shard in shards:
+        path = directory / f"{shard.name}{PARTIAL}"
+        with refusing_disk_errors(path):
+            if path.exists():
+                path.rename(directory / shard.name)
+
+
+def final_or_partial(directory: Path, shard: Shard) -> Path | None:
+    """The file of a shard, under whichever name, if it has its size."""
+    for path in (directory / shard.name, directory / f"{shard.name}{PARTIAL}"):
+        if path.is_file() and path.stat().st_size == shard.size:
+            return path
+    return None
 
 
 class refusing_disk_errors:  # noqa: N801  # reads as the statement it is: `with refusing_disk_errors(path):`

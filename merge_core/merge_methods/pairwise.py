@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from merge_core.merge_methods.contract import (
     REQUIRED,
     Block,
@@ -12,11 +14,12 @@ from merge_core.merge_methods.contract import (
     Method,
     Parameter,
     Steps,
+    StoredBlock,
     TensorTask,
     joined,
     row_length,
 )
-from merge_core.merge_methods.selection import Request, Scores, select, value_of
+from merge_core.merge_methods.selection import Request, Scores, counters, select, value_of
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +37,12 @@ def _nearswap(task: TensorTask) -> Steps:
         share = (t / (base - other).abs().clamp(min=_NEAREST)).clamp(0.0, 1.0)
         return share * other + (1.0 - share) * base
 
-    return Map(of)
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.merge_methods import kernels
+
+        kernels.nearswap(block.data, block.rows, block.length, np.float32(t), np.float32(_NEAREST), out)
+
+    return Map(of, fused)
     yield  # A generator without a fold.
 
 
@@ -55,8 +63,17 @@ def _fusion(task: TensorTask) -> Steps:
         weighted: torch.Tensor = changes * rows[:, None]
         return weighted.flatten()
 
+    def rows_of(block: StoredBlock) -> Any:
+        first = block.start // block.grain
+        return divergence[first : first + block.length // block.grain].astype(np.float32)
+
+    def stored_importance(block: StoredBlock) -> Any:
+        from merge_core.merge_methods import kernels
+
+        return kernels.importances(block.data, block.rows, block.length, block.grain, rows_of(block))
+
     ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
-    scores = Scores(lambda block: importance(block).unsqueeze(0), task.dtype)
+    scores = Scores(lambda block: importance(block).unsqueeze(0), task.dtype, counters(stored_importance))
     cuts = yield from select(scores, [Request(0, rank) for rank in ranks])
     low, median, high = (value_of(cut, task.dtype) for cut in cuts)
     bound = median + 1.5 * (high - low)
@@ -66,7 +83,12 @@ def _fusion(task: TensorTask) -> Steps:
 
         return torch.where(importance(block) >= bound, block.inputs[1], block.base)
 
-    return Map(of)
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.merge_methods import kernels
+
+        kernels.fuse(block.data, block.rows, block.length, block.grain, rows_of(block), np.float32(bound), out)
+
+    return Map(of, fused)
 
 
 def _divergence(block: Block) -> torch.Tensor:

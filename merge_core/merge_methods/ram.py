@@ -9,9 +9,11 @@ Yuan et al. 2026, https://arxiv.org/abs/2601.13572.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from merge_core.merge_methods.contract import Block, Map, Method, Parameter, Steps, TensorTask, counts
+import numpy as np
+
+from merge_core.merge_methods.contract import Block, Map, Method, Parameter, Steps, StoredBlock, TensorTask, counts
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,12 @@ def _amplified(task: TensorTask) -> Steps:
         several = changed.sum(0) > 1
         return torch.stack(((changed & several).sum(-1), (changed & ~several).sum(-1)))
 
-    shared, unique = yield counts(of)
+    def fused(block: StoredBlock) -> Any:
+        from merge_core.merge_methods import kernels
+
+        return kernels.changes(block.data, block.rows, block.length, np.float32(epsilon))
+
+    shared, unique = yield counts(of, fused)
     factors = [
         1 + r * min(max(both / max(alone, epsilon), 0.0), alpha) if max(alone, epsilon) > 0 else 1 + r * alpha
         for both, alone in zip(shared.tolist(), unique.tolist(), strict=True)
@@ -55,7 +62,13 @@ def _map(factors: Sequence[float], epsilon: float) -> Map:
             total = total + torch.where(mine, delta * scale, 0.0)
         return block.base + total
 
-    return Map(of)
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.merge_methods import kernels
+
+        scales = np.array(factors, np.float32)
+        kernels.ram(block.data, block.rows, block.length, np.float32(epsilon), scales, out)
+
+    return Map(of, fused)
 
 
 _PAPER = "RAM, Yuan et al. 2026, https://arxiv.org/abs/2601.13572"

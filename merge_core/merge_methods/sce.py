@@ -7,10 +7,22 @@ the models; ``c_i`` is a model's share of the mean squares; only ``D_i`` of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from merge_core.merge_methods.contract import Block, Map, Method, Parameter, Steps, TensorTask, counts, sums
-from merge_core.merge_methods.selection import Cut, Request, Scores, bits, select, taken
+import numpy as np
+
+from merge_core.merge_methods.contract import (
+    Block,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    StoredBlock,
+    TensorTask,
+    counts,
+    sums,
+)
+from merge_core.merge_methods.selection import Cut, Request, Scores, bits, counters, select, taken
 
 if TYPE_CHECKING:
     import torch
@@ -25,11 +37,15 @@ def _steps(task: TensorTask) -> Steps:
     cut: Cut | None = None
     empty = False
     if share < 1:
-        varying = yield counts(lambda block: (_variance(block) > 0).sum().reshape(1))
+        varying = yield counts(
+            lambda block: (_variance(block) > 0).sum().reshape(1),
+            lambda block: np.count_nonzero(_stored_variance(block), axis=1),
+        )
         k = int(int(varying[0]) * share)
         empty = k <= 0
         if not empty:
-            (cut,) = yield from select(Scores(lambda block: _variance(block).unsqueeze(0), task.dtype), [Request(0, k)])
+            scores = Scores(lambda block: _variance(block).unsqueeze(0), task.dtype, counters(_stored_variance))
+            (cut,) = yield from select(scores, [Request(0, k)])
     if empty:
         return Map(lambda block: block.base)
 
@@ -39,7 +55,15 @@ def _steps(task: TensorTask) -> Steps:
         deltas = block.deltas()
         return deltas if cut is None else torch.where(taken(cut, bits(_variance(block)), block), deltas, 0.0)
 
-    squares = yield sums(lambda block: block.grain_sums(selected(block).double() ** 2))
+    table = np.array((cut.key, cut.wanted, cut.tied, cut.stride) if cut else (-1, 0, 0, 1), np.int64)
+    before = cut.before if cut else np.empty(0, np.int64)
+
+    def energies(block: StoredBlock) -> Any:
+        from merge_core.merge_methods import kernels
+
+        return kernels.energies(block.data, block.rows, block.length, block.start, block.grain, table, before)
+
+    squares = yield sums(lambda block: block.grain_sums(selected(block).double() ** 2), energies)
     means = [float(value) / task.numel for value in squares]
     total = sum(means)
     weights = [mean / total if total >= _NO_SHARES else 1 / len(means) for mean in means]
@@ -55,10 +79,18 @@ def _steps(task: TensorTask) -> Steps:
         for delta, weight in zip(deltas, weights, strict=True):
             agrees = torch.where(positive, delta > 0, delta < 0)
             merged = merged + torch.where(agrees, delta * weight, 0.0)
-            divisor = divisor + agrees * weight
+            divisor = divisor + agrees.to(delta.dtype) * weight
         return block.base + merged / divisor.clamp(min=_LEAST_DIVISOR)
 
-    return Map(of)
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.merge_methods import kernels
+
+        kernel: Any = kernels.sce
+        shares, least = np.array(weights, np.float32), np.float32(_LEAST_DIVISOR)
+        place = (block.data, block.rows, block.length, block.start, block.grain)
+        kernel(*place, table, before, shares, least, out)
+
+    return Map(of, fused)
 
 
 def _variance(block: Block) -> torch.Tensor:
@@ -72,6 +104,12 @@ def _variance(block: Block) -> torch.Tensor:
     for delta in deltas[1:]:
         total = total + (delta - mean) ** 2
     return total / len(deltas)
+
+
+def _stored_variance(block: StoredBlock) -> Any:
+    from merge_core.merge_methods import kernels
+
+    return kernels.variances(block.data, block.rows, block.length)
 
 
 METHODS = (

@@ -67,17 +67,49 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Where scores come from: ``[streams, elements]``, non-negative, float32 or float64; how many there are.
+class Counters:
+    """Fused twins of the passes: counts from stored blocks.
 
-    The fused twins count stored blocks: ``first`` → ``[streams, bins]`` and ``later`` and ``ties`` per request.
+    Args:
+        first: Leading digit → ``[streams, bins]``.
+        later: (block, streams, prefixes, shift, width): next digit → ``[requests, bins]``.
+        ties: (block, streams, keys): equal scores → ``[grains, requests]``.
     """
+
+    first: Callable[[StoredBlock], Array]
+    later: Callable[[StoredBlock, Array, Array, int, int], Array]
+    ties: Callable[[StoredBlock, Array, Array], Array]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Where scores come from: ``[streams, elements]``, non-negative, float32 or float64; how to count them fused."""
 
     of: Callable[[Block], torch.Tensor]
     dtype: Literal["float32", "float64"]
-    first: Callable[[StoredBlock], Array] | None = None
-    later: Callable[[StoredBlock, Array, Array, int, int], Array] | None = None
-    ties: Callable[[StoredBlock, Array, Array], Array] | None = None
+    fused: Counters | None = None
+
+
+def counters(scores: Callable[[StoredBlock], Array]) -> Counters:
+    """Counters for ``scores``, which gives float32 ``[streams, elements]`` of a stored block."""
+
+    def first(block: StoredBlock) -> Array:
+        from merge_core.merge_methods import kernels
+
+        shift, width = DIGITS["float32"][0]
+        return np.asarray(kernels.first_digit_of(scores(block), shift, 1 << width))
+
+    def later(block: StoredBlock, streams: Array, prefixes: Array, shift: int, width: int) -> Array:
+        from merge_core.merge_methods import kernels
+
+        return np.asarray(kernels.next_digit_of(scores(block), streams, prefixes, shift, width))
+
+    def ties(block: StoredBlock, streams: Array, keys: Array) -> Array:
+        from merge_core.merge_methods import kernels
+
+        return np.asarray(kernels.ties_of(scores(block), block.grain, streams, keys))
+
+    return Counters(first, later, ties)
 
 
 def bits(scores: torch.Tensor) -> torch.Tensor:
@@ -141,7 +173,7 @@ def _first_digit(scores: Scores, shift: int, width: int) -> Fold:
         digits = bits(scores.of(block)) >> shift
         return torch.stack([torch.bincount(row, minlength=1 << width) for row in digits])
 
-    return counts(of, scores.first)
+    return counts(of, scores.fused.first if scores.fused else None)
 
 
 def _next_digit(scores: Scores, streams: Array, prefixes: Array, shift: int, width: int) -> Fold:
@@ -156,9 +188,8 @@ def _next_digit(scores: Scores, streams: Array, prefixes: Array, shift: int, wid
             rows.append(torch.bincount((inside >> shift) & ((1 << width) - 1), minlength=1 << width))
         return torch.stack(rows)
 
-    later = scores.later
-    fused = None if later is None else lambda block: later(block, streams, prefixes, shift, width)
-    return counts(of, fused)
+    fused = scores.fused
+    return counts(of, (lambda block: fused.later(block, streams, prefixes, shift, width)) if fused else None)
 
 
 def _ties(scores: Scores, streams: Array, wanted: Array) -> Fold:
@@ -169,8 +200,8 @@ def _ties(scores: Scores, streams: Array, wanted: Array) -> Fold:
         rows = [keys[stream] == key for stream, key in zip(streams.tolist(), wanted.tolist(), strict=True)]
         return block.grains(torch.stack(rows).long()).sum(-1).T
 
-    ties = scores.ties
-    return joined(of, None if ties is None else lambda block: ties(block, streams, wanted))
+    fused = scores.fused
+    return joined(of, (lambda block: fused.ties(block, streams, wanted)) if fused else None)
 
 
 def _descend(histogram: Array, k: int) -> tuple[int, int, int]:

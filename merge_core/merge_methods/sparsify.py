@@ -17,7 +17,7 @@ import numpy as np
 
 from merge_core.merge_methods.contract import Block, Fold, TensorTask, sums
 from merge_core.merge_methods.masks import threshold, words
-from merge_core.merge_methods.selection import Cut, Request, Scores, bits, select, taken
+from merge_core.merge_methods.selection import Counters, Cut, Request, Scores, bits, select, taken
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +223,7 @@ def magnitudes(task: TensorTask) -> Scores:
 
         return kernels.ties(block.data, block.rows, block.length, block.grain, streams, keys)
 
-    return Scores(lambda block: block.deltas().abs(), task.dtype, first, later, ties)
+    return Scores(lambda block: block.deltas().abs(), task.dtype, Counters(first, later, ties))
 
 
 def _plain_rules(densities: Sequence[float]) -> list[Rule]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from family import HIDDEN, TOKENS, load, merge_text, random_tensors, save_checkpoint
 
-from merge_core import Settings, load_recipe, merge, open_checkpoint, plan_merge
+from merge_core import Settings, load_recipe, merge, methods, open_checkpoint, plan_merge
 from merge_core.errors import InvalidInput, Refused
 
 DARE = (
@@ -19,8 +19,6 @@ DARE = (
     "parameters: {weight: 0.5, density: 0.4}\ndtype: bfloat16\n"
 )
 TIES = DARE.replace("dare_ties", "ties")
-DELLA = DARE.replace("dare_ties", "della")
-BREADCRUMBS = DARE.replace("dare_ties", "breadcrumbs_ties")
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 
 
@@ -36,16 +34,39 @@ def wide(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("text", [DARE, TIES, LINEAR, DELLA, BREADCRUMBS])
+def recipe_of(method: str) -> str:
+    """A recipe that makes use of everything a method can do with these checkpoints."""
+    models = {"slerp": "a, b", "nuslerp": "a, b", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
+    parameters = {
+        "slerp": "t: 0.4",
+        "nearswap": "t: 0.0005",
+        "ramplus_tl": "epsilon: 0.0001",
+        "sce": "select_topk: 0.3",
+        "model_stock": "{}",
+        **dict.fromkeys(("karcher", "arcee_fusion", "passthrough", "ram"), "{}"),
+    }
+    weights = "weight: 0.5" + ("" if method in ("linear", "nuslerp", "multislerp") else ", density: 0.4")
+    chosen = ", ".join(f"{{model: {name}}}" for name in models.get(method, "a, b, c").split(", "))
+    base = "" if method in ("linear", "slerp", "karcher", "passthrough") else "base_model: base\n"
+    values = parameters.get(method, weights).removeprefix("{}")
+    return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{values}}}\ndtype: bfloat16\n"
+
+
+EVERY = sorted(methods())
+
+
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
-def test_bytes_do_not_depend_on_blocks_memory_or_threads(wide: Path, text: str, kernels: str) -> None:
-    ways = [{}, {"threads": 1}, {"block_elements": 16384}, {"block_elements": 32768, "resident_bytes": 0, "threads": 7}]
+@pytest.mark.parametrize("method", EVERY)
+def test_bytes_do_not_depend_on_blocks_memory_or_threads(wide: Path, method: str, kernels: str) -> None:
+    ways = [{}, {"threads": 1}, {"block_elements": 32768, "resident_bytes": 0, "threads": 7}]
+    text = recipe_of(method)
     files = [merge_text(text, wide, f"out{n}", kernels=kernels, **way).files for n, way in enumerate(ways)]
     assert all(other == files[0] for other in files)
 
 
-@pytest.mark.parametrize("text", [DARE, TIES, LINEAR, DELLA, BREADCRUMBS])
-def test_fused_kernels_and_their_reference_write_the_same_bytes(wide: Path, text: str) -> None:
+@pytest.mark.parametrize("method", EVERY)
+def test_fused_kernels_and_their_reference_write_the_same_bytes(wide: Path, method: str) -> None:
+    text = recipe_of(method)
     fused = merge_text(text, wide, "fused", kernels="fused")
     plain = merge_text(text, wide, "plain", kernels="torch")
     assert fused.files == plain.files

@@ -39,7 +39,7 @@ def test_the_fused_kernel_draws_the_same_words() -> None:
     key = mask_key(1, "layer", 0)
     for start, count in ((0, 64), (5, 33), (2**33 + 2, 10)):
         out = np.zeros(count + 2, np.uint32)
-        kernels._words(key[0], key[1], start, count, out)
+        kernels.words(key[0], key[1], start, count, out)
         assert out[start % 2 :][:count].tolist() == words(key, start, count, CPU).tolist()
 
 

@@ -1,0 +1,230 @@
+"""How long every merge method takes on this machine, beside a plain copy of the same bytes and beside mergekit.
+
+    python benchmarks/bench.py                                  # all methods, 1.24 B parameters in bfloat16
+    python benchmarks/bench.py --size small --repeat 1          # a few minutes
+    python benchmarks/bench.py --methods linear,ties --peer     # against mergekit 0.1.5 (make .venv-peer/ready)
+    python benchmarks/bench.py --giant 4e9                      # one tensor of 4 GB: is memory independent of it?
+
+Every run is a process of its own, started as a user starts it: ``mergegate merge RECIPE OUT``, its start included. Runs
+of one method take turns (copy, ours, peer, copy, ...), the table shows medians; a first one of ours is not counted, it
+may compile kernels. Inputs are dropped from the page cache before each run unless ``--warm``. Checkpoints are made once
+and kept in ``--directory`` until ``--clean``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from checkpoints import Family, ensure, giant_family, llama_family, weight_files
+from measure import Measurement, evict, measure
+from recipes import METHODS, Case, case
+
+PROJECT = Path(__file__).resolve().parent.parent
+PEER = PROJECT / ".venv-peer" / "bin" / "mergekit-yaml"
+SIZES = {"small": 2e8}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: medians over the runs, bytes and seconds.
+
+    Args:
+        method: Its name.
+        models: Number of checkpoints read.
+        moved: Bytes read and written.
+        copy: Seconds of the plain copy.
+        ours: Seconds of our whole process.
+        merge: Seconds that our merge itself took, without starting Python.
+        cpu: Processor seconds of our process.
+        memory: Our peak anonymous memory.
+        peer: Seconds of the peer's process, None when it was not run.
+        peer_memory: Its peak anonymous memory.
+        vram: Our peak memory on the GPU.
+        peer_vram: The peer's.
+        load: Load average of the machine before the method's first run.
+    """
+
+    method: str
+    models: int
+    moved: int
+    copy: float
+    ours: float
+    merge: float
+    cpu: float
+    memory: int
+    peer: float | None
+    peer_memory: int | None
+    vram: int
+    peer_vram: int | None
+    load: float
+
+
+def main(
+    arguments: Sequence[str] | None = None, *, device: str = "cpu", gauge: Callable[[], int] | None = None
+) -> None:
+    """Measure and print; on a GPU, ``gauge`` says how many of its bytes are in use."""
+    options = _options(arguments)
+    family = giant_family(int(options.giant)) if options.giant else llama_family(options.size)
+    place = ensure(family, options.directory)
+    names = options.methods.split(",") if options.methods else METHODS
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise SystemExit(f"--methods: unknown {unknown[0]!r}; known are {', '.join(METHODS)}")
+    if options.peer and not PEER.exists():
+        raise SystemExit("--peer: mergekit's environment is not there: make .venv-peer/ready")
+    print(_headline(family, options.warm, device))
+    rows = []
+    for name in names:
+        rows.append(_measure_method(case(name, family.fine_tunes), place, options, device, gauge))
+        print(_line(rows[-1]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if options.markdown:
+        options.markdown.write_text(_markdown(rows))
+    if options.clean:
+        shutil.rmtree(place)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default=1.24e9, type=lambda text: SIZES.get(text) or float(text))
+    parser.add_argument("--giant", type=float, metavar="BYTES", help="one tensor of that size in place of --size")
+    parser.add_argument("--methods", help="comma-separated; default: all")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--peer", action="store_true", help="also mergekit 0.1.5")
+    parser.add_argument("--peer-repeat", type=int, default=1, help="its runs: it takes minutes where we take seconds")
+    parser.add_argument("--warm", action="store_true", help="leave the inputs in the page cache")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path, help="write the table as docs/performance.md has it")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "mergegate-bench")
+    parser.add_argument("--clean", action="store_true", help="remove the checkpoints at the end")
+    return parser.parse_args(arguments)
+
+
+def _measure_method(
+    chosen: Case, place: Path, options: argparse.Namespace, device: str, gauge: Callable[[], int] | None
+) -> Row:
+    recipe = place / f"{chosen.method}.yaml"
+    recipe.write_text(chosen.recipe)
+    inputs = [file for model in chosen.models for file in weight_files(place / model)]
+    out = place / "out"
+    contenders: dict[str, Callable[[], Measurement]] = {
+        "copy": lambda: measure(
+            [sys.executable, Path(__file__).with_name("plain_copy.py"), out, *chosen.models], cwd=place
+        ),
+        "ours": lambda: measure(
+            [Path(sys.executable).with_name("mergegate"), "merge", recipe, out, "--device", device, "--json"],
+            cwd=place,
+            gauge=gauge,
+        ),
+    }
+    if options.peer:
+        how = ["--no-copy-tokenizer", "--no-write-model-card", "--random-seed", "0", "--quiet"]
+        if device != "cpu":
+            how += ["--device", device]
+        contenders["peer"] = lambda: measure(
+            [PEER, recipe, out, *how],
+            cwd=place,
+            environment={"HF_HUB_OFFLINE": "1"},
+            gauge=gauge,
+        )
+    _remove(out)
+    if not options.giant:  # There memory is the question, and every run takes a minute.
+        contenders["ours"]()  # Not counted.
+    load = os.getloadavg()[0]
+    runs: dict[str, list[Measurement]] = {name: [] for name in contenders}
+    for number in range(options.repeat):
+        for name, run in contenders.items():
+            if name == "peer" and number >= options.peer_repeat:
+                continue
+            _remove(out)
+            if not options.warm:
+                evict(inputs)
+            runs[name].append(run())
+    _remove(out)
+
+    def median(name: str) -> float:
+        return statistics.median(run.seconds for run in runs[name])
+
+    ours = runs["ours"]
+    written = sum(file.stat().st_size for file in weight_files(place / chosen.models[0]))
+    return Row(
+        method=chosen.method,
+        models=len(chosen.models),
+        moved=sum(file.stat().st_size for file in inputs) + written,
+        copy=median("copy"),
+        ours=median("ours"),
+        merge=statistics.median(json.loads(run.output)["seconds"] for run in ours),
+        cpu=statistics.median(run.cpu_seconds for run in ours),
+        memory=max(run.peak_anonymous for run in ours),
+        peer=median("peer") if options.peer else None,
+        peer_memory=max(run.peak_anonymous for run in runs["peer"]) if options.peer else None,
+        vram=max(run.peak_device for run in ours),
+        peer_vram=max(run.peak_device for run in runs["peer"]) if options.peer else None,
+        load=load,
+    )
+
+
+def _remove(out: Path) -> None:
+    for path in (out, out.with_name(f"{out.name}.partial")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _headline(family: Family, warm: bool, device: str) -> str:
+    vram = "" if device == "cpu" else f"{'VRAM':>9}{'peer VRAM':>10}"
+    cache = (
+        "warm: inputs stay in the page cache" if warm else "cold: inputs dropped from the page cache before each run"
+    )
+    return (
+        f"{family.name}: {family.parameters / 1e6:,.0f} M parameters in bfloat16, "
+        f"{family.nbytes / 1e9:.2f} GB a checkpoint; {os.cpu_count()} cores, {device}; {cache}\n"
+        f"{'method':17}{'models':>7}{'copy':>8}{'ours':>8}{'merge':>8}{'cpu':>8}{'GB/s':>7}{'memory':>9}"
+        f"{'x copy':>8}{'peer':>9}{'memory':>9}{'peer x':>8}{'load':>6}{vram}"
+    )
+
+
+def _line(row: Row) -> str:
+    peer = f"{'-':>9}{'-':>9}{'-':>8}"
+    if row.peer is not None and row.peer_memory is not None:
+        peer = f"{row.peer:7.1f} s{_gib(row.peer_memory)}{row.peer / row.ours:8.1f}"
+    vram = f"{_gib(row.vram)}{_gib(row.peer_vram) if row.peer_vram else '-':>10}" if row.vram else ""
+    speed = row.moved / row.ours / 1e9
+    return (
+        f"{row.method:17}{row.models:7}{row.copy:6.1f} s{row.ours:6.1f} s{row.merge:6.1f} s{row.cpu:6.1f} s"
+        f"{speed:7.2f}{_gib(row.memory)}{row.ours / row.copy:8.2f}{peer}{row.load:6.1f}{vram}"
+    )
+
+
+def _markdown(rows: Sequence[Row]) -> str:
+    with_peer = any(row.peer is not None for row in rows)
+    peer_head = " mergekit | its memory | mergekit / ours |" if with_peer else ""
+    lines = [
+        f"| method | checkpoints read | plain copy | ours | GB/s | ours / copy | memory |{peer_head} load |",
+        "|---|---|---|---|---|---|---|" + ("---|---|---|" if with_peer else "") + "---|",
+    ]
+    for row in rows:
+        peer = ""
+        if row.peer is not None and row.peer_memory is not None:
+            peer = f" {row.peer:.0f} s | {_gib(row.peer_memory).strip()} | {row.peer / row.ours:.1f} |"
+        lines.append(
+            f"| {row.method} | {row.models} | {row.copy:.1f} s | {row.ours:.1f} s | {row.moved / row.ours / 1e9:.2f} "
+            f"| {row.ours / row.copy:.1f} | {_gib(row.memory).strip()} |{peer} {row.load:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:5.2f} GiB"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Arithmetic of every merge method, in units of a plain reference loop: the table in ``merge_core/method_costs.py``.
+
+    .venv/bin/python benchmarks/method_costs.py
+
+Passes run on one thread over random bfloat16 blocks in memory, with the kernels that the engine would take. A unit is
+the time that :func:`merge_core.probe.reference_pass` takes per element on the same machine at the same moment, so the
+table holds (roughly) on machines of other speeds.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from merge_core.merge_methods import methods
+from merge_core.merge_methods.contract import REQUIRED, Block, Fold, Map, Method, StoredBlock, TensorTask
+from merge_core.merge_methods.masks import mask_key
+from merge_core.probe import reference_pass
+
+ROWS, COLUMNS = 512, 4096
+ELEMENTS = ROWS * COLUMNS
+TILE = 1 << 15
+REQUIRED_VALUES = {"weight": 0.5, "t": 0.5}
+CHOSEN = {"density": 0.5, "select_topk": 0.5}
+
+
+def main() -> None:
+    """Print one line per method: units per input element in its folds (together) and in its map."""
+    torch.set_num_threads(1)
+    print(f"{'method':<18}{'folds':>6}{'fold units':>12}{'map units':>12}   kernels")
+    for name, method in sorted(methods().items()):
+        inputs = {"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1}.get(name, 4)
+        folds, fold_time, map_time, fused = measured(method, inputs)
+        unit = min(unit_time() for _ in range(5))
+        per_fold = fold_time / max(folds, 1) / inputs / unit
+        print(f"{name:<18}{folds:>6}{per_fold:>12.2f}{map_time / inputs / unit:>12.2f}   {fused}")
+
+
+def unit_time() -> float:
+    """CPU seconds of the reference loop for :data:`ELEMENTS` elements."""
+    began = time.thread_time()
+    reference_pass(ELEMENTS)
+    return time.thread_time() - began
+
+
+def measured(method: Method, inputs: int) -> tuple[int, float, float, str]:
+    """Number of folds, their time and the map's, and which kernels ran; seconds for :data:`ELEMENTS` elements."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(ELEMENTS, generator=generator) * 0.02
+    noise = torch.randn(inputs, ELEMENTS, generator=generator) * 0.002
+    stored = (base + noise).to(torch.bfloat16)
+    task = task_of(method, inputs)
+    grain = method.grain(task.shape, task.shared)
+    numbers: Any = stored.view(torch.uint16).numpy().reshape(-1)
+    block = StoredBlock(numbers, np.arange(inputs, dtype=np.int64) * ELEMENTS, ELEMENTS, 0, grain)
+    steps = method.steps(task)
+    result: Any = None  # What starts a generator.
+    folds, seconds, fused = 0, 0.0, True
+    while True:
+        try:
+            step: Fold | Map = steps.send(result)
+        except StopIteration as stop:
+            step = stop.value
+        began, spent = time.thread_time(), float("inf")
+        for _ in range(3):
+            began = time.thread_time()
+            parts = run(step, block, stored, grain)
+            spent = min(spent, time.thread_time() - began)
+        fused &= step.fused is not None
+        if isinstance(step, Map):
+            return folds, seconds, spent, "fused" if fused else "torch"
+        folds += 1
+        seconds += spent
+        result = step.combine(parts)
+
+
+def run(step: Fold | Map, block: StoredBlock, stored: torch.Tensor, grain: int) -> list[Any]:
+    """One pass over all elements."""
+    if step.fused is not None and isinstance(step, Map):
+        step.fused(block, np.empty(ELEMENTS, np.uint16))
+        return []
+    if step.fused is not None and isinstance(step, Fold):
+        return [step.fused(block)]
+    size = max(1, TILE // grain) * grain
+    tiles = [
+        Block(torch.stack([row[first : first + size].float() for row in stored]), first, grain)
+        for first in range(0, ELEMENTS, size)
+    ]
+    if isinstance(step, Map):
+        torch.cat([step.of(tile).to(torch.bfloat16) for tile in tiles])
+        return []
+    return [step.of(tile).numpy().copy() for tile in tiles]
+
+
+def task_of(method: Method, inputs: int) -> TensorTask:
+    """A task with typical values of the method's parameters."""
+    has_base = method.base == "required"
+    values = {
+        parameter.name: CHOSEN.get(
+            parameter.name, REQUIRED_VALUES[parameter.name] if parameter.default is REQUIRED else parameter.default
+        )
+        for parameter in method.parameters
+    }
+    shared = {p.name: values[p.name] for p in method.parameters if p.scope == "shared"}
+    own = {p.name: values[p.name] for p in method.parameters if p.scope != "shared"}
+    return TensorTask(
+        name="model.layers.0.mlp.up_proj.weight",
+        shape=(ROWS, COLUMNS),
+        dtype="float32",
+        has_base=has_base,
+        shared=shared,
+        per_input=tuple({} if has_base and index == 0 else own for index in range(inputs)),
+        seeds=tuple(mask_key(0, "x", index) for index in range(inputs)),
+    )
+
+
+if __name__ == "__main__":
+    main()

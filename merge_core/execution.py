@@ -1,0 +1,247 @@
+"""Running one recipe document: blocks are read, folded, mapped and written by a few threads, many tensors at a time.
+
+Each thread takes the next block, reads its inputs, computes, and writes the output in place; while one waits for the
+disk the others compute, so reading, computing and writing overlap without queues between them. The number of tensors in
+work is bounded by a memory budget, whatever their size. Reductions are combined in element order, masks depend on
+indices only: the bytes written do not depend on block size, budget or number of threads.
+
+Output shards are claimed one by one, as soon as there is nothing more to begin in those before; shards that another
+participant has claimed are looked after until they are complete.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from merge_core import journal
+from merge_core.blocks import BufferPool
+from merge_core.devices import Devices, own_stream
+from merge_core.health import TensorHealth
+from merge_core.layout import Shard
+from merge_core.plan import MergePlan, TensorJob
+from merge_core.settings import Settings
+from merge_core.tensor_run import Surroundings, TensorRun
+from merge_core.writer import ShardFiles
+
+if TYPE_CHECKING:
+    import torch
+
+# Below this much input, compiling fused kernels would take longer than it saves.
+_FUSE_FROM_BYTES = 256 << 20
+_PROGRESS_SECONDS = 0.1
+# Beside what stays in memory between passes: blocks that are read again, and results.
+_BLOCKS_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has been written.
+
+    Args:
+        digests: File name → sha256 of the shards.
+        health: What was seen of every tensor, in the order of the plan.
+        found: Output bytes that others had written: an interrupted merge, or another participant.
+    """
+
+    digests: Mapping[str, str]
+    health: tuple[TensorHealth, ...]
+    found: int
+
+
+def execute(
+    plan: MergePlan,
+    place: Path,
+    *,
+    seed: int,
+    devices: Devices,
+    settings: Settings,
+    files: Mapping[Path, int],
+    on_progress: Callable[[int], None] | None,
+) -> Outcome:
+    """Write all shards of ``plan`` into ``place``, together with whoever else does so.
+
+    Args:
+        plan: One document; its steps are done.
+        place: Directory, exists.
+        seed: Of the random masks.
+        devices: Where to compute.
+        settings: How to run.
+        files: Open file descriptor of every input file.
+        on_progress: Called in this thread with the output bytes done.
+    """
+    return _Run(plan, place, seed, devices, settings, files, on_progress).execute()
+
+
+@dataclass
+class _Load:
+    """What is being worked on: how many tensors, and bytes of inputs that stay in memory."""
+
+    tensors: int = 0
+    resident: int = 0
+    by_device: dict[torch.device, int] = field(default_factory=dict)
+
+
+class _Run:
+    """State that the threads of one merge share."""
+
+    def __init__(
+        self,
+        plan: MergePlan,
+        place: Path,
+        seed: int,
+        devices: Devices,
+        settings: Settings,
+        files: Mapping[Path, int],
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
+        self._plan, self._place, self._settings, self._on_progress = plan, place, settings, on_progress
+        fused = devices.kind == "cpu" and (
+            settings.kernels == "fused" or (settings.kernels == "auto" and plan.bytes_read >= _FUSE_FROM_BYTES)
+        )
+        way = f"seed {seed}, {devices.kind}, {'fused' if fused else 'torch'}"
+        self._identity = journal.identity_of(plan, files, way)
+        self._around = Surroundings(
+            method=plan.method,
+            step=plan.recipe.name,
+            seed=seed,
+            fused=fused,
+            settings=settings,
+            files=files,
+            pool=BufferPool(settings.resident_bytes + _BLOCKS_BYTES, pinned=devices.kind == "cuda"),
+            submit=self._submit,
+            write=self._write,
+            finished=self._finished,
+        )
+        self._jobs = {job.output.name: job for job in plan.jobs}
+        self._at = {
+            name: (shard, offset)
+            for shard in plan.shards
+            for name, offset in zip(shard.tensors, shard.offsets, strict=True)
+        }
+        self._claims: dict[str, journal.ShardJournal] = {}
+        self._condition = threading.Condition()
+        self._load = _Load(by_device=dict.fromkeys(devices.all, 0))
+        self._failure: BaseException | None = None
+        self._done = self._found = 0
+        self._output = ShardFiles(place)
+        self._executor = ThreadPoolExecutor(settings.workers, thread_name_prefix="merge")
+
+    def execute(self) -> Outcome:
+        try:
+            left = list(self._plan.shards)
+            while left:
+                left = [shard for shard in left if not self._take(shard)]
+                self._wait(lambda: self._load.tensors == 0)
+                if left:
+                    time.sleep(_PROGRESS_SECONDS)  # They are somebody else's, who may finish them or die.
+            self._executor.shutdown()
+            self._output.complete()
+        except BaseException as failure:
+            self._fail(failure)
+            self._executor.shutdown(cancel_futures=True)
+            self._output.abandon()
+            raise
+        finally:
+            for claimed in self._claims.values():
+                claimed.close()
+            self._around.pool.close()
+        if self._on_progress is not None:
+            self._on_progress(self._plan.bytes_written)
+        seen = {name: health for claimed in self._claims.values() for name, health in claimed.tensors.items()}
+        return Outcome(
+            digests={name: str(claimed.digest) for name, claimed in self._claims.items()},
+            health=tuple(seen[job.output.name] for job in self._plan.jobs),
+            found=self._found,
+        )
+
+    def _take(self, shard: Shard) -> bool:
+        """Begin all that is left of ``shard``; False when another participant has it."""
+        claimed = journal.claim(self._place, shard, self._identity)
+        if claimed is None:
+            return False
+        self._claims[shard.name] = claimed
+        found = sum(self._jobs[name].output.nbytes for name in claimed.tensors)
+        with self._condition:
+            self._found += found
+            self._done += found
+        if claimed.digest is None:
+            self._output.open(shard, written=claimed.tensors.keys(), on_complete=claimed.hashed)
+            for name in shard.tensors:
+                if name not in claimed.tensors:
+                    self._admit(self._jobs[name])
+        return True
+
+    def _admit(self, job: TensorJob) -> None:
+        limit = self._settings.resident_bytes
+        need = job.nbytes_in if 4 * job.nbytes_in <= 3 * limit else 0
+        load = self._load
+
+        def room() -> bool:
+            few = load.tensors < 4 * self._settings.workers
+            return load.tensors == 0 or (few and load.resident + need <= limit)
+
+        self._wait(room)
+        with self._condition:
+            device = min(load.by_device, key=lambda device: load.by_device[device])
+            load.tensors += 1
+            load.resident += need
+            load.by_device[device] += job.nbytes_in
+        self._submit(device, TensorRun(self._around, job, device, need).begin)
+
+    def _submit(self, device: torch.device, work: Callable[[], None]) -> None:
+        """Have ``work`` done by one of the threads, unless the merge has failed."""
+
+        def guarded() -> None:
+            if self._failure is not None:
+                return
+            try:
+                with own_stream(device):
+                    work()
+            except BaseException as failure:
+                self._fail(failure)
+
+        try:
+            self._executor.submit(guarded)
+        except RuntimeError:  # The pool is shut down: only after a failure.
+            if self._failure is None:
+                raise
+
+    def _fail(self, failure: BaseException) -> None:
+        """Stop everything; the first failure is the one reported."""
+        with self._condition:
+            if self._failure is None:
+                self._failure = failure
+            self._condition.notify_all()
+
+    def _write(self, name: str, start: int, data: memoryview) -> None:
+        shard, offset = self._at[name]
+        self._output.write(shard.name, offset + start, data)
+        with self._condition:
+            self._done += len(data)
+
+    def _finished(self, run: TensorRun, health: TensorHealth) -> None:
+        self._claims[self._at[health.name][0].name].tensor(health)
+        with self._condition:
+            self._load.tensors -= 1
+            self._load.resident -= run.resident
+            self._load.by_device[run.device] -= run.job.nbytes_in
+            self._condition.notify_all()
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: until() or self._failure is not None, _PROGRESS_SECONDS)
+                if self._failure is not None:
+                    raise self._failure
+                ready, done = until(), self._done
+            self._output.check()
+            if self._on_progress is not None:
+                self._on_progress(done)
+            if ready:
+                return

@@ -1,0 +1,240 @@
+"""The same recipe gives the same weights as mergekit 0.1.5: to the last digits where nothing is random, in distribution
+where something is.
+
+mergekit runs its own command lines in an environment of its own (``make .venv-peer/ready``), all recipes in one
+process. Without that environment these tests are skipped, unless MERGEGATE_REQUIRE_PEER is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from peer_family import write_family
+from peer_recipes import DENSITY, DETERMINISTIC, EXAMPLES, NEAR, RANDOM, random_of_one, random_of_three
+from safetensors import safe_open
+
+from merge_core import Settings, load_recipe, merge, open_checkpoint, plan_merge
+
+pytestmark = pytest.mark.peer
+
+PEER = Path(__file__).resolve().parents[2] / ".venv-peer" / "bin" / "python"
+SCRIPT = Path(__file__).with_name("run_mergekit.py")
+SEEDS = range(24)
+
+# Family → distance of the fine-tunes from the base, and format.
+FAMILIES = {
+    "far": (0.03, torch.float32),
+    "near": (0.0002, torch.float32),
+    "exact": (0.03, torch.float64),
+    "exact-near": (0.0002, torch.float64),
+}
+# One model without an output head of its own among others that have one; and all without.
+TIED = {"one-tied": ("two",), "all-tied": ("base", "one", "two", "three")}
+CASES = [(family, name) for family in FAMILIES for name in (NEAR if "near" in family else DETERMINISTIC)]
+CASES += [(family, name) for family in TIED for name in ("linear weighted", "task_arithmetic", "ties", "linear cut")]
+RANDOM_CASES = {"one": random_of_one, "three": random_of_three}
+
+Tensors = Mapping[str, np.ndarray]
+
+
+class Peer:
+    """What mergekit made of every recipe."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.jobs: list[dict[str, object]] = []
+        for family, (spread, dtype) in FAMILIES.items():
+            write_family(root / family, spread=spread, dtype=dtype, ties=spread < 0.001)
+        for family, tied in TIED.items():
+            write_family(root / family, spread=0.03, dtype=torch.float32, tied=tied)
+        for family, name in CASES:
+            self._add(family, name, DETERMINISTIC[name])
+        for method in RANDOM:
+            for models, recipe in RANDOM_CASES.items():
+                for seed in SEEDS:
+                    self._add("far", f"{method} of {models}", recipe(method), seed=seed)
+        for name, (recipe, final) in EXAMPLES.items():
+            self._add("far", name, recipe, final=final)
+        (root / "jobs.json").write_text(json.dumps(self.jobs))
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        ran = subprocess.run(
+            [PEER, SCRIPT, root / "jobs.json", root / "results.json"],
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        self.errors: dict[str, str | None] = json.loads((root / "results.json").read_text())
+
+    def _add(self, family: str, name: str, recipe: str, *, seed: int = 0, final: str | None = None) -> None:
+        out = self._out(family, name, seed)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Its loaders are remembered by name for the whole process: a name must mean one checkpoint.
+        self._recipe(family, name).write_text(
+            re.sub(r"(model: )(base|one|two|three)\b", rf"\1{family}/\2", recipe), encoding="utf-8"
+        )
+        self.jobs.append(
+            {
+                "recipe": str(self._recipe(family, name)),
+                "out": str(out),
+                "seed": seed,
+                "multi": "\n---\n" in recipe,
+                "final": final,
+            }
+        )
+
+    def _out(self, family: str, name: str, seed: int) -> Path:
+        return self.root / "peer" / family / f"{name.replace(' ', '-')}-{seed}"
+
+    def _recipe(self, family: str, name: str) -> Path:
+        return self.root / "peer" / family / f"{name.replace(' ', '-')}.yaml"
+
+    def theirs(self, family: str, name: str, seed: int = 0) -> Tensors:
+        """mergekit's output for a recipe."""
+        out = self._out(family, name, seed)
+        assert self.errors[str(out)] is None, f"mergekit: {self.errors[str(out)]}"
+        return load(out)
+
+    def ours(
+        self, family: str, name: str, out: Path, *, seed: int = 0, kernels: Literal["torch", "fused"] = "torch"
+    ) -> Tensors:
+        """Our output for the same file."""
+        recipe = load_recipe(self._recipe(family, name))
+        checkpoints = {str(ref): open_checkpoint(self.root / ref.path) for ref in recipe.references()}
+        settings = Settings(threads=2, kernels=kernels)
+        merge(plan_merge(recipe, checkpoints), out, seed=seed, device="cpu", settings=settings)
+        return load(out)
+
+    def both(self, name: str, out: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """``[elements]`` of the base, ``[seeds, elements]`` of their and of our merges of a random method."""
+        theirs = np.stack([flat(self.theirs("far", name, seed)) for seed in SEEDS])
+        ours = np.stack([flat(self.ours("far", name, out / str(seed), seed=seed)) for seed in SEEDS])
+        return flat(load(self.root / "far" / "base")), theirs, ours
+
+
+@pytest.fixture(scope="session")
+def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
+    """mergekit's results."""
+    if not PEER.exists():
+        message = "mergekit's environment is not there: make .venv-peer/ready"
+        if os.environ.get("MERGEGATE_REQUIRE_PEER"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return Peer(tmp_path_factory.mktemp("mergekit"))
+
+
+def load(directory: Path) -> Tensors:
+    """A checkpoint in float64."""
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            tensors.update({name: opened.get_tensor(name).double().numpy() for name in opened.keys()})  # noqa: SIM118  # it is no mapping
+    return tensors
+
+
+def flat(tensors: Tensors) -> np.ndarray:
+    """All elements, in the order of the names."""
+    return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+
+
+def formats(directory: Path) -> dict[str, str]:
+    """Tensor name → format as stored."""
+    found: dict[str, str] = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            found.update({name: opened.get_slice(name).get_dtype() for name in opened.keys()})  # noqa: SIM118  # it is no mapping
+    return found
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}: {name}" for family, name in CASES])
+def test_the_recipe_means_the_same(peer: Peer, family: str, name: str, tmp_path: Path) -> None:
+    compare(peer, family, name, peer.ours(family, name, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_the_recipe_means_the_same_to_fused_kernels(peer: Peer, name: str, tmp_path: Path) -> None:
+    compare(peer, "far", name, peer.ours("far", name, tmp_path / "out", kernels="fused"))
+
+
+def compare(peer: Peer, family: str, name: str, ours: Tensors) -> None:
+    # Largest difference per tensor, relative to the tensor's largest magnitude. In float32 sums differ by their order;
+    # in float64 only a formula can differ, but mergekit's factors of ramplus_tl are float32 there too.
+    limit = 1e-6 if not family.startswith("exact") or name.startswith("ramplus_tl") else 1e-12
+    theirs = peer.theirs(family, name)
+    assert ours.keys() == theirs.keys()
+    found = {name: np.abs(ours[name] - theirs[name]).max() / max(np.abs(theirs[name]).max(), 1e-30) for name in theirs}
+    wrong = {tensor: f"{size:.1e}" for tensor, size in found.items() if not size <= limit}
+    assert not wrong, f"{len(wrong)} of {len(found)} tensors"
+
+
+@pytest.mark.parametrize("method", RANDOM)
+def test_random_masks_keep_as_much_and_the_same_norm(peer: Peer, method: str, tmp_path: Path) -> None:
+    base, *merged = peer.both(f"{method} of one", tmp_path)
+    tuned = load(peer.root / "far" / "one")
+    delta = flat(tuned) - base
+    ends = np.cumsum([tensor.size for _, tensor in sorted(tuned.items())])[:-1]
+    for results in merged:
+        kept = results != base
+        deviation = (DENSITY * (1 - DENSITY) / kept.size) ** 0.5
+        assert abs(kept.mean() - DENSITY) < 5 * deviation
+        for change in results - base:
+            whole = [np.abs(part).sum() for part in np.split(delta, ends)]
+            left = [np.abs(part).sum() for part in np.split(change, ends)]
+            # Of a tensor of 16 elements sometimes none is left; of most others all can be restored.
+            assert sum(part == 0 for part in left) <= 2
+            for part, expected in zip(left, whole, strict=True):
+                assert part in (0, pytest.approx(expected, rel=1e-5))
+
+
+@pytest.mark.parametrize("method", ["della", "della_linear"])
+def test_large_elements_of_a_row_are_kept_as_much_more_often(peer: Peer, method: str, tmp_path: Path) -> None:
+    base, theirs, ours = peer.both(f"{method} of one", tmp_path)
+    tuned = load(peer.root / "far" / "one")
+    original = load(peer.root / "far" / "base")
+    # Rank of every element in its row, 0 to 1.
+    ranks = []
+    for name in sorted(tuned):
+        rows = np.abs(tuned[name] - original[name]).reshape(-1, tuned[name].shape[-1])
+        ranks.append((rows.argsort(axis=1).argsort(axis=1) / (rows.shape[1] - 1)).ravel())
+    rank = np.concatenate(ranks)
+    for low in (0.0, 0.25, 0.5, 0.75):
+        part = (rank >= low) & (rank <= low + 0.25)
+        expected = (DENSITY - 0.08 + 2 * 0.08 * rank[part]).mean()
+        for results in (theirs, ours):
+            share = (results[:, part] != base[part]).mean()
+            assert abs(share - expected) < 5 * (0.25 / (part.sum() * len(SEEDS))) ** 0.5
+
+
+@pytest.mark.parametrize("models", RANDOM_CASES)
+@pytest.mark.parametrize("method", RANDOM)
+def test_random_merges_have_the_same_expectation(peer: Peer, method: str, models: str, tmp_path: Path) -> None:
+    base, theirs, ours = peer.both(f"{method} of {models}", tmp_path)
+    for of_theirs, of_ours in ((theirs - base, ours - base), (np.abs(theirs - base), np.abs(ours - base))):
+        # Two samples per element: the mean of t squared over all elements is that of Student's distribution.
+        variance = (of_theirs.var(axis=0, ddof=1) + of_ours.var(axis=0, ddof=1)) / len(SEEDS)
+        varies = variance > 0
+        t = (of_ours.mean(axis=0) - of_theirs.mean(axis=0))[varies] / np.sqrt(variance[varies])
+        freedom = 2 * len(SEEDS) - 2
+        assert varies.mean() > 0.9
+        assert abs((t**2).mean() - freedom / (freedom - 2)) < 0.15
+        assert abs(t.mean()) < 0.1
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_mergekit_shows_as_examples_runs_unchanged(peer: Peer, name: str, tmp_path: Path) -> None:
+    theirs, ours = peer.theirs("far", name), peer.ours("far", name, tmp_path / "out")
+    assert {key: tensor.shape for key, tensor in ours.items()} == {key: tensor.shape for key, tensor in theirs.items()}
+    assert formats(tmp_path / "out") == formats(peer._out("far", name, 0))
+    # mergekit rounds the inputs to half precision and computes in it, which moves some elements across a threshold.
+    near = [np.abs(ours[key] - theirs[key]) <= 0.01 * np.abs(theirs[key]).max() for key in theirs]
+    assert np.concatenate([part.ravel() for part in near]).mean() > 0.9

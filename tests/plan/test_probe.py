@@ -1,0 +1,120 @@
+"""Measuring a machine: bounded, and gone without a trace."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from merge_core import probe
+from merge_core.errors import InvalidInput
+from merge_core.estimate import Rates
+from merge_core.probe import measure, measure_bus, place_of, recall, reference_pass, remember
+
+RATES = Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=False, measured_at=time.time())
+
+
+class FakeDisk:
+    """A disk of a given speed, and a clock that only it moves."""
+
+    def __init__(self, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rate, self.now, self.sizes = rate, 0.0, list[int]()
+        monkeypatch.setattr("merge_core.probe.time.perf_counter", lambda: self.now)
+
+    def step(self, size: int) -> None:
+        self.sizes.append(size)
+        self.now += size / self.rate
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(range(256)) * 40_000)
+    return file
+
+
+@pytest.mark.parametrize("with_inputs", [True, False])
+def test_a_probe_gives_rates_and_leaves_nothing(tmp_path: Path, weights: Path, with_inputs: bool) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    before = weights.stat()
+    rates = measure([weights] if with_inputs else [], out, cores=2)
+    assert min(rates.read, rates.write, rates.copy, rates.hash, rates.units) > 0
+    assert rates.same_disk
+    assert list(out.iterdir()) == []
+    assert (weights.stat().st_mtime_ns, weights.stat().st_size) == (before.st_mtime_ns, before.st_size)
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e8, 1e11])
+def test_a_fast_disk_is_asked_for_more_and_no_disk_for_longer(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FakeDisk(rate, monkeypatch)
+    measured, total = probe._growing(disk.step, (1 << 18, 1 << 26), seconds=0.1)
+    assert measured == pytest.approx(rate)
+    assert total == sum(disk.sizes)
+    assert disk.now <= max(0.1, (1 << 18) / rate)  # One smallest step is the least there is.
+    if rate == 1e11:
+        assert disk.sizes[-1] == 1 << 26
+
+
+def test_a_hiccup_does_not_decide_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FakeDisk(1e9, monkeypatch)
+
+    def step(size: int) -> None:
+        disk.step(size)
+        disk.now += 0.05 if len(disk.sizes) == 3 else 0.0
+
+    assert probe._growing(step, (1 << 18, 1 << 22), seconds=1.0)[0] == pytest.approx(1e9)
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        measure([], tmp_path / "missing", cores=1)
+
+
+def test_an_input_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        probe._input_rate([tmp_path])
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidInput, match="cuda:99, which is not there"):
+        measure_bus("cuda:99")
+
+
+def test_a_memory_that_cannot_be_written_is_no_failure(tmp_path: Path, weights: Path) -> None:
+    remember(weights / "rates.json", "here", RATES)
+    assert recall(weights / "rates.json", "here", max_age=3600) is None
+
+
+def test_more_elements_take_longer() -> None:
+    few, many = (min(reference_pass(elements) for _ in range(3)) for elements in (1 << 18, 1 << 22))
+    assert many > 4 * few
+
+
+def test_rates_are_remembered_by_place_and_for_a_while(tmp_path: Path) -> None:
+    memory = tmp_path / "state" / "rates.json"
+    old = replace(RATES, measured_at=time.time() - 7200)
+    remember(memory, "here", RATES)
+    remember(memory, "there", old)
+    assert recall(memory, "here", max_age=3600) == RATES
+    assert recall(memory, "there", max_age=3600) is None
+    assert recall(memory, "there", max_age=10_000) == old
+    assert recall(memory, "elsewhere", max_age=3600) is None
+    assert [path.name for path in memory.parent.iterdir()] == ["rates.json"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"here": {"read": 1}}', '{"here": 7}'])
+def test_a_damaged_memory_is_only_forgotten(tmp_path: Path, content: str) -> None:
+    memory = tmp_path / "rates.json"
+    memory.write_text(content)
+    assert recall(memory, "here", max_age=3600) is None
+    remember(memory, "here", RATES)
+    assert recall(memory, "here", max_age=3600) == RATES
+
+
+def test_a_place_is_a_machine_with_its_disks_and_device(tmp_path: Path, weights: Path) -> None:
+    here = place_of([weights], tmp_path, cores=2, device="cpu")
+    assert here == place_of([weights, weights], tmp_path, cores=2, device="cpu")
+    assert here != place_of([weights], tmp_path, cores=2, device="cuda")
