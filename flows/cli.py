@@ -80,14 +80,15 @@ def merge(
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],
     out: Annotated[Path, typer.Argument(help="Directory for the merged checkpoint; must not exist yet.")],
     seed: Annotated[int, typer.Option(help="Seed of the random masks (DARE and its kin).")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda (all of them) or cuda:N.")] = "auto",
+    share: Annotated[bool, typer.Option("--share", help="Work together with others that are started alike.")] = False,
     as_json: Json = False,
 ) -> None:
     """Only merge: recipe in, checkpoint out. No licence check, no evaluation, no gate."""
     with _refusals(as_json):
         from flows.merging import merge_to
 
-        record = merge_to(recipe, out, seed=seed, device=device, console=_console(as_json))
+        record = merge_to(recipe, out, seed=seed, device=device, share=share, console=_console(as_json))
         if as_json:
             print(json.dumps(record))
 

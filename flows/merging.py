@@ -15,14 +15,20 @@ from tasks.merge import start_or_resume
 from tasks.pin import find_parents
 
 
-def merge_to(recipe_file: Path, out: Path, *, seed: int, device: str, console: Console) -> dict[str, object]:
+def merge_to(
+    recipe_file: Path, out: Path, *, seed: int, device: str, share: bool, console: Console
+) -> dict[str, object]:
     """Merge ``recipe_file`` into ``out`` and return what was made, as plain data.
+
+    Args:
+        share: Work directly in ``out``, together with every process that was started alike (see ``merge_core.engine``);
+            until it is finished it has no ``config.json``. Alone, it does not exist until it is finished.
 
     Raises:
         InvalidInput: for a recipe that cannot mean anything, or an ``out`` that exists.
-        Refused: when the parents do not fit each other.
+        Refused: when the parents do not fit each other, or what came out is not healthy.
     """
-    if out.exists():
+    if out.exists() and not share:
         raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
     recipe = load_recipe(recipe_file)
     checkpoints = {parent.ref: open_checkpoint(parent.directory) for parent in find_parents(recipe)}
@@ -32,8 +38,9 @@ def merge_to(recipe_file: Path, out: Path, *, seed: int, device: str, console: C
             raise Refused(finding.where, found=finding.found, expected=finding.expected, remedy=finding.remedy)
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
     plan = plan_merge(recipe, checkpoints)
-    partial = out.with_name(f"{out.name}.partial")
-    start_or_resume(partial)
+    place = out if share else out.with_name(f"{out.name}.partial")
+    if not share:
+        start_or_resume(place)
     columns = (
         TextColumn(recipe.summary()),
         BarColumn(),
@@ -45,17 +52,20 @@ def merge_to(recipe_file: Path, out: Path, *, seed: int, device: str, console: C
         job = bar.add_task("merge", total=None)
         record = merge_weights(
             plan,
-            partial,
+            place,
             seed=seed,
             device=device,
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
         )
+    if record.note:
+        console.print(record.note)
     for finding in record.findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
         if finding.severity == "block":
-            shutil.rmtree(partial)
+            shutil.rmtree(place, ignore_errors=share)  # another participant may have been as quick
             raise Refused(finding.where, found=finding.found, expected=finding.expected, remedy=finding.remedy)
-    partial.rename(out)
+    if not share:
+        place.rename(out)
     console.print(f"{out}: {record.tensors} tensors, {record.bytes_written / 1e6:,.1f} MB in {record.seconds:.1f} s")
     return {
         "out": str(out),

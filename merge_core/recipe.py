@@ -415,13 +415,19 @@ def _check_required(recipe: Recipe, method: Method) -> None:
 
 
 def _in_order(recipes: list[Recipe], where: str) -> Recipe:
-    """Documents that name each other, sorted so that each comes after those it needs; the unnamed one is the result."""
-    unnamed = [recipe for recipe in recipes if recipe.name is None]
+    """Documents that name each other, sorted so that each comes after those it needs.
+
+    The result is the one without a name; where all have names, the one that no other needs.
+    """
     names = [recipe.name for recipe in recipes if recipe.name is not None]
-    if len(unnamed) != 1:
+    needed = {str(ref) for recipe in recipes for ref in recipe.own_references()}
+    results = [recipe for recipe in recipes if recipe.name is None] or [
+        recipe for recipe in recipes if recipe.name not in needed
+    ]
+    if len(results) != 1:
         raise InvalidInput(
             where,
-            found=f"{len(unnamed)} documents without 'name'",
+            found=f"{len(results)} documents that no other needs",
             expected="exactly one: it is the result, the others are steps towards it",
         )
     twice = [name for index, name in enumerate(names) if name in names[:index]]
@@ -443,11 +449,11 @@ def _in_order(recipes: list[Recipe], where: str) -> Recipe:
             open_names.pop()
             ordered.append(step)
 
-    visit(unnamed[0])
-    unused = [name for name in names if by_name[name] not in ordered]
+    visit(results[0])
+    unused = [name for name in names if by_name[name] not in (*ordered, results[0])]
     if unused:
         raise InvalidInput(by_name[unused[0]].where, found=f"{unused[0]!r} is used by no other document")
-    return replace(unnamed[0], steps=tuple(ordered))
+    return replace(results[0], steps=tuple(ordered))
 
 
 def _mapping(value: object, where: str, known: tuple[str, ...], separator: str = ".") -> Mapping[str, Any]:

@@ -49,6 +49,19 @@ def test_every_ending_has_its_exit_code_and_words(
     assert "Traceback" not in done.stderr
 
 
+def test_merges_that_share_a_directory_make_what_one_makes(tmp_path: Path) -> None:
+    recipe = str(PROFILES / "demo" / "recipes" / "dare_ties.yaml")
+    assert run("merge", recipe, "alone", cwd=tmp_path).returncode == 0
+    command = [MERGEGATE, "merge", recipe, "together", "--share"]
+    together = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(3)]
+    codes = [process.wait(120) for process in together]
+    # Whoever comes when all is done is told so: the directory is not empty.
+    assert set(codes) <= {0, 2}
+    assert 0 in codes
+    alone = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "together").iterdir()} == alone
+
+
 def test_help_does_not_wait_for_heavy_imports(tmp_path: Path) -> None:
     code = "import sys; sys.argv = ['mergegate', '--help']\nfrom flows.cli import main\ntry:\n main()\nfinally:\n"
     code += " print(sorted({'torch', 'prefect', 'numpy', 'transformers'} & set(sys.modules)), file=sys.stderr)"
