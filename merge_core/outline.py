@@ -111,6 +111,8 @@ def _parts(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str | None, 
 
 
 def _stack_of(module: Module, found: Mapping[str, int], where: str) -> str:
+    if module.name == "default" and len(found) == 1:  # the peer's name for the only part of a plain language model
+        return next(iter(found))
     names = (str(module.name), *_ALSO_CALLED.get(str(module.name), ()))
     for name in names:
         fitting = [stack for stack in found if stack == name or name in stack.split(".")]

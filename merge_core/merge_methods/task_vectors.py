@@ -86,8 +86,10 @@ def mix(mixing: Mixing, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tenso
         counted = [torch.where(positive, value > 0, value < 0) for value in weighted]
         total = _add([torch.where(counts, value, 0.0) for counts, value in zip(counted, weighted, strict=True)])
         if mixing.normalize:
-            shares = [counts * weight for counts, weight in zip(counted, mixing.weights, strict=True)]
-            divisor = _add([share.to(base.dtype) for share in shares])
+            # Widened first: a truth value times a number is float32 in torch, whatever the number's own precision.
+            divisor = _add(
+                [counts.to(base.dtype) * weight for counts, weight in zip(counted, mixing.weights, strict=True)]
+            )
             total = total / torch.where(divisor == 0, 1.0, divisor)
     return base + total * mixing.scale
 
