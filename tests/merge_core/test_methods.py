@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from family import load, merge_text
+import torch
+from family import load, merge_text, save_checkpoint
 
 MODELS = """
 models:
@@ -158,3 +159,14 @@ def test_a_method_gives_what_its_formula_says(family: Path, case: str, kernels: 
             inputs["base"][name] if has_base else None, [inputs[model][name] for model in models], **arguments
         )
         np.testing.assert_allclose(merged, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_float64_inputs_are_merged_in_float64_to_the_last_weight(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    base = generator.normal(size=(8, 8))
+    models = [base + 0.1 * generator.normal(size=(8, 8)) for _ in range(3)]
+    for name, values in zip(("base", "a", "b", "c"), (base, *models), strict=True):
+        save_checkpoint(tmp_path / name, {"model.embed_tokens.weight": torch.from_numpy(values)})
+    merge_text("merge_method: ties" + MODELS, tmp_path, "out")
+    expected = oracle.ties(base, models, weight=WEIGHTS, density=DENSITIES)
+    np.testing.assert_allclose(load(tmp_path / "out")["model.embed_tokens.weight"], expected, rtol=1e-14, atol=1e-14)

@@ -55,3 +55,17 @@ def test_a_part_that_does_not_exist_is_refused(seeing: Path) -> None:
 def test_a_part_that_no_module_covers_is_refused(seeing: Path) -> None:
     with pytest.raises(InvalidInput, match=r"nothing about model\.visual\.blocks"):
         merge_text(MODULES.split("  vision_tower")[0], seeing)
+
+
+def test_the_only_part_of_a_plain_language_model_is_called_default(tmp_path: Path) -> None:
+    for seed, model in enumerate("ab"):
+        generator = torch.Generator().manual_seed(seed)
+        names = ["model.embed_tokens.weight", "lm_head.weight", *(f"model.layers.{n}.mlp.weight" for n in range(2))]
+        tensors = {name: torch.randn(4, 4, generator=generator) for name in names}
+        save_checkpoint(tmp_path / model, tensors, config={"num_hidden_layers": 2, "tie_word_embeddings": False})
+    models = "models: [{model: a, parameters: {weight: 0.3}}, {model: b, parameters: {weight: 0.7}}]"
+    merge_text(f"merge_method: linear\n{models}", tmp_path, "plain")
+    merge_text(f"merge_method: linear\nmodules:\n  default:\n    {models}", tmp_path, "module")
+    plain, module = load(tmp_path / "plain"), load(tmp_path / "module")
+    assert plain.keys() == module.keys()
+    assert all(np.array_equal(plain[name], module[name]) for name in plain)

@@ -95,6 +95,21 @@ def test_slices_of_unequal_length_are_refused() -> None:
         load_recipe(f"merge_method: slerp\nslices: [{{sources: {sources}}}]\nparameters: {{t: 0.5}}")
 
 
+def test_where_all_documents_have_names_the_result_is_the_one_that_no_other_needs() -> None:
+    text = """
+name: last
+merge_method: linear
+models: [{model: first, parameters: {weight: 1}}, {model: c, parameters: {weight: 1}}]
+---
+name: first
+merge_method: linear
+models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}}]
+"""
+    recipe = load_recipe(text)
+    assert recipe.name == "last"
+    assert [str(ref) for ref in recipe.references()] == ["a", "b", "c"]
+
+
 def test_documents_that_need_each_other_come_in_the_order_of_computing() -> None:
     def text(name: str, models: str) -> str:
         return f"{name}merge_method: linear\nmodels: {models}\nparameters: {{weight: 1}}\n"
