@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from merge_core.chat_template import FILE
+from merge_core.durable import fsync
 from merge_core.errors import InvalidInput
 from merge_core.layout import index_text
 from merge_core.plan import MergePlan
@@ -61,7 +62,7 @@ def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:
     for name, content in contents.items():  # The config is the last one.
         _write(out / name, content)
     with refusing_disk_errors(out):
-        _sync_directory(out)
+        fsync(out)
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
@@ -103,14 +104,6 @@ def _write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _is_ours(path: Path) -> bool:
