@@ -10,8 +10,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from merge_core import load_recipe, open_checkpoint, plan_merge, preflight
 from merge_core import merge as merge_weights
+from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput, Refused
-from tasks.merge import start_or_resume
 from tasks.pin import find_parents
 
 

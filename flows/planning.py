@@ -193,7 +193,7 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
     rows.append(("read", _bytes(needs.bytes_read), _plural(needs.input_files, "file")))
     if needs.read_again:
         large = _plural(needs.read_again, "large tensor")
-        rows.append(("read again", _bytes(needs.bytes_read_again), f"{large} in up to {needs.passes} passes"))
+        rows.append(("read again", _bytes(needs.bytes_from_disk_again), f"{large} in up to {needs.passes} passes"))
     rows.append(("write", _bytes(needs.bytes_written), _plural(needs.shards, "file")))
     rows.append(("memory", _bytes(needs.memory), "at the peak, about"))
     if needs.gpu_memory:

@@ -1,12 +1,12 @@
 """The inputs of a job, block by block: read into reused memory, then seen as stored numbers or as tensors.
 
-A job whose inputs fit into the memory budget is read once and kept for all passes; a larger one is read again in every
-pass. The result is the same.
+Every pass reads them again: the second time they come from the page cache, at the speed of memory.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merge_core.alignment import RowMap
+from merge_core.dtypes import numbers, patterns
 from merge_core.errors import InvalidInput
 from merge_core.merge_methods.contract import Block, StoredBlock
 from merge_core.plan import Input, TensorJob
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 _ALIGN = 64
 # Sizes of buffers are multiples of this, so that they fit again.
 _PIECE = 1 << 20
+# Of each input, so that a few huge tensors do not drive each other out of the page cache.
+_AHEAD_BYTES = 128 << 20
+# Linux reads no more than a little for one piece of advice, whatever it asks for.
+_ADVICE_BYTES = 1 << 20
 
 
 class BufferPool:
@@ -81,6 +86,21 @@ class BufferPool:
             self._free.clear()
 
 
+def read_ahead(job: TensorJob, files: Mapping[Path, int]) -> None:
+    """Have the system read the beginning of each input into the page cache, without waiting for it.
+
+    The disk then works while kernels are loaded and other tensors are computed.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for item in job.inputs:
+        tensor = item.tensor
+        fd, end = files[tensor.file], tensor.offset + min(tensor.nbytes, _AHEAD_BYTES)
+        for start in range(tensor.offset, end, _ADVICE_BYTES):
+            with suppress(OSError):  # It is advice: reading will find out what is wrong.
+                os.posix_fadvise(fd, start, min(_ADVICE_BYTES, end - start), os.POSIX_FADV_WILLNEED)
+
+
 class JobInputs:
     """The inputs of one job.
 
@@ -90,53 +110,26 @@ class JobInputs:
         block: Elements per block (the last one is shorter).
         grain: Elements per grain; divides ``block``.
         pool: Where memory comes from.
-        resident: Whether everything stays in memory between passes.
     """
 
-    def __init__(
-        self, job: TensorJob, files: Mapping[Path, int], *, block: int, grain: int, pool: BufferPool, resident: bool
-    ) -> None:
+    def __init__(self, job: TensorJob, files: Mapping[Path, int], *, block: int, grain: int, pool: BufferPool) -> None:
         self.job, self.block, self.grain = job, block, grain
         self.numel = job.output.numel
         self.count = -(-self.numel // block)
         self._files, self._pool = files, pool
         self._sizes = [item.tensor.dtype.size for item in job.inputs]
-        self._resident: Bytes | None = None
-        self._have = [False] * self.count
-        if resident:
-            self._resident = pool.take(self._extent(self.numel))
-
-    def release(self) -> None:
-        """Give the memory back."""
-        if self._resident is not None:
-            self._pool.give(self._resident)
-            self._resident = None
 
     def load(self, number: int) -> LoadedBlock:
         """Block ``number`` in memory; close it (``with``) when its numbers are no longer needed."""
         start = number * self.block
         length = min(self.block, self.numel - start)
-        if self._resident is not None:
-            rows = self._rows(self._resident, self.numel, start, length)
-            if not self._have[number]:
-                self._read(rows, start)
-                self._have[number] = True
-            return LoadedBlock(self, self._resident, rows, start, length, None)
-        buffer = self._pool.take(self._extent(length))
-        rows = self._rows(buffer, length, 0, length)
-        self._read(rows, start)
-        return LoadedBlock(self, buffer, rows, start, length, self._pool)
-
-    def _extent(self, length: int) -> int:
-        return sum(_aligned(length * size) for size in self._sizes)
-
-    def _rows(self, buffer: Bytes, capacity: int, start: int, length: int) -> list[Bytes]:
+        buffer = self._pool.take(sum(_aligned(length * size) for size in self._sizes))
         rows, position = [], 0
         for size in self._sizes:
-            first = position + start * size
-            rows.append(buffer[first : first + length * size])
-            position += _aligned(capacity * size)
-        return rows
+            rows.append(buffer[position : position + length * size])
+            position += _aligned(length * size)
+        self._read(rows, start)
+        return LoadedBlock(self, buffer, rows, start, length, self._pool)
 
     def _read(self, rows: list[Bytes], start: int) -> None:
         for item, row, size in zip(self.job.inputs, rows, self._sizes, strict=True):
@@ -197,22 +190,21 @@ class LoadedBlock:
     """A block of a job's inputs in memory."""
 
     def __init__(
-        self, inputs: JobInputs, buffer: Bytes, rows: list[Bytes], start: int, length: int, pool: BufferPool | None
+        self, inputs: JobInputs, buffer: Bytes, rows: list[Bytes], start: int, length: int, pool: BufferPool
     ) -> None:
         self.rows, self.start, self.length = rows, start, length
+        self.dtypes = [item.tensor.dtype for item in inputs.job.inputs]
         self._inputs, self._buffer, self._pool = inputs, buffer, pool
 
     def __enter__(self) -> LoadedBlock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.give(self._buffer)
+        self._pool.give(self._buffer)
 
     def stored(self) -> StoredBlock:
         """The numbers as they are stored (bfloat16 or float32 throughout), for fused kernels."""
-        job = self._inputs.job
-        codes = {item.tensor.dtype.code for item in job.inputs}
+        codes = {dtype.code for dtype in self.dtypes}
         if codes == {"BF16"} or codes == {"F32"}:
             kind: Any = np.uint16 if codes == {"BF16"} else np.float32
             size = np.dtype(kind).itemsize
@@ -220,28 +212,25 @@ class LoadedBlock:
             starts = [(row.__array_interface__["data"][0] - base) // size for row in self.rows]
             whole = self._buffer[: len(self._buffer) // size * size].view(kind)
             return StoredBlock(whole, np.array(starts, np.int64), self.length, self.start, self._inputs.grain)
-        import torch
-
-        wide = torch.cat([self._tensor(index).to(torch.float32) for index in range(len(self.rows))])
+        wide = [
+            numbers(patterns(row, dtype), dtype).astype(np.float32)
+            for row, dtype in zip(self.rows, self.dtypes, strict=True)
+        ]
         rows_at = np.arange(len(self.rows), dtype=np.int64) * self.length
-        return StoredBlock(wide.numpy(), rows_at, self.length, self.start, self._inputs.grain)
+        return StoredBlock(np.concatenate(wide), rows_at, self.length, self.start, self._inputs.grain)
 
-    def tiles(self, size: int, device: torch.device, dtype: torch.dtype) -> Iterator[Block]:
+    def tiles(self, size: int, device: str, dtype: torch.dtype) -> Iterator[Block]:
         """The block as tensors of ``dtype`` on ``device``, in pieces of at most ``size`` elements (whole grains)."""
         import torch
 
         grain = self._inputs.grain
         step = max(1, size // grain) * grain
-        tensors = self.tensors()
-        if device.type != "cpu":
+        tensors = [self._tensor(index) for index in range(len(self.rows))]
+        if device != "cpu":
             tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
         for first in range(0, self.length, step):
             parts = [tensor[first : first + step].to(dtype) for tensor in tensors]
             yield Block(torch.stack(parts), self.start + first, grain)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Each input's elements in their own format."""
-        return [self._tensor(index) for index in range(len(self.rows))]
 
     def require_equal(self) -> None:
         """Raise InvalidInput unless all inputs hold the same bytes."""
@@ -258,7 +247,7 @@ class LoadedBlock:
     def _tensor(self, index: int) -> torch.Tensor:
         import torch
 
-        dtype: torch.dtype = getattr(torch, self._inputs.job.inputs[index].tensor.dtype.torch_name)
+        dtype: torch.dtype = getattr(torch, self.dtypes[index].torch_name)
         return torch.from_numpy(self.rows[index]).view(dtype)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from merge_core.errors import InvalidInput, suggest
 
@@ -51,6 +54,26 @@ BY_TORCH_NAME = {dtype.torch_name: dtype for dtype in _ALL}
 
 # What a recipe may ask for; int64 is the peer's fifth name and never means anything for weights.
 RECIPE_NAMES = ("bfloat16", "float16", "float32", "float64")
+
+# Of the formats that are merged: the bits that are all set in NaN and infinity and in no other number.
+EXPONENTS: Mapping[str, np.unsignedinteger[Any]] = {
+    "F64": np.uint64(0x7FF0000000000000),
+    "F32": np.uint32(0x7F800000),
+    "F16": np.uint16(0x7C00),
+    "BF16": np.uint16(0x7F80),
+}
+
+
+def patterns(stored: NDArray[np.uint8], dtype: DType) -> NDArray[Any]:
+    """Bytes of numbers that are merged → their bit patterns, one unsigned integer each; not copied."""
+    return stored.view(EXPONENTS[dtype.code].dtype)
+
+
+def numbers(patterns: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    """Bit patterns → the numbers: those of bfloat16 as float32, which numpy has in its place."""
+    if dtype.code == "BF16":
+        return (patterns.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return patterns.view(dtype.torch_name)
 
 
 def recipe_dtype(text: object, where: str) -> DType:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merge_core import journal
-from merge_core.devices import choose_devices, single_threaded_torch
+from merge_core.devices import SingleThreadedTorch, choose_devices
 from merge_core.errors import InvalidInput
 from merge_core.execution import execute
 from merge_core.findings import Finding, worst_first
@@ -109,14 +109,21 @@ def merge(
 
     with refusing_disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    with single_threaded_torch(), participating(out, check=check, prepare=prepare, tidy=tidy):
+    with SingleThreadedTorch() as torch, participating(out, check=check, prepare=prepare, tidy=tidy):
         for part in parts:
             place = out if part is plan else out / STEPS / str(part.recipe.name)
             with refusing_disk_errors(place):
                 place.mkdir(parents=True, exist_ok=True)
             with _open_inputs(part, out / STEPS) as files:
                 outcome = execute(
-                    part, place, seed=seed, devices=devices, settings=settings, files=files, on_progress=report
+                    part,
+                    place,
+                    seed=seed,
+                    devices=devices,
+                    settings=settings,
+                    files=files,
+                    torch=torch,
+                    on_progress=report,
                 )
             with one_at_a_time(out):
                 name_shards(place, part.shards)
@@ -139,6 +146,13 @@ def merge(
         findings=worst_first(findings),
         note=devices.note,
     )
+
+
+def start_or_resume(out: Path) -> None:
+    """Leave in ``out`` only what a merge can go on from: with no journal, what lies there belongs to nothing."""
+    if not journal.exists(out):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
 
 
 @contextmanager

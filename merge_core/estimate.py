@@ -7,7 +7,8 @@ Pure: a plan and rates in, numbers out::
 
 Time is a range, because how much of reading, computing and writing overlaps is not known before. At least: all of it,
 so the slowest of them counts, and what is read again comes from memory. At most: none of it, their sum, and what is
-read again comes from the disk. Both assume a cold cache, and a result that must reach the disk.
+read again comes from the disk when the tensor is a large one. Both assume a cold cache, and a result that must reach
+the disk.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from merge_core.merge_methods.contract import GRAIN
 from merge_core.method_costs import COPY, Work, work_of
 from merge_core.plan import MergePlan, TensorJob, step_of
+from merge_core.writer import WAITING_BYTES
 
 if TYPE_CHECKING:
     from merge_core.engine import Settings
@@ -28,6 +30,8 @@ _PROCESS_BYTES = {"cpu": 256 << 20, "cuda": 640 << 20}
 # Temporaries of a GPU computation, in float32 copies of its block.
 _GPU_TEMPORARIES = 4
 _JOURNAL_BYTES_PER_TENSOR = 200
+# What the page cache of any machine keeps between the passes over one tensor.
+_CACHED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,12 @@ class Needs:
         input_files: Weight files that are read.
         shards: Output files, those of steps included.
         bytes_read: Bytes of all inputs, each counted once.
-        bytes_read_again: Bytes of further passes over tensors that are too large to be kept in memory.
+        bytes_read_again: Bytes of further passes, wherever they come from.
+        bytes_from_disk_again: Those of them that may have left the page cache by then.
         bytes_passed: Bytes of all passes over inputs, wherever they come from.
         bytes_written: Bytes of all output weights, those of steps included.
         passes: Most passes over one tensor.
-        read_again: How many tensors are too large to be kept in memory between passes.
+        read_again: How many tensors may have left the page cache between passes.
         units: Arithmetic, see :mod:`merge_core.method_costs`.
         memory: Peak of anonymous memory, in bytes.
         gpu_memory: Peak of GPU memory, in bytes; 0 on a CPU.
@@ -86,6 +91,7 @@ class Needs:
     shards: int
     bytes_read: int
     bytes_read_again: int
+    bytes_from_disk_again: int
     bytes_passed: int
     bytes_written: int
     passes: int
@@ -103,7 +109,7 @@ class Duration:
 
     Args:
         reading: The inputs once, from the disk.
-        reading_again: Further passes, if they come from the disk.
+        reading_again: Further passes over tensors that may have left the page cache.
         writing: The output, to the disk.
         computing: Arithmetic and copies in memory, on all cores.
         hashing: sha256 of the output, on one core.
@@ -138,11 +144,11 @@ def needs_of(plan: MergePlan, settings: Settings, *, cores: int, device: str, co
     kind = device.partition(":")[0]
     parts = (*plan.steps, plan)
     jobs = [(part, job, _work(part, job)) for part in parts for job in part.jobs]
-    again = [(job, work) for _, job, work in jobs if work.passes > 1 and not _is_kept(job, settings)]
+    again = [(job, work) for _, job, work in jobs if work.passes > 1]
+    gone = [(job, work) for job, work in again if job.nbytes_in > _CACHED_BYTES]
     threads = settings.threads or cores + 2
     block = max((_block_bytes(part, job, settings, 0) for part, job, _ in jobs), default=0)
     gpu = max((_block_bytes(part, job, settings, 4 * _GPU_TEMPORARIES) for part, job, _ in jobs), default=0)
-    kept = sum(job.nbytes_in for _, job, _ in jobs if _is_kept(job, settings))
     tensors, written = len(jobs), sum(part.bytes_written for part in parts)
     return Needs(
         device=kind,
@@ -152,12 +158,13 @@ def needs_of(plan: MergePlan, settings: Settings, *, cores: int, device: str, co
         shards=sum(len(part.shards) for part in parts),
         bytes_read=sum(part.bytes_read for part in parts),
         bytes_read_again=sum(job.nbytes_in * work.folds for job, work in again),
+        bytes_from_disk_again=sum(job.nbytes_in * work.folds for job, work in gone),
         bytes_passed=sum(job.nbytes_in * work.passes for _, job, work in jobs),
         bytes_written=written,
         passes=max((work.passes for _, _, work in jobs), default=0),
-        read_again=len(again),
+        read_again=len(gone),
         units=sum(job.output.numel * len(job.inputs) * work.units for _, job, work in jobs),
-        memory=_PROCESS_BYTES[kind] + min(kept, settings.resident_bytes) + threads * block,
+        memory=_PROCESS_BYTES[kind] + WAITING_BYTES + threads * block,
         gpu_memory=threads * gpu if kind == "cuda" else 0,
         disk=written + companion_bytes + _JOURNAL_BYTES_PER_TENSOR * tensors,
         assumed_cost=tuple(sorted({part.recipe.merge_method for part, _, work in jobs if not work.known})),
@@ -167,7 +174,7 @@ def needs_of(plan: MergePlan, settings: Settings, *, cores: int, device: str, co
 def duration(needs: Needs, rates: Rates, *, cores: int) -> Duration:
     """How long a merge will take on a machine of these rates with ``cores`` cores."""
     reading, writing = needs.bytes_read / rates.read, needs.bytes_written / rates.write
-    again, hashing = needs.bytes_read_again / rates.read, needs.bytes_written / rates.hash
+    again, hashing = needs.bytes_from_disk_again / rates.read, needs.bytes_written / rates.hash
     # Every byte goes from the disk to the page cache and from there to us, and back so; what is read again only goes
     # the second half of the way.
     moved = 2 * needs.bytes_read + needs.bytes_read_again + 2 * needs.bytes_written
@@ -202,11 +209,6 @@ def _work(plan: MergePlan, job: TensorJob) -> Work:
         return COPY
     wide = any(item.tensor.dtype.code == "F64" for item in job.inputs)
     return work_of(plan.method, job.output.shape, job.shared, job.per_input, wide)
-
-
-def _is_kept(job: TensorJob, settings: Settings) -> bool:
-    """Whether the engine reads a tensor's inputs once and keeps them for all passes."""
-    return 4 * job.nbytes_in <= 3 * settings.resident_bytes
 
 
 def _block_bytes(plan: MergePlan, job: TensorJob, settings: Settings, further: int) -> int:

@@ -1,9 +1,10 @@
 """Running one recipe document: blocks are read, folded, mapped and written by a few threads, many tensors at a time.
 
 Each thread takes the next block, reads its inputs, computes, and writes the output in place; while one waits for the
-disk the others compute, so reading, computing and writing overlap without queues between them. The number of tensors in
-work is bounded by a memory budget, whatever their size. Reductions are combined in element order, masks depend on
-indices only: the bytes written do not depend on block size, budget or number of threads.
+disk the others compute, so reading, computing and writing overlap without queues between them. Nothing is kept between
+the passes over a tensor: its blocks are read again, from the page cache, which costs no more than keeping them would.
+So memory depends on the number of threads and the size of a block only. Reductions are combined in element order, masks
+depend on indices only: the bytes written do not depend on block size or number of threads.
 
 Output shards are claimed one by one, as soon as there is nothing more to begin in those before; shards that another
 participant has claimed are looked after until they are complete.
@@ -14,29 +15,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from merge_core import journal
-from merge_core.blocks import BufferPool
-from merge_core.devices import Devices, own_stream
+from merge_core.blocks import BufferPool, read_ahead
+from merge_core.devices import Devices, SingleThreadedTorch, own_stream
 from merge_core.health import TensorHealth
 from merge_core.layout import Shard
 from merge_core.plan import MergePlan, TensorJob
 from merge_core.settings import Settings
 from merge_core.tensor_run import Surroundings, TensorRun
+from merge_core.workers import Workers
 from merge_core.writer import ShardFiles
-
-if TYPE_CHECKING:
-    import torch
 
 # Below this much input, compiling fused kernels would take longer than it saves.
 _FUSE_FROM_BYTES = 256 << 20
 _PROGRESS_SECONDS = 0.1
-# Beside what stays in memory between passes: blocks that are read again, and results.
-_BLOCKS_BYTES = 64 << 20
+# Blocks in work, and results that wait for being hashed.
+_POOL_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,7 @@ def execute(
     devices: Devices,
     settings: Settings,
     files: Mapping[Path, int],
+    torch: SingleThreadedTorch,
     on_progress: Callable[[int], None] | None,
 ) -> Outcome:
     """Write all shards of ``plan`` into ``place``, together with whoever else does so.
@@ -73,18 +71,10 @@ def execute(
         devices: Where to compute.
         settings: How to run.
         files: Open file descriptor of every input file.
+        torch: To be used before a block is computed with it.
         on_progress: Called in this thread with the output bytes done.
     """
-    return _Run(plan, place, seed, devices, settings, files, on_progress).execute()
-
-
-@dataclass
-class _Load:
-    """What is being worked on: how many tensors, and bytes of inputs that stay in memory."""
-
-    tensors: int = 0
-    resident: int = 0
-    by_device: dict[torch.device, int] = field(default_factory=dict)
+    return _Run(plan, place, seed, devices, settings, files, torch, on_progress).execute()
 
 
 class _Run:
@@ -98,6 +88,7 @@ class _Run:
         devices: Devices,
         settings: Settings,
         files: Mapping[Path, int],
+        torch: SingleThreadedTorch,
         on_progress: Callable[[int], None] | None,
     ) -> None:
         self._plan, self._place, self._settings, self._on_progress = plan, place, settings, on_progress
@@ -113,7 +104,8 @@ class _Run:
             fused=fused,
             settings=settings,
             files=files,
-            pool=BufferPool(settings.resident_bytes + _BLOCKS_BYTES, pinned=devices.kind == "cuda"),
+            torch=torch,
+            pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda"),
             submit=self._submit,
             write=self._write,
             finished=self._finished,
@@ -126,25 +118,26 @@ class _Run:
         }
         self._claims: dict[str, journal.ShardJournal] = {}
         self._condition = threading.Condition()
-        self._load = _Load(by_device=dict.fromkeys(devices.all, 0))
+        self._load = dict.fromkeys(devices.all, 0)  # Bytes of inputs in work.
+        self._begun = self._tensors = 0
         self._failure: BaseException | None = None
         self._done = self._found = 0
         self._output = ShardFiles(place)
-        self._executor = ThreadPoolExecutor(settings.workers, thread_name_prefix="merge")
+        self._workers = Workers(settings.workers, self._fail)
 
     def execute(self) -> Outcome:
         try:
             left = list(self._plan.shards)
             while left:
                 left = [shard for shard in left if not self._take(shard)]
-                self._wait(lambda: self._load.tensors == 0)
+                self._wait(lambda: self._tensors == 0)
                 if left:
                     time.sleep(_PROGRESS_SECONDS)  # They are somebody else's, who may finish them or die.
-            self._executor.shutdown()
+            self._workers.stop()
             self._output.complete()
         except BaseException as failure:
             self._fail(failure)
-            self._executor.shutdown(cancel_futures=True)
+            self._workers.stop()
             self._output.abandon()
             raise
         finally:
@@ -178,39 +171,24 @@ class _Run:
         return True
 
     def _admit(self, job: TensorJob) -> None:
-        limit = self._settings.resident_bytes
-        need = job.nbytes_in if 4 * job.nbytes_in <= 3 * limit else 0
-        load = self._load
-
-        def room() -> bool:
-            few = load.tensors < 4 * self._settings.workers
-            return load.tensors == 0 or (few and load.resident + need <= limit)
-
-        self._wait(room)
+        """Begin a tensor as soon as few are in work: enough that no thread waits while one of them ends."""
+        self._wait(lambda: self._tensors < 2 * self._settings.workers)
         with self._condition:
-            device = min(load.by_device, key=lambda device: load.by_device[device])
-            load.tensors += 1
-            load.resident += need
-            load.by_device[device] += job.nbytes_in
-        self._submit(device, TensorRun(self._around, job, device, need).begin)
+            order = self._begun
+            self._begun += 1
+            self._tensors += 1
+            device = min(self._load, key=lambda device: self._load[device])
+            self._load[device] += job.nbytes_in
+        run = TensorRun(self._around, job, device, order)
+        self._submit(run, run.begin)
+        read_ahead(job, self._around.files)
 
-    def _submit(self, device: torch.device, work: Callable[[], None]) -> None:
-        """Have ``work`` done by one of the threads, unless the merge has failed."""
+    def _submit(self, run: TensorRun, work: Callable[[], None]) -> None:
+        def on_its_stream() -> None:
+            with own_stream(run.device):
+                work()
 
-        def guarded() -> None:
-            if self._failure is not None:
-                return
-            try:
-                with own_stream(device):
-                    work()
-            except BaseException as failure:
-                self._fail(failure)
-
-        try:
-            self._executor.submit(guarded)
-        except RuntimeError:  # The pool is shut down: only after a failure.
-            if self._failure is None:
-                raise
+        self._workers.submit(run.order, on_its_stream)
 
     def _fail(self, failure: BaseException) -> None:
         """Stop everything; the first failure is the one reported."""
@@ -219,18 +197,17 @@ class _Run:
                 self._failure = failure
             self._condition.notify_all()
 
-    def _write(self, name: str, start: int, data: memoryview) -> None:
+    def _write(self, name: str, start: int, data: memoryview, release: Callable[[], None] | None) -> None:
         shard, offset = self._at[name]
-        self._output.write(shard.name, offset + start, data)
+        self._output.write(shard.name, offset + start, data, release)
         with self._condition:
             self._done += len(data)
 
     def _finished(self, run: TensorRun, health: TensorHealth) -> None:
         self._claims[self._at[health.name][0].name].tensor(health)
         with self._condition:
-            self._load.tensors -= 1
-            self._load.resident -= run.resident
-            self._load.by_device[run.device] -= run.job.nbytes_in
+            self._tensors -= 1
+            self._load[run.device] -= run.job.nbytes_in
             self._condition.notify_all()
 
     def _wait(self, until: Callable[[], bool]) -> None:

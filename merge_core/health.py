@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from merge_core.findings import Finding
 
 if TYPE_CHECKING:
-    import torch
+    from numpy.typing import NDArray
 
 # A root mean square this many times above all parents', or below, is not what merging relatives gives.
 _FAR = 4.0
@@ -51,12 +51,12 @@ class TensorHealth:
         return TensorHealth(entry["tensor"], entry["broken"], entry["zero"], entry["size"], tuple(entry["parents"]))
 
 
-def sampled(values: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
     """The elements that are looked at of ``values``, which begin at index ``start`` of a tensor of ``numel``."""
     if numel <= _WHOLE:
         return values
     rest = values[-start % _PERIOD :]
-    return rest[: len(rest) // _PERIOD * _PERIOD].view(-1, _PERIOD)[:, :_RUN]
+    return rest[: len(rest) // _PERIOD * _PERIOD].reshape(-1, _PERIOD)[:, :_RUN]
 
 
 def judge(tensors: Sequence[TensorHealth], *, scaled: bool = False) -> tuple[Finding, ...]:

@@ -12,7 +12,7 @@ import os
 import pickletools
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,10 +217,10 @@ def _interpret(text: bytes, path: Path) -> Any:
                 stack.append(tuple(_above_mark(stack)))
             case "APPEND":
                 item = stack.pop()
-                stack[-1].append(item)
+                _append(stack[-1], [item], path)
             case "APPENDS":
                 items = tuple(_above_mark(stack))
-                stack[-1].extend(items)
+                _append(stack[-1], items, path)
             case "SETITEM":
                 item = stack.pop()
                 _set(stack[-2], [stack.pop(), item], path)
@@ -254,6 +254,12 @@ def _above_mark(stack: list[Any]) -> Iterator[Any]:
     items = stack[at + 1 :]
     del stack[at:]
     return iter(items)
+
+
+def _append(target: Any, items: Sequence[Any], path: Path) -> None:
+    if not isinstance(target, list):
+        raise _refusal("appends to an object", path)
+    target.extend(items)
 
 
 def _set(target: Any, items: list[Any], path: Path) -> None:

@@ -15,14 +15,12 @@ class Settings:
         threads: Worker threads; None: two more than there are cores, so that some can wait for the disk.
         block_elements: Elements per block.
         tile_elements: Elements that an unfused CPU computation handles at once, so that they stay in the cache.
-        resident_bytes: Memory for tensors that are kept between passes.
         kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU when there is enough to do.
     """
 
     threads: int | None = None
     block_elements: int = 1 << 20
     tile_elements: int = 1 << 15
-    resident_bytes: int = 320 << 20
     kernels: Literal["auto", "fused", "torch"] = "auto"
 
     @property

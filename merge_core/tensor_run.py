@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merge_core.blocks import BufferPool, JobInputs, LoadedBlock
+from merge_core.devices import SingleThreadedTorch, kind_of
+from merge_core.dtypes import EXPONENTS, numbers, patterns
 from merge_core.health import TensorHealth, sampled
 from merge_core.merge_methods.combination import combine
-from merge_core.merge_methods.contract import GRAIN, Fold, Map, Method, Steps, TensorTask
+from merge_core.merge_methods.contract import GRAIN, Fold, Map, Method, Steps, StoredBlock, TensorTask
 from merge_core.merge_methods.masks import mask_key
 from merge_core.plan import TensorJob
 from merge_core.settings import Settings
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import torch
+    from merge_core.blocks import Bytes
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,10 @@ class Surroundings:
         fused: Whether kernels are fused.
         settings: How to run.
         files: Open file descriptor of every input file.
+        torch: To be used before a block is computed with it.
         pool: Where memory comes from.
-        submit: Has work done by one of the threads, on a device.
-        write: (tensor name, first byte, bytes): writes to the output.
+        submit: Has work on a tensor done by one of the threads, on its device.
+        write: (tensor name, first byte, bytes, release): writes to the output, see :meth:`.writer.ShardFiles.write`.
         finished: Called with what was seen when all is written.
     """
 
@@ -47,9 +50,10 @@ class Surroundings:
     fused: bool
     settings: Settings
     files: Mapping[Path, int]
+    torch: SingleThreadedTorch
     pool: BufferPool
-    submit: Callable[[torch.device, Callable[[], None]], None]
-    write: Callable[[str, int, memoryview], None]
+    submit: Callable[[TensorRun, Callable[[], None]], None]
+    write: Callable[[str, int, memoryview, Callable[[], None] | None], None]
     finished: Callable[[TensorRun, TensorHealth], None]
 
 
@@ -61,13 +65,13 @@ class TensorRun:
         around: What it shares with the others.
         job: Which tensor.
         device: Where it is computed.
-        resident: Bytes of inputs that stay in memory between passes; 0: they are read again in every pass.
+        order: Of its work among that of others.
     """
 
     around: Surroundings
     job: TensorJob
-    device: torch.device
-    resident: int
+    device: str
+    order: int
     step: Fold | Map | None = None
     parts: list[Any] = field(default_factory=list)
     left: int = 0
@@ -80,9 +84,7 @@ class TensorRun:
         job, around = self.job, self.around
         grain = around.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
         block = max(1, around.settings.block_elements // grain) * grain
-        self.inputs = JobInputs(
-            job, around.files, block=block, grain=grain, pool=around.pool, resident=self.resident > 0
-        )
+        self.inputs = JobInputs(job, around.files, block=block, grain=grain, pool=around.pool)
         self.squares = np.zeros(1 + len(job.inputs))
         self.looked_at = 0
         if self.inputs.count == 0:
@@ -118,7 +120,7 @@ class TensorRun:
         self.parts = [None] * (1 if isinstance(self.step, Fold) and self.step.eager else self.inputs.count)
         self.left = self.inputs.count
         for number in range(self.inputs.count):
-            self.around.submit(self.device, lambda number=number: self._block(number))  # type: ignore[misc]  # binds the loop
+            self.around.submit(self, lambda number=number: self._block(number))  # type: ignore[misc]  # binds the loop
 
     def _block(self, number: int) -> None:
         with self.inputs.load(number) as block:
@@ -126,7 +128,7 @@ class TensorRun:
                 self._keep(self.step, number, self._fold(self.step, block))
             elif self.job.mode == "equal":
                 block.require_equal()
-                self._write(block.start, block.rows[0], 0, nonzero=True)
+                self._write(block.start, block.rows[0], 0, nonzero=True, release=None)
             else:
                 assert self.step is not None
                 self._map(self.step, block)
@@ -156,44 +158,60 @@ class TensorRun:
         return [step.of(tile).cpu().numpy().copy() for tile in self._tiles(block)]
 
     def _map(self, step: Map, block: LoadedBlock) -> None:
+        size = block.length * self.job.output.dtype.size
+        buffer = self.around.pool.take(size)
+        merged = buffer[:size]
+        if step.fused is not None and self._fused:
+            broken, nonzero = self._map_fused(step.fused, block, merged)
+        else:
+            broken, nonzero = self._map_torch(step, block, merged)
+        self._look(block, merged)
+        self._write(block.start, merged, broken, nonzero, release=lambda: self.around.pool.give(buffer))
+
+    def _map_fused(
+        self, fused: Callable[[StoredBlock, Any], None], block: LoadedBlock, merged: Bytes
+    ) -> tuple[int, bool]:
+        """Fill ``merged``; number of NaN and infinite elements, and whether any element is not zero."""
+        from merge_core.merge_methods import kernels
+
+        code = self.job.output.dtype.code
+        if code in ("BF16", "F32"):
+            fused(block.stored(), merged.view(np.uint16 if code == "BF16" else np.float32))
+        else:
+            wide = np.empty(block.length, np.float32)
+            fused(block.stored(), wide)
+            with np.errstate(over="ignore"):  # What becomes infinite is counted.
+                merged.view(np.float16 if code == "F16" else np.float64)[:] = wide
+        broken, nonzero = kernels.inspect(merged.view(EXPONENTS[code].dtype), int(EXPONENTS[code]))
+        return int(broken), bool(nonzero)
+
+    def _map_torch(self, step: Map, block: LoadedBlock, merged: Bytes) -> tuple[int, bool]:
         import torch
 
-        code, dtype = self.job.output.dtype.code, getattr(torch, self.job.output.dtype.torch_name)
+        dtype: torch.dtype = getattr(torch, self.job.output.dtype.torch_name)
+        result = torch.cat([step.of(tile).to(dtype) for tile in self._tiles(block)])
+        broken, nonzero = int((~torch.isfinite(result)).sum()), bool(result.any())
         # Pinned on a GPU: copies to other memory would wait for those of other threads.
-        buffer = self.around.pool.take(block.length * dtype.itemsize)
-        merged = torch.from_numpy(buffer[: block.length * dtype.itemsize]).view(dtype)
-        if step.fused is not None and self._fused and code in ("BF16", "F32"):
-            stored = merged.view(torch.uint16).numpy() if code == "BF16" else merged.numpy()
-            step.fused(block.stored(), stored)
-            broken, nonzero = _inspect_stored(stored)
-        else:
-            if step.fused is not None and self._fused:
-                wide = np.empty(block.length, np.float32)
-                step.fused(block.stored(), wide)
-                result = torch.from_numpy(wide).to(dtype)
-            else:
-                result = torch.cat([step.of(tile).to(dtype) for tile in self._tiles(block)])
-            broken, nonzero = int((~torch.isfinite(result)).sum()), bool(result.any())
-            merged.copy_(result, non_blocking=True)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-        self._look(block, merged)
-        self._write(block.start, merged.view(torch.uint8).numpy(), broken, nonzero)
-        self.around.pool.give(buffer)
+        torch.from_numpy(merged).view(dtype).copy_(result, non_blocking=True)
+        if kind_of(self.device) == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return broken, nonzero
 
-    def _look(self, block: LoadedBlock, merged: torch.Tensor) -> None:
+    def _look(self, block: LoadedBlock, merged: Bytes) -> None:
         """Add to the sums of squares of the result and of its inputs."""
-        numel, seen = self.job.output.numel, [merged, *block.tensors()]
-        samples = [sampled(values, block.start, numel) for values in seen]
-        squares = [float(sample.double().square().sum()) for sample in samples]
+        numel = self.job.output.numel
+        stored = [(merged, self.job.output.dtype), *zip(block.rows, block.dtypes, strict=True)]
+        samples = [numbers(sampled(patterns(row, dtype), block.start, numel), dtype) for row, dtype in stored]
+        squares = [float(np.square(sample, dtype=np.float64).sum()) for sample in samples]
         with self.lock:
             self.squares += squares
-            self.looked_at += samples[0].numel()
+            self.looked_at += samples[0].size
 
     def _tiles(self, block: LoadedBlock) -> Iterator[Any]:
+        self.around.torch.use()
         import torch
 
-        size = self.around.settings.tile_elements if self.device.type == "cpu" else block.length
+        size = self.around.settings.tile_elements if self.device == "cpu" else block.length
         return block.tiles(size, self.device, torch.float64 if self._wide else torch.float32)
 
     @property
@@ -204,14 +222,13 @@ class TensorRun:
     def _fused(self) -> bool:
         return self.around.fused and not self._wide
 
-    def _write(self, start: int, data: Any, broken: int, nonzero: bool) -> None:
-        self.around.write(self.job.output.name, start * self.job.output.dtype.size, memoryview(data))
+    def _write(self, start: int, data: Any, broken: int, nonzero: bool, release: Callable[[], None] | None) -> None:
+        self.around.write(self.job.output.name, start * self.job.output.dtype.size, memoryview(data), release)
         with self.lock:
             self.broken += broken
             self.nonzero |= nonzero
 
     def _finish(self) -> None:
-        self.inputs.release()
         zero = not self.nonzero and self.inputs.count > 0
         size, *parents = np.sqrt(self.squares / max(self.looked_at, 1)).tolist()
         known = self.looked_at > 0
@@ -219,17 +236,6 @@ class TensorRun:
             self.job.output.name, self.broken, zero, size if known else 0.0, tuple(parents) if known else ()
         )
         self.around.finished(self, health)
-
-
-def _inspect_stored(out: Any) -> tuple[int, bool]:
-    """Number of NaN and infinite elements, and whether any element is not zero."""
-    from merge_core.merge_methods import kernels
-
-    if out.dtype == np.uint16:
-        broken, nonzero = kernels.inspect(out, 0x7F80)
-    else:
-        broken, nonzero = kernels.inspect(out.view(np.uint32), 0x7F800000)
-    return int(broken), bool(nonzero)
 
 
 def _copied() -> Steps:

@@ -5,7 +5,8 @@ them have been written and flushed to the disk; ``config.json``, without which n
 last of all by :mod:`merge_core.output`. So a directory of a failed merge never looks finished.
 
 SHA-256 needs bytes in their order, blocks finish in any order: one thread follows the written front of each shard and
-hashes what lies behind it. Those bytes were written a moment ago and come from the page cache, not from the disk.
+hashes what lies behind it. A few blocks stay in memory until then; when it falls far behind, it reads again what was
+written a moment ago, from the page cache.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -25,21 +27,33 @@ from merge_core.layout import Shard
 
 PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20
+# Written blocks that wait in memory for being hashed.
+WAITING_BYTES = 64 << 20
+
+
+@dataclass(order=True)
+class _Run:
+    """Bytes that have been written: where, and the bytes themselves while they are in memory."""
+
+    start: int
+    end: int = field(compare=False)
+    data: memoryview | None = field(compare=False, default=None)
+    release: Callable[[], None] = field(compare=False, default=lambda: None)
 
 
 class _OpenShard:
-    """A shard while it is written: its file, and which runs of bytes are there."""
+    """A shard while it is written: its file, and which runs of bytes are there but not yet hashed."""
 
     def __init__(self, shard: Shard, fd: int, on_complete: Callable[[str], None]) -> None:
         self.shard, self.fd, self.on_complete = shard, fd, on_complete
-        self.front = 0
-        self.written: list[tuple[int, int]] = []
+        self.hashed = 0
+        self.written: list[_Run] = []
 
-    def advance(self) -> int:
-        """End of what is written without a gap."""
-        while self.written and self.written[0][0] <= self.front:
-            self.front = max(self.front, heapq.heappop(self.written)[1])
-        return self.front
+    def next(self) -> _Run | None:
+        """The run of bytes that is to be hashed next, if it is there."""
+        if self.written and self.written[0].start == self.hashed:
+            return heapq.heappop(self.written)
+        return None
 
 
 class ShardFiles:
@@ -54,6 +68,7 @@ class ShardFiles:
         self._condition = threading.Condition()
         self._open: dict[str, _OpenShard] = {}
         self._queue: deque[_OpenShard] = deque()
+        self._waiting = 0  # Bytes in memory that are to be hashed.
         self._closing: Literal["when done", "now"] | None = None
         self._failure: BaseException | None = None
         self._hasher = threading.Thread(target=self._hash_all, name="sha256", daemon=True)
@@ -73,15 +88,22 @@ class ShardFiles:
         opened = _OpenShard(shard, self._create(shard), on_complete)
         ends = (*shard.offsets[1:], shard.size)
         for name, start, end in zip(shard.tensors, shard.offsets, ends, strict=True):
-            if name in written:
-                heapq.heappush(opened.written, (start, end))
+            if name in written and start < end:
+                heapq.heappush(opened.written, _Run(start, end))
         with self._condition:
             self._open[shard.name] = opened
             self._queue.append(opened)
         self.write(shard.name, 0, memoryview(shard.header))
 
-    def write(self, shard: str, offset: int, data: memoryview) -> None:
+    def write(self, shard: str, offset: int, data: memoryview, release: Callable[[], None] | None = None) -> None:
         """Write ``data`` at ``offset`` of a shard; each byte is written exactly once.
+
+        Args:
+            shard: Its name.
+            offset: In the file.
+            data: May be used until ``release`` is called.
+            release: Called, here or later and in another thread, when ``data`` is no longer needed; None: it is not
+                needed after this call.
 
         Raises:
             Refused: The disk is full or fails.
@@ -91,10 +113,16 @@ class ShardFiles:
         with refusing_disk_errors(self._directory / f"{shard}{PARTIAL}"):
             while done < len(data):
                 done += os.pwrite(opened.fd, data[done:], offset + done)
+        run = _Run(offset, offset + len(data))
         with self._condition:
-            heapq.heappush(opened.written, (offset, offset + len(data)))
-            if opened.written[0][0] <= opened.front:
+            if release is not None and self._waiting + len(data) <= WAITING_BYTES:
+                self._waiting += len(data)
+                run.data, run.release, release = data, release, None
+            heapq.heappush(opened.written, run)
+            if run.start == opened.hashed:
                 self._condition.notify()
+        if release is not None:
+            release()
 
     def complete(self) -> None:
         """Wait until every shard is on the disk and hashed, and close the files.
@@ -158,21 +186,34 @@ class ShardFiles:
 
     def _hash(self, opened: _OpenShard, buffer: memoryview) -> bool:
         """Follow a shard to its end; False when it was abandoned."""
-        digest, done = hashlib.sha256(), 0
-        while done < opened.shard.size:
+        digest = hashlib.sha256()
+        while opened.hashed < opened.shard.size:
             with self._condition:
-                while (front := opened.advance()) <= done and self._closing != "now":
+                while (run := opened.next()) is None and self._closing != "now":
                     self._condition.wait()
-                if self._closing == "now":
-                    return False
-            while done < front:
-                count = os.preadv(opened.fd, [buffer[: min(front - done, _HASH_BYTES)]], done)
-                digest.update(buffer[:count])
-                done += count
+            if run is None or self._closing == "now":
+                return False
+            if run.data is not None:
+                digest.update(run.data)
+                run.release()
+                with self._condition:
+                    self._waiting -= len(run.data)
+            else:
+                self._hash_file(opened.fd, run, digest, buffer)
+            with self._condition:
+                opened.hashed = run.end
         with refusing_disk_errors(self._directory / f"{opened.shard.name}{PARTIAL}"):
             os.fsync(opened.fd)
         opened.on_complete(digest.hexdigest())
         return True
+
+    @staticmethod
+    def _hash_file(fd: int, run: _Run, digest: hashlib._Hash, buffer: memoryview) -> None:
+        done = run.start
+        while done < run.end:
+            count = os.preadv(fd, [buffer[: min(run.end - done, _HASH_BYTES)]], done)
+            digest.update(buffer[:count])
+            done += count
 
 
 def name_shards(directory: Path, shards: Sequence[Shard]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core import journal, open_checkpoint, plan_merge
 from merge_core import merge as merge_weights
+from merge_core import open_checkpoint, plan_merge
+from merge_core.engine import start_or_resume
 from merge_core.errors import Refused
 from merge_core.keys import NotInKey
 from merge_core.store import Artifact
@@ -97,13 +97,6 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         seconds=record.seconds,
         weights=dict(record.files),
     )
-
-
-def start_or_resume(out: Path) -> None:
-    """Leave in ``out`` only what a merge can go on from: with no journal, what lies there belongs to nothing."""
-    if not journal.exists(out):
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
 
 
 def merged_model(artifact: Artifact[Merged]) -> Model:

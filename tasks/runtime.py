@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from merge_core.devices import has_cuda_driver
 from tasks.versions import versions
 
 
@@ -28,11 +29,7 @@ def runtime() -> Runtime:
 def device_kind() -> Literal["cpu", "cuda"]:
     """``cuda`` where torch can use one. A machine without the driver's library is known without importing torch, which
     would be the longest part of a run that finds nothing new."""
-    import ctypes
-
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    if not has_cuda_driver():
         return "cpu"
     import torch
 

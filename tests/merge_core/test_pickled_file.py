@@ -191,6 +191,12 @@ def test_a_key_nested_too_deeply_to_be_hashed_is_refused(saved: Path) -> None:
         read_pickled(rewritten(saved, evil))
 
 
+@pytest.mark.parametrize("append", [b"K\x01a.", b"(K\x01e."])
+def test_appending_to_what_is_no_list_is_refused(saved: Path, append: bytes) -> None:
+    with pytest.raises(InvalidInput, match="appends to an object"):
+        read_pickled(rewritten(saved, b"\x80\x02X\x01\x00\x00\x00x" + append))
+
+
 @settings(deadline=None)  # Each example writes a file.
 @given(st.data())
 def test_a_damaged_description_is_refused_or_lies_inside_the_file(

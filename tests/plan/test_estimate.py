@@ -39,6 +39,7 @@ NEEDS = Needs(
     shards=1,
     bytes_read=400,
     bytes_read_again=800,
+    bytes_from_disk_again=800,
     bytes_passed=1200,
     bytes_written=200,
     passes=3,
@@ -150,28 +151,30 @@ def test_needs_hold_for_a_merge_that_is_carried_out(tmp_path: Path) -> None:
     assert written * 0.95 <= found.disk <= written * 1.05
 
 
-def test_only_what_is_too_large_to_keep_is_read_again(tmp_path: Path) -> None:
+def test_further_passes_come_from_the_page_cache_unless_the_tensor_is_a_large_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = planned(TIES, tmp_path, "base", "a", "b")
+    found = needs(plan)
+    assert (found.passes, found.bytes_read_again) == (4, 3 * plan.bytes_read)
+    assert (found.read_again, found.bytes_from_disk_again) == (0, 0)
     embeddings = 3 * 2 * 500 * 64
-    assert needs(plan).bytes_read_again == 0
-    # A tensor is kept when its inputs fill no more than three quarters of the memory for it.
-    some = needs(plan, resident_bytes=embeddings)
-    assert (some.read_again, some.bytes_read_again) == (2, 2 * 3 * embeddings)
-    assert some.passes == 4
-    assert needs(plan, resident_bytes=0).bytes_read_again == 3 * plan.bytes_read
+    monkeypatch.setattr("merge_core.estimate._CACHED_BYTES", embeddings - 1)
+    some = needs(plan)
+    assert (some.read_again, some.bytes_from_disk_again) == (2, 2 * 3 * embeddings)
 
 
 def test_a_single_pass_reads_nothing_again(tmp_path: Path) -> None:
-    found = needs(planned(LINEAR, tmp_path, "a", "b"), resident_bytes=0)
+    found = needs(planned(LINEAR, tmp_path, "a", "b"))
     assert (found.passes, found.bytes_read_again, found.read_again) == (1, 0, 0)
 
 
 def test_memory_depends_on_blocks_and_threads_not_on_the_model(tmp_path: Path) -> None:
     small = planned(LINEAR, tmp_path / "small", "a", "b", hidden=2048, wide=8192)
     large = planned(LINEAR, tmp_path / "large", "a", "b", hidden=2048, wide=8192, layers=40)
-    assert needs(large, resident_bytes=0).memory == needs(small, resident_bytes=0).memory
+    assert needs(large).memory == needs(small).memory
     # Two more threads with a block each: two bfloat16 inputs, a bfloat16 output, and float32 in between.
-    more = needs(small, resident_bytes=0, cores=4).memory - needs(small, resident_bytes=0).memory
+    more = needs(small, cores=4).memory - needs(small).memory
     assert more == 2 * (1 << 20) * (2 + 2 + 2 + 4)
 
 

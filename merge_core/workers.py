@@ -1,0 +1,61 @@
+"""The threads of a merge: they take the oldest work first.
+
+Work is ordered by a number, here that of its tensor. So a tensor is finished before the next one is gone into: what its
+later passes read again is still in the page cache, and output is written nearly in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable
+from itertools import count
+
+
+class Workers:
+    """A few threads.
+
+    Args:
+        number: Of threads.
+        on_failure: Called, in the thread, with what a piece of work raised; nothing more is begun after it.
+    """
+
+    def __init__(self, number: int, on_failure: Callable[[BaseException], None]) -> None:
+        self._on_failure = on_failure
+        self._condition = threading.Condition()
+        self._waiting: list[tuple[int, int, Callable[[], None]]] = []
+        self._counter = count()
+        self._stopped = False
+        self._threads = [threading.Thread(target=self._run, name=f"merge-{n}", daemon=True) for n in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, order: int, work: Callable[[], None]) -> None:
+        """Have ``work`` done after all that waits with a lower ``order``, or came earlier with the same."""
+        with self._condition:
+            heapq.heappush(self._waiting, (order, next(self._counter), work))
+            self._condition.notify()
+
+    def stop(self) -> None:
+        """Begin nothing more, and wait until what has begun has ended."""
+        with self._condition:
+            self._stopped = True
+            self._waiting.clear()
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._waiting or self._stopped)
+                if self._stopped:
+                    return
+                work = heapq.heappop(self._waiting)[2]
+            try:
+                work()
+            except BaseException as failure:
+                with self._condition:
+                    self._stopped = True
+                    self._condition.notify_all()
+                self._on_failure(failure)
