@@ -20,8 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from merge_core import Recipe, load_recipe
 from merge_core.errors import InvalidInput, suggest
 from merge_core.hashing import HashMemo
-from tasks.evaluate import EvalTask, EvaluateSettings, GateRule, Guard, Scoring, pin_tasks
+from tasks.evaluate import EvalTask, EvaluateSettings, Scoring, pin_tasks
 from tasks.gate import check_guards
+from tasks.guards import GateRule, Guard
 from tasks.licenses.use import LicenseSettings
 from tasks.merge import MergeSettings
 from tasks.perplexity import Documents, DriftLimits, PerplexitySettings, Windows, pin_documents

@@ -23,7 +23,8 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput, Refused, suggest
 from merge_core.store import Artifact
 from tasks import outcomes
-from tasks.evaluate import GateRule, Guard, Scores, default_metric
+from tasks.evaluate import Scores, default_metric
+from tasks.guards import GateRule, Guard
 from tasks.outcomes import Paired
 from tasks.outcomes import pair as pair
 from tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods, read_documents

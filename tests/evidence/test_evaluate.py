@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from merge_core.errors import InvalidInput
 from merge_core.hashing import HashMemo
 from tasks import outcomes
-from tasks.evaluate import EvaluateSettings, Guard, Scores, default_metric, evaluate
+from tasks.evaluate import EvaluateSettings, Scores, default_metric, evaluate
+from tasks.guards import Guard
 from tasks.harness import score
 from tasks.loaded import release
 from tasks.model import Model

@@ -12,7 +12,7 @@ from prefect import flow
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store import Artifact
 from tasks import outcomes
-from tasks.evaluate import GateRule, Guard, Scores, TaskScore
+from tasks.evaluate import Scores, TaskScore
 from tasks.gate import (
     GuardVerdict,
     ModelLikelihoods,
@@ -23,6 +23,7 @@ from tasks.gate import (
     judge_drift,
     judge_guard,
 )
+from tasks.guards import GateRule, Guard
 from tasks.outcomes import DocumentOutcome, Paired, pair
 from tasks.perplexity import FILE, DocumentLikelihood, DriftLimits, Likelihoods, write_documents
 

@@ -11,7 +11,8 @@ from tiny_models import write_choices, write_jsonl
 from merge_core.errors import InvalidInput
 from merge_core.hashing import HashMemo
 from tasks import task_definition
-from tasks.evaluate import Guard, pin_tasks
+from tasks.evaluate import pin_tasks
+from tasks.guards import Guard
 from tasks.task_definition import EvalTask, pin_task, read_definition
 
 
