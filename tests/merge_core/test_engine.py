@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,33 @@ def test_fused_kernels_and_their_reference_write_the_same_bytes(wide: Path, meth
     fused = merge_text(text, wide, "fused", kernels="fused")
     plain = merge_text(text, wide, "plain", kernels="torch")
     assert fused.files == plain.files
+
+
+@pytest.mark.parametrize("text", [LINEAR, TIES, DARE])
+def test_fused_kernels_do_without_torch(wide: Path, text: str) -> None:
+    """Importing it takes longer than merging a small model, and threads of its own would disturb ours."""
+    code = """
+import sys
+from pathlib import Path
+from merge_core import Settings, load_recipe, merge, open_checkpoint, plan_merge
+recipe = load_recipe(Path("recipe.yaml"))
+plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
+merge(plan, Path("out"), device="cpu", settings=Settings(kernels="fused"))
+print("torch" in sys.modules)
+"""
+    (wide / "recipe.yaml").write_text(text)
+    run = subprocess.run([sys.executable, "-c", code], cwd=wide, capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"
+
+
+def test_the_hash_is_that_of_the_file_also_when_hashing_falls_behind(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing may wait in memory: every byte is read back.
+    monkeypatch.setattr("merge_core.writer.WAITING_BYTES", 0)
+    record = merge_text(TIES, wide, block_elements=16384)
+    for name, digest in record.files.items():
+        assert hashlib.sha256((wide / "out" / name).read_bytes()).hexdigest() == digest
 
 
 def test_the_seed_changes_random_masks_and_nothing_else(wide: Path) -> None:

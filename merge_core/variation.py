@@ -1,0 +1,72 @@
+"""A recipe with some of its settings changed: ``{density: 0.3}``, ``{merge_method: ties, base_model: base}``.
+
+Pure: plain values of a recipe in, plain values out; what they mean is then read by :func:`merge_core.load_recipe` as
+if a person had written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from merge_core.errors import InvalidInput, suggest
+from merge_core.merge_methods import find_method
+from merge_core.merge_methods.contract import Method
+
+_SETTINGS = ("merge_method", "base_model", "dtype", "out_dtype", "tokenizer_source", "chat_template")
+_PARAMETERS = "parameters"
+
+
+def varied(recipe: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``recipe`` with ``changes``, as plain values.
+
+    A change is a setting of the recipe, or a parameter of its method. A parameter then has that value everywhere: where
+    the recipe gave it for one model, slice or module, that is taken away. With another ``merge_method``, parameters
+    that the new method does not have are taken away.
+
+    Args:
+        recipe: One document, as its YAML says it.
+        changes: At least one.
+        where: What messages call the changes.
+
+    Raises:
+        InvalidInput: A change that is neither, or no change at all.
+    """
+    method = find_method(changes.get("merge_method", recipe.get("merge_method")), f"{where}: merge_method")
+    if not changes:
+        raise InvalidInput(where, found="nothing", expected="a change of the recipe")
+    new = {}
+    for name, value in changes.items():
+        if name in _SETTINGS:
+            continue
+        if method.parameter(name) is None:
+            known = [*_SETTINGS, *(parameter.name for parameter in method.parameters)]
+            raise InvalidInput(
+                where,
+                found=f"{name!r}",
+                expected=f"a setting of a recipe, or a parameter of {method.name}",
+                remedy=suggest(name, known) or "name a whole recipe for changes of another kind",
+            )
+        new[name] = value
+    result: dict[str, Any] = _without(dict(recipe), method, dropped=frozenset(new))
+    result.update({name: value for name, value in changes.items() if name in _SETTINGS})
+    if everywhere := {**result.get(_PARAMETERS, {}), **new}:
+        result[_PARAMETERS] = everywhere
+    return result
+
+
+def _without(value: Any, method: Method, dropped: frozenset[str]) -> Any:
+    """``value`` without what is given anew and without what the method does not have, in every ``parameters``."""
+    if isinstance(value, list):
+        return [_without(item, method, dropped) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    result = {}
+    for key, inner in value.items():
+        if key != _PARAMETERS or not isinstance(inner, Mapping):
+            result[key] = _without(inner, method, dropped)
+            continue
+        kept = {name: v for name, v in inner.items() if name not in dropped and method.parameter(name) is not None}
+        if kept:
+            result[key] = kept
+    return result

@@ -1,0 +1,69 @@
+"""A recipe with some of its settings changed means what a person would have written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from merge_core import load_recipe
+from merge_core.errors import InvalidInput
+from merge_core.variation import varied
+
+TIES: dict[str, Any] = {
+    "merge_method": "ties",
+    "base_model": "base",
+    "models": [
+        {"model": "a", "parameters": {"weight": 0.6, "density": [0.5, 0.9]}},
+        {"model": "b", "parameters": {"weight": 0.4}},
+    ],
+    "parameters": {"normalize": False, "density": 0.7},
+    "dtype": "bfloat16",
+}
+LINEAR = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}, {"model": "b"}]}
+
+
+def test_a_parameter_has_its_new_value_for_every_model() -> None:
+    assert varied(TIES, {"density": 0.3}, "r") == {
+        **TIES,
+        "models": [{"model": "a", "parameters": {"weight": 0.6}}, {"model": "b", "parameters": {"weight": 0.4}}],
+        "parameters": {"normalize": False, "density": 0.3},
+    }
+
+
+def test_another_method_keeps_only_the_parameters_that_it_has() -> None:
+    assert varied(TIES, {"merge_method": "linear", "dtype": "float32"}, "r") == {
+        "merge_method": "linear",
+        "base_model": "base",
+        "models": [{"model": "a", "parameters": {"weight": 0.6}}, {"model": "b", "parameters": {"weight": 0.4}}],
+        "parameters": {"normalize": False},
+        "dtype": "float32",
+    }
+
+
+def test_a_method_that_needs_a_base_is_given_one() -> None:
+    changed = varied(LINEAR, {"merge_method": "ties", "base_model": "base", "weight": 1, "density": 0.5}, "r")
+    recipe = load_recipe(changed)
+    assert recipe.summary() == "ties of 2 over base"
+    assert changed["models"] == [{"model": "a"}, {"model": "b"}]
+
+
+def test_the_recipe_itself_is_left_as_it_is() -> None:
+    before = load_recipe(TIES).canonical()
+    varied(TIES, {"density": 0.1, "dtype": "float32"}, "r")
+    assert load_recipe(TIES).canonical() == before
+
+
+def test_a_misspelt_change_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(InvalidInput, match=r"(?s)remedies\[0\].*'densty'.*density"):
+        varied(TIES, {"densty": 0.3}, "remedies[0]")
+
+
+def test_a_parameter_of_another_method_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="a parameter of linear"):
+        varied(LINEAR, {"density": 0.3}, "remedies[0]")
+
+
+def test_no_change_is_no_remedy() -> None:
+    with pytest.raises(InvalidInput, match="nothing"):
+        varied(TIES, {}, "remedies[0]")

@@ -1,0 +1,64 @@
+"""The threads of a merge: oldest work first, nothing begun after a failure."""
+
+from __future__ import annotations
+
+import threading
+
+from merge_core.workers import Workers
+
+
+def ignore(failure: BaseException) -> None:
+    raise AssertionError(failure)
+
+
+def test_the_oldest_tensor_is_worked_on_first_and_its_blocks_in_their_order() -> None:
+    gate, done, seen = threading.Event(), threading.Event(), []
+    workers = Workers(1, ignore)
+    workers.submit(0, gate.wait)  # What follows is waiting when the thread is free.
+    for order, block in [(2, "a"), (1, "a"), (1, "b"), (0, "a")]:
+        workers.submit(order, lambda order=order, block=block: seen.append((order, block)))  # type: ignore[misc]
+    workers.submit(9, done.set)
+    gate.set()
+    assert done.wait(30)
+    workers.stop()
+    assert seen == [(0, "a"), (1, "a"), (1, "b"), (2, "a")]
+
+
+def test_nothing_is_begun_after_a_failure_and_the_failure_is_told() -> None:
+    gate, failed, told, seen = threading.Event(), threading.Event(), [], []
+
+    def fail() -> None:
+        gate.wait()
+        raise ValueError("broken")
+
+    def tell(failure: BaseException) -> None:
+        told.append(str(failure))
+        failed.set()
+
+    workers = Workers(1, tell)
+    workers.submit(0, fail)
+    workers.submit(1, lambda: seen.append("begun"))
+    gate.set()
+    assert failed.wait(30)
+    workers.stop()
+    assert told == ["broken"]
+    assert seen == []
+
+
+def test_stopping_waits_for_what_has_begun_and_drops_what_waits() -> None:
+    began, gate, seen = threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        began.set()
+        gate.wait()
+        seen.append("ended")
+
+    workers = Workers(1, ignore)
+    workers.submit(0, work)
+    workers.submit(1, lambda: seen.append("begun"))
+    assert began.wait(30)
+    stopper = threading.Thread(target=workers.stop)
+    stopper.start()
+    gate.set()
+    stopper.join(30)
+    assert seen == ["ended"]
