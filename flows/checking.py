@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -61,10 +62,24 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
 
 def _check_profile(file: Path) -> CheckReport:
     profile = load_profile(file)
-    recipe = profile.load_recipe()
-    found = find_parents(recipe)
-    profile.pin_evidence(found, store().hashes)
-    return _report(file, recipe, found, _license_remarks(found, profile.checks.license, profile.root, profile.name))
+    reports = []
+    for candidate in profile.candidates():
+        found = find_parents(candidate.recipe)
+        if not candidate.remedy:
+            profile.pin_evidence(found, store().hashes)
+        licences = _license_remarks(found, profile.checks.license, profile.root, profile.name)
+        reports.append(_report(file, candidate.recipe, found, licences))
+    return _joined(reports)
+
+
+def _joined(reports: Sequence[CheckReport]) -> CheckReport:
+    """One report of a recipe and its remedies; what is found of several is said once."""
+    remarks = dict.fromkeys(remark for report in reports for remark in report.remarks)
+    return CheckReport(
+        file=reports[0].file,
+        remarks=tuple(sorted(remarks, key=lambda remark: _ORDER.index(remark.severity))),
+        summary=tuple(dict.fromkeys(line for report in reports for line in report.summary)),
+    )
 
 
 def _check_recipe(file: Path) -> CheckReport:

@@ -127,12 +127,113 @@ def plan(
 
 
 @app.command()
+def smoke(
+    target: Annotated[str, typer.Argument(help="A checkpoint, or the URL of a server that runs.")],
+    profile: Annotated[Path | None, typer.Option(help="Whose 'serve' says how.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Of a URL: the checkpoint that it should serve.")] = None,
+    model: Annotated[str | None, typer.Option(help="Of a URL: what the server calls it.")] = None,
+    key_from: Annotated[str | None, typer.Option(help="Of a URL: environment variable with its key.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve a checkpoint and ask it, before anybody else does: a table of checks, what was seen, what should be."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.smoking import smoke
+
+        key = os.environ.get(key_from, "") if key_from else ""
+        code = smoke(target, _console(as_json), as_json, profile=profile, checkpoint=checkpoint, model=model, key=key)
+    raise typer.Exit(code)
+
+
+@app.command()
 def methods(as_json: Json = False) -> None:
     """The merge methods, with their parameters, ranges and defaults."""
     with _refusals(as_json):
         from flows.methods import print_methods
 
         print_methods(_console(False), as_json)
+
+
+@app.command()
+def compare(
+    reference: Annotated[
+        str, typer.Argument(metavar="A", help="Checkpoint it is held against: directory, org/name@rev.")
+    ],
+    candidate: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that is judged.")],
+    profile: Annotated[Path, typer.Option("--profile", "-p", help="The profile whose evidence and guards judge.")],
+    as_json: Json = False,
+) -> None:
+    """Judge checkpoint B against checkpoint A by a profile's evidence and guards. Nothing is merged or published."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.comparing import compare as compare_checkpoints
+        from flows.local_api import local_api
+        from flows.outcome import Outcome
+        from flows.progress import Progress
+
+        console = _console(as_json)
+        progress = Progress(console)
+        progress.headline(f"{Path(candidate).name} against {Path(reference).name}", f"profile {profile}")
+        with ExitStack() as stack:
+            with console.status("starting Prefect's API"):
+                stack.enter_context(local_api())
+            with progress.watching():
+                state = compare_checkpoints(reference, candidate, profile, return_state=True)
+        outcome = state.result(raise_on_failure=False)
+        if not isinstance(outcome, Outcome):
+            raise RuntimeError(f"the comparison ended without an outcome: {outcome!r}")
+        _print_outcome(console, outcome, as_json)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def gate(
+    results: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME=DIR", help="lm-eval's output by model: merge=DIR reference=DIR."),
+    ],
+    profile: Annotated[Path, typer.Option("--profile", "-p", help="The profile whose guards judge.")],
+    as_json: Json = False,
+) -> None:
+    """Judge results that lm-eval has written (with --log_samples) by a profile's guards. No model is run."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.gating import gate_results
+
+        console = _console(as_json)
+        outcome = gate_results(results, profile, console)
+        _print_outcome(console, outcome, as_json)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def verify(
+    release: Annotated[str, typer.Argument(help="Directory of a release, or org/name[@version] on the Hub.")],
+    key: Annotated[Path | None, typer.Option(help="Public key (Ed25519, PEM) that must have signed it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a release with everything it says of itself: every byte, the provenance, the card, the signature."""
+    with _refusals(as_json):
+        from flows.verifying import verify_release
+
+        verify_release(release, key, _console(as_json), as_json)
+
+
+@app.command()
+def reproduce(
+    release: Annotated[str, typer.Argument(help="Directory of a release, or org/name[@version] on the Hub.")],
+    parents: Annotated[
+        Path | None, typer.Option(help="What relative paths of its recipe are relative to; absent: looked for.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Make the weights of a release again from its recipe and its parents, and compare them to the byte."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.verifying import reproduce_release
+
+        reproduce_release(release, parents, device, _console(as_json), as_json)
 
 
 def main() -> None:

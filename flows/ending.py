@@ -44,7 +44,9 @@ def _cell(text: str) -> Text:
     return Text(text.removesuffix(" *"), style="bold" if text.endswith(" *") else "")
 
 
-def _short(path: Path) -> str:
-    """The path as a person in this directory would type it."""
+def _short(path: Path | str) -> str:
+    """The path as a person in this directory would type it; an address as it is."""
+    if isinstance(path, str):
+        return path
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from flows.attempt import Attempt, Champion, Unhealthy
 from flows.profile import Profile
 from merge_core.errors import MergegateError, Refused
 from merge_core.store import Artifact
-from tasks.evaluate import Scores
-from tasks.gate import Verdict
-from tasks.licenses.check import LicenseVerdict
-from tasks.merge import MERGED, Merged
-from tasks.perplexity import Likelihoods
-from tasks.pin import PinnedRecipe
+from tasks.evaluate import joined
+from tasks.gate import Outcome as GateOutcome
+from tasks.judge import JudgeVerdict
+from tasks.merge import MERGED
 from tasks.publish.content import stored_files
 from tasks.publish.release import Release
 from tasks.report import Report, ReportContent
-from tasks.report.content import Library, MergedFile, ReportedModel
+from tasks.report.content import Attempt as ReportedAttempt
+from tasks.report.content import Library, MergedFile, ReportedJudge, ReportedModel, ServedCheck, StoredArtifact
 from tasks.report.table import as_markdown
 from tasks.stage import home
 from tasks.versions import versions
@@ -40,7 +40,7 @@ class Outcome(BaseModel):
     status: Status
     message: str  # what a person reads first
     version: str | None = None
-    location: Path | None = None  # of the release
+    location: Path | str | None = None  # of the release: a directory, or an address
     report: Path | None = None  # the page about it
     content: ReportContent | None = None  # the evidence, where the run got so far
 
@@ -76,6 +76,18 @@ def judged(content: ReportContent, report: Artifact[Report], release: Release | 
     )
 
 
+def still_champion(name: str, attempt: Champion) -> Outcome:
+    """The end of a run whose merge is what is released today, in a profile that holds merges against that."""
+    location = attempt.location
+    return Outcome(
+        status="nothing new",
+        message=f"nothing new: {location.name} is released",
+        version=location.name,
+        location=location,
+        report=page if (page := location / "report.html").is_file() else None,
+    )
+
+
 def show_in_prefect(outcome: Outcome, name: str) -> None:
     """Keep the end of the run as a Markdown artifact of the Prefect run, where its UI shows it."""
     from prefect.artifacts import create_markdown_artifact
@@ -87,21 +99,18 @@ def show_in_prefect(outcome: Outcome, name: str) -> None:
     create_markdown_artifact(text, key=key, description=outcome.message.splitlines()[0])
 
 
-def report_content(
-    profile: Profile,
-    pinned: PinnedRecipe,
-    licence: LicenseVerdict,
-    merged: Artifact[Merged],
-    scores: Mapping[str, Sequence[Artifact[Scores]]],
-    likelihoods: Mapping[str, Artifact[Likelihoods]],
-    verdict: Verdict,
-) -> ReportContent:
-    """All that was found out, as the report, the card and the final table want it."""
+def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | Unhealthy]) -> ReportContent:
+    """All that was found out about an attempt, as the report, the card and the final table want it.
+
+    Args:
+        earlier: What was tried before it and refused.
+    """
+    licence, merged, judged = attempt.examined.licence.value, attempt.merged, attempt.judged
 
     def measured(name: str) -> dict[str, object]:
-        parts = [artifact.value for artifact in scores.get(name, ())]
-        together = parts[0].model_copy(update={"tasks": tuple(t for p in parts for t in p.tasks)}) if parts else None
-        return {"scores": together, "likelihoods": likelihoods[name].value if name in likelihoods else None}
+        together = joined(judged.scores[name]) if judged.scores.get(name) else None
+        likelihoods = judged.likelihoods[name].value if name in judged.likelihoods else None
+        return {"scores": together, "likelihoods": likelihoods}
 
     parents = [
         ReportedModel(
@@ -113,7 +122,7 @@ def report_content(
             licence=licence.licenses[parent.name],
             **measured(parent.name),
         )
-        for parent in pinned.parents
+        for parent in attempt.pinned.parents
     ]
     itself = ReportedModel(
         name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=licence.result, **measured(MERGED)
@@ -121,18 +130,60 @@ def report_content(
     parents.sort(key=lambda model: model.role != "base")  # stable: the base first, the others as the recipe has them
     return ReportContent(
         name=profile.name,
-        method=pinned.recipe.summary(),
-        recipe=profile.recipe_text(),
+        method=attempt.pinned.recipe.summary(),
+        recipe=attempt.examined.candidate.text,
         models=(*parents, itself),
         licence=licence.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in licence.combination.obligations),
-        verdict=verdict,
+        verdict=attempt.verdict,
         scoring=profile.evaluate.scoring if profile.evaluate else None,
         windows=profile.perplexity.windows if profile.perplexity else None,
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
         reproduce=(f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",),
+        explanation=attempt.explanation,
+        attempts=tuple(_tried(one) for one in (*earlier, attempt)) if earlier else (),
+        judge=_reported(attempt.answers) if attempt.answers else None,
+        ensemble=attempt.ensemble.value if attempt.ensemble else None,
+        served=tuple(
+            ServedCheck(name=check.name, outcome=check.outcome, expected=check.expected)
+            for check in (attempt.served[0].checks if attempt.served else ())
+        ),
+        server=attempt.served[0].server if attempt.served else "",
+        artifacts=_artifacts(attempt),
     )
+
+
+def _reported(answers: JudgeVerdict) -> ReportedJudge:
+    fields = answers.model_dump(include=set(ReportedJudge.model_fields))
+    return ReportedJudge(model=answers.judge, **fields)
+
+
+def _tried(attempt: Attempt | Unhealthy) -> ReportedAttempt:
+    candidate = attempt.examined.candidate
+    outcome: GateOutcome
+    if isinstance(attempt, Unhealthy):
+        outcome, reason, digest = "fail", str(attempt.refusal.found), ""
+    else:
+        verdict = attempt.verdict
+        outcome, reason, digest = verdict.outcome, next(iter(verdict.reasons), ""), attempt.merged.digest
+    return ReportedAttempt(
+        recipe=candidate.recipe.summary(), change=candidate.remedy, outcome=outcome, reason=reason, digest=digest
+    )
+
+
+def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
+    """Where the evidence lies in the store, in the order in which it was made."""
+    judged = attempt.judged
+    found: list[tuple[Artifact[Any], str]] = [
+        (attempt.examined.licence, ""),
+        (attempt.merged, ""),
+        *((artifact, name) for name, artifact in judged.likelihoods.items()),
+        *((part, f"{name}, {part.value.tasks[0].task}") for name, parts in judged.scores.items() for part in parts),
+        (judged.verdict, ""),
+        *([(attempt.ensemble, "")] if attempt.ensemble else []),
+    ]
+    return tuple(StoredArtifact(stage=one.stage, subject=subject, key=one.key) for one, subject in found)
 
 
 def _keep_page(name: str, report: Artifact[Report]) -> Path:

@@ -10,24 +10,25 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from merge_core import Recipe, load_recipe
+from flows.candidates import Candidate, Written, candidates
 from merge_core.errors import InvalidInput, suggest
 from merge_core.hashing import HashMemo
 from tasks.evaluate import EvalTask, EvaluateSettings, Scoring, pin_tasks
 from tasks.gate import check_guards
 from tasks.guards import GateRule, Guard
+from tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
 from tasks.licenses.use import LicenseSettings
 from tasks.merge import MergeSettings
 from tasks.perplexity import Documents, DriftLimits, PerplexitySettings, Windows, pin_documents
 from tasks.pin import Found
-from tasks.publish.settings import DirectoryTarget
+from tasks.publish.settings import TARGETS, HubTarget, Target
+from tasks.serve.settings import ServeSettings
 
 
 class Settings(BaseModel):
@@ -42,6 +43,13 @@ class Checks(Settings):
     license: LicenseSettings = LicenseSettings()
 
 
+class Answers(NamedTuple):
+    """What a judge is asked, pinned by content, and how."""
+
+    prompts: JudgePrompts
+    settings: JudgeSettings
+
+
 class Evidence(NamedTuple):
     """What the merge and its parents are measured on, pinned by content, and the rules that judge it."""
 
@@ -52,23 +60,32 @@ class Evidence(NamedTuple):
     documents: Documents | None = None
     windows: Windows | None = None
     limits: DriftLimits | None = None
+    ensemble: bool = False
+    answers: Answers | None = None
 
 
 class Profile(Settings):
     """How a merge is released: recipe, checks, evidence, target."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the release.")
-    recipe: Path | dict[str, Any] = Field(description="mergekit's dialect: a file, or the same inline.")
+    recipe: Written = Field(description="mergekit's dialect: a file, or the same inline.")
     merge: MergeSettings = MergeSettings()
     checks: Checks = Checks()
     perplexity: PerplexitySettings | None = None
     evaluate: EvaluateSettings | None = None
-    publish: DirectoryTarget | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
+    judge: JudgeSettings | None = Field(default=None, description="A model that compares answers; absent: none is.")
+    serve: ServeSettings | None = Field(default=None, description="How it is served first; absent: it is not.")
+    remedies: tuple[Written, ...] = Field(
+        default=(), description="Tried in order when the gate refuses: changes ('density: 0.3'), or another recipe."
+    )
+    publish: Target | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
     root: Path = Field(default=Path(), description="Directory that relative paths are relative to.")
 
     def headline(self) -> str:
         """``demo · ties of 2 over base``."""
-        return f"{self.name} · {self.load_recipe().summary()}"
+        own, *remedies = self.candidates()
+        more = f", {len(remedies)} {'remedy' if len(remedies) == 1 else 'remedies'}" if remedies else ""
+        return f"{self.name} · {own.recipe.summary()}{more}"
 
     @model_validator(mode="after")
     def _publishes_only_what_is_gated(self) -> Self:
@@ -76,21 +93,20 @@ class Profile(Settings):
             raise ValueError("publish needs evidence: add perplexity, evaluate, or both")
         return self
 
-    def load_recipe(self) -> Recipe:
-        """The recipe, from its file or from the profile itself.
+    @model_validator(mode="after")
+    def _shows_only_whom_the_licences_were_asked_for(self) -> Self:
+        public = isinstance(self.publish, HubTarget) and self.publish.visibility == "public"
+        if public and self.checks.license.visibility != "public":
+            raise ValueError("publish is public, so checks.license.visibility must be public too")
+        return self
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The recipe, then the remedies in their order.
 
         Raises:
-            InvalidInput: for a recipe that cannot mean anything.
+            InvalidInput: for a recipe that cannot mean anything, or a change that does not fit the recipe.
         """
-        if isinstance(self.recipe, Path):
-            return load_recipe(self.root / self.recipe)
-        return replace(load_recipe(self.recipe, where=f"profile {self.name}: recipe"), directory=self.root)
-
-    def recipe_text(self) -> str:
-        """The recipe as it was written."""
-        if isinstance(self.recipe, Path):
-            return (self.root / self.recipe).read_text(encoding="utf-8")
-        return yaml.safe_dump(self.recipe, sort_keys=False, allow_unicode=True)
+        return candidates(self.recipe, self.remedies, self.root, f"profile {self.name}")
 
     def pin_evidence(self, parents: Sequence[Found], hashes: HashMemo) -> Evidence:
         """Tasks and documents by content, after seeing that every guard names a parent.
@@ -108,8 +124,22 @@ class Profile(Settings):
         if self.perplexity:
             documents = pin_documents(self.perplexity, self.root, hashes)
             evidence = evidence._replace(
-                documents=documents, windows=self.perplexity.windows, limits=self.perplexity.limits
+                documents=documents,
+                windows=self.perplexity.windows,
+                limits=self.perplexity.limits,
+                ensemble=self.perplexity.ensemble,
             )
+        if self.judge:
+            names = [parent.name for parent in parents]
+            if self.judge.guarded_by not in names:
+                raise InvalidInput(
+                    "judge.guarded_by",
+                    found=f"{self.judge.guarded_by!r}, which is no model of this merge",
+                    expected="the name of a parent",
+                    remedy=suggest(self.judge.guarded_by, names),
+                )
+            prompts = pin_prompts(self.judge, self.root, hashes)
+            evidence = evidence._replace(answers=Answers(prompts, self.judge))
         return evidence
 
 
@@ -200,7 +230,9 @@ def _fault(fault: Any) -> tuple[str, str]:
 def _place(location: tuple[int | str, ...]) -> str:
     """``('evaluate', 'tasks', 0, 'max_drop')`` as ``evaluate.tasks[0].max_drop``."""
     text = ""
-    for part in location:
+    for before, part in zip((None, *location), location, strict=False):
+        if before == "publish" and part in TARGETS:  # pydantic's word for which of the targets it is
+            continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
@@ -209,6 +241,9 @@ def _keys_at(model: type[BaseModel], location: list[int | str]) -> list[str]:
     """Keys that the settings at ``location`` know, found by walking the types."""
     for part in location:
         if isinstance(part, int):
+            continue
+        if part in TARGETS:
+            model = TARGETS[part]
             continue
         field = model.model_fields.get(part)
         inner = _settings_in(field.annotation) if field else None

@@ -39,6 +39,7 @@ class _Call:
 
     subject: str
     began: float
+    moved: tuple[float, int] | None = None  # when it first told how far it was, and how far: loading is no speed
     done: int = 0
     total: int = 0
     unit: str = ""
@@ -67,7 +68,7 @@ class _Line:
         """What to say: the summary of a single call; of several, what was cached and what each new one found."""
         running = [call for call in self.calls if call.ending is None]
         if running:
-            return _how_far(running[-1])
+            return _how_far(running[-1], time.monotonic())
         if not any(call.subject for call in self.calls):
             return self.calls[-1].summary
         fresh = dict.fromkeys(call.subject for call in self.calls if call.ending != "cached")
@@ -87,6 +88,7 @@ class Progress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._ascii = not (console.encoding or "").lower().startswith("utf")
+        self._above: list[RenderableType] = []  # What came before the last announcement.
         self._lines: dict[str, _Line] = {}
         self._printed: set[str] = set()
         self._live: Live | None = None
@@ -112,6 +114,13 @@ class Progress:
         grid.add_row(Text(left, style="bold"), Text(right, style="dim"))
         self._console.print(grid)
 
+    def announced(self, text: str) -> None:
+        self._print_ended()
+        self._above += [*(self._row(line) for line in self._lines.values()), Text(f"  {text}", style="bold")]
+        if not self._console.is_terminal:
+            self._console.print(self._above[-1])
+        self._lines, self._printed = {}, set()
+
     def started(self, stage: str, subject: str) -> None:
         if stage not in self._lines:
             self._print_ended()
@@ -120,6 +129,7 @@ class Progress:
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
         call = self._lines[stage].calls[-1]
         call.done, call.total, call.unit = done, total, unit
+        call.moved = call.moved or (time.monotonic(), done)
 
     def ended(self, stage: str, subject: str, ending: Ending, seconds: float, summary: str) -> None:
         call = self._lines[stage].calls[-1]
@@ -134,7 +144,7 @@ class Progress:
                 self._console.print(self._row(line))
 
     def _draw(self) -> RenderableType:
-        return Group(*(self._row(line) for line in self._lines.values()))
+        return Group(*self._above, *(self._row(line) for line in self._lines.values()))
 
     def _row(self, line: _Line) -> RenderableType:
         grid = Table.grid(expand=True, padding=(0, 1))
@@ -159,6 +169,9 @@ class LogLines:
     def __init__(self, log: logging.Logger | logging.LoggerAdapter[logging.Logger]) -> None:
         self._log = log
 
+    def announced(self, text: str) -> None:
+        self._log.info(text)
+
     def started(self, stage: str, subject: str) -> None:
         """Nothing: Prefect logs that itself."""
 
@@ -170,17 +183,28 @@ class LogLines:
         self._log.info("%s %s: %s (%s)", _MARKS[ending][0], words, summary, _duration(seconds))
 
 
-def _how_far(call: _Call) -> str:
-    name = call.subject
+def _how_far(call: _Call, now: float) -> str:
+    """``base 412 of 1,319 requests · 35/s · 26 s left``; of bytes a bar and a speed."""
     if not call.total:
-        return name
-    share = call.done / call.total
-    bar = "━" * round(20 * share) + "╌" * (20 - round(20 * share))
-    elapsed = max(time.monotonic() - call.began, 1e-3)
-    rate = call.done / elapsed
-    left = f" · {_duration((call.total - call.done) / rate)} left" if 0 < call.done < call.total else ""
-    speed = f"{rate / 1e6:.0f} MB/s" if call.unit == "B" else f"{rate:.0f} {call.unit}/s"
-    return f"{name} {bar} {100 * share:.0f} % · {speed}{left}".strip()
+        return call.subject
+    since, before = call.moved or (call.began, 0)
+    rate = (call.done - before) / max(now - since, 1e-3)
+    if call.unit == "B":
+        share = call.done / call.total
+        parts = ["━" * round(20 * share) + "╌" * (20 - round(20 * share)) + f" {100 * share:.0f} %"]
+    else:
+        parts = [f"{call.done:,} of {call.total:,} {call.unit}"]
+    if rate > 0:
+        speed = f"{rate / 1e6:.0f} MB" if call.unit == "B" else f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
+        parts.append(f"{speed}/s")
+        if call.done < call.total:
+            parts.append(f"{_about((call.total - call.done) / rate)} left")
+    return f"{call.subject} {' · '.join(parts)}".strip()
+
+
+def _about(seconds: float) -> str:
+    """A guess says no tenths of a second."""
+    return f"{max(1, round(seconds))} s" if seconds < 60 else _duration(seconds)
 
 
 def _duration(seconds: float) -> str:

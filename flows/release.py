@@ -11,32 +11,34 @@ seconds, a changed threshold runs only the gate. Whatever refuses says where, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from flows.outcome import Outcome, judged, report_content, show_in_prefect, stopped
+from flows.attempt import Attempt, Champion, Examined, Unhealthy
+from flows.candidates import Candidate
+from flows.judging import ensemble_of, judge_answers, judge_merge
+from flows.outcome import Outcome, judged, report_content, show_in_prefect, still_champion, stopped
 from flows.profile import Evidence, Profile, load_profile
 from flows.progress import LogLines
-from merge_core.errors import MergegateError
-from merge_core.store import Artifact
+from merge_core.errors import MergegateError, Refused
+from tasks.champion import find_champion
 from tasks.compat import check_compatibility, metadata, require_disk
-from tasks.evaluate import Scores, evaluate
-from tasks.gate import drift, gate
+from tasks.explain import explain_merge
 from tasks.licenses.check import check_licenses, license_table, read_licenses
 from tasks.merge import merge, merged_model, numerics
-from tasks.model import Model
-from tasks.perplexity import Likelihoods, perplexity
-from tasks.pin import PinnedRecipe, find_parents, pin
+from tasks.pin import Found, PinnedRecipe, find_parents, pin
 from tasks.publish.release import publish
+from tasks.publish.target import check_target
+from tasks.references import check_guards, needs_champion
 from tasks.report import write_report
-from tasks.runtime import runtime
+from tasks.serve.stage import serve_models
 from tasks.stage import store
-from tasks.watching import is_watched, watched_by
+from tasks.watching import announce, is_watched, watched_by
 
 
 @flow(name="release")
@@ -59,43 +61,84 @@ def release(profile: Path | Profile) -> State[Outcome]:
 
 def make_release(profile: Profile) -> Outcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
-    recipe = profile.load_recipe()
-    found = find_parents(recipe)
-    evidence = profile.pin_evidence(found, store().hashes)
+    # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
+    check_target(profile.publish, profile.root)
+    candidates = [(candidate, find_parents(candidate.recipe)) for candidate in profile.candidates()]
+    evidence = profile.pin_evidence(candidates[0][1], store().hashes)
+    examined = [examine(candidate, found, profile) for candidate, found in candidates]
 
-    use, table = profile.checks.license.use(profile.name), license_table(profile.checks.license, profile.root)
-    licence = check_licenses(read_licenses(found, table), use, table, profile.checks.license.accepted)
-    compatibility = check_compatibility(recipe, metadata(found), found)
-    require_disk(compatibility.value)
+    attempt, earlier = first_that_passes(examined, profile, evidence)
+    if isinstance(attempt, Champion):
+        return still_champion(profile.name, attempt)
 
-    pinned = PinnedRecipe(recipe, pin(found, store().hashes))
-    merged = merge(pinned, numerics(profile.merge))
-    models = (*pinned.parents, merged_model(merged))
-
-    # Perplexity takes seconds and sees a broken merge at once; then the costly tasks are not worth running.
-    likelihoods = measure_perplexity(models, evidence)
-    broken = evidence.limits and drift(likelihoods, evidence.limits, evidence.rule.confidence).broken
-    scores = {} if broken else run_tasks(models, evidence)
-    verdict = gate(evidence.guards, scores, likelihoods, evidence.limits, evidence.rule)
-
-    content = report_content(profile, pinned, licence.value, merged, scores, likelihoods, verdict.value)
+    content = report_content(profile, attempt, earlier)
     report = write_report(content)
-    if not (verdict.value.publishable and profile.publish):
+    if not (attempt.is_good and profile.publish):
         return judged(content, report, None)
-    released = publish(profile.publish, profile.root, content, pinned, profile.merge.seed, licence, merged, report)
+    released = publish(
+        profile.publish,
+        profile.root,
+        content,
+        attempt.pinned,
+        profile.merge.seed,
+        attempt.examined.licence,
+        attempt.merged,
+        report,
+        base=attempt.base,
+    )
     return judged(content, report, released)
 
 
-def measure_perplexity(models: Sequence[Model], evidence: Evidence) -> dict[str, Artifact[Likelihoods]]:
-    """Likelihoods of the held-out text by model; empty when the profile names no text."""
-    documents, windows = evidence.documents, evidence.windows
-    if documents is None or windows is None:
-        return {}
-    return {model.name: perplexity(model, documents, windows, runtime()) for model in models}
+def examine(candidate: Candidate, found: tuple[Found, ...], profile: Profile) -> Examined:
+    """See that the parents may be merged, and judged as the profile says: guards, licences, compatibility, disk."""
+    check_guards(profile.evaluate.tasks if profile.evaluate else (), [parent.name for parent in found])
+    use, table = profile.checks.license.use(profile.name), license_table(profile.checks.license, profile.root)
+    licence = check_licenses(read_licenses(found, table), use, table, profile.checks.license.accepted)
+    compatibility = check_compatibility(candidate.recipe, metadata(found), found)
+    require_disk(compatibility.value)
+    return Examined(candidate, found, licence)
 
 
-def run_tasks(models: Sequence[Model], evidence: Evidence) -> dict[str, list[Artifact[Scores]]]:
-    """Scores of every task by model; parents come from the store from the second night on."""
-    return {
-        model.name: [evaluate(model, task, evidence.scoring, runtime()) for task in evidence.tasks] for model in models
-    }
+def first_that_passes(
+    examined: list[Examined], profile: Profile, evidence: Evidence
+) -> tuple[Attempt | Champion, list[Attempt | Unhealthy]]:
+    """The first recipe whose merge passes the gate, else the last one; and what was tried before it."""
+    tried: list[Attempt | Champion | Unhealthy] = []
+    for one in examined:
+        if tried:
+            announce(f"remedy {len(tried)}: {one.candidate.remedy}")
+        tried.append(make_attempt(one, profile, evidence))
+        if tried[-1].is_good:
+            break
+    *earlier, last = tried
+    if isinstance(last, Unhealthy):
+        raise last.refusal
+    return last, [one for one in earlier if not isinstance(one, Champion)]
+
+
+def make_attempt(examined: Examined, profile: Profile, evidence: Evidence) -> Attempt | Champion | Unhealthy:
+    """Merge, measure, judge, explain."""
+    recipe = examined.candidate.recipe
+    pinned = PinnedRecipe(recipe, pin(examined.found, store().hashes))
+    try:
+        merged = merge(pinned, numerics(profile.merge))
+    except Refused as refusal:
+        return Unhealthy(examined, refusal)
+    model = merged_model(merged)
+    champion = None
+    if needs_champion(evidence.guards):
+        champion = find_champion(profile.publish, profile.root, model, store().hashes)
+        if champion and champion.digest == model.digest:
+            return Champion(examined, champion.directory)
+    judged = judge_merge(model, pinned.parents, champion, evidence)
+    verdict = judged.verdict.value
+    explanation = explain_merge(pinned, model, examined.candidate.document, verdict, judged.scores, evidence.tasks)
+    together = ensemble_of(pinned.parents, evidence)
+    base = champion.commit if champion else None
+    attempt = Attempt(examined, pinned, merged, judged, explanation, ensemble=together, base=base)
+    # A judge costs money and a server minutes: only for what would otherwise be published.
+    if attempt.is_good and evidence.answers:
+        attempt = replace(attempt, answers=judge_answers(model, pinned.parents, evidence.answers))
+    if attempt.is_good and profile.serve:
+        attempt = replace(attempt, served=serve_models(profile.serve, profile.root, model, pinned.parents))
+    return attempt

@@ -13,7 +13,7 @@ from merge_core.errors import InvalidInput, suggest
 from merge_core.merge_methods import find_method
 from merge_core.merge_methods.contract import Method
 
-_SETTINGS = ("merge_method", "base_model", "dtype", "out_dtype", "tokenizer_source", "chat_template")
+_SETTINGS = ("merge_method", "base_model", "models", "dtype", "out_dtype", "tokenizer_source", "chat_template")
 _PARAMETERS = "parameters"
 
 
@@ -32,13 +32,12 @@ def varied(recipe: Mapping[str, Any], changes: Mapping[str, Any], where: str) ->
     Raises:
         InvalidInput: A change that is neither, or no change at all.
     """
-    method = find_method(changes.get("merge_method", recipe.get("merge_method")), f"{where}: merge_method")
     if not changes:
         raise InvalidInput(where, found="nothing", expected="a change of the recipe")
-    new = {}
-    for name, value in changes.items():
-        if name in _SETTINGS:
-            continue
+    method = find_method(changes.get("merge_method", recipe.get("merge_method")), f"{where}: merge_method")
+    settings = {name: value for name, value in changes.items() if name in _SETTINGS}
+    new = {**_parameters_in(changes, where), **{k: v for k, v in changes.items() if k not in (*_SETTINGS, _PARAMETERS)}}
+    for name in new:
         if method.parameter(name) is None:
             known = [*_SETTINGS, *(parameter.name for parameter in method.parameters)]
             raise InvalidInput(
@@ -47,12 +46,27 @@ def varied(recipe: Mapping[str, Any], changes: Mapping[str, Any], where: str) ->
                 expected=f"a setting of a recipe, or a parameter of {method.name}",
                 remedy=suggest(name, known) or "name a whole recipe for changes of another kind",
             )
-        new[name] = value
-    result: dict[str, Any] = _without(dict(recipe), method, dropped=frozenset(new))
-    result.update({name: value for name, value in changes.items() if name in _SETTINGS})
-    if everywhere := {**result.get(_PARAMETERS, {}), **new}:
+    result: dict[str, Any] = {**_without(dict(recipe), method, dropped=frozenset(new)), **settings}
+    if method.name != recipe.get("merge_method") and isinstance(result.get("models"), list):
+        result["models"] = [_as_base(entry, method, result.get("base_model")) for entry in result["models"]]
+    if everywhere := {**_parameters_in(result, where), **new}:
         result[_PARAMETERS] = everywhere
     return result
+
+
+def _parameters_in(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    found = value.get(_PARAMETERS, {})
+    if not isinstance(found, Mapping):
+        raise InvalidInput(f"{where}: {_PARAMETERS}", found=f"{found!r:.60}", expected="parameters by name")
+    return found
+
+
+def _as_base(entry: Any, method: Method, base: object) -> Any:
+    """A model of the recipe; if it is now the base, without what the new method has for all but the base."""
+    if not isinstance(entry, Mapping) or base is None or entry.get("model") != base:
+        return entry
+    gone = frozenset(parameter.name for parameter in method.parameters if parameter.scope == "non_base")
+    return _without(entry, method, dropped=gone)
 
 
 def _without(value: Any, method: Method, dropped: frozenset[str]) -> Any:

@@ -1,15 +1,18 @@
 """Evaluation: lm-eval scores of one model on one task, document by document, as a cached stage.
 
-The unit of caching is one model and one task, so a task added to a profile costs only itself, and parents are evaluated
-once, ever::
+The unit of caching is one model and one part of one task's documents: a task added to a profile costs only itself,
+parents are evaluated once, ever, a crash loses one part at most, and more documents cost only those that are new::
 
     guards, tasks = pin_tasks(settings.tasks, root, hashes)
-    scores = {model.name: [evaluate(model, task, settings.scoring, runtime()) for task in tasks] for model in models}
+    parts = evaluate_to(model, tasks[0], settings.scoring, 500, runtime())      # the first look
+    parts = evaluate_to(model, tasks[0], settings.scoring, 1000, runtime())     # the second: 500 more
+    scores = joined(parts)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +20,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
 from merge_core.hashing import HashMemo
-from merge_core.keys import NotInKey
+from merge_core.keys import NotInKey, stage_key
+from merge_core.store import Artifact
 from tasks import outcomes
 from tasks.guards import GateRule, Guard
 from tasks.model import Model
+from tasks.part_progress import told_together
 from tasks.runtime import Runtime
+from tasks.sampling import Part, parts
 from tasks.scoring import Scoring as Scoring
-from tasks.stage import StageValue, stage
+from tasks.stage import StageValue, stage, store
 from tasks.task_definition import EvalTask as EvalTask
 from tasks.task_definition import pin_task as pin_task
 from tasks.versions import versions
@@ -43,7 +49,7 @@ class EvaluateSettings(Scoring, GateRule):
     @property
     def rule(self) -> GateRule:
         """The part that judges them."""
-        return GateRule(confidence=self.confidence, on_inconclusive=self.on_inconclusive)
+        return GateRule.model_validate({name: getattr(self, name) for name in GateRule.model_fields})
 
 
 class TaskScore(BaseModel):
@@ -66,31 +72,119 @@ class Scores(StageValue):
     model: Annotated[str, NotInKey]
     tasks: tuple[TaskScore, ...]
     lm_eval_version: str
+    part: Part | None = None  # of the task's documents; None for scores joined of several
 
     def summary(self) -> str:
         return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in self.tasks)
 
 
-@stage("evaluate", version=1, subject="model")
-def evaluate(out: Path, model: Model, task: EvalTask, scoring: Scoring, runtime: Runtime) -> Scores:
-    """Score ``model`` on ``task``: a score for each metric, and ``outcomes.parquet`` with every document's.
+class TaskSize(BaseModel):
+    """How many documents a task has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    documents: int
+
+
+@stage("evaluate", version=2, subject="model")
+def evaluate(out: Path, model: Model, task: EvalTask, scoring: Scoring, part: Part, runtime: Runtime) -> Scores:
+    """Score ``model`` on one part of ``task``: each metric, and ``outcomes.parquet`` with every document's.
 
     A group (``mmlu``) is scored as the mean over all of its documents.
 
     Raises:
-        InvalidInput: when the model or the task's data cannot be loaded, or the task has no score by document.
+        InvalidInput: when the model or the task's data cannot be loaded, the task has no score by document, or the
+            process that scores died.
+        Refused: when it takes longer than ``scoring.time_limit``.
     """
-    from tasks.harness import score
+    from tasks.evaluation_process import score
 
-    scored = score(model, task, scoring, runtime.device, lambda done, total: advance(done, total, "requests"))
+    scored = score(model, task, scoring, part, runtime.device, lambda done, total: advance(done, total, "requests"))
     outcomes.write(out / outcomes.FILE, scored.outcomes)
     return Scores(
         model=model.name,
-        tasks=tuple(
-            _task_score(task.name, metric, [o.outcome for o in scored.outcomes if o.metric == metric], better)
-            for metric, better in scored.higher_is_better.items()
-        ),
+        tasks=table(task.name, scored.outcomes, scored.higher_is_better),
         lm_eval_version=versions("lm_eval")["lm_eval"],
+        part=part,
+    )
+
+
+def evaluate_to(
+    model: Model, task: EvalTask, scoring: Scoring, documents: int | None, runtime: Runtime
+) -> list[Artifact[Scores]]:
+    """Scores of ``model`` on the first ``documents`` documents of ``task``, by part; what is missing is computed now.
+
+    Where parts end is decided by ``scoring.documents`` and the size of the task alone (see ``tasks.sampling.parts``).
+
+    Args:
+        documents: At least so many: one of ``tasks.sampling.looks``, or whatever the part it falls into ends with.
+            None: all.
+
+    Raises:
+        InvalidInput, Refused: as ``evaluate``.
+    """
+    total = document_count(task)
+    wanted = total if documents is None else min(documents, total)
+    asked = [part for part in parts(total, scoring.documents) if part.first < wanted]
+    if scoring.backend == "vllm":
+        runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **_version_of_vllm()}})
+    artifacts: list[Artifact[Scores]] = []
+    with told_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as telling:
+        artifacts += (evaluate(model, task, scoring, part, runtime) for part in asked)
+        telling.summary = joined(artifacts).summary()
+    return artifacts
+
+
+def document_count(task: EvalTask) -> int:
+    """Documents that ``task`` has; counted once, in the process that scores, and kept in the store.
+
+    Raises:
+        InvalidInput: when the task's data cannot be loaded.
+    """
+
+    def size(out: Path) -> TaskSize:
+        from tasks.evaluation_process import count
+
+        return TaskSize(documents=count(task))
+
+    key = stage_key("documents", 1, {"task": task})
+    return store().build("documents", key, TaskSize, size)[0].value.documents
+
+
+def joined(artifacts: Sequence[Artifact[Scores]]) -> Scores:
+    """Scores of one model over all parts of each task: one table, in the order in which tasks are first met.
+
+    Raises:
+        InvalidInput: when the parts are of different versions of lm-eval.
+    """
+    by_task: dict[str, list[Artifact[Scores]]] = {}
+    for artifact in artifacts:
+        by_task.setdefault(artifact.value.tasks[0].task, []).append(artifact)
+    found = {artifact.value.lm_eval_version for artifact in artifacts}
+    if len(found) > 1:
+        raise InvalidInput(
+            f"scores of {artifacts[0].value.model}",
+            found=f"parts by lm-eval {' and '.join(sorted(found))}",
+            expected="one version",
+        )
+    scores: list[TaskScore] = []
+    for task, of_task in by_task.items():
+        if len(of_task) == 1:
+            scores += of_task[0].value.tasks
+            continue
+        rows = [row for part in of_task for row in outcomes.read(part.directory / outcomes.FILE)]
+        scores += table(task, rows, {s.metric: s.higher_is_better for part in of_task for s in part.value.tasks})
+    value = artifacts[0].value
+    return value.model_copy(update={"tasks": tuple(scores), "part": value.part if len(artifacts) == 1 else None})
+
+
+def table(
+    task: str, rows: Sequence[outcomes.DocumentOutcome], higher_is_better: Mapping[str, bool]
+) -> tuple[TaskScore, ...]:
+    """Mean and standard error of every metric over the documents in ``rows``, whatever parts they were scored in."""
+    return tuple(
+        _task_score(task, metric, [row.outcome for row in rows if row.metric == metric], better)
+        for metric, better in higher_is_better.items()
     )
 
 
@@ -98,7 +192,8 @@ def pin_tasks(guards: Sequence[Guard], root: Path, hashes: HashMemo) -> tuple[tu
     """All tasks of the guards, each once, and the guards in terms of the names that lm-eval calls those tasks.
 
     Raises:
-        InvalidInput: as ``pin_task``; or when two definitions call themselves by one name.
+        InvalidInput: as ``pin_task``; when two definitions call themselves by one name, or two guards of a task
+            disagree on which of its documents belong together.
     """
     written = {guard.task: pin_task(guard.task, root, hashes) for guard in guards}
     tasks: dict[str, EvalTask] = {}
@@ -109,6 +204,17 @@ def pin_tasks(guards: Sequence[Guard], root: Path, hashes: HashMemo) -> tuple[tu
                 found=f"calls itself {task.name!r}, as does another task of this profile",
                 expected="a name of its own under 'task'",
             )
+    for guard in guards:
+        if guard.cluster_by in (None, "task"):  # known of every document anyway
+            continue
+        task = tasks[written[guard.task].name]
+        if task.cluster_field not in (None, guard.cluster_by):
+            raise InvalidInput(
+                f"evaluate.tasks: {guard.task}: cluster_by",
+                found=f"{guard.cluster_by!r}, and {task.cluster_field!r} in another guard of the task",
+                expected="one field for all guards of a task",
+            )
+        tasks[task.name] = task.model_copy(update={"cluster_field": guard.cluster_by})
     renamed = tuple(guard.model_copy(update={"task": written[guard.task].name}) for guard in guards)
     return renamed, tuple(tasks.values())
 
@@ -119,6 +225,13 @@ def default_metric(metrics: Sequence[str]) -> str:
     if "acc,none" in metrics:
         return "acc,none"
     return next((metric for metric in metrics if metric.endswith(",flexible-extract")), metrics[0])
+
+
+def _version_of_vllm() -> dict[str, str]:
+    try:
+        return versions("vllm")
+    except PackageNotFoundError:
+        return {}  # the process that scores says so, with what to do
 
 
 def _task_score(task: str, metric: str, values: Sequence[float], higher_is_better: bool) -> TaskScore:

@@ -8,6 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # points
 
+# What ``guarded_by`` may say besides the name of a parent; see ``tasks.references``.
+BEST_PARENT = "best parent"
+CHAMPION = "champion"
+
 
 class Guard(BaseModel):
     """One regression guard: on ``task`` the merge must not be worse than ``guarded_by`` by more than ``max_drop``."""
@@ -15,12 +19,19 @@ class Guard(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str = Field(description="An lm-eval task by name, or a YAML file relative to the profile.")
-    guarded_by: str = Field(description="Name of the model it is held against: a parent of the merge.")
+    guarded_by: str = Field(
+        description="What it is held against: a parent by name, 'best parent', or 'champion' (what is published now)."
+    )
     max_drop: float = Field(default=2.0, ge=0, le=100, description="Points; more, and not noise, fails.")
     margin: float | None = Field(
         default=None, gt=0, le=100, description="Points that the upper bound may reach; default: max_drop + 1."
     )
     metric: str | None = Field(default=None, description="lm-eval's 'acc,none'; absent: see default_metric.")
+    cluster_by: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Documents that belong together: 'task' (the subjects of a group), or a field of the document.",
+    )
 
     @model_validator(mode="after")
     def _margin_is_wider(self) -> Self:
@@ -39,7 +50,10 @@ class GateRule(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided, each way.")
+    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided, each way, over all looks together.")
+    extend: bool = Field(
+        default=True, description="Evaluate more documents where a guard is undecided and the task has some left."
+    )
     on_inconclusive: Literal["block", "warn", "pass"] = Field(
         default="block", description="What to do when the documents do not suffice to decide."
     )

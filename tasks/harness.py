@@ -8,42 +8,70 @@ bars of its own, and data cached for all time under a path that says nothing abo
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
 import random
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from merge_core.errors import InvalidInput
-from tasks.loaded import Loaded, in_memory
+from merge_core.errors import InvalidInput, suggest
+from tasks.backends import opened
 from tasks.model import Model
 from tasks.outcomes import DocumentOutcome
+from tasks.sampling import Part, chosen
 from tasks.scoring import Scoring
 from tasks.task_definition import EvalTask, read_definition, still_as_pinned
 
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
+_READABLE = 64  # characters of a cluster's name
+
+# datasets counts uses of its file formats over the network; read when it is first imported.
+os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 
 
 @dataclass(frozen=True)
 class Scored:
-    """All outcomes of one task, and for each metric whether more is better."""
+    """All outcomes of one part of a task, and for each metric whether more is better."""
 
     outcomes: tuple[DocumentOutcome, ...]
     higher_is_better: Mapping[str, bool]
 
 
+def count(task: EvalTask) -> int:
+    """Documents that ``task`` has; of a group, all below it.
+
+    Raises:
+        InvalidInput: when the task's data cannot be loaded.
+    """
+    with _quiet():
+        return sum(_loaded(task).sizes.values())
+
+
+@contextmanager
+def opened_tasks(task: EvalTask) -> Iterator[Mapping[str, Any]]:
+    """lm-eval's own task objects by name, those below a group each on its own; quiet as long as they are used.
+
+    Raises:
+        InvalidInput: when the task's data cannot be loaded.
+    """
+    with _quiet():
+        yield _loaded(task).leaves
+
+
 def score(
-    model: Model, task: EvalTask, scoring: Scoring, device: str, on_progress: Callable[[int, int], None]
+    model: Model, task: EvalTask, scoring: Scoring, part: Part, device: str, on_progress: Callable[[int, int], None]
 ) -> Scored:
-    """Score every chosen document of ``task`` with ``model``.
+    """Score one part of the documents of ``task`` with ``model``.
 
     Only metrics that are means over documents are kept: a gate needs each document's share in the score.
 
@@ -54,33 +82,35 @@ def score(
     Raises:
         InvalidInput: when the model or the task's data cannot be loaded, or the task has no such metric.
     """
-    # datasets counts uses of its file formats over the network; read when it is first imported.
-    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-    with (
-        in_memory(model, dtype=scoring.dtype, device=device) as loaded,
-        _quiet(on_progress),
-        tempfile.TemporaryDirectory(prefix="mergegate-task-") as scratch,
-    ):
-        leaves = _load_tasks(task, Path(scratch))
-        chosen = _choose({name: len(leaf.eval_docs) for name, leaf in leaves.items()}, scoring)
-        return _run({name: leaves[name] for name in chosen}, chosen, loaded, task, scoring)
+    with _quiet(), opened(model, scoring, device) as lm, _progress_to(on_progress):
+        loaded = _loaded(task)
+        documents = chosen(loaded.sizes, scoring.seed, part)
+        if (found := sum(map(len, documents.values()))) != part.last - part.first:
+            raise InvalidInput(
+                f"task {task.name}: {part}",
+                found=f"{found} documents",
+                expected=f"{part.last - part.first}, as when they were counted",
+                remedy="its data changed: pin it, or delete 'documents' from the store",
+            )
+        return _run(loaded, documents, lm, task, scoring)
 
 
-def _run(
-    leaves: Mapping[str, Any], chosen: Mapping[str, list[int]], loaded: Loaded, task: EvalTask, scoring: Scoring
-) -> Scored:
+def _run(loaded: _LoadedTask, documents: Mapping[str, list[int]], lm: Any, task: EvalTask, scoring: Scoring) -> Scored:
     import numpy as np
     import torch
     from lm_eval.evaluator import evaluate
-    from lm_eval.models.huggingface import HFLM
 
-    if scoring.chat_template and not loaded.tokenizer.chat_template:
+    if scoring.chat_template and not lm.tokenizer.chat_template:
         raise InvalidInput(
             "evaluate.chat_template",
-            found=f"a tokenizer without one ({loaded.tokenizer.name_or_path})",
+            found=f"a tokenizer without one ({lm.tokenizer.name_or_path})",
             remedy="chat_template: false",
         )
-    for leaf in leaves.values():
+    leaves = {name: loaded.leaves[name] for name in documents}
+    random.seed(scoring.seed)
+    np.random.seed(scoring.seed)  # the global state, because lm-eval's tasks draw from it
+    torch.manual_seed(scoring.seed)
+    for name, leaf in leaves.items():
         if leaf.OUTPUT_TYPE == "loglikelihood_rolling":
             raise InvalidInput(
                 f"task {task.name}",
@@ -88,26 +118,14 @@ def _run(
                 remedy="name its documents under 'perplexity:'",
             )
         # A task that sets no examples at all keeps none, as on lm-eval's command line.
-        if scoring.num_fewshot is not None and leaf.get_config("num_fewshot") != 0:
-            leaf.set_config(key="num_fewshot", value=scoring.num_fewshot)
-        elif leaf.get_config("num_fewshot") is None:
-            leaf.set_config(key="num_fewshot", value=0)
-        leaf.set_fewshot_seed(seed=FEWSHOT_SEED + scoring.seed)
-    random.seed(scoring.seed)
-    np.random.seed(scoring.seed)  # the global state, because lm-eval's tasks draw from it
-    torch.manual_seed(scoring.seed)
-    lm = HFLM(
-        pretrained=loaded.network,
-        tokenizer=loaded.tokenizer,
-        backend="causal",
-        softmax_dtype="float32",
-        batch_size=scoring.batch_size,
-        max_length=scoring.max_length,
-    )
+        own = loaded.fewshot[name]
+        asked = scoring.num_fewshot if scoring.num_fewshot is not None and own != 0 else own
+        leaf.set_config(key="num_fewshot", value=asked or 0)
+        _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + scoring.seed)
     results = evaluate(
         lm=lm,
         task_dict={"tasks": dict(leaves)},
-        samples=dict(chosen),
+        samples=dict(documents),
         bootstrap_iters=0,  # errors are ours to compute, paired
         log_samples=True,
         apply_chat_template=scoring.chat_template,
@@ -122,13 +140,44 @@ def _run(
             for metric in (metric for metric in sample["metrics"] if metric in means):
                 key = f"{metric},{sample['filter']}"
                 better[key] = bool(directions.get(metric, True))
-                outcomes.append(_outcome(name, key, metric, sample))
+                outcomes.append(_outcome(name, key, metric, sample, task.cluster_field))
     if not outcomes:
         raise InvalidInput(f"task {task.name}", found="no metric that is a mean over documents", expected="acc, …")
     return Scored(tuple(outcomes), better)
 
 
-def _outcome(task: str, key: str, metric: str, sample: Mapping[str, Any]) -> DocumentOutcome:
+def _fix_examples(loaded: _LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
+    """Give every document the few-shot examples that it has when all are asked, whatever part it is asked in.
+
+    lm-eval's sampler draws for one document after another from one stream, so that a document's prompt would hang on
+    which others are asked with it.
+    """
+    from lm_eval.api.samplers import ContextSampler
+
+    leaf = loaded.leaves[name]
+    leaf.set_fewshot_seed(seed=seed)
+    sampler: Any = getattr(leaf, "sampler", None)
+    n = leaf.get_config("num_fewshot")
+    if not n or type(sampler) is not ContextSampler:  # any other kind chooses without drawing, or is a task's own
+        return
+    if (name, n, seed) not in loaded.examples:
+        vars(sampler).pop("sample", None)  # of other settings
+        own = leaf.fewshot_cfg.split == leaf.config.test_split  # then a document must not be its own example
+        try:
+            drawn = [sampler.sample(n, eval_doc=document if own else None) for document in leaf.eval_docs]
+        except ValueError as error:
+            raise InvalidInput(
+                f"task {name}: num_fewshot",
+                found=f"{n} examples, more than there are to draw from",
+                remedy="a smaller evaluate.num_fewshot",
+            ) from error
+        loaded.examples[name, n, seed] = drawn
+    drawn = loaded.examples[name, n, seed]
+    queue = iter([drawn[position] for position in documents])
+    sampler.sample = lambda *_, **__: next(queue)  # lm-eval asks once a document, in ascending order
+
+
+def _outcome(task: str, key: str, metric: str, sample: Mapping[str, Any], cluster_field: str | None) -> DocumentOutcome:
     value = float(sample[metric])
     if value != value or value in (float("inf"), float("-inf")):
         raise InvalidInput(
@@ -142,26 +191,55 @@ def _outcome(task: str, key: str, metric: str, sample: Mapping[str, Any]) -> Doc
         prompt_hash=str(sample["prompt_hash"]),
         target_hash=str(sample["target_hash"]),
         outcome=value,
+        cluster=_cluster(task, sample["doc"], cluster_field) if cluster_field else "",
     )
+
+
+def _cluster(task: str, document: Mapping[str, Any], field: str) -> str:
+    """What stands in ``field``; of a long text (a passage) a digest."""
+    if field not in document:
+        raise InvalidInput(
+            f"evaluate.tasks: {task}: cluster_by",
+            found=f"{field!r}, which is no field of its documents",
+            expected="'task', or a field",
+            remedy=suggest(field, document),
+        )
+    text = str(document[field])
+    return text if len(text) <= _READABLE else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _is_mean(aggregation: Any) -> bool:
     return getattr(aggregation, "__name__", "") == "mean"
 
 
-def _choose(sizes: Mapping[str, int], scoring: Scoring) -> dict[str, list[int]]:
-    """Which documents of each task: all, or a fixed random sample in which a smaller one is contained.
+@dataclass(frozen=True)
+class _LoadedTask:
+    """lm-eval's task objects of one task by name, and what they say themselves, which scoring changes in them."""
 
-    Ordered by a hash rather than drawn by a generator: the first 100 are among the first 200, on any Python.
-    """
-    every = [(task, doc) for task, size in sizes.items() for doc in range(size)]
-    if scoring.documents is not None:
-        every.sort(key=lambda item: hashlib.sha256(f"{scoring.seed}/{item[0]}/{item[1]}".encode()).digest())
-        every = every[: scoring.documents]
-    chosen: dict[str, list[int]] = {}
-    for task, doc in sorted(every):  # ascending: lm-eval numbers its answers by position in this list
-        chosen.setdefault(task, []).append(doc)
-    return chosen  # a task without a document is left out: to lm-eval an empty list means all of them
+    leaves: Mapping[str, Any]
+    fewshot: Mapping[str, int | None]
+    scratch: Any  # the directory that local data were read into; deleted with this
+    examples: dict[tuple[str, int, int], list[Any]] = field(default_factory=dict)  # by name, number and seed
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: len(leaf.eval_docs) for name, leaf in self.leaves.items()}
+
+
+_held: tuple[tuple[str, Path | None], _LoadedTask] | None = None
+
+
+def _loaded(task: EvalTask) -> _LoadedTask:
+    """The last task stays loaded for its next part."""
+    global _held
+    wanted = (task.digest, task.definition)
+    if _held is None or _held[0] != wanted:
+        _held = None
+        scratch = tempfile.TemporaryDirectory(prefix="mergegate-task-")
+        leaves = _load_tasks(task, Path(scratch.name))
+        fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
+        _held = (wanted, _LoadedTask(leaves, fewshot, scratch))
+    return _held[1]
 
 
 def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
@@ -215,13 +293,34 @@ def _shipped_tasks() -> Any:
 
 
 @contextmanager
-def _quiet(on_progress: Callable[[int, int], None]) -> Iterator[None]:
-    """lm-eval and datasets without logs and bars; lm-eval's own bars are its only account of progress, so they are
-    replaced by ``on_progress``."""
+def _quiet() -> Iterator[None]:
+    """lm-eval, datasets and transformers without logs and bars."""
     import datasets  # type: ignore[import-untyped]  # ships no types
+
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
+    levels = [logger.level for logger in loggers]
+    bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+# Modules of lm-eval that draw bars, where they are loaded; importing one of another backend may not be possible.
+_DRAWING = ("api.model", "api.task", "models.huggingface", "models.vllm_causallms", "models.api_models")
+
+
+@contextmanager
+def _progress_to(on_progress: Callable[[int, int], None]) -> Iterator[None]:
+    """lm-eval's own bars are its only account of progress, so they are replaced by ``on_progress``."""
     import lm_eval.api.model
-    import lm_eval.api.task
-    import lm_eval.models.huggingface
+    import lm_eval.api.task  # noqa: F401  # now, so that it is among those that draw
 
     class Bar:
         """What lm-eval uses of tqdm. One with a total and nothing to iterate over counts requests."""
@@ -240,22 +339,25 @@ def _quiet(on_progress: Callable[[int, int], None]) -> Iterator[None]:
         def close(self) -> None:
             pass
 
-    modules = (lm_eval.api.model, lm_eval.api.task, lm_eval.models.huggingface)
-    before = [module.tqdm for module in modules]
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
-    levels = [logger.level for logger in loggers]
-    bars = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    for module in modules:
-        module.tqdm = Bar
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+        @staticmethod
+        async def gather(*waiting: Awaitable[Any], **_: Any) -> list[Any]:
+            """Of tqdm_asyncio: batches of requests that are under way together."""
+            bar = Bar(total=len(waiting))
+
+            async def counted(one: Awaitable[Any]) -> Any:
+                answer = await one
+                bar.update()
+                return answer
+
+            return list(await asyncio.gather(*map(counted, waiting)))
+
+    modules = [sys.modules[name] for name in (f"lm_eval.{part}" for part in _DRAWING) if name in sys.modules]
+    drawn = [(module, name) for module in modules for name in ("tqdm", "tqdm_asyncio") if hasattr(module, name)]
+    before = [getattr(module, name) for module, name in drawn]
+    for module, name in drawn:
+        setattr(module, name, Bar)
     try:
         yield
     finally:
-        for module, bar in zip(modules, before, strict=True):
-            module.tqdm = bar
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bars:
-            datasets.enable_progress_bars()
+        for (module, name), bar in zip(drawn, before, strict=True):
+            setattr(module, name, bar)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 from merge_core.errors import InvalidInput
 from merge_core.keys import digest
 from tasks.model import Model
+
+SMALLER = "a smaller batch_size or max_length, or dtype: bfloat16"  # the remedy where memory does not suffice
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,13 @@ class Loaded:
 
 _lock = threading.RLock()
 _held: tuple[tuple[str, str, str], Loaded] | None = None
+_elsewhere: list[Callable[[], None]] = []
+
+
+def asks_to_release(release_elsewhere: Callable[[], None]) -> None:
+    """Have ``release_elsewhere`` called before a model is loaded here: whoever holds one in a process of its own lets
+    it go, because two models need not fit side by side."""
+    _elsewhere.append(release_elsewhere)
 
 
 @contextmanager
@@ -64,6 +73,8 @@ def in_memory(model: Model, *, dtype: str, device: str) -> Iterator[Loaded]:
         wanted = (model.digest, dtype, device)
         if _held is None or _held[0] != wanted:
             release()  # first: two models need not fit side by side
+            for release_elsewhere in _elsewhere:
+                release_elsewhere()
             _held = (wanted, _load(model, dtype, device))
         import torch
 
@@ -74,7 +85,7 @@ def in_memory(model: Model, *, dtype: str, device: str) -> Iterator[Loaded]:
             raise InvalidInput(
                 f"{model.name} ({model.directory})",
                 found=f"out of memory on {device}",
-                remedy="a smaller batch_size or max_length, or dtype: bfloat16",
+                remedy=SMALLER,
             ) from error
 
 

@@ -26,6 +26,7 @@ class DocumentOutcome(NamedTuple):
     prompt_hash: str  # of what the model is shown: a changed template or few-shot example changes it
     target_hash: str
     outcome: float  # in [0, 1] for accuracies
+    cluster: str = ""  # what the document shares with others (a passage, a subject), where a guard asks for it
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Paired:
     documents: tuple[tuple[str, int], ...]  # (task, doc_id)
     reference: tuple[float, ...]
     merge: tuple[float, ...]
+    clusters: tuple[str, ...] = ()  # of each document; empty texts where none was recorded
 
 
 def write(path: Path, outcomes: Sequence[DocumentOutcome]) -> None:
@@ -55,6 +57,7 @@ def read(path: Path) -> tuple[DocumentOutcome, ...]:
     import pyarrow.parquet as pq
 
     columns = pq.read_table(path).to_pydict()
+    columns.setdefault("cluster", [""] * len(columns["task"]))  # a table from before there were clusters
     return tuple(
         DocumentOutcome(*row) for row in zip(*(columns[name] for name in DocumentOutcome._fields), strict=True)
     )
@@ -92,5 +95,8 @@ def pair(reference: Sequence[DocumentOutcome], merge: Sequence[DocumentOutcome],
                 )
     documents = tuple(sorted(left))
     return Paired(
-        documents, tuple(left[key].outcome for key in documents), tuple(right[key].outcome for key in documents)
+        documents,
+        tuple(left[key].outcome for key in documents),
+        tuple(right[key].outcome for key in documents),
+        tuple(left[key].cluster for key in documents),
     )

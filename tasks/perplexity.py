@@ -101,6 +101,7 @@ class PerplexitySettings(BaseModel):
     max_documents: int | None = Field(default=1000, ge=1, description="The first so many; null: all.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     batch_size: int = Field(default=16, ge=1)
+    ensemble: bool = Field(default=False, description="Also measure the parents together, see tasks/ensemble.py.")
 
     @model_validator(mode="after")
     def _limits_agree(self) -> Self:
@@ -183,10 +184,15 @@ def perplexity(out: Path, model: Model, documents: Documents, windows: Windows, 
         rows, window = _likelihoods(loaded, model, texts, windows)
         vocabulary = tokenizer_digest(loaded.tokenizer)
     write_documents(out / FILE, rows)
+    return summed(model.name, rows, vocabulary, window)
+
+
+def summed(model: str, rows: Sequence[DocumentLikelihood], vocabulary: str, window: int) -> Likelihoods:
+    """What documents with their likelihoods say together; ``model`` is whose they are."""
     tokens, size = sum(row.tokens for row in rows), sum(row.bytes for row in rows)
     total = math.fsum(row.loglik for row in rows) if all(math.isfinite(row.loglik) for row in rows) else None
     return Likelihoods(
-        model=model.name,
+        model=model,
         documents=len(rows),
         tokens=tokens,
         bytes=size,
@@ -264,18 +270,32 @@ def _field_of_line(line: bytes, field: str, path: Path, number: int) -> str:
     return text
 
 
-class _Window(NamedTuple):
+class Window(NamedTuple):
+    """A part of a document that is scored at once."""
+
     row: int  # index of its document
+    start: int  # of its targets among the document's scored tokens
     inputs: list[int]  # tokens that the model reads
     targets: list[int]  # tokens that the last so many of them predict
 
 
-def _likelihoods(
-    loaded: Loaded, model: Model, texts: Sequence[tuple[int, str]], windows: Windows
-) -> tuple[list[DocumentLikelihood], int]:
+class Reading(NamedTuple):
+    """Documents as one model reads them."""
+
+    length: int  # tokens a window
+    tokens: tuple[int, ...]  # scored, by document
+    cut: tuple[Window, ...]
+
+
+def read_by(loaded: Loaded, model: Model, texts: Sequence[tuple[int, str]], windows: Windows) -> Reading:
+    """Cut documents into the windows in which ``model`` reads them.
+
+    Raises:
+        InvalidInput: when the tokenizer does not belong to the weights, or finds no token at all.
+    """
     length = min(windows.max_length, loaded.context or windows.max_length)
     embeddings = int(loaded.network.get_input_embeddings().num_embeddings)
-    cut: list[_Window] = []
+    cut: list[Window] = []
     tokens = [0] * len(texts)
     for row, (_, text) in enumerate(texts):
         encoded = loaded.tokenizer.encode(text, add_special_tokens=False)
@@ -288,26 +308,46 @@ def _likelihoods(
         sequence = encoded if loaded.prefix is None else [loaded.prefix, *encoded]
         for start in range(0, len(sequence) - 1, length):
             end = min(start + length, len(sequence) - 1)
-            cut.append(_Window(row, sequence[max(0, end - length) : end], sequence[start + 1 : end + 1]))
+            cut.append(Window(row, start, sequence[max(0, end - length) : end], sequence[start + 1 : end + 1]))
         tokens[row] = max(0, len(sequence) - 1)
-    sums = [0.0] * len(texts)
-    done, total = 0, sum(tokens)
-    for batch in _batches(cut, windows.batch_size, embeddings):
-        for window, loglik in zip(batch, _score(loaded.network, batch), strict=True):
-            sums[window.row] += loglik
-            done += len(window.targets)
-        advance(done, total, "tokens")
-    rows = [
-        DocumentLikelihood(doc_id, sums[row], tokens[row], len(text.encode()))
-        for row, (doc_id, text) in enumerate(texts)
-        if tokens[row]
-    ]
-    if not rows:
+    if not any(tokens):
         raise InvalidInput(f"{model.name} ({model.directory})", found="a tokenizer that finds no token in any document")
-    return rows, length
+    return Reading(length, tuple(tokens), tuple(cut))
 
 
-def _batches(cut: Sequence[_Window], batch_size: int, vocabulary: int) -> Iterator[list[_Window]]:
+def token_logliks(loaded: Loaded, reading: Reading, batch_size: int) -> Iterator[tuple[Window, torch.Tensor]]:
+    """Each window with the log-likelihoods of its targets: nats, float64, [targets]. Longest windows first."""
+    embeddings = int(loaded.network.get_input_embeddings().num_embeddings)
+    done, total = 0, sum(reading.tokens)
+    for batch in _batches(reading.cut, batch_size, embeddings):
+        for window, logliks in zip(batch, _score(loaded.network, batch), strict=True):
+            done += len(window.targets)
+            yield window, logliks
+        advance(done, total, "tokens")
+
+
+def _likelihoods(
+    loaded: Loaded, model: Model, texts: Sequence[tuple[int, str]], windows: Windows
+) -> tuple[list[DocumentLikelihood], int]:
+    reading = read_by(loaded, model, texts, windows)
+    sums = [0.0] * len(texts)
+    for window, logliks in token_logliks(loaded, reading, windows.batch_size):
+        sums[window.row] += float(logliks.sum())
+    return document_rows(texts, reading, sums), reading.length
+
+
+def document_rows(
+    texts: Sequence[tuple[int, str]], reading: Reading, logliks: Sequence[float]
+) -> list[DocumentLikelihood]:
+    """A row for each document of which anything was scored."""
+    return [
+        DocumentLikelihood(doc_id, logliks[row], reading.tokens[row], len(text.encode()))
+        for row, (doc_id, text) in enumerate(texts)
+        if reading.tokens[row]
+    ]
+
+
+def _batches(cut: Sequence[Window], batch_size: int, vocabulary: int) -> Iterator[list[Window]]:
     """Windows of like length together, longest first, so that memory runs out at once or never."""
     ordered = sorted(cut, key=lambda window: len(window.inputs), reverse=True)
     start = 0
@@ -318,8 +358,8 @@ def _batches(cut: Sequence[_Window], batch_size: int, vocabulary: int) -> Iterat
         start += step
 
 
-def _score(network: Any, batch: Sequence[_Window]) -> list[float]:
-    """Log-likelihood of each window's targets, nats."""
+def _score(network: Any, batch: Sequence[Window]) -> list[torch.Tensor]:
+    """Log-likelihoods of each window's targets, nats."""
     import torch
 
     longest = len(batch[0].inputs)
@@ -333,19 +373,19 @@ def _score(network: Any, batch: Sequence[_Window]) -> list[float]:
             input_ids=ids.to(network.device), attention_mask=mask.to(network.device), use_cache=False
         ).logits
         return [
-            _loglik(logits[row, len(window.inputs) - len(window.targets) : len(window.inputs)], window.targets)
+            _logliks(logits[row, len(window.inputs) - len(window.targets) : len(window.inputs)], window.targets)
             for row, window in enumerate(batch)
         ]
 
 
-def _loglik(logits: torch.Tensor, targets: Sequence[int]) -> float:
-    """Sum of ``log softmax(logits)[position, target]``, nats; softmax in float32. ``logits``: [targets, vocab]."""
+def _logliks(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
+    """``log softmax(logits)[position, target]``, nats; softmax in float32. ``logits``: [targets, vocab]."""
     import torch
 
     wanted = torch.tensor(targets, device=logits.device)
-    total = 0.0
+    parts = []
     for start in range(0, len(targets), _SLICE):
         part = wanted[start : start + _SLICE]
         log_p = torch.log_softmax(logits[start : start + len(part)].float(), dim=-1)
-        total += float(log_p.gather(1, part[:, None]).double().sum())
-    return total
+        parts.append(log_p.gather(1, part[:, None])[:, 0].double())
+    return torch.cat(parts).cpu()

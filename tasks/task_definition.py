@@ -32,6 +32,7 @@ class EvalTask(BaseModel):
     name: str  # what lm-eval calls it
     digest: str  # sha256 over the definition and its local data
     definition: Annotated[Path | None, NotInKey]  # a local YAML, None for a task that lm-eval ships
+    cluster_field: str | None = None  # of a document: what it shares with those that it belongs together with
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ Ending = Literal["made", "cached", "refused", "failed"]
 class Watcher(Protocol):
     """Whoever shows a run while it works. ``subject`` tells calls of one stage apart: the checkpoint's name, or ''."""
 
+    def announced(self, text: str) -> None: ...
     def started(self, stage: str, subject: str) -> None: ...
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None: ...
     def ended(self, stage: str, subject: str, ending: Ending, seconds: float, summary: str) -> None: ...
@@ -45,6 +46,12 @@ def advance(done: int, total: int, unit: str) -> None:
     """Say how far the running stage has come: ``done`` of ``total`` in ``unit`` ('B', 'documents')."""
     if (watcher := _watcher.get()) is not None:
         watcher.advanced(*_running.get(), done, total, unit)
+
+
+def announce(text: str) -> None:
+    """Say what begins now, above the stages that follow."""
+    if (watcher := _watcher.get()) is not None:
+        watcher.announced(text)
 
 
 @dataclass

@@ -44,6 +44,11 @@ The weights are not those of any parent: they were modified by merging.
 {content.licence}
 
 {asked}
+
+## Check it
+
+`sha256sum --check SHA256SUMS` compares every file; `mergegate verify` compares also what they say about each other;
+`mergegate reproduce` makes the weights again from recipe and parents, to the byte.
 """
 
 

@@ -11,6 +11,15 @@ from typing import Any
 from merge_core.keys import merkle
 from merge_core.store import MANIFEST, VALUE, Artifact
 
+CARD = "README.md"
+RECIPE = "recipe.yaml"
+BOM = "bom.json"
+PROVENANCE = "provenance.json"
+SIGNATURE = "provenance.dsse.json"
+SUMS = "SHA256SUMS"
+# JSON beside a checkpoint in a release that is about it, not part of it.
+ABOUT = frozenset({BOM, PROVENANCE, SIGNATURE})
+
 
 @dataclass(frozen=True)
 class ReleaseFile:

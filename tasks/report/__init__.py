@@ -11,18 +11,29 @@ import json
 from pathlib import Path
 
 from merge_core.keys import canonical
-from tasks.report.content import Library, MergedFile, ReportContent, ReportedModel
+from tasks.report.content import (
+    Attempt,
+    Library,
+    MergedFile,
+    ReportContent,
+    ReportedJudge,
+    ReportedModel,
+    StoredArtifact,
+)
 from tasks.report.page import render
 from tasks.report.table import as_markdown, final_table
 from tasks.report.wording import sentence, title
 from tasks.stage import StageValue, stage
 
 __all__ = [
+    "Attempt",
     "Library",
     "MergedFile",
     "Report",
     "ReportContent",
+    "ReportedJudge",
     "ReportedModel",
+    "StoredArtifact",
     "as_markdown",
     "final_table",
     "render",

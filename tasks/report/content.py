@@ -10,7 +10,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tasks.evaluate import Scores, Scoring
-from tasks.gate import Verdict
+from tasks.explain import Explanation
+from tasks.gate import Outcome, Verdict
 from tasks.perplexity import Likelihoods, Windows
 
 
@@ -50,6 +51,52 @@ class Library(_Part):
     version: str
 
 
+class Attempt(_Part):
+    """One recipe that was merged and judged in this run: as it was written, or with a remedy."""
+
+    recipe: str  # 'ties of 2 over base'
+    change: str  # what the remedy changed: '{density: 0.3}'; empty for the recipe as it was written
+    outcome: Outcome
+    reason: str  # the worst; empty where it passed
+    digest: str = ""  # 64 hex digits of what was merged
+
+
+class ReportedJudge(_Part):
+    """What a model that judges answers said of the merge's. A win is one in both orders; all else is a tie."""
+
+    model: str  # that judged
+    reference: str  # whose answers the merge's are held against
+    prompts: int = Field(ge=0)
+    wins: int = Field(ge=0)  # of the merge
+    ties: int = Field(ge=0)
+    losses: int = Field(ge=0)
+    win_rate: float = Field(ge=0, le=1)  # a tie counts half
+    low: float  # interval of the win rate
+    high: float
+    confidence: float  # one-sided each way
+    consistency: float | None  # share of prompts with the same judgement in both orders; None where all were equal
+    length_ratio: float | None  # length of the merge's answers over the reference's; None where that has none
+    max_shortfall: float  # points below an even 50 % that are allowed
+    outcome: Outcome
+    reason: str  # a sentence
+
+
+class ServedCheck(_Part):
+    """What was asked of the served model, and whether the answer was right."""
+
+    name: str
+    outcome: Literal["pass", "fail", "not offered"]
+    expected: str
+
+
+class StoredArtifact(_Part):
+    """Where a part of the evidence lies in the store."""
+
+    stage: str
+    subject: str  # model or task; empty where there is one only
+    key: str  # 64 hex digits
+
+
 class ReportContent(_Part):
     """Everything that stands in a report."""
 
@@ -65,6 +112,13 @@ class ReportContent(_Part):
     files: tuple[MergedFile, ...]
     versions: tuple[Library, ...]
     reproduce: tuple[str, ...]  # shell commands
+    explanation: Explanation | None = None
+    attempts: tuple[Attempt, ...] = ()  # in the order in which they were tried; the last is what this report is about
+    judge: ReportedJudge | None = None
+    served: tuple[ServedCheck, ...] = ()  # in the order in which they were made; empty where it was not served
+    server: str = ""  # 'vllm 0.33.0'
+    ensemble: Likelihoods | None = None  # of the parents together, on the same text
+    artifacts: tuple[StoredArtifact, ...] = ()
 
     @property
     def parents(self) -> tuple[ReportedModel, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tasks.evaluate import Scoring
 from tasks.perplexity import Windows
-from tasks.report import plots, table, wording
+from tasks.report import explaining, heat_map, plots, table, wording
 from tasks.report.content import ReportContent
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ def render(content: ReportContent) -> str:
         guards_plot=[Markup(plot) for plot in plots.guards_plot(content)],
         drift_plot=[Markup(plot) for plot in plots.drift_plot(content)],
         perplexity_plot=[Markup(plot) for plot in plots.perplexity_plot(content)],
+        judge_plot=[Markup(plot) for plot in plots.judge_plot(content)],
+        interference_plot=[Markup(plot) for plot in heat_map.interference_plot(content)],
+        explaining=explaining,
+        what_is_shown=heat_map.what_is_shown,
         models=table.evaluated(content),
         rows=table.task_rows(content),
         per_byte=table.uses_bytes(content.models, verdict.drift),
@@ -68,7 +72,8 @@ def _scored_how(scoring: Scoring) -> str:
         if scoring.num_fewshot is None
         else f"{scoring.num_fewshot} few-shot examples"
     )
-    which = "all documents" if scoring.documents is None else f"a fixed sample of {scoring.documents} documents a task"
+    few_at_first = f"a fixed sample of documents, {scoring.documents} a task at first"
+    which = few_at_first if scoring.documents is not None else "all documents"
     parts = [
         f"lm-eval, {scoring.backend} backend",
         which,

@@ -1,4 +1,4 @@
-"""The two plots of a report: the guards against their limits, and perplexity against its own. Drawn by matplotlib.
+"""Plots of what was judged: guards, perplexity and the judge's word, each against its limit. Drawn by matplotlib.
 
 Each is drawn twice, for a wide page and for a phone, since letters must not shrink with a picture; the style sheet
 shows the one that fits. One unit of the drawing is one pixel of the page at its natural width.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tasks.gate import GuardVerdict, Outcome
 from tasks.report import wording
-from tasks.report.content import ReportContent, ReportedModel
+from tasks.report.content import ReportContent
 from tasks.report.svg import Ink, drawing, inline
 from tasks.report.table import likelihood, uses_bytes
 
@@ -119,17 +119,60 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
     return tuple(_intervals(f"drift-{form.name}", [line], form, 1.0, names, unit, label) for form in (WIDE, NARROW))
 
 
+def judge_plot(content: ReportContent) -> tuple[str, ...]:
+    """How far the merge's win rate is below an even one, against what is allowed. Empty without a judge."""
+    judge = content.judge
+    if judge is None:
+        return ()
+    line = Line(
+        label="merge",
+        detail=f"against {judge.reference}",
+        numbers=f"{wording.number(50 - 100 * judge.win_rate, 1)} "
+        + wording.interval(50 - 100 * judge.high, 50 - 100 * judge.low, 1),
+        outcome=judge.outcome,
+        word=judge.outcome,
+        estimate=50 - 100 * judge.win_rate,
+        low=50 - 100 * judge.high,
+        high=50 - 100 * judge.low,
+        fail_limit=judge.max_shortfall,
+        soft_limit=judge.max_shortfall,
+    )
+    label = (
+        f"Win rate of the merge against {judge.reference}, in points below an even one: {line.numbers}, limit "
+        f"{wording.plain(judge.max_shortfall)}, {judge.outcome}."
+    )
+    unit = "points below even"
+    return tuple(
+        _intervals(f"judge-{form.name}", [line], form, 0.0, ("even", "limit"), unit, label) for form in (WIDE, NARROW)
+    )
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One model's perplexity: the value to draw, and its text."""
+
+    name: str
+    value: float | None  # None: not finite
+    text: str
+    merged: bool
+
+
 def perplexity_plot(content: ReportContent) -> tuple[str, ...]:
     """A dot for each model's perplexity (bits per byte where tokenizers differ). Empty when nothing was measured."""
-    models = [model for model in content.models if model.likelihoods is not None]
-    if not models:
-        return ()
     per_byte = uses_bytes(content.models, content.verdict.drift)
+    measured = [(model.name, model.likelihoods, model.role == "merge") for model in content.models]
+    if content.ensemble is not None:
+        measured.insert(-1, ("parents' ensemble", content.ensemble, False))
+    dots = [
+        Dot(name, value.bits_per_byte if per_byte else value.perplexity, likelihood(value, per_byte), merged)
+        for name, value, merged in measured
+        if value is not None
+    ]
+    if not dots:
+        return ()
     unit = "Bits per byte" if per_byte else "Perplexity"
-    label = f"{unit} of each model. " + " ".join(f"{m.name}: {likelihood(m, per_byte)}." for m in models)
-    return tuple(
-        _dots(f"perplexity-{form.name}", models, per_byte, form, unit.lower(), label) for form in (WIDE, NARROW)
-    )
+    label = f"{unit} of each model. " + " ".join(f"{dot.name}: {dot.text}." for dot in dots)
+    return tuple(_dots(f"perplexity-{form.name}", dots, form, unit.lower(), label) for form in (WIDE, NARROW))
 
 
 def _intervals(
@@ -327,46 +370,36 @@ def _legend(figure: Figure, form: Format, names: tuple[str, ...]) -> None:
     )
 
 
-def _dots(plot: str, models: Sequence[ReportedModel], per_byte: bool, form: Format, unit: str, label: str) -> str:
-    values = [_measured(model, per_byte) for model in models]
-    finite = [value for value in values if value is not None] or [1.0]
+def _dots(plot: str, dots: Sequence[Dot], form: Format, unit: str, label: str) -> str:
+    finite = [dot.value for dot in dots if dot.value is not None] or [1.0]
     low, high, logarithmic = _padded(finite, logarithmic=max(finite) > 10 * min(finite))
     compact = replace(form, row=form.row * 2 // 3, band=(0.1, 0.5) if form.stacked else form.band)
     with drawing(plot):
-        figure, axes = _canvas(compact, len(models), head=6)
+        figure, axes = _canvas(compact, len(dots), head=6)
         _ruler(axes, compact, (low, high), logarithmic, unit)
-        for at, (model, value) in enumerate(zip(models, values, strict=True)):
-            _dot(axes, compact, at, model, value, (low, high))
-            _dot_names(axes, compact, at, model, likelihood(model, per_byte))
+        for at, dot in enumerate(dots):
+            _dot(axes, compact, at, dot, (low, high))
+            _dot_names(axes, compact, at, dot)
         return inline(figure, plot, label)
 
 
-def _measured(model: ReportedModel, per_byte: bool) -> float | None:
-    if model.likelihoods is None:
-        return None
-    return model.likelihoods.bits_per_byte if per_byte else model.likelihoods.perplexity
-
-
-def _dot(
-    axes: Axes, form: Format, at: int, model: ReportedModel, value: float | None, ends: tuple[float, float]
-) -> None:
+def _dot(axes: Axes, form: Format, at: int, dot: Dot, ends: tuple[float, float]) -> None:
     y = at + sum(form.band) / 2
-    merged = model.role == "merge"
     axes.plot(ends, [y, y], color=Ink.RULE.value, linewidth=1, zorder=1)
-    if value is None:
+    if dot.value is None:
         axes.plot([ends[1]], [y], marker=">", markersize=11, color=Ink.FAIL.value, clip_on=False, zorder=5)
         return
-    face = Ink.TEXT.value if merged else Ink.PAPER.value
+    face = Ink.TEXT.value if dot.merged else Ink.PAPER.value
     edge: dict[str, Any] = {"markeredgecolor": Ink.TEXT.value, "markeredgewidth": 1.6}
-    axes.plot([value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
+    axes.plot([dot.value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
 
 
-def _dot_names(axes: Axes, form: Format, at: int, model: ReportedModel, value: str) -> None:
-    weight: Literal["normal", "bold"] = "bold" if model.role == "merge" else "normal"
-    label = _shortened(model.name, form.label_length)
+def _dot_names(axes: Axes, form: Format, at: int, dot: Dot) -> None:
+    weight: Literal["normal", "bold"] = "bold" if dot.merged else "normal"
+    label = _shortened(dot.name, form.label_length)
     if form.stacked:
         _write(axes, 0, at, (0, -8), label, weight=weight)
-        _write(axes, 1, at, (0, -8), value, align="right", weight=weight)
+        _write(axes, 1, at, (0, -8), dot.text, align="right", weight=weight)
     else:
         _write(axes, 0, at, (-form.left, 0), label, weight=weight)
-        _write(axes, 1, at, (form.right - 132, 0), value, align="right", weight=weight)
+        _write(axes, 1, at, (form.right - 132, 0), dot.text, align="right", weight=weight)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tasks.evaluate import TaskScore
 from tasks.gate import DriftVerdict, GuardVerdict, Outcome
+from tasks.perplexity import Likelihoods
 from tasks.report import wording
 from tasks.report.content import ReportContent, ReportedModel
 
@@ -55,16 +56,20 @@ def evaluated(content: ReportContent) -> tuple[ReportedModel, ...]:
 
 
 def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
-    """A row for every task and metric that was scored or is guarded, in the order of evaluation."""
+    """A row for every task and metric that was scored, in the order of evaluation; several where several guards are on
+    it."""
     models = evaluated(content)
     scores: dict[tuple[str, str], dict[str, TaskScore]] = {}
     for model in models:
         for score in model.scores.tasks if model.scores else ():
             scores.setdefault((score.task, score.metric), {})[model.name] = score
-    guards = {(guard.task, guard.metric): guard for guard in content.verdict.guards}
+    guards: dict[tuple[str, str], list[GuardVerdict]] = {}
+    for guard in content.verdict.guards:
+        guards.setdefault((guard.task, guard.metric), []).append(guard)
     return tuple(
-        _task_row(task, metric, scores.get((task, metric), {}), models, guards.get((task, metric)))
+        _task_row(task, metric, scores.get((task, metric), {}), models, guard)
         for task, metric in dict.fromkeys((*scores, *guards))
+        for guard in guards.get((task, metric), [None])
     )
 
 
@@ -127,7 +132,7 @@ def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
 def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ...]) -> Row:
     per_byte = uses_bytes(models, drift)
     label = "bits per byte" if per_byte else "perplexity"
-    values = tuple(likelihood(model, per_byte) for model in models)
+    values = tuple(likelihood(model.likelihoods, per_byte) for model in models)
     if drift is None:
         return Row((label, *values, "", "", ""))
     verdict = "pass, warning" if drift.warning and drift.outcome == "pass" else drift.outcome
@@ -142,11 +147,11 @@ def uses_bytes(models: tuple[ReportedModel, ...], drift: DriftVerdict | None) ->
     return len({model.likelihoods.vocabulary for model in models if model.likelihoods}) > 1
 
 
-def likelihood(model: ReportedModel, per_byte: bool) -> str:
-    """The perplexity (or bits per byte) of a model as text, empty when it was not measured."""
-    if model.likelihoods is None:
+def likelihood(measured: Likelihoods | None, per_byte: bool) -> str:
+    """A perplexity (or bits per byte) as text, empty when it was not measured."""
+    if measured is None:
         return ""
-    return wording.magnitude(model.likelihoods.bits_per_byte if per_byte else model.likelihoods.perplexity)
+    return wording.magnitude(measured.bits_per_byte if per_byte else measured.perplexity)
 
 
 def as_markdown(content: ReportContent) -> str:
@@ -164,6 +169,9 @@ def as_markdown(content: ReportContent) -> str:
             word = f"{wording.GLYPHS[row.outcome]} {verdict}" if row.outcome else verdict
             lines.append("| " + " | ".join(_escaped(cell) for cell in (*cells, word)) + " |")
         lines += ["", "Scores and drops in points; a positive drop is a loss. \\* the best parent."]
+    if content.explanation is not None and content.explanation.remedies:
+        lines += ["", "What to try:", ""]
+        lines += [f"- {_escaped(remedy.text())}: {_escaped(remedy.reason)}" for remedy in content.explanation.remedies]
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tasks.gate import DriftVerdict, GuardVerdict, Outcome, Verdict
 from tasks.report.content import ReportContent
 
-MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
+MINUS, TIMES, NONE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 NOT_FINITE = "not finite"
 GLYPHS: dict[Outcome, str] = {"pass": "✓", "fail": "✗", "inconclusive": "?"}
 
@@ -121,12 +121,13 @@ def sentence(content: ReportContent) -> str:
     verdict = content.verdict
     if verdict.reasons:
         return verdict.reasons[0]
-    return " ".join(part for part in (_guards_passed(verdict), _drift_passed(verdict.drift)) if part)
+    notes = (f"{note}." for note in verdict.notes)
+    return " ".join(part for part in (_guards_passed(verdict), *notes, _drift_passed(verdict.drift)) if part)
 
 
 def _guards_passed(verdict: Verdict) -> str:
     if not verdict.guards:
-        return "No task is guarded."
+        return "" if verdict.notes else "No task is guarded."
     closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
     decimals = guard_decimals(closest)
     most, allowed = number(closest.high, decimals), plain(closest.margin)

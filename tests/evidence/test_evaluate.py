@@ -1,37 +1,32 @@
-"""Evaluation: right scores document by document, each trap of lm-eval closed, nothing said and nothing left behind."""
+"""Scoring with lm-eval: right document by document, each of its traps closed, nothing said and nothing left behind."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prefect import flow
 from pydantic import ValidationError
-from tiny_models import CPU, Prefix, make_model, words, write_choices, write_jsonl
+from tiny_models import Prefix, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from merge_core.errors import InvalidInput
 from merge_core.hashing import HashMemo
 from tasks import outcomes
-from tasks.evaluate import EvaluateSettings, Scores, default_metric, evaluate
+from tasks.evaluate import EvaluateSettings, default_metric, table
 from tasks.guards import Guard
-from tasks.harness import score
+from tasks.harness import count, score
 from tasks.loaded import release
 from tasks.model import Model
 from tasks.outcomes import DocumentOutcome
+from tasks.sampling import Part
 from tasks.scoring import Scoring
 from tasks.task_definition import EvalTask, pin_task
-from tasks.watching import Ending, watched_by
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +49,13 @@ def task(tmp_path: Path) -> EvalTask:
     return pin(write_choices(tmp_path / "tasks"))
 
 
-def measure(out: Path, model: Model, task: EvalTask, **scoring: object) -> tuple[Scores, tuple[DocumentOutcome, ...]]:
-    out.mkdir(exist_ok=True)
-    value = evaluate.work(out, model, task, Scoring.model_validate(scoring), CPU)
-    return value, outcomes.read(out / outcomes.FILE)
+def measure(
+    model: Model, task: EvalTask, *, part: tuple[int, int] | None = None, **scoring: object
+) -> tuple[DocumentOutcome, ...]:
+    """Outcomes of all documents, or of a part of them, scored in this process."""
+    first, last = part or (0, count(task))
+    settings = Scoring.model_validate(scoring)
+    return score(model, task, settings, Part(first=first, last=last), "cpu", lambda done, total: None).outcomes
 
 
 def documents_of(task: EvalTask) -> list[dict[str, Any]]:
@@ -84,14 +82,14 @@ def reference_choices(model: Model, document: dict[str, Any], bos: int | None) -
 @pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
 def test_every_document_is_scored_as_plain_transformers_do(tmp_path: Path, task: EvalTask, prefix: Prefix) -> None:
     model = make_model(tmp_path / "m", prefix=prefix)
-    value, found = measure(tmp_path / "out", model, task)
+    found = measure(model, task)
     wanted = []
     for document in documents_of(task):
         logliks = reference_choices(model, document, 1 if prefix == "bos added by the tokenizer" else None)
         wanted.append(float(max(range(2), key=logliks.__getitem__) == document["right"]))
     assert 0.2 < sum(wanted) / len(wanted) < 0.8  # neither all right nor all wrong: this can fail
     assert [o.outcome for o in found] == wanted
-    (total,) = value.tasks
+    (total,) = table("letters", found, {"acc,none": True})
     assert (total.task, total.metric, total.n) == ("letters", "acc,none", 40)
     assert total.score == pytest.approx(sum(wanted) / 40)
     p = total.score
@@ -112,91 +110,142 @@ def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
 
     monkeypatch.setattr(HFLM, "loglikelihood", listen)
     model = make_model(tmp_path / "m", dtype=torch.bfloat16)
-    measure(tmp_path / "out", model, task, batch_size=1, documents=6)
+    found = measure(model, task, batch_size=1, part=(0, 6))
     by_id = documents_of(task)
-    chosen = [by_id[o.doc_id] for o in outcomes.read(tmp_path / "out" / outcomes.FILE)]
+    chosen = [by_id[o.doc_id] for o in found]
     wanted = [loglik for document in chosen for loglik in reference_choices(model, document, 1)]
     assert [loglik for loglik, _ in said] == pytest.approx(wanted, abs=1e-4)  # bf16 steps here are 0.01 and more
 
 
-def test_a_sample_is_fixed_scattered_and_contained_in_a_larger_one(
-    tmp_path: Path, model: Model, task: EvalTask
+def test_a_prompt_that_begins_with_begin_of_text_is_not_given_another(
+    tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, every = measure(tmp_path / "all", model, task)
-    samples = {}
-    for n in (5, 15):
-        _, samples[n] = measure(tmp_path / f"{n}", model, task, documents=n)
-    again = measure(tmp_path / "again", model, task, documents=5)[1]
-    other = measure(tmp_path / "other", model, task, documents=5, seed=1)[1]
-    assert [len(sample) for sample in samples.values()] == [5, 15]
-    assert set(samples[5]) < set(samples[15]) < set(every)  # ids, hashes and scores are those of the full run
-    assert again == samples[5]
-    assert {o.doc_id for o in other} != {o.doc_id for o in samples[5]}
-    assert {o.doc_id for o in samples[5]} != set(range(5))
+    """A chat template that adds nothing but begin of text must ask what is asked plainly."""
+    from lm_eval.models.huggingface import HFLM
+
+    runs: list[list[tuple[float, bool]]] = []
+    original = HFLM.loglikelihood
+
+    def listen(self: HFLM, *args: Any, **kwargs: Any) -> Any:
+        runs.append(original(self, *args, **kwargs))
+        return runs[-1]
+
+    monkeypatch.setattr(HFLM, "loglikelihood", listen)
+    model = make_model(tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(model.directory)
+    plain, chat = (measure(model, task, chat_template=template, part=(0, 6)) for template in (False, True))
+    assert [loglik for loglik, _ in runs[1]] == pytest.approx([loglik for loglik, _ in runs[0]], abs=1e-6)
+    assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in chat}  # so the gate does not mix the two
 
 
-def test_a_sample_larger_than_the_task_is_the_task(tmp_path: Path, model: Model, task: EvalTask) -> None:
-    assert measure(tmp_path / "out", model, task, documents=10_000)[0].tasks[0].n == 40
+def test_no_answer_of_one_model_is_given_for_another(tmp_path: Path, task: EvalTask) -> None:
+    models = [make_model(tmp_path / f"{seed}", seed=seed) for seed in (0, 1)]
+    scored = [[o.outcome for o in measure(models[which], task)] for which in (0, 1, 0, 1)]
+    assert scored[0] == scored[2] != scored[1] == scored[3]
+    for model, found in zip(models, scored, strict=False):
+        wanted = [reference_choices(model, document, 1) for document in documents_of(task)]
+        rights = [document["right"] for document in documents_of(task)]
+        assert found == [
+            float(max((0, 1), key=w.__getitem__) == right) for w, right in zip(wanted, rights, strict=True)
+        ]
+
+
+def test_parts_are_fixed_scattered_and_make_up_the_whole(model: Model, task: EvalTask) -> None:
+    every = measure(model, task)
+    parts = [measure(model, task, part=part) for part in ((0, 5), (5, 15), (15, 40))]
+    assert [len(part) for part in parts] == [5, 10, 25]
+    assert sorted(o for part in parts for o in part) == sorted(
+        every
+    )  # ids, hashes and scores are those of the full run
+    assert measure(model, task, part=(0, 5)) == parts[0]
+    assert {o.doc_id for o in measure(model, task, part=(0, 5), seed=1)} != {o.doc_id for o in parts[0]}
+    assert {o.doc_id for o in parts[0]} != set(range(5))
+
+
+def test_few_shot_prompts_do_not_hang_on_which_documents_are_asked_together(tmp_path: Path, model: Model) -> None:
+    task = pin(write_choices(tmp_path / "tasks", extra="fewshot_split: test\n"))
+    every = measure(model, task, num_fewshot=2)
+    parts = [measure(model, task, num_fewshot=2, part=part) for part in ((20, 40), (0, 20))]
+    assert sorted(o for part in parts for o in part) == sorted(every)
+
+
+def test_more_examples_than_there_are_documents_are_refused(tmp_path: Path, model: Model) -> None:
+    task = pin(write_choices(tmp_path / "tasks", n=5, extra="fewshot_split: test\n"))
+    with pytest.raises(InvalidInput, match="more than there are to draw from"):
+        measure(model, task, num_fewshot=7)
+
+
+def test_prompts_are_those_of_lm_evals_own_command_line(tmp_path: Path, model: Model) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    directory = tmp_path / "tasks"
+    path = write_choices(directory, extra="fewshot_split: test\n")
+    plain = path.read_text().replace("data/letters.jsonl", f"{directory}/data/letters.jsonl")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "letters.yaml").write_text(plain)
+    results = simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(model.directory)},
+        tasks=["letters"],
+        task_manager=TaskManager(include_path=str(tmp_path / "plain"), include_defaults=False),
+        num_fewshot=2,
+        device="cpu",
+        bootstrap_iters=0,
+    )
+    wanted = {sample["doc_id"]: sample["prompt_hash"] for sample in results["samples"]["letters"]}
+    assert {
+        o.doc_id: o.prompt_hash for o in measure(model, pin(path), num_fewshot=2, part=(0, 10))
+    }.items() < wanted.items()
+
+
+def test_a_part_beyond_the_data_is_refused_because_they_changed(model: Model, task: EvalTask) -> None:
+    with pytest.raises(InvalidInput, match="1 documents"):
+        measure(model, task, part=(39, 60))
+
+
+def test_cluster_names_come_from_a_field_of_the_document(model: Model, task: EvalTask) -> None:
+    found = measure(model, task.model_copy(update={"cluster_field": "right"}))
+    rights = [str(document["right"]) for document in documents_of(task)]
+    assert [o.cluster for o in found] == [rights[o.doc_id] for o in found]
+    assert {o.cluster for o in measure(model, task)} == {""}
+    with pytest.raises(InvalidInput, match="did you mean 'right'"):
+        measure(model, task.model_copy(update={"cluster_field": "rigth"}))
 
 
 def test_changed_data_are_seen_even_under_an_old_time_stamp(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")
     data = tmp_path / "tasks" / "data" / "letters.jsonl"
-    before = measure(tmp_path / "before", model, pin(path))[1]
+    before = measure(model, pin(path))
     stamp = data.stat()
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     write_jsonl(data, ({**row, "right": 1 - row["right"]} for row in rows))
     os.utime(data, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert data.stat().st_size == stamp.st_size
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "fresh.db"))
-    after = measure(tmp_path / "after", model, task)[1]
+    after = measure(model, task)
     assert [1 - o.outcome for o in after] == [o.outcome for o in before]
 
 
 def test_data_that_change_after_they_were_pinned_are_noticed(tmp_path: Path, model: Model, task: EvalTask) -> None:
     (tmp_path / "tasks" / "data" / "letters.jsonl").write_text('{"word": "a", "right": 0, "choices": ["a", "b"]}\n')
     with pytest.raises(InvalidInput, match="changed while the run was going on"):
-        measure(tmp_path / "out", model, task)
-
-
-def test_it_works_offline_says_nothing_and_leaves_nothing_behind(tmp_path: Path, model: Model, task: EvalTask) -> None:
-    """In a process of its own, without the switches of the test suite, outside any repository."""
-    script = f"""
-import socket, sys
-def deny(*args, **kwargs):
-    print("asked for", args[0]); raise OSError("no network")
-socket.getaddrinfo = deny
-sys.path.insert(0, {str(PROJECT)!r})
-from pathlib import Path
-from tasks.evaluate import *
-from tasks.model import Model
-from tasks.runtime import Runtime
-evaluate.work(Path({str(tmp_path)!r}), Model.model_validate_json({model.model_dump_json()!r}),
-    EvalTask.model_validate_json({task.model_dump_json()!r}), Scoring(), Runtime(device="cpu", libraries={{}}))
-"""
-    home = tmp_path / "home"
-    home.mkdir()
-    switches = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_UPDATE_DOWNLOAD_COUNTS", "HF_HOME", "XDG_CACHE_HOME")
-    environment = {name: value for name, value in os.environ.items() if name not in switches}
-    environment |= {"HOME": str(home), "PREFECT_HOME": str(tmp_path / "prefect"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=home, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert outcomes.read(tmp_path / outcomes.FILE)
-    assert not [path for path in home.rglob("*") if path.is_file()]
+        measure(model, task)
 
 
 def test_progress_is_told_up_to_the_last_request(model: Model, task: EvalTask) -> None:
     told: list[tuple[int, int]] = []
-    score(model, task, Scoring(batch_size=8), "cpu", lambda done, total: told.append((done, total)))
+    whole = Part(first=0, last=40)
+    score(model, task, Scoring(batch_size=8), whole, "cpu", lambda done, total: told.append((done, total)))
     assert told[-1] == (80, 80)  # two choices a document
     assert told == sorted(told)
 
 
 def test_few_shot_examples_change_the_prompts_and_their_hashes(tmp_path: Path, model: Model) -> None:
     task = pin(write_choices(tmp_path / "tasks", extra="fewshot_split: test\n"))
-    plain, shot = (measure(tmp_path / f"{n}", model, task, num_fewshot=n, documents=5)[1] for n in (0, 2))
+    plain, shot = (measure(model, task, num_fewshot=n, part=(0, 5)) for n in (0, 2))
     assert [o.doc_hash for o in plain] == [o.doc_hash for o in shot]
     assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in shot}
     with pytest.raises(InvalidInput, match="another prompt on each side"):
@@ -207,10 +256,7 @@ def test_few_shot_examples_are_drawn_alike_for_every_model_and_follow_the_seed(t
     task = pin(write_choices(tmp_path / "tasks", extra="fewshot_split: test\n"))
     merge = make_model(tmp_path / "merge", seed=1)
     runs = [(model, 0), (merge, 0), (merge, 1)]
-    prompts = [
-        [o.prompt_hash for o in measure(tmp_path / f"{i}", who, task, num_fewshot=2, seed=seed)[1]]
-        for i, (who, seed) in enumerate(runs)
-    ]
+    prompts = [[o.prompt_hash for o in measure(who, task, num_fewshot=2, seed=seed)] for who, seed in runs]
     assert prompts[0] == prompts[1] != prompts[2]
 
 
@@ -222,7 +268,7 @@ def test_a_perplexity_task_is_refused_with_the_place_for_it(tmp_path: Path, mode
         "metric_list: [{metric: bits_per_byte}]\n"
     )
     with pytest.raises(InvalidInput, match="under 'perplexity:'"):
-        measure(tmp_path / "out", model, pin(tmp_path / "t.yaml"))
+        measure(model, pin(tmp_path / "t.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -235,53 +281,13 @@ def test_a_definition_that_does_not_fit_its_data_is_refused(
     write_choices(tmp_path / "tasks", name="base")
     (tmp_path / "tasks" / "t.yaml").write_text(f"include: base.yaml\ntask: t\n{extra}")
     with pytest.raises(InvalidInput, match=complaint) as caught:
-        measure(tmp_path / "out", model, pin(tmp_path / "tasks" / "t.yaml"))
+        measure(model, pin(tmp_path / "tasks" / "t.yaml"))
     assert "t.yaml" in caught.value.where
 
 
 def test_a_chat_template_that_there_is_not_is_refused(tmp_path: Path, model: Model, task: EvalTask) -> None:
     with pytest.raises(InvalidInput, match="a tokenizer without one"):
-        measure(tmp_path / "out", model, task, chat_template=True)
-
-
-class Endings:
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, Ending]] = []
-
-    def started(self, stage: str, subject: str) -> None: ...
-    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None: ...
-    def ended(self, stage: str, subject: str, ending: Ending, seconds: float, summary: str) -> None:
-        self.seen.append((subject, ending))
-
-
-@pytest.mark.usefixtures("prefect_api", "home")
-def test_each_model_and_task_is_evaluated_once_whatever_is_added_or_renamed(
-    tmp_path: Path, model: Model, task: EvalTask
-) -> None:
-    second = pin(write_choices(tmp_path / "tasks", n=10, name="more"))
-    renamed = model.model_copy(update={"name": "same by another name"})
-
-    def endings(*calls: Callable[[], object]) -> list[Ending]:
-        watcher = Endings()
-
-        @flow
-        def run() -> None:
-            for call in calls:
-                call()
-
-        with watched_by(watcher):
-            run()
-        return [ending for _, ending in watcher.seen]
-
-    scoring = Scoring()
-    assert endings(lambda: evaluate(model, task, scoring, CPU)) == ["made"]
-    assert endings(
-        lambda: evaluate(model, task, scoring, CPU),
-        lambda: evaluate(model, second, scoring, CPU),
-        lambda: evaluate(renamed, task, scoring, CPU),
-        lambda: evaluate(model, task, Scoring(batch_size=4), CPU),
-        lambda: evaluate(model, task, scoring, CPU.model_copy(update={"libraries": {"torch": "9"}})),
-    ) == ["cached", "made", "cached", "made", "made"]
+        measure(model, task, chat_template=True)
 
 
 def test_settings_are_written_as_in_the_design() -> None:

@@ -26,7 +26,7 @@ GOOD: dict[str, object] = {
 @pytest.mark.parametrize("file", PROFILES, ids=lambda file: file.stem)
 def test_every_shipped_profile_is_valid_and_what_it_names_is_there(file: Path, tmp_path: Path) -> None:
     profile = load_profile(file)
-    evidence = profile.pin_evidence(find_parents(profile.load_recipe()), HashMemo(tmp_path / "memo.sqlite"))
+    evidence = profile.pin_evidence(find_parents(profile.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite"))
     assert len(evidence.guards) == len(evidence.tasks) == 3
     assert evidence.documents is not None
 
@@ -105,9 +105,9 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_recipe_may_stand_inline(tmp_path: Path) -> None:
     recipe = {"merge_method": "linear", "models": [{"model": "a/b", "parameters": {"weight": 1}}]}
     profile = parse_profile({**GOOD, "recipe": recipe, "root": str(tmp_path)}, "profile.yaml")
-    assert [str(ref) for ref in profile.load_recipe().references()] == ["a/b"]
-    assert profile.load_recipe().directory == tmp_path
-    assert yaml.safe_load(profile.recipe_text()) == recipe
+    assert [str(ref) for ref in profile.candidates()[0].recipe.references()] == ["a/b"]
+    assert profile.candidates()[0].recipe.directory == tmp_path
+    assert yaml.safe_load(profile.candidates()[0].text) == recipe
 
 
 def test_a_guard_that_names_no_parent_is_refused_with_a_suggestion(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_guard_that_names_no_parent_is_refused_with_a_suggestion(tmp_path: Pat
     data["evaluate"]["tasks"][1]["guarded_by"] = "revreser"
     profile = parse_profile({**data, "root": str(demo.parent)}, "demo.yaml")
     with pytest.raises(InvalidInput, match=r"(?s)tasks\[1\].guarded_by.*did you mean 'reverser'"):
-        profile.pin_evidence(find_parents(profile.load_recipe()), HashMemo(tmp_path / "memo.sqlite"))
+        profile.pin_evidence(find_parents(profile.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite"))
 
 
 def test_a_profile_survives_the_way_through_prefect_as_json() -> None:

@@ -20,7 +20,10 @@ TIES: dict[str, Any] = {
     "parameters": {"normalize": False, "density": 0.7},
     "dtype": "bfloat16",
 }
-LINEAR = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}, {"model": "b"}]}
+LINEAR: dict[str, Any] = {
+    "merge_method": "linear",
+    "models": [{"model": "a", "parameters": {"weight": 1}}, {"model": "b"}],
+}
 
 
 def test_a_parameter_has_its_new_value_for_every_model() -> None:
@@ -46,6 +49,23 @@ def test_a_method_that_needs_a_base_is_given_one() -> None:
     recipe = load_recipe(changed)
     assert recipe.summary() == "ties of 2 over base"
     assert changed["models"] == [{"model": "a"}, {"model": "b"}]
+
+
+def test_parameters_may_be_written_as_in_a_recipe() -> None:
+    assert varied(TIES, {"parameters": {"density": 0.3}}, "r") == varied(TIES, {"density": 0.3}, "r")
+
+
+def test_models_may_be_left_out_or_weighed_anew() -> None:
+    models = [{"model": "b", "parameters": {"weight": 1.5}}]
+    changed = varied(TIES, {"models": models, "density": 0.2}, "r")
+    assert changed["models"] == models
+    assert changed["parameters"] == {"normalize": False, "density": 0.2}
+
+
+def test_a_model_that_becomes_the_base_has_no_weight_of_its_own() -> None:
+    recipe = {**LINEAR, "models": [*LINEAR["models"], {"model": "base", "parameters": {"weight": 1}}]}
+    changed = varied(recipe, {"merge_method": "ties", "base_model": "base", "density": 0.5}, "r")
+    assert changed["models"][-1] == {"model": "base"}
 
 
 def test_the_recipe_itself_is_left_as_it_is() -> None:

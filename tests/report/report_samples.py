@@ -6,10 +6,23 @@ import hashlib
 import math
 from typing import Literal
 
+from merge_core.interference import Interference, Skipped, Spot
+from merge_core.tally import Tally
+from merge_core.tensor_kinds import Kind
 from tasks.evaluate import Scores, Scoring, TaskScore
+from tasks.explain import Explanation, Flip, Flips, LostDocuments
 from tasks.gate import DriftVerdict, GuardVerdict, Outcome, Verdict
 from tasks.perplexity import Likelihoods, Windows
-from tasks.report import Library, MergedFile, ReportContent, ReportedModel
+from tasks.remedies import Remedy
+from tasks.report import (
+    Attempt,
+    Library,
+    MergedFile,
+    ReportContent,
+    ReportedJudge,
+    ReportedModel,
+    StoredArtifact,
+)
 
 RECIPE = """\
 merge_method: ties
@@ -221,6 +234,120 @@ def broken(ratio: float | None = None) -> ReportContent:
     )
     own = likelihoods(None if ratio is None else 3.402 * ratio)
     return content(family(None, own), verdict((), found, reasons, "fail"), "demo-exploded")
+
+
+def tally(conflict: float, vectors: int, length: float, elements: int = 100_000) -> Tally:
+    """Task vectors at right angles, each a little longer than the one before, and a merge that is their half sum."""
+    norms = [length * (1 + 0.1 * at) for at in range(vectors)]
+    gram = [[norms[i] ** 2 if i == k else 0.0 for k in range(vectors)] for i in range(vectors)]
+    cross = [norm**2 / 2 for norm in norms]
+    gram = [[*row, x] for row, x in zip(gram, cross, strict=True)] + [[*cross, sum(cross) / 2]]
+    pairs = vectors * (vectors - 1) // 2
+    moved = elements if vectors > 1 else 0
+    return Tally(
+        elements=elements,
+        vectors=vectors,
+        origin=1.0,
+        gram=tuple(map(tuple, gram)),
+        moved=moved,
+        opposed=round(moved * conflict),
+        pair_moved=tuple(moved - at for at in range(pairs)),
+        pair_opposed=(round(moved * conflict),) * pairs,
+    )
+
+
+def interference(layers: int = 4, vectors: int = 2) -> Interference:
+    """Layers that conflict the more the deeper they are."""
+    kinds: tuple[Kind, ...] = ("q", "k", "v", "o", "gate", "up", "down", "norm")
+
+    def conflict(layer: int, kind: int) -> float:
+        return 0.3 + 0.25 * layer / layers + 0.012 * ((3 * kind + layer) % 7)
+
+    spots = [
+        Spot(stack="", layer=None, kind="embedding", tally=tally(0.21, vectors, 0.002)),
+        *(
+            Spot(
+                stack="model.layers", layer=at, kind=kind, tally=tally(conflict(at, number), vectors, 0.01 + 0.001 * at)
+            )
+            for at in range(layers)
+            for number, kind in enumerate(kinds)
+        ),
+        Spot(stack="", layer=None, kind="norm", tally=tally(0.34, vectors, 0.004)),
+        Spot(stack="", layer=None, kind="head", tally=tally(0.41, vectors, 0.006)),
+    ]
+    skipped = (Skipped(reason="of another shape in some model", tensors=2, example="model.extra.weight"),)
+    return Interference(vectors=vectors, has_merge=True, spots=tuple(spots), skipped=skipped)
+
+
+def explanation(layers: int = 4, names: tuple[str, ...] = ("reverser", "sorter")) -> Explanation:
+    examples = (
+        Flip(task="reversing", doc_id=17, reference=1.0, merge=0.0, prompt="reverse: kidnap >", target="pandik"),
+        Flip(task="reversing", doc_id=231, reference=1.0, merge=0.0, prompt=None, target=None),
+    )
+    flips = Flips(task="reversing", metric="acc,none", lost=75, won=3, examples=examples)
+    return Explanation(
+        origin="base",
+        origin_is_base=True,
+        vectors=names,
+        interference=interference(layers, len(names)),
+        lost=(LostDocuments(reference=names[0], flips=flips),),
+        remedies=(
+            Remedy(
+                change={"merge_method": "ties", "density": 0.3},
+                reason="44 % of the weights that several parents move are pulled both ways (50 % would be chance).",
+            ),
+            Remedy(change={"lambda": 0.7}, reason="Perplexity rose over the limit."),
+        ),
+    )
+
+
+def explained() -> ReportContent:
+    """A refused merge with everything that a report can say about one."""
+    judge = ReportedJudge(
+        model="judge-70b",
+        reference="reverser",
+        prompts=80,
+        wins=31,
+        ties=24,
+        losses=25,
+        win_rate=0.5375,
+        low=0.461,
+        high=0.614,
+        confidence=0.95,
+        consistency=0.84,
+        length_ratio=1.07,
+        max_shortfall=3,
+        outcome="inconclusive",
+        reason="Judged answers: level with reverser [46.1, 61.4], undecided after 80 prompts.",
+    )
+    return refused().model_copy(
+        update={
+            "explanation": explanation(),
+            "attempts": (
+                Attempt(
+                    recipe="linear of 2",
+                    change="",
+                    outcome="fail",
+                    reason="reversing falls 31.2 points below reverser [28.0, 34.4]; 3 are allowed.",
+                    digest=sha("linear"),
+                ),
+                Attempt(
+                    recipe="ties of 2 over base",
+                    change="merge_method: ties, density: 0.3",
+                    outcome="fail",
+                    reason="reversing falls 14.4 points below reverser [11.7, 17.1]; 3 are allowed.",
+                    digest=sha("merge"),
+                ),
+            ),
+            "judge": judge,
+            "ensemble": likelihoods(3.2),
+            "artifacts": (
+                StoredArtifact(stage="merge", subject="", key=sha("key of the merge")),
+                StoredArtifact(stage="evaluate", subject="merge", key=sha("key of its scores")),
+            ),
+            "name": "demo-explained",
+        }
+    )
 
 
 def large() -> ReportContent:

@@ -28,8 +28,9 @@ SAMPLES: list[Callable[[], ReportContent]] = [
     samples.broken,
     lambda: samples.broken(812.4),
     samples.large,
+    samples.explained,
 ]
-IDS = ["released", "refused", "inconclusive", "not finite", "exploded", "large"]
+IDS = ["released", "refused", "inconclusive", "not finite", "exploded", "large", "explained"]
 HOSTILE = "<script>'$x$'\x1b\"&|"
 
 

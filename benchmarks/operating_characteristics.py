@@ -1,0 +1,148 @@
+"""How often the gate passes, fails and cannot say, by how much worse a merge truly is: the tables of ``docs/gates.md``.
+
+::
+
+    .venv/bin/python benchmarks/operating_characteristics.py               # the tables, a minute or so on one core
+    .venv/bin/python benchmarks/operating_characteristics.py --markdown    # the same, for docs/gates.md
+
+Merges are drawn, not run: on each document the merge loses what the reference had right with probability
+``(discordance + drop) / 2``, wins what it had wrong with ``(discordance - drop) / 2``, and agrees otherwise. The rule
+is written here a second time, as tests of hypotheses on arrays instead of intervals of one sample;
+``tests/evidence/test_gate_operating_characteristics.py`` sees that both decide alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.sampling import looks
+from tasks.sequential import plan_looks
+from tasks.statistics import score_statistic, z
+
+CONFIDENCE = 0.95
+MAX_DROP, MARGIN = 0.02, 0.03  # the defaults: 2 points, and one more to pass
+FIRST_LOOK = 500
+DOCUMENTS = (500, 1319, 14042)  # a subset; GSM8K; MMLU
+DISCORDANCES = (0.05, 0.10, 0.15, 0.20)
+DROPS = (0.0, 0.01, 0.02, 0.03, 0.04)
+
+
+class Decided(NamedTuple):
+    """Shares of the simulated merges by outcome, and how many documents it took."""
+
+    passed: float
+    undecided: float
+    failed: float
+    documents: float  # mean
+
+
+def decide(
+    lost: NDArray[np.float64], won: NDArray[np.float64], n: int, confidence: float, last: bool
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Whether each sample passes, and whether it fails, at one look, which may be the last."""
+    quantile, drop = z(confidence), (lost - won) / n
+    p_lost, p_won = (lost + 1) / (n + 2), (won + 1) / (n + 2)
+    centre = p_lost - p_won
+    half = quantile * np.sqrt((p_lost + p_won - centre**2) / (n + 2))
+    small = (centre + half <= MARGIN) & (score_statistic(lost, won, n, MARGIN) <= -quantile)
+    present = (centre - half > 0) & (lost - won > quantile * np.sqrt(lost + won))
+    return (drop <= MAX_DROP) & small, (drop > (MAX_DROP if last else MARGIN)) & present
+
+
+def simulate(drop: float, discordance: float, schedule: Sequence[int], runs: int, rng: np.random.Generator) -> Decided:
+    """Judge ``runs`` merges that are truly ``drop`` worse, looking until one look decides.
+
+    Args:
+        drop: True difference of the shares of right answers, at most ``discordance``.
+        discordance: Share of documents on which reference and merge disagree.
+        schedule: Documents after each look.
+    """
+    shares = [(discordance + drop) / 2, (discordance - drop) / 2, 1 - discordance]
+    lost, won = np.zeros(runs), np.zeros(runs)
+    going = np.ones(runs, dtype=bool)
+    passed = failed = used = 0
+    before = 0
+    for look in plan_looks(schedule, CONFIDENCE):
+        fresh = rng.multinomial(look.documents - before, shares, size=runs)
+        lost, won, before = lost + fresh[:, 0], won + fresh[:, 1], look.documents
+        last = look.number == look.of
+        passes, fails = decide(lost, won, look.documents, look.confidence, last)
+        stops = going if last else going & (passes | fails)
+        passed, failed = passed + int((going & passes).sum()), failed + int((going & fails).sum())
+        used += int(stops.sum()) * look.documents
+        going &= ~stops
+    return Decided(passed / runs, (runs - passed - failed) / runs, failed / runs, used / runs)
+
+
+def characteristics(runs: int, rng: np.random.Generator) -> list[str]:
+    """One row for each task and discordance: pass / inconclusive / fail at each true drop."""
+    rows = [_row("documents", "discordance", *(f"{100 * drop:g} points" for drop in DROPS)), _rule(2 + len(DROPS))]
+    for n in DOCUMENTS:
+        for schedule in dict.fromkeys((looks(n, None), looks(n, FIRST_LOOK))):
+            for discordance in DISCORDANCES:
+                cells = []
+                for drop in DROPS:
+                    if drop > discordance:
+                        cells.append("")
+                        continue
+                    found = simulate(drop, discordance, schedule, runs, rng)
+                    cell = " / ".join(f"{100 * share:.0f}" for share in found[:3])
+                    cells.append(f"{cell} · {found.documents:,.0f}" if len(schedule) > 1 else cell)
+                name = f"{n:,}" if len(schedule) == 1 else f"{n:,} in {len(schedule)} looks"
+                rows.append(_row(name, f"{discordance:.2f}", *cells))
+    return rows
+
+
+def errors(runs: int, rng: np.random.Generator) -> list[str]:
+    """One row for each task: false publications at a true drop of the margin, false alarms at none."""
+    heads = (f"{what} {discordance:.2f}" for what in ("publishes", "alarms") for discordance in DISCORDANCES)
+    rows = [_row("documents", *heads), _rule(1 + 2 * len(DISCORDANCES))]
+    for n in DOCUMENTS:
+        for schedule in dict.fromkeys((looks(n, None), looks(n, FIRST_LOOK))):
+            published = [simulate(MARGIN, d, schedule, runs, rng).passed for d in DISCORDANCES]
+            alarmed = [simulate(0.0, d, schedule, runs, rng).failed for d in DISCORDANCES]
+            name = f"{n:,}" if len(schedule) == 1 else f"{n:,} in {len(schedule)} looks"
+            rows.append(_row(name, *(f"{100 * share:.2f}" for share in (*published, *alarmed))))
+    return rows
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _rule(columns: int) -> str:
+    return "|" + " --: |" * columns
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true", help="with the sentences that stand around the tables")
+    parser.add_argument("--runs", type=int, default=20_000, help="merges a cell; ten times as many for errors")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rng, runs = np.random.default_rng(arguments.seed), arguments.runs
+    if arguments.markdown:
+        error = 100 * 0.5 / math.sqrt(runs)
+        print(
+            f"Pass / inconclusive / fail in percent of {runs:,} simulated merges (Monte Carlo standard error at most "
+            f"{error:.2f}), by the true drop; in several looks, after the dot, the mean number of documents.\n"
+        )
+    print("\n".join(characteristics(runs, rng)))
+    print()
+    if arguments.markdown:
+        error = 100 * math.sqrt(0.05 * 0.95 / (10 * runs))
+        print(
+            f"Wrong answers in percent of {10 * runs:,} simulated merges (Monte Carlo standard error {error:.2f}), by "
+            "discordance: published although the true drop is the margin, 3 points; alarmed although it is none.\n"
+        )
+    print("\n".join(errors(10 * runs, rng)))
+
+
+if __name__ == "__main__":
+    main()

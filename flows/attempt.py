@@ -1,0 +1,77 @@
+"""One attempt at a release: a recipe whose parents are found and allowed, and what came of merging and judging it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.candidates import Candidate
+from flows.judging import Judged
+from merge_core.errors import Refused
+from merge_core.store import Artifact
+from tasks.explain import Explanation
+from tasks.gate import Verdict
+from tasks.judge import JudgeVerdict
+from tasks.licenses.check import LicenseVerdict
+from tasks.merge import Merged
+from tasks.perplexity import Likelihoods
+from tasks.pin import Found, PinnedRecipe
+from tasks.serve.verdict import ServeVerdict
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A recipe that may be merged, as far as licences, headers and disk tell. No weight has been read."""
+
+    candidate: Candidate
+    found: tuple[Found, ...]
+    licence: Artifact[LicenseVerdict]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A merge with all that was found out about it."""
+
+    examined: Examined
+    pinned: PinnedRecipe
+    merged: Artifact[Merged]
+    judged: Judged
+    explanation: Explanation
+    ensemble: Artifact[Likelihoods] | None = None
+    answers: JudgeVerdict | None = None
+    base: str | None = None  # commit of the champion on the Hub: what may be replaced
+    served: tuple[ServeVerdict, ...] = ()  # of the merge first, then of its parents
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it may be published."""
+        return self.verdict.publishable
+
+    @property
+    def verdict(self) -> Verdict:
+        """Of the gate, and of all that came after it."""
+        verdict = self.judged.verdict.value
+        if self.answers:
+            verdict = verdict.and_also(self.answers.outcome, self.answers.publishable, self.answers.reason)
+        if self.served:
+            served = self.served[0]
+            verdict = verdict.and_also(served.outcome, served.outcome == "pass", f"served: {served.summary()}")
+        return verdict
+
+
+@dataclass(frozen=True)
+class Champion:
+    """A recipe whose merge is what is released today: there is nothing to hold it against."""
+
+    examined: Examined
+    location: Path
+    is_good: bool = True
+
+
+@dataclass(frozen=True)
+class Unhealthy:
+    """A recipe whose merge was no model (NaN, zeros): there was nothing to judge."""
+
+    examined: Examined
+    refusal: Refused
+    is_good: bool = False

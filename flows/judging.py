@@ -1,0 +1,107 @@
+"""Judging a merge: perplexity, then the tasks, then more of those tasks that are not decided, and the verdict.
+
+The same for a release and for a comparison of any two models: nothing here knows where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from flows.profile import Answers, Evidence
+from merge_core.store import Artifact
+from tasks.ensemble import ensemble
+from tasks.evaluate import EvalTask, Scores, document_count, evaluate_to
+from tasks.gate import Verdict, drift, gate, undecided
+from tasks.guards import CHAMPION
+from tasks.judge import JudgeVerdict, judge_models
+from tasks.model import Model
+from tasks.perplexity import Likelihoods, perplexity
+from tasks.pin import Parent
+from tasks.references import needs_champion
+from tasks.runtime import runtime
+from tasks.sampling import looks
+
+
+class Judged(NamedTuple):
+    """A verdict with the evidence that led to it."""
+
+    scores: dict[str, list[Artifact[Scores]]]  # by model; of a task as many parts as were evaluated
+    likelihoods: dict[str, Artifact[Likelihoods]]  # by model
+    verdict: Artifact[Verdict]
+
+
+def judge_merge(merge: Model, parents: Sequence[Model], champion: Model | None, evidence: Evidence) -> Judged:
+    """Measure all models as far as it takes to decide about the merge, and decide.
+
+    Args:
+        champion: The release that is published today; None before the first one.
+    """
+    # Perplexity takes seconds and sees a broken merge at once; then the costly tasks are not worth running.
+    likelihoods = measure_perplexity((*parents, merge), evidence)
+    broken = evidence.limits and drift(likelihoods, evidence.limits, evidence.rule.confidence, merge.name).broken
+    plan = {} if broken else {task.name: planned_looks(task, evidence) for task in evidence.tasks}
+    models = (*parents, champion, merge) if champion else (*parents, merge)
+    seen = {task: planned[0] for task, planned in plan.items()}
+    while True:
+        scores = run_tasks(models, evidence, seen)
+        verdict = gate(
+            evidence.guards,
+            scores,
+            likelihoods,
+            evidence.limits,
+            evidence.rule,
+            merged=merge.name,
+            schedule=plan,
+            first_release=champion is None and needs_champion(evidence.guards),
+        )
+        if not (tasks := undecided(verdict.value)):
+            return Judged(scores, likelihoods, verdict)
+        seen |= {task: next(look for look in plan[task] if look > seen[task]) for task in tasks}
+
+
+def judge_answers(merge: Model, parents: Sequence[Model], answers: Answers) -> JudgeVerdict:
+    """Have a judge compare the answers of the merge with those of the parent that the profile names."""
+    reference = next(parent for parent in parents if parent.name == answers.settings.guarded_by)
+    return judge_models(reference, merge, answers.prompts, answers.settings, runtime()).verdict
+
+
+def ensemble_of(parents: Sequence[Parent], evidence: Evidence) -> Artifact[Likelihoods] | None:
+    """The held-out text under all parents together; None where the profile does not ask, or there is one only."""
+    members = tuple(parent for parent in parents if not parent.is_base)
+    if not evidence.ensemble or evidence.documents is None or evidence.windows is None or len(members) < 2:
+        return None
+    return ensemble(members, evidence.documents, evidence.windows, runtime())
+
+
+def planned_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
+    """Documents of the task after each look; only the first look where the profile wants no extension."""
+    planned = looks(document_count(task), evidence.scoring.documents)
+    return planned if evidence.rule.extend else planned[:1]
+
+
+def measure_perplexity(models: Sequence[Model], evidence: Evidence) -> dict[str, Artifact[Likelihoods]]:
+    """Likelihoods of the held-out text by model; empty when the profile names no text."""
+    documents, windows = evidence.documents, evidence.windows
+    if documents is None or windows is None:
+        return {}
+    return {model.name: perplexity(model, documents, windows, runtime()) for model in models}
+
+
+def run_tasks(
+    models: Sequence[Model], evidence: Evidence, seen: Mapping[str, int]
+) -> dict[str, list[Artifact[Scores]]]:
+    """Scores by model, of each task as many documents as ``seen`` says; what was scored before comes from the store.
+
+    The champion is scored only where a guard asks for it.
+    """
+    asked_of_champion = {guard.task for guard in evidence.guards if guard.guarded_by == CHAMPION}
+    return {
+        model.name: [
+            part
+            for task in evidence.tasks
+            if task.name in seen and (model.name != CHAMPION or task.name in asked_of_champion)
+            for part in evaluate_to(model, task, evidence.scoring, seen[task.name], runtime())
+        ]
+        for model in models
+    }

@@ -1,0 +1,165 @@
+"""The prompts that both models answer: the user's jsonl, or MT-Bench's questions, pinned by content.
+
+A line is ``{"prompt": "…"}`` or ``{"turns": ["…", "…"]}``; optional are ``id`` (or MT-Bench's ``question_id``),
+``category`` and ``reference``: a text, or one a turn. MT-Bench keeps its reference answers in a second file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from merge_core.errors import InvalidInput
+from merge_core.hashing import HashMemo
+from merge_core.keys import NotInKey
+from tasks.judge.settings import JudgeSettings
+
+
+class Prompts(BaseModel):
+    """A file of prompts pinned by content, and which of them are asked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Annotated[Path, NotInKey]
+    sha256: str
+    sample: int | None = None
+    seed: int = 0
+
+
+class References(BaseModel):
+    """A file of reference answers pinned by content. They decide judgements, not answers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Annotated[Path, NotInKey]
+    sha256: str
+
+
+class JudgePrompts(NamedTuple):
+    """All that is asked."""
+
+    prompts: Prompts
+    references: References | None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation: what the user says, turn by turn."""
+
+    id: str
+    turns: tuple[str, ...]
+    references: tuple[str | None, ...]  # as many as turns
+    category: str = ""
+
+
+def pin_prompts(settings: JudgeSettings, root: Path, hashes: HashMemo) -> JudgePrompts:
+    """The prompts and reference answers with their sha256; relative paths are relative to ``root``.
+
+    Raises:
+        InvalidInput: when a file is not there or is not as it should be.
+    """
+
+    def pinned(file: Path, field: str) -> tuple[Path, str]:
+        path = (root / file).absolute()
+        if not path.is_file():
+            raise InvalidInput(
+                f"judge.{field}: {file}", found="no such file", expected="jsonl, relative to the profile"
+            )
+        return path, hashes.sha256(path)
+
+    path, sha256 = pinned(settings.prompts, "prompts")
+    prompts = Prompts(path=path, sha256=sha256, sample=settings.sample, seed=settings.seed)
+    references = None
+    if settings.references is not None:
+        path, sha256 = pinned(settings.references, "references")
+        references = References(path=path, sha256=sha256)
+    read_prompts(prompts, references)  # now, rather than after hours of merging and evaluating
+    return JudgePrompts(prompts, references)
+
+
+def read_prompts(prompts: Prompts, references: References | None = None) -> tuple[Prompt, ...]:
+    """The prompts that are asked, in the order of the file.
+
+    A sample is ordered by a hash, so that a smaller one is contained in a larger one.
+
+    Raises:
+        InvalidInput: when a file changed after it was pinned, or a line is not as it should be.
+    """
+    every: dict[str, Prompt] = {}
+    for where, line in _lines(prompts.path, prompts.sha256):
+        prompt = _prompt(line, where)
+        if prompt.id in every:
+            raise InvalidInput(where, found=f"a second prompt {prompt.id}", expected="ids that are unique")
+        every[prompt.id] = prompt
+    answers = _answers(references) if references else {}
+    chosen = sorted(every, key=lambda name: hashlib.sha256(f"{prompts.seed}/{name}".encode()).digest())
+    kept = set(chosen[: prompts.sample])
+    if len(kept) < 2:
+        raise InvalidInput(str(prompts.path), found=f"{len(kept)} prompts", expected="2 or more, better hundreds")
+    return tuple(_with_references(prompt, answers) for prompt in every.values() if prompt.id in kept)
+
+
+def _answers(references: References) -> dict[str, tuple[str, ...]]:
+    return dict(_reference(line, where) for where, line in _lines(references.path, references.sha256))
+
+
+def _with_references(prompt: Prompt, answers: Mapping[str, tuple[str, ...]]) -> Prompt:
+    found = answers.get(prompt.id)
+    if found is None:
+        return prompt
+    padded: list[str | None] = [*found[: len(prompt.turns)], *[None] * (len(prompt.turns) - len(found))]
+    return Prompt(prompt.id, prompt.turns, tuple(padded), prompt.category)
+
+
+def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise InvalidInput(str(path), found="changed while the run was going on", remedy="run again")
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}: line {number}"
+        try:
+            document = json.loads(line)
+        except ValueError as error:
+            raise InvalidInput(where, found=f"not JSON: {error}", expected="one JSON object a line") from None
+        if not isinstance(document, dict):
+            raise InvalidInput(where, found=type(document).__name__, expected="a JSON object")
+        yield where, {"id": number, **document}
+
+
+def _prompt(line: Mapping[str, Any], where: str) -> Prompt:
+    if ("prompt" in line) == ("turns" in line):
+        found = "both prompt and turns" if "prompt" in line else "neither prompt nor turns"
+        raise InvalidInput(where, found=found, expected="a text under prompt, or a list of texts under turns")
+    turns = (line["prompt"],) if "prompt" in line else line["turns"]
+    if not (isinstance(turns, (list, tuple)) and turns and all(isinstance(t, str) and t.strip() for t in turns)):
+        raise InvalidInput(
+            where, found=f"{turns!r:.80}", expected="a text under prompt, or a list of texts under turns"
+        )
+    said = line.get("reference")
+    given = said if isinstance(said, list) else [said]
+    if len(given) > len(turns) or not all(text is None or isinstance(text, str) for text in given):
+        raise InvalidInput(where, found=f"reference {said!r:.80}", expected="a text, or one for each turn")
+    references = tuple([text or None for text in given] + [None] * (len(turns) - len(given)))
+    return Prompt(_id(line), tuple(turns), references, str(line.get("category", "")))
+
+
+def _reference(line: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...]]:
+    try:
+        turns = line["choices"][0]["turns"]
+    except (KeyError, IndexError, TypeError):
+        turns = None
+    if not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
+        raise InvalidInput(where, found="no answer", expected="MT-Bench's form: question_id, choices: [{turns: [...]}]")
+    return _id(line), tuple(turns)
+
+
+def _id(line: Mapping[str, Any]) -> str:
+    return str(line.get("question_id", line["id"]))

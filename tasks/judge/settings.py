@@ -1,0 +1,139 @@
+"""What a profile says about the judge, in parts: what decides answers, judgements, the verdict, and none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from merge_core.keys import NotInKey
+from tasks.guards import MARGIN_ABOVE_MAX_DROP
+
+DIMENSIONS: Mapping[str, str] = {
+    "correctness": "Facts, reasoning and results are right, and agree with the reference answer where there is one.",
+    "relevance": "It does what was asked: all of it, nothing else, in the form that was asked for.",
+    "clarity": "It is easy to follow, without padding or repetition, and it comes to an end.",
+}
+
+
+class Generation(BaseModel):
+    """How the two models answer: greedily, and alike. Part of the key of the answers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_new_tokens: int = Field(default=512, ge=1, description="Tokens an answer may have.")
+    chat_template: bool = Field(default=True, description="false: the prompt is continued as plain text.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    batch_size: int = Field(default=8, ge=1)
+
+
+class Judging(BaseModel):
+    """What decides a judgement. Part of its key, with the text of the rubric."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(min_length=1, description="What the server calls the judge.")
+    dimensions: Mapping[str, str] = Field(
+        default=DIMENSIONS, min_length=1, description="What is judged: a name, and what a good answer does."
+    )
+    max_tokens: int | None = Field(default=2048, ge=1, description="Of a judgement; null: as the server has it.")
+
+    @field_validator("dimensions")
+    @classmethod
+    def _names_are_free(cls, dimensions: Mapping[str, str]) -> Mapping[str, str]:
+        if taken := sorted({"reasoning", "verdict"} & set(dimensions)):
+            raise ValueError(f"{taken[0]} is part of every judgement, not a dimension")
+        return dimensions
+
+
+class JudgeRule(BaseModel):
+    """When a win rate passes. Points are those of the win rate: 50 is even."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_shortfall: float = Field(default=3.0, ge=0, le=50, description="Points below even; more, and not noise, fails.")
+    margin: float | None = Field(
+        default=None, gt=0, le=50, description="Points that the upper bound may reach; default: max_shortfall + 1."
+    )
+    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided, each way.")
+    min_consistency: float = Field(
+        default=0.7, ge=0, le=1, description="Share of pairs judged alike in both orders; below it nothing is decided."
+    )
+    on_inconclusive: Literal["block", "warn", "pass"] = Field(
+        default="block", description="What to do when the prompts do not suffice to decide."
+    )
+
+    @model_validator(mode="after")
+    def _margin_is_wider(self) -> Self:
+        if self.margin is not None and self.margin < self.max_shortfall:
+            raise ValueError(f"margin ({self.margin:g}) must be at least max_shortfall ({self.max_shortfall:g})")
+        return self
+
+    @property
+    def upper_limit(self) -> float:
+        """Non-inferiority margin in points: the shortfall that must be ruled out to pass."""
+        return self.margin if self.margin is not None else self.max_shortfall + MARGIN_ABOVE_MAX_DROP
+
+
+class Server(BaseModel):
+    """Where the judge is asked, and how patiently. None of it decides a judgement; no secret is ever in it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: Annotated[str, NotInKey] = Field(description="Of an OpenAI-compatible server: http://localhost:8000/v1")
+    api_key_env: Annotated[str | None, NotInKey] = Field(
+        default=None, min_length=1, description="Environment variable that holds the key; absent: no key is sent."
+    )
+    timeout: Annotated[float, NotInKey] = Field(default=120.0, gt=0, description="Seconds of one request.")
+    attempts: Annotated[int, NotInKey] = Field(default=6, ge=1, description="Of one request, on 429, 5xx and silence.")
+    concurrency: Annotated[int, NotInKey] = Field(default=4, ge=1, le=256, description="Requests at a time.")
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("no address such as http://localhost:8000/v1")
+        if parts.username or parts.password:
+            raise ValueError("holds credentials; name a variable under api_key_env instead")
+        return url
+
+
+class JudgeSettings(Generation, Judging, JudgeRule, Server):
+    """Who answers what, who judges and when it passes, in a profile under ``judge``."""
+
+    prompts: Path = Field(description="jsonl: prompt (or turns), and reference where there is one; or MT-Bench's.")
+    references: Path | None = Field(default=None, description="MT-Bench's reference answers, in a file of their own.")
+    guarded_by: str = Field(min_length=1, description="Name of the model whose answers the merge's are held against.")
+    sample: int | None = Field(default=None, ge=2, description="A fixed random sample of so many prompts; absent: all.")
+    seed: int = Field(default=0, ge=0, description="Of the sample.")
+
+    @property
+    def generation(self) -> Generation:
+        """The part that decides answers."""
+        return _part(Generation, self)
+
+    @property
+    def judging(self) -> Judging:
+        """The part that decides judgements."""
+        return _part(Judging, self)
+
+    @property
+    def rule(self) -> JudgeRule:
+        """The part that decides the verdict."""
+        return _part(JudgeRule, self)
+
+    @property
+    def server(self) -> Server:
+        """The part that decides nothing."""
+        return _part(Server, self)
+
+
+P = TypeVar("P", bound=BaseModel)
+
+
+def _part(kind: type[P], settings: JudgeSettings) -> P:
+    return kind.model_validate({name: getattr(settings, name) for name in kind.model_fields})

@@ -1,0 +1,229 @@
+"""The stage ``judge``: every pair of answers shown to the judge in both orders, and what it said kept line by line.
+
+A judgement costs money or minutes, so none is asked for twice: equal answers are a tie without asking, and a stage that
+broke off (a server that went away) goes on with the pairs that are left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from merge_core.store import Artifact
+from tasks.judge.answers import Answered, Answers, answer, read_answers
+from tasks.judge.comparison import ORDERS, Answering, Judgement, JudgeVerdict, Order, Winner, judge_answers, settle
+from tasks.judge.prompts import JudgePrompts, Prompt, Prompts, References, read_prompts
+from tasks.judge.rubric import INSTRUCTIONS, Choice, Exchange, messages, parse, response_format
+from tasks.judge.server import ChatServer
+from tasks.judge.settings import JudgeSettings, Judging, Server
+from tasks.model import Model
+from tasks.runtime import Runtime
+from tasks.stage import StageValue, stage
+from tasks.watching import advance
+
+PAIRS, FILE, _UNFINISHED = "pairs.jsonl", "judgements.jsonl", "judgements.unfinished.jsonl"
+
+
+class Judgements(StageValue):
+    """All that the judge said. The artifact holds ``pairs.jsonl`` (a line a prompt: its turns, references and both
+    models' answers) and ``judgements.jsonl`` (a ``Judgement`` a line)."""
+
+    judge: str
+    prompts: int
+    identical: tuple[tuple[str, int], ...]  # (prompt, turn) of equal answers, which nobody was asked about
+    wins: int  # pairs that the merge wins in both orders
+    ties: int
+    losses: int
+
+    def summary(self) -> str:
+        return f"{self.wins} won, {self.ties} tied, {self.losses} lost of {self.prompts} prompts"
+
+
+class Judged(NamedTuple):
+    """A verdict with the evidence that led to it."""
+
+    verdict: JudgeVerdict
+    judgements: Artifact[Judgements]
+
+
+class _Question(NamedTuple):
+    """One thing to ask: a pair of answers in one order."""
+
+    order: Order
+    exchange: Exchange
+
+    @property
+    def key(self) -> tuple[str, int, Order]:
+        return self.exchange.prompt.id, self.exchange.turn, self.order
+
+
+def judge_models(
+    reference: Model, merge: Model, prompts: JudgePrompts, settings: JudgeSettings, runtime: Runtime
+) -> Judged:
+    """Have both models answer, have the answers judged, and decide. Answers and judgements are cached by content; a
+    changed threshold asks nobody anything.
+
+    Raises:
+        InvalidInput: when a model cannot be loaded, the server cannot be asked, or the prompts cannot be read.
+    """
+    ours = answer(reference, prompts.prompts, settings.generation, runtime)
+    theirs = answer(merge, prompts.prompts, settings.generation, runtime)
+    judging, server = settings.judging, settings.server
+    judgements = judge(ours, theirs, prompts.prompts, prompts.references, judging, server, INSTRUCTIONS)
+    verdict = judge_answers(
+        settings.model,
+        Answering(reference.name, ours.value.characters, ours.value.cut_off),
+        Answering(merge.name, theirs.value.characters, theirs.value.cut_off),
+        read_judgements(judgements.directory),
+        judgements.value.identical,
+        settings.rule,
+    )
+    return Judged(verdict, judgements)
+
+
+@stage("judge", version=1, resumable=True)
+def judge(
+    out: Path,
+    reference: Artifact[Answers],
+    merge: Artifact[Answers],
+    prompts: Prompts,
+    references: References | None,
+    judging: Judging,
+    server: Server,
+    instructions: str,
+) -> Judgements:
+    """Ask the judge about every pair of answers in both orders.
+
+    Args:
+        instructions: The text of the rubric, which is part of the key because it decides judgements.
+
+    Raises:
+        InvalidInput: when the server cannot be asked.
+    """
+    asked = read_prompts(prompts, references)
+    ours, theirs = (read_answers(side.directory) for side in (reference, merge))
+    _write(out / PAIRS, (_pair_line(prompt, ours[prompt.id], theirs[prompt.id]) for prompt in asked))
+    identical, questions = _questions(asked, ours, theirs)
+    said = _ask_all(out / _UNFINISHED, questions, judging, server, instructions)
+    _write(out / FILE, (said[question.key].model_dump(mode="json") for question in questions))
+    (out / _UNFINISHED).unlink(missing_ok=True)
+    pairs = settle(said.values(), identical)
+    return Judgements(
+        judge=judging.model,
+        prompts=len(asked),
+        identical=tuple(identical),
+        wins=sum(pair.winner == "merge" for pair in pairs),
+        ties=sum(pair.winner == "tie" for pair in pairs),
+        losses=sum(pair.winner == "reference" for pair in pairs),
+    )
+
+
+def read_judgements(directory: Path) -> tuple[Judgement, ...]:
+    """The judgements of an artifact of this stage."""
+    lines = (directory / FILE).read_text(encoding="utf-8").splitlines()
+    return tuple(Judgement.model_validate_json(line) for line in lines)
+
+
+def _questions(
+    asked: Sequence[Prompt], ours: Mapping[str, Answered], theirs: Mapping[str, Answered]
+) -> tuple[list[tuple[str, int]], list[_Question]]:
+    """The pairs that need no judge, and what to ask about the others."""
+    identical: list[tuple[str, int]] = []
+    questions: list[_Question] = []
+    for prompt in asked:
+        a, b = ours[prompt.id].answers, theirs[prompt.id].answers
+        for turn in range(len(prompt.turns)):
+            if a[: turn + 1] == b[: turn + 1]:
+                identical.append((prompt.id, turn))
+                continue
+            for order in ORDERS:
+                first, second = (a, b) if order == "reference first" else (b, a)
+                exchange = Exchange(prompt, turn, first[: turn + 1], second[: turn + 1])
+                questions.append(_Question(order, exchange))
+    return identical, questions
+
+
+def _ask_all(
+    unfinished: Path, questions: Sequence[_Question], judging: Judging, server: Server, instructions: str
+) -> dict[tuple[str, int, Order], Judgement]:
+    """Every judgement; those that an earlier attempt wrote down are taken from there."""
+    said = {(j.prompt, j.turn, j.order): j for j in _earlier(unfinished)}
+    _write(unfinished, (j.model_dump(mode="json") for j in said.values()))  # without a line that was cut off
+    left = [question for question in questions if question.key not in said]
+    if not left:
+        return said  # nobody to ask: the server need not be there
+    with ExitStack() as stack:
+        connection = stack.enter_context(ChatServer(server))
+        record = stack.enter_context(unfinished.open("a", encoding="utf-8"))
+        pool = ThreadPoolExecutor(server.concurrency, thread_name_prefix="judge")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        futures = [pool.submit(_ask, connection, question, judging, instructions) for question in left]
+        for done in as_completed(futures):
+            judgement = done.result()
+            said[judgement.prompt, judgement.turn, judgement.order] = judgement
+            record.write(json.dumps(judgement.model_dump(mode="json"), ensure_ascii=False) + "\n")
+            record.flush()
+            advance(len(said), len(questions), "judgements")
+    return said
+
+
+def _ask(connection: ChatServer, question: _Question, judging: Judging, instructions: str) -> Judgement:
+    reply = connection.ask(
+        judging.model,
+        messages(question.exchange, judging.dimensions, instructions),
+        response_format(judging.dimensions),
+        judging.max_tokens,
+    )
+    opinion = parse(reply.text, judging.dimensions)
+    return Judgement(
+        prompt=question.exchange.prompt.id,
+        turn=question.exchange.turn,
+        order=question.order,
+        winner=_who(opinion.verdict, question.order) if opinion else None,
+        dimensions={name: _who(choice, question.order) for name, choice in opinion.dimensions.items()}
+        if opinion
+        else {},
+        reasoning=opinion.reasoning if opinion else "",
+        reply=reply.text,
+        judge=reply.model,
+    )
+
+
+def _who(choice: Choice, order: Order) -> Winner:
+    """Whose answer A or B was."""
+    if choice == "tie":
+        return "tie"
+    return "reference" if (choice == "A") == (order == "reference first") else "merge"
+
+
+def _earlier(unfinished: Path) -> Iterator[Judgement]:
+    if not unfinished.is_file():
+        return
+    for line in unfinished.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            judgement = Judgement.model_validate_json(line)
+        except ValidationError:
+            continue  # the line that was being written when the run was killed
+        if judgement.winner is not None:  # a reply that could not be read is asked for once more
+            yield judgement
+
+
+def _pair_line(prompt: Prompt, reference: Answered, merge: Answered) -> dict[str, object]:
+    return {
+        "id": prompt.id,
+        "category": prompt.category,
+        "turns": prompt.turns,
+        "references": prompt.references,
+        "reference": reference.answers,
+        "merge": merge.answers,
+    }
+
+
+def _write(path: Path, rows: Iterator[Mapping[str, object]] | Iterator[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,85 @@
+"""The machine-learning bill of materials of a release: CycloneDX 1.6, as plain JSON.
+
+Source: CycloneDX 1.6 specification (ECMA-424). One component, the merged model, with its parents as pedigree and its
+files as parts. No dates, no random serial number: the same release gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from tasks.pin import Parent
+from tasks.publish.content import ReleaseFile
+from tasks.report import ReportContent
+
+
+def bill_of_materials(
+    files: Sequence[ReleaseFile], content: ReportContent, parents: Sequence[Parent], licence: Mapping[str, object]
+) -> str:
+    """``bom.json`` over ``files``.
+
+    Args:
+        licence: The licence as the model card states it: ``license``, or ``license: other`` with ``license_name``.
+    """
+    of_parent = {model.ref: model.licence for model in content.parents}
+    model = {
+        "type": "machine-learning-model",
+        "bom-ref": "model",
+        "name": content.name,
+        "description": f"A merge made without training: {content.method}.",
+        "licenses": [_licence(str(licence.get("license_name") or licence.get("license") or "unknown"))],
+        "pedigree": {"ancestors": [_ancestor(parent, of_parent.get(parent.ref, "unknown")) for parent in parents]},
+        "modelCard": {
+            "modelParameters": {"task": "text-generation"},
+            "quantitativeAnalysis": {"performanceMetrics": _metrics(content)},
+        },
+    }
+    bom = {
+        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {
+            "component": model,
+            "tools": {
+                "components": [
+                    {"type": "application", "name": library.name, "version": library.version}
+                    for library in content.versions
+                ]
+            },
+        },
+        "components": [
+            {
+                "type": "file",
+                "bom-ref": f"file:{file.name}",
+                "name": file.name,
+                "hashes": [{"alg": "SHA-256", "content": file.sha256}],
+            }
+            for file in sorted(files, key=lambda file: file.name)
+        ],
+        "dependencies": [{"ref": "model", "dependsOn": [f"parent:{parent.name}" for parent in parents]}],
+    }
+    return json.dumps(bom, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _ancestor(parent: Parent, licence: str) -> dict[str, object]:
+    return {
+        "type": "machine-learning-model",
+        "bom-ref": f"parent:{parent.name}",
+        "name": parent.ref,
+        "version": parent.revision or parent.digest,
+        "licenses": [_licence(licence)],
+    }
+
+
+def _licence(name: str) -> dict[str, object]:
+    # By name, not by id: the Hub's identifiers are lower case and only partly SPDX's, and an id must be SPDX's.
+    return {"license": {"name": name}}
+
+
+def _metrics(content: ReportContent) -> list[dict[str, object]]:
+    merged = next(model for model in content.models if model.role == "merge")
+    if merged.scores is None:
+        return []
+    return [{"type": f"{score.task}: {score.metric}", "value": f"{score.score:.4f}"} for score in merged.scores.tasks]

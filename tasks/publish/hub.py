@@ -1,0 +1,301 @@
+"""Publishing to the Hugging Face Hub: look, take the next step, look again, until the release stands there.
+
+What the next step is, and why in that order, stands in ``hub_state``; here is only the talking. A failed call is never
+repeated blindly: the state is read again first, because a commit whose answer was lost has happened. Everything that is
+sent is compared by the Hub's own hashes before anybody can see it, so a file that changed on disk meanwhile, or was
+damaged on the way, never reaches ``main``.
+
+The token is handed to the client directly. No error of the client leaves this module: they carry their request, and the
+request carries the token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from merge_core.errors import Refused
+from merge_core.hashing import HashMemo
+from tasks.publish.content import ReleaseFile
+from tasks.publish.hub_access import HubAccess, is_passing, said
+from tasks.publish.hub_state import (
+    MAIN,
+    STAGING,
+    CreateBranch,
+    CreateRepository,
+    DeleteBranch,
+    Done,
+    Gated,
+    Head,
+    Observed,
+    Promote,
+    RemoteFile,
+    Settings,
+    Stage,
+    Step,
+    Stop,
+    Tag,
+    Visibility,
+    Wanted,
+    WantedFile,
+    next_step,
+)
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi
+
+    Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
+
+# The Hub takes nothing larger as a plain git blob (10 MB); beyond, its sha256 is all there is to compare.
+_LARGEST_BLOB = 16 << 20
+_FAILURES = 10  # in a row: four minutes of waiting
+_LONGEST_WAIT = 60.0  # seconds
+_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class PublishedOnHub:
+    """Where a release stands. ``new`` is false when it was there already and nothing was changed."""
+
+    version: str
+    commit: str
+    new: bool
+
+
+def publish_hub(
+    files: Sequence[ReleaseFile],
+    repo: str,
+    version: str,
+    access: HubAccess,
+    hashes: HashMemo,
+    *,
+    visibility: Visibility = "private",
+    gated: Gated = False,
+    base: str | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> PublishedOnHub:
+    """Make ``main`` of ``repo`` and the tag ``version`` list exactly ``files``. Idempotent.
+
+    Args:
+        repo: ``org/name``; made, private, when it is not there.
+        base: Head of ``main`` that the release was judged against; None: the one that is there when we begin.
+        wait: Called with seconds before looking again after a failure.
+
+    Raises:
+        Refused: when the version exists with other content, ``main`` was changed meanwhile, the Hub says no, does not
+            answer, or does not store what was sent.
+    """
+    wanted = Wanted(version, {file.name: _wanted(file) for file in files}, visibility, gated)
+    connection = _Connection(access, repo, wanted, {file.name: file for file in files}, hashes)
+    changed, went_through, failures = False, False, 0
+    tried: object = None
+    for _ in range(_ROUNDS):
+        try:
+            seen = connection.observe()
+            base = base or (seen.main.commit if seen.main else None)
+            step = next_step(wanted, seen, base)
+            if isinstance(step, Done):
+                return PublishedOnHub(version, step.commit, changed)
+            if isinstance(step, Stop):
+                raise Refused(f"{repo} on the Hub", found=step.found, expected=step.expected, remedy=step.remedy)
+            kind = step if isinstance(step, DeleteBranch) else type(step)
+            if kind != tried:
+                tried, failures = kind, 0
+            elif went_through:
+                raise _Unchanged(f"{type(step).__name__}: what the Hub lists afterwards is not what was sent")
+            went_through = False
+            connection.take(step)
+            went_through = True
+            changed = changed or not isinstance(step, DeleteBranch) or step.branch == wanted.branch
+        except _trouble() as error:
+            went_through, failures = False, failures + 1
+            if failures >= _FAILURES or not is_passing(error):
+                raise _gave_up(repo, error, access) from None
+            wait(min(2.0 ** (failures - 1), _LONGEST_WAIT))
+    raise Refused(
+        f"{repo} on the Hub",
+        found="every step is undone as soon as it is taken",
+        expected="one publisher at a time",
+        remedy=f"see who else writes to it, then run again; its branch {wanted.branch} is ours",
+    )
+
+
+def _trouble() -> tuple[type[Exception], ...]:
+    """What the client and its transports raise. Anything else is a fault of ours, and is not to look like theirs."""
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
+
+    return (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError)
+
+
+class _Unchanged(RuntimeError):
+    """The Hub accepted a step, and what it lists is still as before."""
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """The Hub, seen through the few calls that a publication makes."""
+
+    access: HubAccess
+    repo: str
+    wanted: Wanted
+    files: Mapping[str, ReleaseFile]
+    hashes: HashMemo
+
+    @property
+    def api(self) -> HfApi:
+        return self.access.api()
+
+    def observe(self) -> Observed:
+        """The repository as it is now: three small requests, and the listing of every commit not seen before."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            facts = self.api.model_info(self.repo)
+        except RepositoryNotFoundError:
+            return Observed(exists=False)
+        refs = self.api.list_repo_refs(self.repo)
+        branches = {ref.name: ref.target_commit for ref in refs.branches}
+        tags = {ref.name: ref.target_commit for ref in refs.tags}
+
+        def head(commit: str | None) -> Head | None:
+            return Head(commit, self.listing(commit)) if commit else None
+
+        return Observed(
+            exists=True,
+            private=bool(facts.private),
+            gated=facts.gated or False,
+            main=head(branches.get(MAIN)),
+            staged=head(branches.get(self.wanted.branch)),
+            tagged=head(tags.get(self.wanted.version)),
+            tags=tags,
+            leftovers=tuple(
+                sorted(name for name in branches if name.startswith(STAGING) and name != self.wanted.branch)
+            ),
+        )
+
+    def listing(self, commit: str) -> dict[str, RemoteFile]:
+        return self.access.listing(self.repo, commit)
+
+    def take(self, step: Step) -> None:
+        """Do one thing. Only guarded calls: none of them does harm when it is late or done twice."""
+        match step:
+            case CreateRepository():
+                self.api.create_repo(self.repo, private=True)
+            case Settings(private, gated):
+                self.api.update_repo_settings(self.repo, private=private, gated=gated)
+            case CreateBranch(start):
+                self.api.create_branch(self.repo, branch=self.wanted.branch, revision=start)
+            case Stage(parent, missing, stale):
+                for name in missing:
+                    _require_gated(self.files[name], self.hashes)
+                operations: list[Operation] = [*map(self.upload, missing), *map(_delete, stale)]
+                self.commit(self.wanted.branch, parent, f"Stage {self.wanted.version}", operations)
+            case Promote(parent, source, missing, stale):
+                operations = [*(self.take_over(name, source) for name in missing), *map(_delete, stale)]
+                self.commit(MAIN, parent, f"Release {self.wanted.version}", operations)
+            case Tag(commit):
+                self.api.create_tag(
+                    self.repo, tag=self.wanted.version, tag_message=f"Release {self.wanted.version}", revision=commit
+                )
+            case DeleteBranch(branch):
+                self.api.delete_branch(self.repo, branch=branch)
+            case _:
+                raise TypeError(f"{step} is not something to do")
+
+    def commit(
+        self,
+        branch: str,
+        parent: str,
+        message: str,
+        operations: list[Operation],
+    ) -> None:
+        with _quietly():
+            self.api.create_commit(self.repo, operations, commit_message=message, revision=branch, parent_commit=parent)
+
+    def upload(self, name: str) -> CommitOperationAdd:
+        from huggingface_hub import CommitOperationAdd
+
+        source = self.files[name].source
+        return CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
+
+    def take_over(self, name: str, source: Head) -> CommitOperationAdd | CommitOperationCopy:
+        """A large file is copied on the Hub's side; a small one is sent again, as copying would send it twice."""
+        from huggingface_hub import CommitOperationCopy
+
+        if source.files[name].sha256 is None:
+            return self.upload(name)
+        return CommitOperationCopy(name, name, src_revision=source.commit)
+
+
+def _delete(name: str) -> CommitOperationDelete:
+    from huggingface_hub import CommitOperationDelete
+
+    return CommitOperationDelete(name, is_folder=False)
+
+
+def _wanted(file: ReleaseFile) -> WantedFile:
+    blob = None
+    if file.size <= _LARGEST_BLOB:
+        blob = git_blob(file.source if isinstance(file.source, bytes) else file.source.read_bytes())
+    return WantedFile(file.size, file.sha256, blob)
+
+
+def git_blob(data: bytes) -> str:
+    """git's id of a file with this content: 40 hex digits, sha1 over a header and the bytes."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _require_gated(file: ReleaseFile, hashes: HashMemo) -> None:
+    """See that the source is what was gated, before it is sent; the Hub's hash of what arrives has the last word."""
+    if isinstance(file.source, bytes):
+        return
+    found = hashes.sha256(file.source) if file.source.is_file() else "nothing there"
+    if found != file.sha256:
+        raise Refused(
+            str(file.source),
+            found=f"sha256 {found[:12]}…",
+            expected=f"{file.sha256[:12]}…, the bytes that were evaluated and gated",
+            remedy="run again: the altered artifact is noticed and made anew",
+        )
+
+
+def _gave_up(repo: str, error: Exception, access: HubAccess) -> Refused:
+    if isinstance(error, _Unchanged):
+        return Refused(
+            f"{repo} on the Hub",
+            found=str(error),
+            expected="the bytes that were evaluated and gated",
+            remedy="run again: an artifact that was altered on disk is noticed and made anew; main was not touched",
+        )
+    if is_passing(error):
+        return Refused(
+            f"{repo} on the Hub",
+            found=f"the Hub does not answer as it should: {said(error, access)}",
+            expected="a publication that goes through",
+            remedy="run again later: it goes on where it stopped",
+        )
+    return Refused(
+        f"{repo} on the Hub",
+        found=said(error, access),
+        expected="a token that may write there, and a card that the Hub accepts",
+        remedy="correct what the Hub says, then run again: it goes on where it stopped",
+    )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """No progress bars of the client's own in the middle of ours."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

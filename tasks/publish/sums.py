@@ -1,0 +1,40 @@
+"""SHA256SUMS: the sha256 of every other file of a release, in the form that ``sha256sum --check`` reads.
+
+It is what notices an edited ``provenance.json``, which cannot list itself. It cannot notice that both were edited: that
+takes a version that is the content (the directory or tag is then named by a hash over all files, this one too), or a
+signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from merge_core.keys import merkle
+from tasks.publish.content import ReleaseFile
+
+
+def sums(files: Iterable[ReleaseFile]) -> str:
+    """The text of the file, sorted by name."""
+    return sums_text({file.name: file.sha256 for file in files})
+
+
+def sums_text(hashes: Mapping[str, str]) -> str:
+    """The same from name -> sha256."""
+    return "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(hashes.items()))
+
+
+def parse_sums(text: str) -> dict[str, str]:
+    """name -> sha256. Lines of another form are no entries: whoever compares finds their files unlisted."""
+    entries = (line.split("  ", 1) for line in text.splitlines())
+    return {entry[1]: entry[0] for entry in entries if len(entry) == 2}
+
+
+def sha256_of(data: bytes) -> str:
+    """64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def version_of(files: Mapping[str, tuple[int, str]]) -> str:
+    """The version that is the content, from name -> (size, sha256) of all files."""
+    return merkle(files)[:12]

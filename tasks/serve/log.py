@@ -1,0 +1,77 @@
+"""Reading a server's log: the line that says why it ended, and whether model, machine or call is to blame."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+Blame = Literal["model", "machine", "settings"]
+
+
+# Beginnings that loggers put before what is said: '(EngineCore pid=7) ERROR 11-20 11:01:16 [core.py:842] '.
+_PREFIX = re.compile(r"^(?:\([^)]*\)\s*)?(?:[A-Z]+\s+\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\s+)?(?:\[[^\]]*\]\s*)?")
+_MILD = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
+_RAISED = re.compile(r"(?:^|\s)((?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|error|fatal error): .+)$")
+# Said about an end whose cause stands elsewhere in the log.
+_CONSEQUENCE = re.compile(
+    r"Engine core initialization failed|Engine core proc|EngineDeadError|EngineCore encountered|"
+    r"WorkerProc initialization failed|See root cause above|Failed core proc|CancelledError"
+)
+# What interpreters say when they end.
+_LAST_BREATH = re.compile(r"resource_tracker|warnings\.warn\(|nanobind|^ - (?:leaked|\.\.\.)")
+_LONGEST = 400
+
+# Also of a server that had answered already.
+_LIMITS = re.compile(
+    r"out of memory|OutOfMemory|MemoryError|Cannot allocate memory|bad_alloc|ENOMEM|No space left on device|"
+    r"Free memory on device|No available memory for the cache|KV cache is needed|VLLM_CPU_KVCACHE_SPACE|"
+    r"not enough memory|Available (?:CPU )?memory|Unsupported CPU attention configuration"
+)
+_MACHINE = re.compile(
+    r"No CUDA|CUDA driver|CUDA[- ]capable device|CUDA error|cudaError|libcuda|NVML|NCCL|Failed to infer device type|"
+    r"Too many open files|Resource temporarily unavailable|No such file or directory|Permission denied|not enough GPUs|"
+    r"ModuleNotFoundError|ImportError|cannot open shared object|Exec format error|[Aa]ddress already in use|"
+    r"World size .* larger than"
+)
+_SETTINGS = re.compile(
+    r"unrecognized arguments|invalid choice|expected one argument|the following arguments are required|"
+    r"argument --?[\w-]+: |Extra inputs are not permitted|greater than the derived max_model_len"
+)
+_PORT_TAKEN = re.compile(r"[Aa]ddress already in use|EADDRINUSE")
+
+
+def root_cause(log: str) -> str:
+    """The line that says why a server ended: the first error that is no consequence of another; else the last line."""
+    errors = []
+    for line in log.splitlines():
+        if _MILD.search(line[:80]):
+            continue
+        if match := _RAISED.search(_PREFIX.sub("", line.strip())):
+            errors.append(match[1].strip())
+    causes = [error for error in errors if not _CONSEQUENCE.search(error)]
+    if causes or errors:
+        return (causes or errors)[0][:_LONGEST]
+    said = [line.strip() for line in log.splitlines() if line.strip() and not _LAST_BREATH.search(line)]
+    return _PREFIX.sub("", said[-1])[:_LONGEST] if said else "it said nothing"
+
+
+def blame(cause: str, returncode: int | None, *, had_answered: bool) -> Blame:
+    """Who is to blame for an end with ``cause`` and ``returncode`` (negative: the signal).
+
+    The machine, if it lacks memory, a GPU, or the server itself; also for SIGKILL, which the kernel sends when memory
+    is short. Whoever called, if the server does not know its arguments. Else the model; always the model for a server
+    that had answered and then ended for any reason but a limit of the machine: memory, or kernels that this build of
+    the server has for GPUs only.
+    """
+    if _LIMITS.search(cause) or returncode == -9:
+        return "machine"
+    if had_answered:
+        return "model"
+    if _SETTINGS.search(cause):
+        return "settings"
+    return "machine" if _MACHINE.search(cause) else "model"
+
+
+def port_was_taken(log: str) -> bool:
+    """Whether the server ended because somebody else listens on its port."""
+    return bool(_PORT_TAKEN.search(log))

@@ -1,0 +1,222 @@
+"""A server as a process of ours: started on a free port, awaited, and ended with everything it started.
+
+::
+
+    with Server(launch, log, settings) as server:
+        server.await_ready()
+        ...                       # server.url, server.model
+    server.peak_memory            # and no process, port or temporary file is left
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tasks.serve import supervisor
+from tasks.serve.client import Client, Unreachable
+from tasks.serve.launch import Launch
+from tasks.serve.log import Blame, blame, port_was_taken, root_cause
+from tasks.serve.settings import ServeSettings
+
+GRACE = 20.0  # seconds that a server has to end by itself
+_TRIES = 3  # with another port each, should somebody have been quicker
+_PAUSE = 0.1
+_TAIL = 1 << 20  # bytes of a log in which a cause is looked for, at its start and at its end
+
+
+class ServerEnded(Exception):
+    """The server is no more, or does not get ready; the message is the cause that its log gives."""
+
+    def __init__(self, cause: str, blame: Blame, returncode: int | None) -> None:
+        super().__init__(cause)
+        self.cause, self.blame, self.returncode = cause, blame, returncode
+
+
+class Server:
+    """One server. Entering starts it, leaving ends it; neither waits for it to be ready."""
+
+    def __init__(self, launch: Launch, log: Path, settings: ServeSettings, grace: float = GRACE) -> None:
+        self._launch, self._log, self._settings, self._grace = launch, log, settings, grace
+        self._port = 0
+        self._deadline = time.monotonic() + settings.total_within
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        self._scratch: Path | None = None
+        self._final: dict[str, Any] = {}
+        self._answered = False
+        self.name = f"mergegate-{secrets.token_hex(4)}"  # so that no other server can be taken for this one
+        self.model = self.name  # what it calls the model
+        self.seconds_to_ready: float | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def peak_memory(self) -> int | None:
+        """Bytes, known when it has ended."""
+        peak = self._final.get("peak_memory")
+        return int(peak) if peak else None
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def await_ready(self, on_wait: Callable[[float], None] = lambda seconds: None) -> None:
+        """Wait until the server answers and knows its model.
+
+        Args:
+            on_wait: Told now and then how many seconds that has taken.
+
+        Raises:
+            ServerEnded: when it exits, or is not ready in time; then it is ended.
+        """
+        began, tries = time.monotonic(), 1
+        while True:
+            on_wait(time.monotonic() - began)
+            if not self.alive:
+                if port_was_taken(self._text()) and tries < _TRIES:
+                    tries += 1
+                    self.stop()
+                    self._start()
+                    continue
+                raise self.ended()
+            if self._is_ready():
+                self.seconds_to_ready = time.monotonic() - began
+                self._answered = True
+                return
+            if time.monotonic() - began > self._settings.ready_within:
+                said = root_cause(self._text())  # before it is ended, which it will talk about, too
+                self.stop()
+                raise ServerEnded(f"not ready in {self._settings.ready_within:g} s; last: {said}", "machine", None)
+            time.sleep(_PAUSE)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server runs, as far as its supervisor has noticed."""
+        return self._supervisor is not None and self._supervisor.poll() is None
+
+    def has_died(self, within: float = 5.0) -> bool:
+        """Whether the server ends by itself within some seconds: a refused connection comes before the news of it."""
+        assert self._supervisor is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._supervisor.wait(within)
+        return not self.alive
+
+    def ended(self) -> ServerEnded:
+        """Why the server is no more."""
+        self.stop()
+        returncode = self._final.get("returncode")
+        if self._final.get("why") == "limit":
+            limit = self._settings.total_within
+            return ServerEnded(f"took longer than {limit:g} s altogether", "machine", returncode)
+        if (error := self._final.get("error")) is not None:
+            return ServerEnded(str(error), "machine", None)
+        cause = root_cause(self._text())
+        return ServerEnded(cause, blame(cause, returncode, had_answered=self._answered), returncode)
+
+    def stop(self) -> None:
+        """End the server and everything it started; harmless if there is nothing to end."""
+        process, self._supervisor = self._supervisor, None
+        if process is None:
+            return
+        patience = self._grace + 15
+        try:
+            said, _ = process.communicate(timeout=patience)  # closes its input, which is the request to end
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+        with contextlib.suppress(IndexError, ValueError):
+            self._final = json.loads(said.splitlines()[-1])
+        if process.returncode != 0:
+            self._sweep()
+
+    def _start(self) -> None:
+        self._port = free_port()
+        order = {
+            "command": self._launch.at(self._port, self.name),
+            "environment": self._launch.environment,
+            "log": str(self._log),
+            "grace": self._grace,
+            "limit": max(1.0, self._deadline - time.monotonic()),
+        }
+        self._log.write_bytes(b"")
+        process = subprocess.Popen(
+            # Isolated and without site-packages: it needs the standard library only.
+            [sys.executable, "-I", "-S", supervisor.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._supervisor = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
+        started = json.loads(process.stdout.readline() or b'{"error": "the supervisor ended"}')
+        if "error" in started:
+            self._final = started
+            process.wait()
+            return
+        self._pid, self._scratch = started["pid"], Path(started["scratch"])
+
+    def _is_ready(self) -> bool:
+        client = Client(self.url, timeout=min(5.0, self._settings.answer_within))
+        try:
+            if client.health() not in (200, 404):  # 404: a server without that page
+                return False
+            models = client.models()
+        except Unreachable:
+            return False
+        if self._launch.takes_a_name:
+            return self.name in models
+        self.model = next(iter(models), self.name)
+        return bool(models)
+
+    def _sweep(self) -> None:
+        """What the supervisor would have done, if it was killed: the leader went with it, its group did not."""
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _text(self) -> str:
+        """The log; of a very long one, start and end."""
+        try:
+            content = self._log.read_bytes()
+        except OSError:
+            return ""
+        if len(content) > 2 * _TAIL:
+            content = content[:_TAIL] + b"\n" + content[-_TAIL:]
+        return content.decode(errors="replace")
+
+
+def free_port() -> int:
+    """A port of this machine on which nobody listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

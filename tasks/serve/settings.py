@@ -1,0 +1,75 @@
+"""How a model is served and what is asked of it: the profile's ``serve``, and nothing that costs an import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from merge_core.keys import NotInKey
+
+PLACES = ("{model}", "{port}", "{name}")  # what a configured command may leave to us
+
+PROMPTS = (
+    "the quick brown fox",
+    "once upon a time there was",
+    "to make a cup of tea, first",
+    "the capital of france is",
+)
+TEXTS = (
+    "the committee met in the spring to hear what had become of its plan, and it was not pleased with the answer.",
+    "def area(width, height):\n    return width * height\n",
+    "In 2019, about 4.2 million people visited the museum; a year later, fewer than 900 000 did.",
+)
+
+
+class ServeSettings(BaseModel):
+    """How the merge is served before it is released, in a profile under ``serve``.
+
+    Without ``command`` the server is vLLM, from the environment that ``make serve-env`` builds. Any other server that
+    speaks the OpenAI API can stand in its place: ``command`` is its command line, in which ``{model}``, ``{port}`` and
+    ``{name}`` are filled in, and it listens on 127.0.0.1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="auto: as the checkpoint stores it."
+    )
+    max_model_len: int | None = Field(default=None, ge=16, description="Tokens; absent: the model's own, at most 4096.")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs.")
+    arguments: tuple[str, ...] = Field(default=(), description="Further arguments of vLLM.")
+    environment: dict[str, str] = Field(default={}, description="Further variables of the server's environment.")
+    python: Annotated[Path | None, NotInKey] = Field(
+        default=None, description="Interpreter of vLLM's environment; see make serve-env."
+    )
+    command: tuple[str, ...] | None = Field(default=None, description="Another server's command line.")
+    version: str = Field(default="", description="Of that other server: part of what a verdict is cached by.")
+
+    # Out of these two runs the machine, not the model: that is no verdict, so it need not be in a key.
+    ready_within: Annotated[float, NotInKey] = Field(
+        default=900, gt=0, description="Seconds until the server must answer."
+    )
+    total_within: Annotated[float, NotInKey] = Field(
+        default=3600, gt=0, description="Seconds of all; then the server is ended."
+    )
+    answer_within: float = Field(default=120, gt=0, description="Seconds one answer may take.")
+
+    prompts: tuple[str, ...] = Field(default=PROMPTS, min_length=1, description="To be continued, greedily.")
+    texts: tuple[str, ...] = Field(default=TEXTS, min_length=1, description="Whose likelihood must agree.")
+    stops: tuple[str, ...] = Field(default=(), description="Prompts whose continuation must end by itself.")
+    max_tokens: int = Field(default=64, ge=8, description="Of one continuation.")
+    max_difference: float = Field(
+        default=0.05, gt=0, description="Nats a token, on average, between the server and transformers."
+    )
+    min_tokens_per_second: float | None = Field(default=None, gt=0, description="Of one stream.")
+    chat: bool | None = Field(default=None, description="Whether it must chat; absent: if it has a chat template.")
+    parents: Annotated[bool, NotInKey] = Field(default=False, description="Measure the parents in the same way.")
+
+    @field_validator("command")
+    @classmethod
+    def _names_a_port(cls, command: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if command is not None and (not command or not any("{port}" in word for word in command)):
+            raise ValueError("the command must say where its port goes: {port}")
+        return command

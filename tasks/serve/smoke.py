@@ -1,0 +1,241 @@
+"""The whole smoke test in its order: static checks, the reference, the server, the questions, the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from merge_core.checkpoint import Checkpoint, open_checkpoint
+from merge_core.errors import InvalidInput
+from tasks.model import Model
+from tasks.serve import checks
+from tasks.serve.checks import Ask, Asked
+from tasks.serve.client import Client, Unreachable, models_of
+from tasks.serve.launch import ServerKind, context_of, dtype_of, launch
+from tasks.serve.process import Server, ServerEnded
+from tasks.serve.reference import Reference, make_reference
+from tasks.serve.settings import ServeSettings
+from tasks.serve.static_checks import static_checks
+from tasks.serve.verdict import Check, MachineFailed, Measured, ServeVerdict, WronglyConfigured, verdict
+
+LOG = "server.log"
+_QUESTIONS: tuple[tuple[str, Ask], ...] = (
+    ("text", checks.ask_generation),
+    ("parity", checks.ask_parity),
+    ("tokenizer", checks.ask_tokenizer),
+    ("chat", checks.ask_chat),
+    ("end of sequence", checks.ask_end),
+    ("over-long prompt", checks.ask_too_long),
+)
+STEPS = len(_QUESTIONS) + 4  # static, reference, ready, throughput
+
+Progress = Callable[[int], None]  # told how many of ``STEPS`` are done
+
+
+def smoke_checkpoint(
+    model: Model,
+    settings: ServeSettings,
+    kind: ServerKind,
+    *,
+    device: str,
+    log: Path,
+    on_progress: Progress = lambda done: None,
+) -> ServeVerdict:
+    """Serve ``model`` and ask it.
+
+    Args:
+        kind: Which server (``find_server``).
+        device: Where transformers computes what the server's answers are held against.
+        log: File for what the server says.
+
+    Raises:
+        InvalidInput: for a checkpoint that cannot be read.
+        MachineFailed: when the server cannot be run here, which says nothing about the model.
+    """
+    checkpoint = open_checkpoint(model.directory)
+    found = static_checks(checkpoint, must_chat=settings.chat)
+    on_progress(1)
+    if any(check.outcome == "fail" for check in found):
+        return verdict(model.name, kind.label, found)  # no server is needed to refuse it
+    longest = context_of(settings, checkpoint)
+    reference = make_reference(
+        model,
+        settings.texts,
+        settings.prompts[0],
+        dtype=dtype_of(settings, checkpoint),
+        device=device,
+        longest=longest,
+    )
+    on_progress(2)
+    answered, measured = _serve(checkpoint, reference, longest, settings, kind, log, on_progress)
+    return verdict(model.name, kind.label, [*found, *answered], measured)
+
+
+def smoke_url(
+    url: str,
+    settings: ServeSettings,
+    *,
+    model: str | None = None,
+    checkpoint: Model | None = None,
+    device: str = "cpu",
+    key: str = "",
+    on_progress: Progress = lambda done: None,
+) -> ServeVerdict:
+    """Ask a server that runs already.
+
+    Args:
+        model: What it calls the model; None: the first that it lists.
+        checkpoint: What it should be serving; without it there is nothing to hold its answers against.
+        key: Bearer token for it.
+
+    Raises:
+        InvalidInput: when nobody answers there, or the model is not among those served.
+    """
+    client = Client(url, settings.answer_within, key)
+    try:
+        answer = client.request("/v1/models")
+    except Unreachable as why:
+        raise InvalidInput(url, found=str(why), expected="a server that speaks the OpenAI API") from None
+    if answer.status != 200:
+        remedy = "the address without /v1; --key-from for a server that wants a key"
+        raise InvalidInput(f"{url}/v1/models", found=answer.complaint, expected="a list of models", remedy=remedy)
+    listed = models_of(answer)
+    if not listed or (model is not None and model not in listed):
+        serves = f"serves {', '.join(listed) or 'no model'}"
+        raise InvalidInput(f"{url}/v1/models", found=serves, expected=model or "a model")
+    name = model or next(iter(listed))
+    reference, found = None, list[Check]()
+    longest = settings.max_model_len or listed[name]
+    if checkpoint is not None:
+        opened = open_checkpoint(checkpoint.directory)
+        found = static_checks(opened, must_chat=settings.chat)
+        if not any(check.outcome == "fail" for check in found):
+            reference = make_reference(
+                checkpoint,
+                settings.texts,
+                settings.prompts[0],
+                dtype=dtype_of(settings, opened),
+                device=device,
+                longest=longest or context_of(settings, opened),
+            )
+    on_progress(3)
+    interview = Interview(Asked(client, name, settings, reference, longest), on_progress)
+    try:
+        interview.hold()
+    except Unreachable as why:
+        interview.silence(str(why))
+    return verdict(name, url, [*found, *interview.checks], Measured(tokens_per_second=interview.rate))
+
+
+class Interview:
+    """A running server is asked one question after the other; what was found out so far is there at any time."""
+
+    def __init__(self, asked: Asked, on_progress: Progress = lambda done: None) -> None:
+        self._asked, self._on_progress = asked, on_progress
+        self.question = "a first answer"  # that is being asked, or was asked last
+        self.checks: list[Check] = []
+        self.rate: float | None = None  # tokens per second
+
+    def hold(self, server: Server | None = None) -> None:
+        """Ask everything.
+
+        Raises:
+            ServerEnded: when ``server`` ends meanwhile.
+            Unreachable: when there is no answer, but no end either.
+        """
+        try:
+            asked = replace(self._asked, extended=checks.takes_extensions(self._asked))
+            for done, (self.question, ask) in enumerate(_QUESTIONS, start=4):
+                answers = ask(asked)
+                self.checks += answers
+                # An engine that dies answers 5xx, and goes a moment later.
+                if server and any("HTTP 5" in check.seen for check in answers) and server.has_died():
+                    raise server.ended()
+                self._on_progress(done)
+            self.question = "throughput"
+            answers, self.rate = checks.measure_throughput(asked)
+            self.checks += answers
+            self._on_progress(STEPS)
+        except Unreachable as why:
+            if server and not why.late and server.has_died():
+                raise server.ended() from None
+            raise
+
+    def silence(self, why: str) -> None:
+        """Note that the last question was not answered."""
+        remedy = "serve.answer_within for a slow machine; else see the server's log"
+        self.checks.append(Check(name=self.question, outcome="fail", seen=why, expected="an answer", remedy=remedy))
+
+    def end(self, end: ServerEnded, log: Path) -> None:
+        """Note that the server ended at the last question."""
+        self.checks.append(
+            Check(
+                name="server lives",
+                outcome="fail",
+                where=log.name,
+                seen=f"ended when asked for {self.question}: {end.cause}",
+                expected="a server that goes on answering",
+                remedy="the log has the whole story",
+            )
+        )
+
+
+def _serve(
+    checkpoint: Checkpoint,
+    reference: Reference,
+    longest: int,
+    settings: ServeSettings,
+    kind: ServerKind,
+    log: Path,
+    on_progress: Progress,
+) -> tuple[list[Check], Measured]:
+    server = Server(launch(settings, kind, checkpoint), log, settings)
+    interview: Interview | None = None
+    found: list[Check] = []
+    expected = f"an answer within {settings.ready_within:g} s"
+    try:
+        with server:
+            server.await_ready()
+            seen = f"after {server.seconds_to_ready or 0:.1f} s"
+            found = [Check(name="ready", outcome="pass", seen=seen, expected=expected)]
+            on_progress(3)
+            client = Client(server.url, settings.answer_within)
+            interview = Interview(Asked(client, server.model, settings, reference, longest), on_progress)
+            interview.hold(server)
+    except ServerEnded as end:
+        _unless_the_model(end, kind, log)
+        if interview is None:
+            remedy = "the log has the whole story"
+            seen = f"ended before it answered: {end.cause}"
+            found = [Check(name="ready", outcome="fail", seen=seen, expected=expected, where=log.name, remedy=remedy)]
+        else:
+            interview.end(end, log)
+    except Unreachable as why:
+        if interview is None:
+            raise
+        interview.silence(str(why))
+    measured = Measured(
+        seconds_to_ready=server.seconds_to_ready,
+        tokens_per_second=interview.rate if interview else None,
+        peak_memory=server.peak_memory,
+    )
+    return [*found, *(interview.checks if interview else ())], measured
+
+
+def _unless_the_model(end: ServerEnded, kind: ServerKind, log: Path) -> None:
+    """Raise what says nothing about the model."""
+    if end.blame == "machine":
+        raise MachineFailed(
+            "serve",
+            found=f"{kind.label} could not be run on this machine: {end.cause}\n  log: {log}",
+            expected="memory and devices for the server; the model is not to blame, and not judged",
+            remedy="free memory, a smaller serve.max_model_len, a (larger) GPU, serve.ready_within for a slow start",
+        )
+    if end.blame == "settings":
+        raise WronglyConfigured(
+            "serve",
+            found=f"{kind.label} was called wrongly: {end.cause}\n  log: {log}",
+            expected="arguments that it knows; the model is not to blame, and not judged",
+            remedy="correct serve.arguments, serve.max_model_len or serve.command",
+        )

@@ -1,0 +1,102 @@
+"""A stand-in for a completions server on the loopback: OpenAI's protocol in front of little models, really computed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tasks.model import Model
+
+# What servers are known to do instead of scoring the prompt.
+Habit = Literal[
+    "scores prompts", "no log-probabilities", "no echo", "zeros", "begin of text added", "not JSON", "gives up"
+]
+
+
+@dataclass
+class Server:
+    """One that is running. ``asked`` holds the body of every request."""
+
+    url: str
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+
+@contextmanager
+def serving(models: Mapping[str, Model], habit: Habit = "scores prompts") -> Iterator[Server]:
+    """Serve models under the names that requests call them by."""
+    loaded = {
+        name: (
+            AutoModelForCausalLM.from_pretrained(model.directory, dtype="auto"),
+            AutoTokenizer.from_pretrained(model.directory),
+        )
+        for name, model in models.items()
+    }
+    turn = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.asked.append(body)
+            if self.path != "/v1/completions" or body["model"] not in loaded:
+                return self._send(404, {"error": f"no model {body['model']!r}"})
+            if habit == "gives up" and len(server.asked) > 1:
+                return self._send(500, {"error": "out of memory"})
+            with turn:
+                choices = [_choice(*loaded[body["model"]], prompt, body, habit) for prompt in body["prompt"]]
+            return self._send(200, {"choices": [{"index": i, **choice} for i, choice in enumerate(choices)]})
+
+        def _send(self, status: int, answer: dict[str, Any]) -> None:
+            text = b"<html>" if habit == "not JSON" else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(f"http://127.0.0.1:{http.server_address[1]}/v1")
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+
+
+def _choice(network: Any, tokenizer: Any, prompt: list[int], body: dict[str, Any], habit: Habit) -> dict[str, Any]:
+    if habit == "begin of text added":
+        prompt = [tokenizer.bos_token_id, *prompt]
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(body["max_tokens"]):
+            tokens.append(int(network(torch.tensor([tokens])).logits[0, -1].argmax()))
+        log_p = torch.log_softmax(network(torch.tensor([tokens])).logits[0].float(), -1)
+    new = tokens[len(prompt) :]
+    text = tokenizer.decode(new)
+    for stop in body.get("stop") or []:
+        text = text.split(stop)[0]
+    if not body.get("logprobs") or habit == "no log-probabilities":
+        return {"text": text, "logprobs": None}
+    said: list[float | None] = [None]
+    tops: list[dict[str, float] | None] = [None]
+    for position, token in enumerate(tokens[1:]):
+        best = int(log_p[position].argmax())
+        said.append(float(log_p[position, token]))
+        tops.append({f"token {one}": float(log_p[position, one]) for one in {best, token}})
+    if habit == "zeros":
+        said = [None, *(0.0 for _ in said[1:])]
+    if habit == "no echo" or not body.get("echo"):
+        said, tops = said[-len(new) :], tops[-len(new) :]
+    return {"text": text, "logprobs": {"token_logprobs": said, "top_logprobs": tops}}

@@ -1,0 +1,97 @@
+"""Evidence made by hand for the tests of the gate: paired outcomes, stored scores, likelihoods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from merge_core.store import Artifact
+from tasks import outcomes
+from tasks.drift import ModelLikelihoods
+from tasks.evaluate import Scores, TaskScore
+from tasks.guards import Guard
+from tasks.outcomes import DocumentOutcome, Paired
+from tasks.perplexity import FILE, DocumentLikelihood, Likelihoods, write_documents
+from tasks.regression import GuardVerdict, judge_guard
+
+GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
+
+
+def paired(lost: int, won: int, n: int) -> Paired:
+    """``lost`` documents right by the reference only, ``won`` by the merge only, the others by both."""
+    reference = [1.0] * lost + [0.0] * won + [1.0] * (n - lost - won)
+    merge = [0.0] * lost + [1.0] * won + [1.0] * (n - lost - won)
+    return Paired(tuple(("reverse", i) for i in range(n)), tuple(reference), tuple(merge))
+
+
+def verdict_of(lost: int, won: int, n: int, guard: Guard = GUARD) -> GuardVerdict:
+    return judge_guard(guard, "acc,none", paired(lost, won, n), True, 0.95)
+
+
+def outcome(doc: int, value: float = 1.0, **other: str) -> DocumentOutcome:
+    hashes = {"doc_hash": f"d{doc}", "prompt_hash": f"p{doc}", "target_hash": f"t{doc}"} | other
+    return DocumentOutcome(task="reverse", metric="acc,none", doc_id=doc, outcome=value, **hashes)
+
+
+def right_on(right: Iterable[int], n: int, first: int = 0) -> list[DocumentOutcome]:
+    """Documents ``first`` to ``n``, of which those in ``right`` are answered rightly."""
+    answered = set(right)
+    return [outcome(doc, float(doc in answered)) for doc in range(first, n)]
+
+
+def likelihoods(
+    nats: Sequence[float], *, vocabulary: str = "v", window: int | None = 128, tokens: int = 10
+) -> ModelLikelihoods:
+    """Documents of ``tokens`` tokens and 40 bytes, with so many nats a token each."""
+    documents = tuple(DocumentLikelihood(i, -tokens * value, tokens, 40) for i, value in enumerate(nats))
+    total = sum(document.loglik for document in documents)
+    finite = math.isfinite(total)
+    n = len(documents)
+    value = Likelihoods(
+        model="as measured",
+        documents=n,
+        tokens=tokens * n,
+        bytes=40 * n,
+        loglik=total if finite else None,
+        perplexity=math.exp(-total / tokens / n) if finite else None,
+        bits_per_byte=-total / 40 / n / math.log(2) if finite else None,
+        vocabulary=vocabulary,
+        window=window,
+    )
+    return ModelLikelihoods(value, documents)
+
+
+PARENT = likelihoods([2.0 + 0.1 * math.sin(i) for i in range(500)])
+
+
+def worse(by: float, noise: float = 0.01, **other: object) -> ModelLikelihoods:
+    """A merge that is worse by ``by`` nats a token, a bit more or less from document to document."""
+    nats = [-d.loglik / d.tokens + by + noise * math.cos(7 * i) for i, d in enumerate(PARENT.documents)]
+    return likelihoods(nats, **other)  # type: ignore[arg-type]  # tests pass what the parameters take
+
+
+def stored(directory: Path, value: Scores | Likelihoods) -> Artifact[Scores] | Artifact[Likelihoods]:
+    return Artifact("made here", "key", f"{directory}", directory, value, {})  # type: ignore[return-value]  # generic
+
+
+def scores(directory: Path, right: int, *, version: str = "0.4.13", n: int = 400) -> Artifact[Scores]:
+    """A model that answers the first ``right`` of ``n`` documents rightly."""
+    return part(directory, right_on(range(right), n), version=version)
+
+
+def part(directory: Path, scored: Sequence[DocumentOutcome], *, version: str = "0.4.13") -> Artifact[Scores]:
+    """Scores on one part of a task, stored."""
+    directory.mkdir(parents=True)
+    outcomes.write(directory / outcomes.FILE, scored)
+    table = tuple(
+        TaskScore(task=scored[0].task, metric=metric, n=len(scored), score=0.0, stderr=0.0, higher_is_better=True)
+        for metric in dict.fromkeys(outcome.metric for outcome in scored)
+    )
+    return stored(directory, Scores(model="x", tasks=table, lm_eval_version=version))  # type: ignore[return-value]
+
+
+def read(directory: Path, evidence: ModelLikelihoods) -> Artifact[Likelihoods]:
+    directory.mkdir(parents=True)
+    write_documents(directory / FILE, evidence.documents)
+    return stored(directory, evidence.value)  # type: ignore[return-value]

@@ -1,0 +1,266 @@
+"""The same scores from every backend, and a clear word where one cannot give them."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from completions_server import Habit, serving
+from pydantic import ValidationError
+from tiny_models import Prefix, make_model, write_choices
+
+from merge_core.errors import InvalidInput
+from merge_core.hashing import HashMemo
+from merge_core.keys import digest
+from tasks import backends, evaluation_process
+from tasks.harness import score
+from tasks.loaded import release
+from tasks.model import Model
+from tasks.outcomes import DocumentOutcome
+from tasks.sampling import Part
+from tasks.scoring import Scoring, ServedModel, ServerSettings
+from tasks.task_definition import EvalTask, pin_task
+
+WHOLE = Part(first=0, last=40)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(backends, "_engine", None)
+    yield
+    release()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return make_model(tmp_path / "merge")
+
+
+def pin(path: Path) -> EvalTask:
+    return pin_task(path.name, path.parent, HashMemo(path.parent / "hashes.db"))
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> EvalTask:
+    return pin(write_choices(tmp_path / "tasks"))
+
+
+def outcomes_by(model: Model, task: EvalTask, **scoring: object) -> tuple[DocumentOutcome, ...]:
+    return score(model, task, Scoring.model_validate(scoring), WHOLE, "cpu", lambda done, total: None).outcomes
+
+
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, bool]]]:
+    """What lm-eval's models answer to questions of likelihood, one list a run."""
+    from lm_eval.api.model import TemplateLM
+
+    runs: list[list[tuple[float, bool]]] = []
+    original = TemplateLM.loglikelihood
+
+    def listen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runs.append(list(original(self, *args, **kwargs)))
+        return runs[-1]
+
+    monkeypatch.setattr(TemplateLM, "loglikelihood", listen)
+    return runs
+
+
+@pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
+def test_a_served_model_scores_as_it_does_here(
+    tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch, prefix: Prefix
+) -> None:
+    model, runs = make_model(tmp_path / "merge", prefix=prefix), heard(monkeypatch)
+    here = outcomes_by(model, task)
+    with serving({"merge": model}) as server:
+        there = outcomes_by(model, task, backend="served", server={"url": server.url})
+    assert there == here
+    assert 0 < sum(o.outcome for o in here) < 40
+    assert [loglik for loglik, _ in runs[1]] == pytest.approx([loglik for loglik, _ in runs[0]], abs=1e-4)
+    assert [greedy for _, greedy in runs[1]] == [greedy for _, greedy in runs[0]]
+
+
+def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) -> None:
+    write_choices(tmp_path / "tasks")
+    path = tmp_path / "tasks" / "free.yaml"
+    path.write_text(
+        "include: letters.yaml\ntask: free\noutput_type: generate_until\ndoc_to_choice: null\n"
+        'doc_to_target: "{{choices[right]}}"\ngeneration_kwargs: {until: ["p"], max_gen_toks: 3, do_sample: false}\n'
+        "filter_list: [{name: first, filter: [{function: regex, regex_pattern: '([a-d])'}, {function: take_first}]}]\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    task = pin(path)
+    here = outcomes_by(model, task)
+    with serving({"merge": model}) as server:
+        there = outcomes_by(model, task, backend="served", server={"url": server.url})
+    assert there == here
+    assert {o.metric for o in here} == {"exact_match,first"}
+    assert 0 < sum(o.outcome for o in here) < 40
+
+
+def test_a_server_is_asked_by_the_name_it_knows_and_with_tokens(model: Model, task: EvalTask) -> None:
+    with serving({"acme/merge-7": model}) as server:
+        told: list[tuple[int, int]] = []
+        settings = Scoring.model_validate(
+            {
+                "backend": "served",
+                "server": {"models": {"merge": {"url": f"{server.url}/completions", "model": "acme/merge-7"}}},
+                "batch_size": 4,
+            }
+        )
+        score(model, task, settings, WHOLE, "cpu", lambda *how_far: told.append(how_far))
+    assert {body["model"] for body in server.asked} == {"acme/merge-7"}
+    assert all(isinstance(token, int) for body in server.asked for prompt in body["prompt"] for token in prompt)
+    # One begin of text, not two: the tokenizer adds its own.
+    assert all(prompt[0] == 1 != prompt[1] for body in server.asked for prompt in body["prompt"])
+    assert told[-1] == (20, 20)  # 80 choices in batches of 4
+
+
+@pytest.mark.parametrize(
+    ("habit", "found"),
+    [
+        ("no log-probabilities", "without log-probabilities"),
+        ("no echo", "log-probabilities of 1 tokens"),
+        ("zeros", "all 0"),
+        ("begin of text added", "one more"),
+        ("not JSON", "without log-probabilities"),
+    ],
+)
+def test_a_server_that_does_not_score_prompts_is_refused(
+    model: Model, task: EvalTask, habit: Habit, found: str
+) -> None:
+    with serving({"merge": model}, habit) as server, pytest.raises(InvalidInput, match=found) as caught:
+        outcomes_by(model, task, backend="served", server={"url": server.url})
+    assert "backend: hf" in caught.value.remedy
+
+
+def test_a_server_that_does_not_know_the_model_or_is_not_there_is_refused(model: Model, task: EvalTask) -> None:
+    with serving({"other": model}) as server, pytest.raises(InvalidInput, match="404") as caught:
+        outcomes_by(model, task, backend="served", server={"url": server.url})
+    assert "evaluate.server.models: {merge: …}" in caught.value.remedy
+    with pytest.raises(InvalidInput, match="cannot be reached"):
+        outcomes_by(model, task, backend="served", server={"url": server.url})
+
+
+def test_a_server_that_stops_answering_is_named(model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.models import api_models
+    from tenacity import wait_none
+
+    monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_none())
+    with serving({"merge": model}, "gives up") as server, pytest.raises(InvalidInput, match="no answer any more"):
+        outcomes_by(model, task, backend="served", server={"url": server.url})
+
+
+def test_the_process_that_scores_asks_servers_too(model: Model, task: EvalTask) -> None:
+    with serving({"merge": model}) as server:
+        settings = Scoring(backend="served", server=ServerSettings(url=server.url))
+        there = evaluation_process.score(model, task, settings, WHOLE, "cpu", lambda done, total: None)
+    evaluation_process.release()
+    assert there.outcomes == outcomes_by(model, task)
+
+
+def test_addresses_are_of_each_model_or_of_all() -> None:
+    settings = ServerSettings.model_validate(
+        {"url": "http://a/v1", "models": {"base": "b", "merge": {"url": "http://c/v1", "model": "d"}}}
+    )
+    assert settings.at("base") == ServedModel(url="http://a/v1", model="b")
+    assert settings.at("merge") == ServedModel(url="http://c/v1", model="d")
+    assert settings.at("other") == ServedModel(url="http://a/v1", model="other")
+    with pytest.raises(InvalidInput, match="no address for 'other'"):
+        ServerSettings(models={"base": "b"}).at("other")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"backend": "served"},
+        {"backend": "hf", "server": {"url": "http://a"}},
+        {"backend": "served", "server": {"url": "a:80"}},
+        {"backend": "hf", "vllm": {}},
+        {"backend": "vllm", "vllm": {"gpu_memory_utilization": 1.5}},
+        {"backend": "vllm", "vllm": {"tensor_parallel_size": 0}},
+        {"time_limit": 0},
+    ],
+)
+def test_settings_that_do_not_belong_to_the_backend_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Scoring.model_validate(wrong)
+
+
+def test_only_what_moves_scores_is_in_the_key() -> None:
+    def key(**scoring: object) -> str:
+        return digest(Scoring.model_validate(scoring))
+
+    served = {"backend": "served", "server": {"url": "http://a/v1"}}
+    assert key(**served) == key(**served | {"server": {"url": "http://b/v1", "concurrency": 3}, "time_limit": 5})
+    assert key(backend="vllm", vllm={"gpu_memory_utilization": 0.5}) == key(backend="vllm", vllm={})
+    different = [
+        {},
+        served,
+        {"backend": "vllm"},
+        {"backend": "vllm", "vllm": {"tensor_parallel_size": 2}},
+        {"batch_size": 1},
+        {"dtype": "bfloat16"},
+        {"max_length": 512},
+        {"num_fewshot": 2},
+        {"chat_template": True},
+        {"seed": 1},
+    ]
+    assert len({key(**scoring) for scoring in different}) == len(different)
+
+
+def test_vllm_is_given_what_the_profile_says(model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    here, given = outcomes_by(model, task), list[dict[str, Any]]()
+
+    class VLLM(HFLM):
+        def __init__(self, **arguments: Any) -> None:
+            given.append(arguments)
+            super().__init__(pretrained=arguments["pretrained"], device="cpu", batch_size=arguments["batch_size"])
+
+    module = types.ModuleType("lm_eval.models.vllm_causallms")
+    module.VLLM = VLLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    asked = {"backend": "vllm", "dtype": "bfloat16", "max_length": 48, "vllm": {"tensor_parallel_size": 2}}
+    there = outcomes_by(model, task, **asked)
+    outcomes_by(model, task, **asked)
+    assert there == here
+    assert given == [  # once: the engine stays
+        {
+            "pretrained": str(model.directory),
+            "dtype": "bfloat16",
+            "max_length": 48,
+            "batch_size": 16,
+            "tensor_parallel_size": 2,
+            "gpu_memory_utilization": 0.8,
+            "trust_remote_code": False,
+        }
+    ]
+
+
+def test_an_engine_that_does_not_start_is_explained(
+    model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class VLLM:
+        def __init__(self, **arguments: Any) -> None:
+            raise ValueError("No available memory for the cache blocks")
+
+    module = types.ModuleType("lm_eval.models.vllm_causallms")
+    module.VLLM = VLLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(InvalidInput, match="No available memory") as caught:
+        outcomes_by(model, task, backend="vllm")
+    assert "gpu_memory_utilization" in caught.value.remedy
+
+
+def test_without_vllm_the_remedy_is_named(model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # also where it is installed
+    monkeypatch.delitem(sys.modules, "lm_eval.models.vllm_causallms", raising=False)
+    with pytest.raises(InvalidInput, match="vLLM cannot be imported here") as caught:
+        outcomes_by(model, task, backend="vllm")
+    assert "backend: served" in caught.value.remedy

@@ -1,0 +1,231 @@
+"""Evaluation in parts: each is scored once, whatever is asked for next, and whatever was killed before."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prefect import flow
+from tiny_models import CPU, make_model, words, write_choices
+from traps import asked, ends, in_another_process, write_trap
+
+from merge_core.errors import InvalidInput
+from merge_core.hashing import HashMemo
+from merge_core.store import Artifact
+from tasks import evaluation_process, outcomes
+from tasks.evaluate import Scores, document_count, evaluate_to, joined, pin_tasks
+from tasks.guards import Guard
+from tasks.model import Model
+from tasks.sampling import ordered
+from tasks.scoring import Scoring
+from tasks.stage import store
+from tasks.task_definition import EvalTask, pin_task
+from tasks.watching import Ending, watched_by
+
+FIRST_TEN = Scoring(documents=10)  # of the 40 documents: 10, 10 more, 20 more
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_for_all() -> Iterator[None]:
+    yield
+    evaluation_process.release()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> EvalTask:
+    path = write_choices(tmp_path / "tasks")
+    return pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+
+
+class Watching:
+    def __init__(self) -> None:
+        self.endings: list[Ending] = []
+        self.summaries: list[str] = []
+        self.how_far: list[tuple[int, int]] = []
+
+    def announced(self, text: str) -> None: ...
+    def started(self, stage: str, subject: str) -> None: ...
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        self.how_far.append((done, total))
+
+    def ended(self, stage: str, subject: str, ending: Ending, seconds: float, summary: str) -> None:
+        self.endings.append(ending)
+        self.summaries.append(summary)
+
+
+def in_flow(*calls: Callable[[], list[Artifact[Scores]]]) -> tuple[Watching, list[list[Artifact[Scores]]]]:
+    """What a watcher saw of some calls, and what they returned."""
+    watching, results = Watching(), list[list[Artifact[Scores]]]()
+
+    @flow
+    def run() -> None:
+        results.extend(call() for call in calls)
+
+    with watched_by(watching):
+        run()
+    return watching, results
+
+
+def made() -> dict[str, tuple[int, int]]:
+    """Artifacts of evaluation in the store, with what tells whether one was made again."""
+    found = (store().root / "evaluate").glob("*/manifest.json")
+    stats = {path.parent.name: path.stat() for path in found if path.parent.suffix != ".partial"}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTask) -> None:
+    watching, (ten, twenty, everything, again) = in_flow(
+        *(lambda n=n: evaluate_to(model, task, FIRST_TEN, n, CPU) for n in (10, 20, None, 40))  # type: ignore[misc]
+    )
+    assert watching.endings == ["made", "made", "made", "cached"]
+    assert [len(parts) for parts in (ten, twenty, everything, again)] == [1, 2, 3, 3]
+    assert [a.key for a in everything[:2]] == [a.key for a in twenty]
+    assert twenty[0].key == ten[0].key
+    assert len(made()) == 3
+    rows = [row for part in everything for row in outcomes.read(part.directory / outcomes.FILE)]
+    assert sorted(row.doc_id for row in rows) == list(range(40))
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_joined_parts_score_as_all_their_documents(model: Model, task: EvalTask) -> None:
+    watching, (parts, whole) = in_flow(
+        lambda: evaluate_to(model, task, FIRST_TEN, None, CPU), lambda: evaluate_to(model, task, Scoring(), None, CPU)
+    )
+    assert [len(parts), len(whole)] == [3, 1]
+    scores = [row.outcome for row in outcomes.read(whole[0].directory / outcomes.FILE)]
+    (together,) = joined(parts).tasks
+    assert (together.task, together.metric, together.n) == ("letters", "acc,none", 40)
+    assert together.score == pytest.approx(np.mean(scores))
+    assert together.stderr == pytest.approx(np.std(scores, ddof=1) / np.sqrt(40))
+    assert [score.n for part in parts for score in part.value.tasks] == [10, 10, 20]
+    assert joined([*parts, *whole[:0]]).part is None
+    assert joined(whole) == whole[0].value
+    assert watching.summaries == [f"letters {100 * together.score:.1f}"] * 2  # a person sees tasks, not parts
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask) -> None:
+    _, (parts,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU))
+    older = parts[0].value.model_copy(update={"lm_eval_version": "0.4.2"})
+    other = Artifact("evaluate", parts[0].key, parts[0].digest, parts[0].directory, older, parts[0].files)
+    with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.2"):
+        joined([other, parts[1]])
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_progress_runs_once_over_all_parts(model: Model, task: EvalTask) -> None:
+    watching, _ = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, None, CPU))
+    assert watching.endings == ["made"]
+    assert watching.how_far[-1] == (80, 80)  # two choices a document, whatever part it is in
+    assert watching.how_far == sorted(watching.how_far)
+    assert {total for _, total in watching.how_far} == {80}
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_each_model_and_task_is_evaluated_once_whatever_is_added_or_renamed(
+    tmp_path: Path, model: Model, task: EvalTask
+) -> None:
+    path = write_choices(tmp_path / "tasks", n=10, name="more")
+    second = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    renamed = model.model_copy(update={"name": "same by another name"})
+    patient = FIRST_TEN.model_copy(update={"time_limit": 3600.0})
+    other = CPU.model_copy(update={"libraries": {"torch": "9"}})
+    watching, _ = in_flow(
+        lambda: evaluate_to(model, task, FIRST_TEN, 10, CPU),
+        lambda: evaluate_to(model, task, FIRST_TEN, 10, CPU),
+        lambda: evaluate_to(model, second, FIRST_TEN, 10, CPU),
+        lambda: evaluate_to(renamed, task, FIRST_TEN, 10, CPU),
+        lambda: evaluate_to(model, task, patient, 10, CPU),
+        lambda: evaluate_to(model, task, Scoring(documents=10, batch_size=4), 10, CPU),
+        lambda: evaluate_to(model, task, Scoring(documents=10, dtype="bfloat16"), 10, CPU),
+        lambda: evaluate_to(model, task, FIRST_TEN, 10, other),
+    )
+    assert watching.endings == ["made", "cached", "made", "cached", "cached", "made", "made", "made"]
+
+
+@pytest.mark.usefixtures("home")
+def test_documents_are_counted_once(tmp_path: Path) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    assert document_count(task) == 40
+    before = asked(task)
+    assert document_count(task) == 40
+    assert asked(task) == before
+
+
+def test_guards_of_one_task_agree_on_its_clusters(tmp_path: Path) -> None:
+    write_choices(tmp_path)
+    guards = [
+        Guard(task="letters.yaml", guarded_by="a"),
+        Guard(task="letters.yaml", guarded_by="b", cluster_by="word"),
+        Guard(task="letters.yaml", guarded_by="b", cluster_by="task"),
+    ]
+    hashes = HashMemo(tmp_path / "hashes.db")
+    _, (task,) = pin_tasks(guards, tmp_path, hashes)
+    assert task.cluster_field == "word"
+    with pytest.raises(InvalidInput, match="one field for all guards"):
+        pin_tasks([*guards, Guard(task="letters.yaml", guarded_by="c", cluster_by="right")], tmp_path, hashes)
+
+
+RUN = """
+import os
+from pathlib import Path
+from flows.local_api import configure, local_api
+configure(Path(os.environ["PREFECT_HOME"]))
+from prefect import flow
+from tasks.evaluate import evaluate_to
+from tasks.model import Model
+from tasks.runtime import Runtime
+from tasks.scoring import Scoring
+from tasks.task_definition import EvalTask
+
+@flow
+def run():
+    model, task = Model.model_validate_json({model!r}), EvalTask.model_validate_json({task!r})
+    evaluate_to(model, task, Scoring(documents=10), None, Runtime(device="cpu", libraries={{}}))
+
+with local_api():
+    run()
+"""
+
+KILL_ONCE = """if not (HERE / "killed").exists():
+    (HERE / "killed").touch()
+    os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
+    signal.pause()"""
+
+
+def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
+    tmp_path: Path, home: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    task = write_trap(tmp_path / "tasks", KILL_ONCE, at=25)  # in the third part: documents 21 to 40
+    script = RUN.format(model=model.model_dump_json(), task=task.model_dump_json())
+    with in_another_process(script, tmp_path) as killed:
+        assert killed.wait(timeout=120) == -signal.SIGKILL, killed.communicate()
+    first = asked(task)[-1][0]
+    assert ends(first)
+    before = made()
+    assert len(before) == 2
+    with in_another_process(script, tmp_path) as run:
+        _, said = run.communicate(timeout=120)
+        assert run.returncode == 0, said
+    assert made().items() > before.items()  # the same files, and one more
+    assert len(made()) == 3
+    every = words(40)
+    missing = {every[doc] for _, doc in ordered({"trap": 40}, 0)[20:]}
+    again = {word for process, word in asked(task) if process != first}
+    assert again - {every[0]} == missing - {every[0]}  # lm-eval looks at the first document when it loads a task
+    assert not list((home / "store").glob("*/*.partial"))

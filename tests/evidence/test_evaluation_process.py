@@ -1,0 +1,213 @@
+"""Scoring in a process of its own: the same scores, a limit to waiting, and no death that takes the flow along."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tiny_models import make_model, write_choices
+from traps import PROJECT, asked, ends, in_another_process, write_trap
+
+from merge_core.errors import InvalidInput, Refused
+from merge_core.hashing import HashMemo
+from tasks import evaluation_process, harness, loaded
+from tasks.model import Model
+from tasks.sampling import Part
+from tasks.scoring import Scoring
+from tasks.task_definition import EvalTask, pin_task
+
+
+@pytest.fixture(autouse=True)
+def few_threads_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    loaded.release()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_for_all() -> Iterator[None]:
+    yield
+    evaluation_process.release()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return make_model(tmp_path / "model")
+
+
+def silent(done: int, total: int) -> None: ...
+
+
+def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> harness.Scored:
+    settings = Scoring.model_validate(scoring)
+    return evaluation_process.score(model, task, settings, Part(first=first, last=last), "cpu", silent)
+
+
+def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, model: Model) -> None:
+    path = write_choices(tmp_path / "tasks")
+    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    part, told = Part(first=5, last=25), list[tuple[int, int]]()
+    there = evaluation_process.score(model, task, Scoring(), part, "cpu", lambda *how_far: told.append(how_far))
+    assert there == harness.score(model, task, Scoring(), part, "cpu", silent)
+    assert told[-1] == (40, 40)  # two choices a document
+    assert evaluation_process.count(task) == 40
+
+
+def test_the_process_stays_for_the_next_part(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    for first in (0, 10, 20):
+        score(model, task, first, first + 10)
+    assert len({process for process, _ in asked(task)}) == 1
+
+
+def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path, model: Model) -> None:
+    deed = 'child = subprocess.Popen(["sleep", "1000"])\n(HERE / "child").write_text(str(child.pid))\nchild.wait()'
+    task = write_trap(tmp_path / "tasks", deed, at=12)
+    score(model, task, 0, 10)
+    with pytest.raises(Refused) as caught:
+        score(model, task, 10, 20, time_limit=2)
+    assert "task trap on model: documents 11 to 20" in caught.value.where
+    assert "not done after 2 s" in caught.value.found
+    assert "time_limit" in caught.value.remedy
+    assert all(ends(process) for process in {process for process, _ in asked(task)})
+    assert ends(int((tmp_path / "tasks" / "child").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("deed", "found", "remedy"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", "batch_size"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)", "batch_size"),
+        ('os.write(2, b"device lost\\n"); os._exit(7)', "exit code 7: device lost", ""),
+    ],
+)
+def test_a_death_is_explained_and_the_next_part_is_scored_all_the_same(
+    tmp_path: Path, model: Model, deed: str, found: str, remedy: str
+) -> None:
+    task = write_trap(tmp_path / "tasks", deed, at=3)
+    with pytest.raises(InvalidInput) as caught:
+        score(model, task, 0, 10)
+    assert found in caught.value.found
+    assert remedy in caught.value.remedy
+    assert "documents 1 to 10" in caught.value.where
+    assert len(score(model, task, 10, 20).outcomes) == 10
+
+
+def test_a_refusal_of_the_harness_arrives_as_it_is_and_the_process_stays(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    with pytest.raises(InvalidInput, match="a tokenizer without one"):
+        score(model, task, 0, 5, chat_template=True)
+    score(model, task, 0, 5)
+    assert len({process for process, _ in asked(task)}) == 1
+
+
+def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_path: Path, model: Model) -> None:
+    path = write_choices(tmp_path / "tasks")
+    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluation_process.score(model, task, Scoring(), Part(first=0, last=10), "cpu", stop)
+    assert len(score(model, task, 10, 15).outcomes) == 5
+
+
+def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    score(model, task, 0, 5)
+    with loaded.in_memory(model, dtype="auto", device="cpu"):
+        assert all(ends(process) for process in {process for process, _ in asked(task)})
+
+
+FLOW = """
+from pathlib import Path
+from tasks import evaluation_process
+from tasks.model import Model
+from tasks.sampling import Part
+from tasks.scoring import Scoring
+from tasks.task_definition import EvalTask
+model = Model.model_validate_json({model!r})
+task = EvalTask.model_validate_json({task!r})
+scored = evaluation_process.score(model, task, Scoring(), Part(first=0, last=20), "cpu", lambda *_: None)
+print(len(scored.outcomes))
+"""
+
+
+def flow(model: Model, task: EvalTask) -> str:
+    return FLOW.format(model=model.model_dump_json(), task=task.model_dump_json())
+
+
+@pytest.mark.parametrize(
+    "hang",
+    ["signal.pause()", "ctypes.PyDLL(None).sleep(1000)"],
+    ids=["waiting", "in code that does not let go of the interpreter"],
+)
+def test_it_dies_with_the_flow_even_when_that_is_killed(
+    tmp_path: Path, model: Model, hang: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    os.mkfifo(tmp_path / "told")
+    deed = f'child = subprocess.Popen(["sleep", "1000"])\n(HERE.parent / "told").write_text(str(child.pid))\n{hang}'
+    task = write_trap(tmp_path / "tasks", deed, at=3)
+    with in_another_process(flow(model, task), tmp_path) as running:
+        child = int((tmp_path / "told").read_text())  # waits until it hangs
+        scoring = asked(task)[-1][0]
+        assert not ends(scoring, within=0)
+        running.kill()
+        assert ends(scoring)
+        assert ends(child)
+    assert not list(scratch.glob("mergegate-*"))
+
+
+def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    with in_another_process(flow(model, task), tmp_path) as running:
+        out, err = running.communicate(timeout=120)
+    assert (out, err) == ("20\n", "")
+    assert ends(asked(task)[-1][0], within=5)
+
+
+def test_it_works_offline_says_nothing_and_leaves_nothing_behind(tmp_path: Path, model: Model) -> None:
+    """Without the switches of the test suite, outside any repository, and with every name that is looked up noted."""
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        f"""import socket
+def note(text):
+    with open({str(tmp_path / "noted")!r}, "a") as file: file.write(text + "\\n")
+def deny(*args, **kwargs):
+    note(f"asked for {{args[0]}}"); raise OSError("no network")
+socket.getaddrinfo = deny
+note("watched")
+"""
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "scratch").mkdir()
+    switches = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_UPDATE_DOWNLOAD_COUNTS", "HF_HOME", "XDG_CACHE_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in switches}
+    environment |= {
+        "HOME": str(home),
+        "TMPDIR": str(tmp_path / "scratch"),
+        "PREFECT_HOME": str(tmp_path / "prefect"),
+        "PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), str(PROJECT))),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", flow(model, task)],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
+    assert (tmp_path / "noted").read_text() == "watched\n" * 2  # the flow, and the process that scores
+    assert not [path for place in (home, tmp_path / "scratch") for path in place.rglob("*") if path.is_file()]

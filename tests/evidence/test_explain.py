@@ -1,0 +1,274 @@
+"""Explaining a refusal: lost documents with their text, interference of the weights, and what to try."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model, write_choices
+
+from merge_core import load_recipe
+from merge_core.hashing import HashMemo
+from merge_core.store import Artifact
+from tasks import outcomes
+from tasks.document_texts import document_texts
+from tasks.evaluate import EvalTask, Scores, TaskScore, pin_task
+from tasks.explain import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips, origin_of
+from tasks.gate import GuardVerdict, Verdict
+from tasks.model import Model
+from tasks.outcomes import DocumentOutcome
+from tasks.pin import Parent, PinnedRecipe
+
+METRIC = "acc,none"
+Scored = Callable[..., Artifact[Scores]]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> EvalTask:
+    write_choices(tmp_path, 30)
+    return pin_task("letters.yaml", tmp_path, HashMemo(tmp_path / "h.db"))
+
+
+@pytest.fixture
+def documents(task: EvalTask, tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "data" / "letters.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def scored(tmp_path: Path, documents: Sequence[Mapping[str, Any]]) -> Scored:
+    """Scores of a model that has these documents wrong and all others right."""
+
+    def write(name: str, wrong: set[int], part: range = range(30)) -> Artifact[Scores]:
+        rows = [
+            DocumentOutcome(
+                task="letters",
+                metric=METRIC,
+                doc_id=at,
+                doc_hash=hashlib.sha256(json.dumps(documents[at], indent=2).encode()).hexdigest(),
+                prompt_hash="p",
+                target_hash="t",
+                outcome=float(at not in wrong),
+            )
+            for at in part
+        ]
+        directory = tmp_path / f"scores-{name}-{part.start}"
+        directory.mkdir()
+        outcomes.write(directory / outcomes.FILE, rows)
+        table = TaskScore(task="letters", metric=METRIC, n=len(part), score=0.5, stderr=0.1, higher_is_better=True)
+        value = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
+        digest = hashlib.sha256(f"{sorted(wrong)}{part}".encode()).hexdigest()
+        return Artifact("evaluate", digest, digest, directory, value, {})
+
+    return write
+
+
+def lost(task: EvalTask, out: Path, theirs: Sequence[Artifact[Scores]], ours: Sequence[Artifact[Scores]]) -> Flips:
+    out.mkdir()
+    return flips.work(out, task, METRIC, True, tuple(theirs), tuple(ours))
+
+
+def test_a_lost_document_is_shown_as_it_was_asked(
+    task: EvalTask, documents: list[dict[str, Any]], scored: Scored, tmp_path: Path
+) -> None:
+    found = lost(task, tmp_path / "out", [scored("a", {1, 2})], [scored("merge", {2, 7, 9})])
+    assert (found.lost, found.won) == (2, 1)
+    assert [(flip.doc_id, flip.reference, flip.merge) for flip in found.examples] == [(7, 1.0, 0.0), (9, 1.0, 0.0)]
+    for flip in found.examples:
+        document = documents[flip.doc_id]
+        assert flip.prompt == document["word"]
+        assert flip.target == document["choices"][document["right"]]
+    assert found.summary() == "letters: 2 documents lost, 1 won"
+
+
+def test_five_examples_are_shown_and_all_are_kept(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
+    wrong = set(range(3, 15))
+    found = lost(task, tmp_path / "out", [scored("a", set())], [scored("merge", wrong)])
+    assert (found.lost, len(found.examples)) == (12, 5)
+    kept = [json.loads(line) for line in (tmp_path / "out" / FLIPS).read_text().splitlines()]
+    assert {line["doc_id"] for line in kept} == wrong
+    assert all(line["prompt"] and line["target"] for line in kept)
+
+
+def test_parts_of_a_task_count_together(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
+    theirs = [scored("a", set(), range(10)), scored("a", {12}, range(10, 30))]
+    ours = [scored("merge", {4}, range(10)), scored("merge", {25}, range(10, 30))]
+    found = lost(task, tmp_path / "out", theirs, ours)
+    assert ([flip.doc_id for flip in found.examples], found.won) == ([4, 25], 1)
+
+
+def test_where_less_is_better_more_is_a_loss(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    found = flips.work(tmp_path / "out", task, METRIC, False, (scored("a", {1, 2}),), (scored("merge", {2, 7}),))
+    assert [flip.doc_id for flip in found.examples] == [1]
+
+
+def test_a_text_that_is_not_what_was_asked_is_not_shown(
+    task: EvalTask, documents: list[dict[str, Any]], scored: Scored, tmp_path: Path
+) -> None:
+    theirs = scored("a", set())
+    rows = outcomes.read(theirs.directory / outcomes.FILE)
+    outcomes.write(theirs.directory / outcomes.FILE, [row._replace(doc_hash="another") for row in rows])
+    found = lost(task, tmp_path / "out", [theirs], [scored("merge", {3})])
+    (flip,) = found.examples
+    assert (flip.doc_id, flip.prompt, flip.target) == (3, None, None)
+
+
+def test_long_prompts_keep_both_their_ends_and_the_artifact_all(tmp_path: Path) -> None:
+    long = "begins here " + "x" * 5000 + " and ends with the question"
+    write_choices(tmp_path, 1)
+    row = {"word": long, "right": 0, "choices": ["a", "b"]}
+    (tmp_path / "data" / "letters.jsonl").write_text(json.dumps(row) + "\n")
+    task = pin_task("letters.yaml", tmp_path, HashMemo(tmp_path / "h.db"))
+    artifacts = []
+    for name, value in (("a", 1.0), ("merge", 0.0)):
+        (tmp_path / name).mkdir()
+        doc_hash = hashlib.sha256(json.dumps(row, indent=2).encode()).hexdigest()
+        outcomes.write(
+            tmp_path / name / outcomes.FILE, [DocumentOutcome("letters", METRIC, 0, doc_hash, "p", "t", value)]
+        )
+        table = TaskScore(task="letters", metric=METRIC, n=1, score=value, stderr=0.0, higher_is_better=True)
+        scores = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
+        artifacts.append(Artifact("evaluate", "k", "d", tmp_path / name, scores, {}))
+    found = lost(task, tmp_path / "out", artifacts[:1], artifacts[1:])
+    shown = found.examples[0].prompt
+    assert shown is not None
+    assert len(shown) == 600
+    assert shown.startswith("begins here")
+    assert shown.endswith("ends with the question")
+    assert json.loads((tmp_path / "out" / FLIPS).read_text())["prompt"] == long
+
+
+def test_the_text_of_a_document_has_the_hash_that_lm_eval_gave_it(task: EvalTask, tmp_path: Path) -> None:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model = make_model(tmp_path / "m")
+    data = tmp_path / "data" / "letters.jsonl"
+    definition = (tmp_path / "letters.yaml").read_text().replace("data/letters.jsonl", str(data))
+    (tmp_path / "absolute.yaml").write_text(definition)
+    lm = HFLM(str(model.directory), device="cpu", max_length=40)
+    manager = TaskManager(include_defaults=False)
+    results = simple_evaluate(
+        lm, tasks=[str(tmp_path / "absolute.yaml")], task_manager=manager, limit=5, bootstrap_iters=0
+    )
+    samples = next(iter(results["samples"].values()))
+    texts = document_texts(task, {"letters": [sample["doc_id"] for sample in samples]})
+    assert len(samples) == 5
+    for sample in samples:
+        text = texts["letters", sample["doc_id"]]
+        assert text.doc_hash == sample["doc_hash"]
+        assert text.prompt == sample["arguments"][0][0]
+
+
+def test_documents_that_are_gone_have_no_text(task: EvalTask) -> None:
+    assert list(document_texts(task, {"letters": [29, 30], "numbers": [0]})) == [("letters", 29)]
+
+
+@pytest.fixture
+def parents(tmp_path: Path) -> tuple[Parent, ...]:
+    """A base, and two parents that move it in opposite directions."""
+    base = make_model(tmp_path / "base")
+    weights = load_file(base.directory / "model.safetensors")
+    found = []
+    for name, share in (("base", 0.0), ("a", 0.1), ("b", -0.1), ("merge", 0.05)):
+        directory = tmp_path / name
+        if name != "base":
+            make_model(directory)
+            generator = torch.Generator().manual_seed(3)
+            moved = {
+                key: tensor + share * torch.randn(tensor.shape, generator=generator) for key, tensor in weights.items()
+            }
+            save_file(moved, directory / "model.safetensors", metadata={"format": "pt"})
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        found.append(
+            Parent(name=name, digest=digest, directory=directory, ref=f"family/{name}", is_base=name == "base")
+        )
+    return tuple(found)
+
+
+def test_weights_are_explained_layer_by_layer(parents: tuple[Parent, ...], tmp_path: Path) -> None:
+    base, a, b, merge = parents
+    (tmp_path / "out").mkdir()
+    found = explain.work(tmp_path / "out", base, (a, b), merge)
+    whole = found.interference.whole
+    assert whole.cosine(0, 1) == pytest.approx(-1, abs=1e-6)
+    assert whole.conflict == pytest.approx(1.0)
+    assert found.summary() == "sign conflict 100 % · merge moved 0.50 times as far as any parent"
+    rows = pq.read_table(tmp_path / "out" / TABLE).to_pylist()
+    assert [(row["layer"], row["kind"]) for row in rows] == [(s.layer, s.kind) for s in found.interference.spots]
+    assert {row["layer"] for row in rows} == {None, 0, 1}
+    assert all(row["merge_distance_1"] == pytest.approx(3 * row["merge_distance_0"], rel=1e-3) for row in rows)
+    assert type(found).model_validate_json(found.model_dump_json()) == found
+
+
+def test_without_a_base_task_vectors_begin_at_the_first_parent(parents: tuple[Parent, ...]) -> None:
+    base, *others = parents
+    plain = [parent.model_copy(update={"is_base": False}) for parent in others]
+    assert origin_of([plain[0], base, plain[1]]) == (base, (plain[0], plain[1]))
+    assert origin_of(plain) == (plain[0], tuple(plain[1:]))
+
+
+RECIPE: dict[str, Any] = {
+    "merge_method": "task_arithmetic",
+    "base_model": "family/base",
+    "models": [{"model": f"family/{name}", "parameters": {"weight": 0.5}} for name in "ab"],
+}
+
+
+def verdict(outcome: str) -> Verdict:
+    guard = GuardVerdict(
+        task="letters", metric=METRIC, reference="a", reference_score=1.0, merge_score=0.9, n=30, lost=3, won=0,
+        drop=10.0, low=2.0, high=18.0, confidence=0.95, max_drop=2, margin=3, outcome=outcome, reason="letters: lost",
+    )  # fmt: skip
+    return Verdict(
+        outcome=outcome, publishable=outcome == "pass", guards=(guard,), drift=None, overall_drop=10.0, overall_low=2.0,
+        overall_high=18.0, on_inconclusive="block", reasons=() if outcome == "pass" else (guard.reason,),
+    )  # fmt: skip
+
+
+def explained(parents: tuple[Parent, ...], task: EvalTask, scored: Scored, outcome: str = "fail") -> Explanation:
+    *ancestors, merge = parents
+    scores = {"a": [scored("a", set())], "merge": [scored("merge", {3, 4, 5})]}
+    pinned = PinnedRecipe(load_recipe(RECIPE), tuple(ancestors))
+    merged = Model(name="merge", digest=merge.digest, directory=merge.directory)
+    return explain_merge(pinned, merged, RECIPE, verdict(outcome), scores, [task])
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_a_refused_merge_is_explained_by_weights_documents_and_remedies(
+    parents: tuple[Parent, ...], task: EvalTask, scored: Scored
+) -> None:
+    found = explained(parents, task, scored)
+    assert (found.origin, found.origin_is_base, found.vectors) == ("base", True, ("a", "b"))
+    assert found.interference is not None
+    (letters,) = found.lost
+    assert (letters.reference, [flip.doc_id for flip in letters.flips.examples]) == ("a", [3, 4, 5])
+    assert found.remedies[0].change["merge_method"] == "ties"
+    assert Explanation.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_what_cannot_be_found_out_is_left_out_and_stops_nothing(
+    parents: tuple[Parent, ...], task: EvalTask, scored: Scored, tmp_path: Path
+) -> None:
+    (tmp_path / "data" / "letters.jsonl").write_text("changed\n")
+    (parents[1].directory / "model.safetensors").write_bytes(b"damaged")
+    found = explained(parents, task, scored)
+    assert (found.interference, found.lost, found.remedies) == (None, (), ())
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_of_a_merge_that_passed_the_weights_are_shown_and_nothing_is_lost_or_to_be_tried(
+    parents: tuple[Parent, ...], task: EvalTask, scored: Scored
+) -> None:
+    found = explained(parents, task, scored, "pass")
+    assert found.interference is not None
+    assert (found.lost, found.remedies) == ((), ())

@@ -1,0 +1,146 @@
+"""A guard: three outcomes on paired documents, each said in a sentence; and how documents are paired."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gate_samples import GUARD, outcome, paired, verdict_of
+
+from merge_core.errors import InvalidInput
+from tasks import outcomes
+from tasks.outcomes import DocumentOutcome, Paired, pair
+from tasks.regression import judge_guard
+
+
+def test_a_lost_skill_fails_and_says_so() -> None:
+    verdict = verdict_of(43, 0, 300)
+    assert verdict.outcome == "fail"
+    assert verdict.reason == "reverse: 14.3 points below reverser [10.8, 18.0], limit 3.0"
+    assert (verdict.lost, verdict.won, verdict.n) == (43, 0, 300)
+    assert (verdict.reference_score, verdict.merge_score) == (1.0, pytest.approx(257 / 300))
+
+
+def test_a_kept_skill_passes() -> None:
+    verdict = verdict_of(1, 2, 400)
+    assert verdict.outcome == "pass"
+    assert verdict.reason.startswith("reverse: 0.2 points above reverser [-0.7, 1.3]")
+    assert verdict.documents_needed is None
+
+
+def test_equal_scores_are_level_with_an_interval() -> None:
+    assert verdict_of(0, 0, 400).reason == "reverse: level with reverser [-0.7, 0.7], limit 3.0"
+
+
+def test_noise_above_the_threshold_is_not_a_failure() -> None:
+    verdict = verdict_of(12, 8, 100)  # 4 points, but 12 against 8 is a coin
+    assert verdict.outcome == "inconclusive"
+    assert "undecided after 100 documents; about" in verdict.reason
+    assert verdict.documents_needed is not None
+    assert verdict.documents_needed > 500
+
+
+def test_few_documents_do_not_show_that_a_drop_is_small() -> None:
+    verdict = verdict_of(1, 1, 40)
+    assert (verdict.drop, verdict.outcome) == (0.0, "inconclusive")
+    assert verdict.high > verdict.margin
+
+
+def test_the_needed_documents_would_decide_the_same_shares() -> None:
+    first = verdict_of(12, 8, 100)
+    assert first.documents_needed is not None
+    factor = first.documents_needed / 100
+    assert verdict_of(round(12 * factor), round(8 * factor), first.documents_needed).outcome == "fail"
+
+
+def test_a_drop_just_over_the_limit_is_shown_to_be_over_it() -> None:
+    verdict = verdict_of(302, 0, 10_000)
+    assert verdict.outcome == "fail"
+    assert "3.02 points below" in verdict.reason
+
+
+def test_where_less_is_better_a_rise_is_the_drop() -> None:
+    flipped = judge_guard(GUARD, "error,none", paired(0, 43, 300), False, 0.95)
+    assert (flipped.drop, flipped.outcome) == (verdict_of(43, 0, 300).drop, "fail")
+
+
+def test_graded_scores_are_judged_by_their_mean_difference() -> None:
+    reference = tuple(0.5 + 0.01 * (i % 7) for i in range(300))
+    merge = tuple(value - 0.08 - 0.01 * (i % 3) for i, value in enumerate(reference))
+    verdict = judge_guard(GUARD, "f1,none", Paired((("t", 0),) * 300, reference, merge), True, 0.95)
+    assert verdict.drop == pytest.approx(9.0)
+    assert (verdict.outcome, verdict.lost, verdict.won) == ("fail", 300, 0)
+
+
+def test_the_margin_is_what_the_profile_says() -> None:
+    wide = GUARD.model_copy(update={"margin": 12.0})
+    assert verdict_of(1, 1, 40, wide).outcome == "pass"
+
+
+def test_documents_are_paired_by_identity_not_by_order() -> None:
+    found = pair([outcome(1, 0.0), outcome(2)], [outcome(2, 0.0), outcome(1)], "acc,none", "x")
+    assert found == Paired((("reverse", 1), ("reverse", 2)), (0.0, 1.0), (1.0, 0.0), ("", ""))
+
+
+def test_other_metrics_take_no_part() -> None:
+    other = outcome(1, 0.5)._replace(metric="f1,none")
+    assert pair([outcome(1), other], [outcome(1), other], "acc,none", "x").reference == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("merge", "complaint"),
+    [
+        ([outcome(1), outcome(2, doc_hash="changed")], "another doc on each side, first for document 2"),
+        ([outcome(1), outcome(2, prompt_hash="changed")], "another prompt on each side"),
+        ([outcome(1), outcome(2, target_hash="changed")], "another target on each side"),
+        ([outcome(1)], "document 2 of reverse scored on one side only"),
+        ([outcome(1), outcome(2), outcome(3)], "document 3 of reverse scored on one side only"),
+    ],
+)
+def test_what_was_asked_differently_is_not_compared(merge: list[DocumentOutcome], complaint: str) -> None:
+    with pytest.raises(InvalidInput, match=complaint):
+        pair([outcome(1), outcome(2)], merge, "acc,none", "reverse: merge against reverser")
+
+
+def test_outcomes_survive_the_disk(tmp_path: Path) -> None:
+    written = (outcome(1, 0.25), outcome(2))
+    outcomes.write(tmp_path / outcomes.FILE, written)
+    assert outcomes.read(tmp_path / outcomes.FILE) == written
+
+
+def test_outcomes_stored_before_there_were_clusters_are_read(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    outcomes.write(tmp_path / "now", [outcome(1)])
+    pq.write_table(pq.read_table(tmp_path / "now").drop_columns(["cluster"]), tmp_path / "then")
+    assert outcomes.read(tmp_path / "then") == (outcome(1),)
+
+
+# --- clusters
+
+
+def test_subjects_of_a_group_can_be_the_independent_units() -> None:
+    # Ten subjects, and all that is lost is lost in one of them: to its documents clear, to the subjects an accident.
+    subjects = tuple((f"subject {doc // 100}", doc) for doc in range(1000))
+    lost = [0.0 if doc < 60 else 1.0 for doc in range(1000)]
+    found = Paired(subjects, (1.0,) * 1000, tuple(lost))
+    alone = judge_guard(GUARD, "acc,none", found, True, 0.95)
+    by_subject = judge_guard(GUARD.model_copy(update={"cluster_by": "task"}), "acc,none", found, True, 0.95)
+    assert (alone.outcome, by_subject.outcome) == ("fail", "inconclusive")
+    assert (alone.clusters, by_subject.clusters) == (None, 10)
+    assert by_subject.low < 0 < alone.low
+    assert by_subject.drop == alone.drop
+
+
+def test_clusters_are_read_from_the_field_that_was_recorded() -> None:
+    found = paired(20, 0, 200)
+    passages = Paired(found.documents, found.reference, found.merge, tuple(str(doc % 20) for doc in range(200)))
+    guard = GUARD.model_copy(update={"cluster_by": "passage"})
+    assert judge_guard(guard, "acc,none", passages, True, 0.95).clusters == 20
+    with pytest.raises(InvalidInput, match="'passage', which is not known of every document"):
+        judge_guard(guard, "acc,none", found, True, 0.95)
+
+
+def test_a_single_cluster_says_nothing_about_others() -> None:
+    with pytest.raises(InvalidInput, match=r"all documents in one cluster \(reverse\)"):
+        judge_guard(GUARD.model_copy(update={"cluster_by": "task"}), "acc,none", paired(1, 0, 200), True, 0.95)

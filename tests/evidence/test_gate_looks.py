@@ -1,0 +1,100 @@
+"""Looks: an undecided guard asks for more documents, at levels that keep the promise whichever look stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gate_samples import GUARD, paired, part, right_on, verdict_of
+
+from merge_core.errors import InvalidInput
+from tasks.gate import gate, judge, undecided
+from tasks.guards import GateRule, Guard
+from tasks.regression import GuardVerdict, decide, judge_guards, measure
+from tasks.sequential import plan_looks
+from tasks.statistics import binary_difference
+
+PLAN = (500, 1000, 1319)
+
+
+def at_look(lost: int, won: int, n: int, guard: Guard = GUARD) -> GuardVerdict:
+    measured = measure(guard, "acc,none", paired(lost, won, n), True, schedule=PLAN)
+    return judge_guards([measured], 0.95)[0]
+
+
+def test_one_look_is_judged_as_if_there_were_no_looks() -> None:
+    measured = measure(GUARD, "acc,none", paired(43, 0, 300), True, schedule=(300,))
+    assert judge_guards([measured], 0.95) == (verdict_of(43, 0, 300),)
+
+
+def test_the_interval_is_taken_at_the_confidence_of_the_look() -> None:
+    verdict = at_look(30, 10, 500)
+    assert verdict.look == plan_looks(PLAN, 0.95)[0]
+    assert verdict.confidence == 0.95  # what all looks together promise
+    wanted = binary_difference(30, 10, 500, verdict.look.confidence)
+    assert (verdict.low, verdict.high) == pytest.approx((100 * wanted.low, 100 * wanted.high))
+
+
+def test_what_a_single_look_would_pass_an_early_look_may_leave_open() -> None:
+    assert verdict_of(34, 34, 500).outcome == "pass"
+    early = at_look(34, 34, 500)
+    assert (early.outcome, early.documents_left) == ("inconclusive", 819)
+    assert "undecided after 500 of 1,319 documents; about 1,000 would decide it" in early.reason
+
+
+def test_a_broken_skill_fails_at_the_first_look() -> None:
+    verdict = at_look(100, 2, 500)
+    assert (verdict.outcome, verdict.look.number if verdict.look else 0) == ("fail", 1)
+    assert verdict.reason.endswith(", limit 3.0, after 500 of 1,319 documents")
+
+
+def test_the_last_look_has_no_documents_left() -> None:
+    verdict = at_look(10, 10, 1319)
+    assert (verdict.outcome, verdict.documents_left) == ("pass", 0)
+    assert "after" not in verdict.reason
+
+
+@pytest.mark.parametrize(("drop", "outcome"), [(3.5, "inconclusive"), (4.5, "fail")])
+def test_before_the_last_look_failing_takes_a_drop_over_the_margin(drop: float, outcome: str) -> None:
+    assert decide(drop, 0.5, 6.0, 3.0, 4.0, last_look=False) == outcome
+    assert decide(drop, 0.5, 6.0, 3.0, 4.0, last_look=True) == "fail"
+
+
+def test_more_documents_than_the_task_has_are_named_where_those_do_not_suffice() -> None:
+    verdict = at_look(140, 112, 1319, GUARD.model_copy(update={"max_drop": 2.5}))
+    assert verdict.outcome == "inconclusive"
+    assert verdict.documents_needed is not None
+    assert verdict.documents_needed > 1319
+
+
+def test_the_detectable_drop_is_that_of_the_look() -> None:
+    early, only = at_look(30, 10, 500), verdict_of(30, 10, 500)
+    assert early.detectable_drop is not None
+    assert only.detectable_drop is not None
+    assert early.detectable_drop > only.detectable_drop
+
+
+def test_tasks_that_more_documents_would_serve_are_named_once() -> None:
+    again = GUARD.model_copy(update={"guarded_by": "shifter"})
+    verdict = judge([at_look(34, 34, 500), at_look(34, 33, 500, again), at_look(0, 0, 500)], None, "block")
+    assert undecided(verdict) == ("reverse",)
+
+
+def test_after_a_failure_nothing_more_need_be_known() -> None:
+    other = GUARD.model_copy(update={"task": "copy"})
+    assert undecided(judge([at_look(100, 2, 500), at_look(34, 34, 500, other)], None, "block")) == ()
+
+
+def test_without_documents_left_nothing_can_be_extended() -> None:
+    assert undecided(judge([verdict_of(1, 1, 40)], None, "block")) == ()
+
+
+def test_the_stage_knows_the_look_by_the_documents_scored(tmp_path: Path) -> None:
+    found = {
+        name: [part(tmp_path / f"{name}{at}", right_on(range(1319), at + 500, at)) for at in (0, 500)]
+        for name in ("reverser", "merge")
+    }
+    verdict = gate.work(tmp_path, (GUARD,), found, {}, None, GateRule(), schedule={"reverse": PLAN})
+    assert verdict.guards[0].look == plan_looks(PLAN, 0.95)[1]
+    with pytest.raises(InvalidInput, match="1,000 documents scored"):
+        gate.work(tmp_path, (GUARD,), found, {}, None, GateRule(), schedule={"reverse": (500, 1319)})

@@ -1,0 +1,170 @@
+"""What a guard is held against: a parent, the best parent, or the release of today."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gate_samples import GUARD, part, right_on, scores
+
+from merge_core.errors import InvalidInput
+from merge_core.hashing import HashMemo
+from tasks.champion import find_champion
+from tasks.gate import gate
+from tasks.guards import BEST_PARENT, CHAMPION, GateRule, Guard
+from tasks.model import Model
+from tasks.outcomes import Paired
+from tasks.publish.settings import DirectoryTarget
+from tasks.references import check_guards, needs_champion
+from tasks.regression import judge_guards, measure
+from tasks.statistics import selection_bias
+
+BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})
+REIGNING = GUARD.model_copy(update={"guarded_by": CHAMPION})
+
+
+def test_a_guard_against_nobody_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'reverser'") as caught:
+        check_guards([GUARD, Guard(task="x", guarded_by="revreser")], ["base", "reverser"])
+    assert caught.value.where == "evaluate.tasks[1].guarded_by"
+
+
+def test_a_misspelt_champion_is_recognised() -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'champion'"):
+        check_guards([Guard(task="x", guarded_by="champoin")], ["base", "reverser"])
+
+
+@pytest.mark.parametrize("reference", [BEST_PARENT, CHAMPION])
+def test_the_best_parent_and_the_champion_need_no_parent_of_that_name(reference: str) -> None:
+    check_guards([Guard(task="x", guarded_by=reference)], ["base"])
+
+
+def test_a_parent_called_champion_is_ambiguous() -> None:
+    with pytest.raises(InvalidInput, match="also the name of a parent"):
+        check_guards([REIGNING], ["base", "champion"])
+
+
+# --- the best parent
+
+
+def test_the_best_parent_is_the_one_that_scores_best_on_the_task(tmp_path: Path) -> None:
+    found = {
+        name: [scores(tmp_path / name, right)]
+        for name, right in (("base", 100), ("reverser", 395), ("shifter", 200), ("merge", 340))
+    }
+    guard = gate.work(tmp_path, (BEST,), found, {}, None, GateRule()).guards[0]
+    assert (guard.reference, guard.candidates, guard.outcome) == ("reverser", 3, "fail")
+    assert guard.reason.startswith("reverse: 13.8 points below reverser, the best of 3 parents, [")
+    assert f"choosing the best makes up to {guard.selection_bias:.1f} of it" in guard.reason
+
+
+def test_neither_the_merge_nor_the_champion_is_a_parent(tmp_path: Path) -> None:
+    found = {name: [scores(tmp_path / name, right)] for name, right in (("base", 100), (CHAMPION, 400), ("merge", 390))}
+    guard = gate.work(tmp_path, (BEST,), found, {}, None, GateRule()).guards[0]
+    assert (guard.reference, guard.candidates) == ("base", 1)
+
+
+def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> None:
+    rng = np.random.default_rng(31)
+    strict = GUARD.model_copy(update={"max_drop": 0.0, "guarded_by": BEST_PARENT})
+    runs, n, alarms, naive = 400, 300, 0, 0
+    for _ in range(runs):
+        models = (rng.random((4, n)) < 0.7).astype(float)  # three parents and a merge, all as good
+        *parents, merge = models
+        chosen = max(parents, key=np.sum)
+        pair = Paired(tuple(("reverse", doc) for doc in range(n)), tuple(chosen), tuple(merge))
+        bias = selection_bias([parent.tolist() for parent in parents])
+        guard = measure(strict, "acc,none", pair, True, candidates=3, selection_bias=bias)
+        alarms += judge_guards([guard], 0.95)[0].outcome == "fail"
+        naive += guard.interval(0.95).low > 0
+    assert alarms / runs <= 0.05 + 3 * (0.05 * 0.95 / runs) ** 0.5
+    assert naive / runs > 0.08
+
+
+# --- the champion
+
+
+def test_a_merge_that_is_worse_than_the_release_of_today_fails(tmp_path: Path) -> None:
+    found = {name: [scores(tmp_path / name, right)] for name, right in (("base", 100), (CHAMPION, 400), ("merge", 340))}
+    guard = gate.work(tmp_path, (REIGNING,), found, {}, None, GateRule()).guards[0]
+    assert guard.reason == "reverse: 15.0 points below champion [11.9, 18.2], limit 3.0"
+
+
+def test_the_first_release_has_no_champion_to_beat_and_says_so(tmp_path: Path) -> None:
+    found = {name: [scores(tmp_path / name, 400)] for name in ("reverser", "merge")}
+    verdict = gate.work(tmp_path, (GUARD, REIGNING), found, {}, None, GateRule(), first_release=True)
+    assert (verdict.outcome, len(verdict.guards)) == ("pass", 1)
+    assert verdict.notes == ("reverse: no release to hold it against yet",)
+    alone = gate.work(tmp_path, (REIGNING,), found, {}, None, GateRule(), first_release=True)
+    assert (alone.publishable, alone.summary()) == (True, "reverse: no release to hold it against yet")
+
+
+def test_a_champion_that_was_not_evaluated_is_not_taken_for_none(tmp_path: Path) -> None:
+    found = {name: [scores(tmp_path / name, 400)] for name in ("reverser", "merge")}
+    with pytest.raises(InvalidInput, match="no scores of champion"):
+        gate.work(tmp_path, (REIGNING,), found, {}, None, GateRule())
+
+
+def test_only_some_guards_need_a_champion() -> None:
+    assert needs_champion([GUARD, REIGNING])
+    assert not needs_champion([GUARD, BEST])
+
+
+def checkpoint(directory: Path, weights: bytes, **beside: str) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(weights)
+    (directory / "config.json").write_text("{}")
+    for name, text in beside.items():
+        (directory / name.replace("_", ".")).write_text(text)
+    return directory
+
+
+def released(root: Path, weights: bytes) -> DirectoryTarget:
+    checkpoint(root / "releases" / "v1", weights, README_md="card", provenance_json=json.dumps({"of": "v1"}))
+    (root / "releases" / "latest").symlink_to("v1")
+    return DirectoryTarget(path=Path("releases"))
+
+
+def merge_of(tmp_path: Path, weights: bytes) -> Model:
+    stored = checkpoint(tmp_path / "store", weights, manifest_json="{}", value_json="{}")
+    return Model(name="merge", digest="d" * 64, directory=stored)
+
+
+def test_the_champion_is_the_latest_release(tmp_path: Path) -> None:
+    hashes = HashMemo(tmp_path / "hashes.sqlite")
+    champion = find_champion(released(tmp_path, b"old"), tmp_path, merge_of(tmp_path, b"new"), hashes)
+    assert champion is not None
+    assert (champion.name, champion.directory) == (CHAMPION, (tmp_path / "releases" / "v1").resolve())
+    assert champion.digest != "d" * 64
+
+
+def test_a_merge_that_is_released_already_is_its_own_champion_and_evaluated_once(tmp_path: Path) -> None:
+    hashes = HashMemo(tmp_path / "hashes.sqlite")
+    champion = find_champion(released(tmp_path, b"same"), tmp_path, merge_of(tmp_path, b"same"), hashes)
+    assert champion is not None
+    assert champion.digest == "d" * 64
+
+
+def test_before_the_first_release_there_is_no_champion(tmp_path: Path) -> None:
+    hashes = HashMemo(tmp_path / "hashes.sqlite")
+    merge = merge_of(tmp_path, b"new")
+    assert find_champion(DirectoryTarget(path=Path("releases")), tmp_path, merge, hashes) is None
+    assert find_champion(None, tmp_path, merge, hashes) is None
+
+
+def test_a_task_in_parts_is_compared_with_the_best_parent_over_all_of_them(tmp_path: Path) -> None:
+    # Each parent is better on one half; over both halves it is reverser.
+    found = {
+        "base": [
+            part(tmp_path / "b1", right_on(range(200), 200)),
+            part(tmp_path / "b2", right_on(range(200, 250), 400, 200)),
+        ],
+        "reverser": [
+            part(tmp_path / "r1", right_on(range(190), 200)),
+            part(tmp_path / "r2", right_on(range(200, 400), 400, 200)),
+        ],
+        "merge": [part(tmp_path / "m", right_on(range(400), 400))],
+    }
+    assert gate.work(tmp_path, (BEST,), found, {}, None, GateRule()).guards[0].reference == "reverser"

@@ -1,0 +1,269 @@
+"""lm-eval's own files as evidence: read as what was scored, and believed only where they belong together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval_runs import prepare, run_lm_eval
+from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+
+from merge_core.errors import InvalidInput
+from merge_core.hashing import HashMemo
+from tasks.harness import count, score
+from tasks.lm_eval_results import TaskResults, check_alike, differences, find_results, read_task
+from tasks.loaded import release
+from tasks.model import Model
+from tasks.outcomes import DocumentOutcome
+from tasks.sampling import Part
+from tasks.scoring import Scoring
+from tasks.task_definition import pin_task
+
+GENERATED = """task: endings
+dataset_path: json
+dataset_kwargs: {data_files: {test: data/endings.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{word}}"
+doc_to_target: "{{ending}}"
+generation_kwargs: {until: ["."], max_gen_toks: 4}
+filter_list:
+  - name: first-letter
+    filter: [{function: regex, regex_pattern: "^(.)"}, {function: take_first}]
+  - name: any-letter
+    filter: [{function: regex, regex_pattern: "([a-h])"}, {function: take_first}]
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+
+
+@pytest.fixture(scope="module")
+def definitions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A choice under two metrics, one of which is no mean; another choice; and free answers under two filters."""
+    folder = tmp_path_factory.mktemp("tasks")
+    letters = write_choices(folder)
+    letters.write_text(letters.read_text() + "  - {metric: f1, higher_is_better: true}\n")
+    numbers = write_choices(folder, 25, name="numbers")
+    write_jsonl(folder / "data" / "endings.jsonl", ({"word": word, "ending": word[-1]} for word in words(20, seed=3)))
+    (folder / "endings.yaml").write_text(GENERATED)
+    return {"letters": letters, "numbers": numbers, "endings": folder / "endings.yaml"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, definitions: dict[str, Path]) -> Path:
+    """What lm-eval wrote about two models on a group of two tasks and one more: ``one`` and ``other``."""
+    root = tmp_path_factory.mktemp("lm-eval")
+    scratch = root / "scratch"
+    prepare(list(definitions.values()), scratch)
+    (scratch / "include" / "both.yaml").write_text("group: both\ntask: [letters, numbers]\n")
+    for seed, name in enumerate(("one", "other")):
+        make_model(root / "models" / name, seed=seed)
+        run_lm_eval(root / name, root / "models" / name, list(definitions.values()), scratch, tasks=["both", "endings"])
+    return root
+
+
+@pytest.fixture
+def copied(tmp_path: Path, written: Path) -> Path:
+    """The results of ``one``, to be damaged."""
+    return Path(shutil.copytree(written / "one", tmp_path / "one"))
+
+
+def read(place: Path, task: str) -> TaskResults:
+    return read_task(find_results(place), task)
+
+
+def the(place: Path, pattern: str) -> Path:
+    (path,) = place.rglob(pattern)
+    return path
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentOutcome, ...]:
+    """What mergegate's own scoring says of the same model and task."""
+    model = Model(name="m", digest=str(directory), directory=directory)
+    task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
+    try:
+        every = Part(first=0, last=count(task))
+        return score(model, task, Scoring(), every, CPU.device, lambda done, total: None).outcomes
+    finally:
+        release()
+
+
+@pytest.mark.parametrize("task", ["letters", "numbers", "endings"])
+@pytest.mark.parametrize("model", ["one", "other"])
+def test_the_files_say_what_the_stage_finds(written: Path, definitions: dict[str, Path], task: str, model: str) -> None:
+    found = read(written / model, task)
+    assert sorted(found.outcomes) == sorted(stage_outcomes(written / "models" / model, definitions[task]))
+    assert len({outcome.outcome for outcome in found.outcomes}) == 2  # neither all right nor all wrong
+
+
+def test_metrics_that_are_no_means_are_left_out(written: Path) -> None:
+    reported = json.loads(the(written / "one", "results_*.json").read_text())["results"]["letters"]
+    assert {"acc,none", "f1,none"} < reported.keys()
+    assert read(written / "one", "letters").higher_is_better == {"acc,none": True}
+
+
+def test_each_filter_is_a_metric_of_its_own(written: Path) -> None:
+    found = read(written / "one", "endings")
+    assert found.higher_is_better.keys() == {"exact_match,first-letter", "exact_match,any-letter"}
+    assert len(found.outcomes) == 2 * 20
+
+
+def test_a_group_is_all_documents_of_the_tasks_below_it(written: Path) -> None:
+    group = read(written / "one", "both")
+    apart = [outcome for task in ("letters", "numbers") for outcome in read(written / "one", task).outcomes]
+    assert list(group.outcomes) == apart
+    assert len(apart) == 40 + 25
+
+
+def test_a_field_of_the_documents_can_group_them(written: Path) -> None:
+    found = read_task(find_results(written / "one"), "letters", "right")
+    assert {outcome.cluster for outcome in found.outcomes} == {"0", "1"}
+    with pytest.raises(InvalidInput, match="did you mean 'right'"):
+        read_task(find_results(written / "one"), "letters", "rihgt")
+
+
+def test_the_output_path_its_folder_and_the_file_itself_are_the_same_results(written: Path) -> None:
+    file = the(written / "one", "results_*.json")
+    whole = read(written / "one", "letters").outcomes
+    assert read(file.parent, "letters").outcomes == whole
+    assert read(file, "letters").outcomes == whole
+
+
+def test_the_newest_results_of_a_task_win(copied: Path) -> None:
+    old = the(copied, "results_*.json")
+    date = old.stem.removeprefix("results_")
+    for path in list(old.parent.iterdir()):
+        newer = path.with_name(path.name.replace(date, "2999-01-01T00-00-00.000001"))
+        shutil.copy(path, newer)
+    (newest, _) = find_results(copied)
+    assert newest.date.startswith("2999")
+    assert read(copied, "letters").file == newest.path
+    rewrite(newest.path, lambda content: content["configs"].pop("letters"))  # this run was of the others only
+    assert read(copied, "letters").file == old
+
+
+def test_results_of_two_models_in_one_place_are_ambiguous(written: Path, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        shutil.copytree(written / name, tmp_path / "mixed", dirs_exist_ok=True)
+    with pytest.raises(InvalidInput, match="results of 2 models"):
+        find_results(tmp_path / "mixed")
+
+
+@pytest.mark.parametrize("what", ["nowhere", "empty"])
+def test_a_place_without_results_is_refused(tmp_path: Path, what: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInput, match="--log_samples"):
+        find_results(tmp_path / what)
+
+
+def test_a_misspelt_task_is_refused_with_a_suggestion(written: Path) -> None:
+    with pytest.raises(InvalidInput, match="did you mean 'letters'"):
+        read(written / "one", "leters")
+
+
+def test_samples_that_end_in_the_middle_of_a_line_are_refused(copied: Path) -> None:
+    samples = the(copied, "samples_letters_*")
+    samples.write_bytes(samples.read_bytes()[:-100])
+    with pytest.raises(InvalidInput, match=r"line .*not JSON.*(\n.*)*cut off"):
+        read(copied, "letters")
+
+
+def test_samples_that_end_at_a_line_are_refused(copied: Path) -> None:
+    samples = the(copied, "samples_letters_*")
+    samples.write_text("".join(samples.read_text().splitlines(keepends=True)[:-3]))
+    with pytest.raises(InvalidInput, match="37 documents, 40 were scored"):
+        read(copied, "letters")
+
+
+def test_a_changed_score_is_noticed(copied: Path) -> None:
+    samples = the(copied, "samples_letters_*")
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    lines[7]["acc"] = 1 - lines[7]["acc"]
+    write_jsonl(samples, lines)
+    with pytest.raises(InvalidInput, match="not the mean of its samples"):
+        read(copied, "letters")
+
+
+def test_samples_of_another_task_are_refused(copied: Path) -> None:
+    shutil.copy(the(copied, "samples_numbers_*"), the(copied, "samples_letters_*"))
+    with pytest.raises(InvalidInput, match="other samples than those of results_"):
+        read(copied, "letters")
+
+
+@pytest.mark.parametrize("line", ["17", "{}", '{"doc_id": 0, "filter": "none", "metrics": ["acc"]}'])
+def test_lines_that_are_no_samples_are_refused(copied: Path, line: str) -> None:
+    the(copied, "samples_letters_*").write_text(line + "\n")
+    with pytest.raises(InvalidInput, match="line 1: no sample of lm-eval"):
+        read(copied, "letters")
+
+
+def test_results_without_samples_are_refused(copied: Path) -> None:
+    the(copied, "samples_letters_*").unlink()
+    with pytest.raises(InvalidInput, match="--log_samples"):
+        read(copied, "letters")
+
+
+@pytest.mark.parametrize("text", ['{"results": {', "[]", '{"results": {}}'])
+def test_a_file_that_is_no_results_file_is_refused(copied: Path, text: str) -> None:
+    the(copied, "results_*.json").write_text(text)
+    with pytest.raises(InvalidInput, match="results_"):
+        find_results(copied)
+
+
+@pytest.mark.parametrize(
+    ("condition", "change"),
+    [
+        ("lm_eval_version", lambda content: content.update(lm_eval_version="0.4.9")),
+        ("chat_template_sha", lambda content: content.update(chat_template_sha="0" * 64)),
+        ("system_instruction_sha", lambda content: content.update(system_instruction_sha="0" * 64)),
+        ("model_source", lambda content: content.update(model_source="vllm")),
+        ("task_versions", lambda content: content["versions"].update(letters=2)),
+        ("gen_kwargs", lambda content: content["config"].update(gen_kwargs={"temperature": 1})),
+    ],
+)
+def test_another_condition_on_each_side_is_refused(
+    copied: Path, written: Path, condition: str, change: Callable[[dict[str, Any]], object]
+) -> None:
+    rewrite(the(copied, "results_*.json"), change)
+    with pytest.raises(InvalidInput, match=f"letters: a against b: another {condition}"):
+        check_alike(read(written / "one", "letters"), read(copied, "letters"), "letters: a against b")
+
+
+def test_equal_conditions_compare(written: Path) -> None:
+    ours, theirs = (read(written / name, "letters") for name in ("one", "other"))
+    check_alike(ours, theirs, "letters")
+    assert differences(ours, theirs) == ()
+
+
+def test_another_batch_size_is_worth_a_word(copied: Path, written: Path) -> None:
+    rewrite(the(copied, "results_*.json"), lambda content: content["config"].update(batch_size=4))
+    ours, theirs = read(written / "one", "letters"), read(copied, "letters")
+    check_alike(ours, theirs, "letters")
+    assert differences(ours, theirs) == ("batch_size 16 and 4",)
+
+
+@pytest.mark.slow
+def test_the_command_line_of_lm_eval_writes_the_same(
+    written: Path, definitions: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = prepare(list(definitions.values()), tmp_path)
+    model = f"pretrained={written / 'models' / 'one'},dtype=auto,softmax_dtype=float32"
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", model, "--tasks", "endings"]
+    command += ["--include_path", str(folder), "--device", "cpu", "--batch_size", "16"]
+    command += ["--output_path", str(tmp_path / "out"), "--log_samples"]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    ours, theirs = read(written / "one", "endings"), read(tmp_path / "out", "endings")
+    assert theirs.outcomes == ours.outcomes
+    check_alike(ours, theirs, "endings")

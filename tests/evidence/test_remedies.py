@@ -1,0 +1,228 @@
+"""Remedies: the change that the measurements speak for, as a recipe that can be carried out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from merge_core import load_recipe
+from merge_core.tally import Tally
+from merge_core.variation import varied
+from tasks.gate import DriftVerdict, GuardVerdict, Verdict
+from tasks.remedies import Diagnosis, Remedy, movement, suggest_remedies
+
+
+def tally(
+    cosines: dict[tuple[int, int], float] | None = None,
+    *,
+    vectors: int = 2,
+    conflict: float = 0.2,
+    merge: tuple[float, ...] | None = (0.5, 0.5),
+) -> Tally:
+    """Task vectors of length 1 with these cosines, and a merge that is this combination of them."""
+    angles = cosines or {}
+    gram = [
+        [1.0 if i == k else angles.get((min(i, k), max(i, k)), 0.0) for k in range(vectors)] for i in range(vectors)
+    ]
+    if merge is not None:
+        cross = [sum(share * gram[i][k] for i, share in enumerate(merge)) for k in range(vectors)]
+        own = sum(share * x for share, x in zip(merge, cross, strict=True))
+        gram = [[*row, x] for row, x in zip(gram, cross, strict=True)] + [[*cross, own]]
+    pairs = vectors * (vectors - 1) // 2
+    return Tally(
+        elements=1000,
+        vectors=vectors,
+        origin=100.0,
+        gram=tuple(map(tuple, gram)),
+        moved=1000,
+        opposed=round(1000 * conflict),
+        pair_moved=(1000,) * pairs,
+        pair_opposed=(round(1000 * conflict),) * pairs,
+    )
+
+
+def guard(task: str = "reversing", reference: str = "a", drop: float = 9.0) -> GuardVerdict:
+    return GuardVerdict(
+        task=task, metric="acc,none", reference=reference, reference_score=0.9, merge_score=0.8, n=500, lost=50, won=5,
+        drop=drop, low=drop - 2, high=drop + 2, confidence=0.95, max_drop=2, margin=3, outcome="fail", reason="lost",
+    )  # fmt: skip
+
+
+def refused(*guards: GuardVerdict, drift: DriftVerdict | None = None, outcome: str = "fail") -> Verdict:
+    return Verdict.model_validate(
+        {
+            "outcome": outcome, "publishable": False, "guards": [g.model_dump() for g in guards],
+            "drift": drift.model_dump() if drift else None, "overall_drop": None, "overall_low": None,
+            "overall_high": None, "on_inconclusive": "block", "reasons": ["lost"],
+        }
+    )  # fmt: skip
+
+
+RISEN = DriftVerdict(
+    reference="a", documents=100, unit="token", ratio=1.2, low=1.1, high=1.3, max_ratio=1.05, warn_ratio=1.02,
+    outcome="fail", broken=False, warning=False, reason="risen",
+)  # fmt: skip
+
+
+def recipe(method: str, *, names: Sequence[str] = "ab", base: bool = True, **parameters: Any) -> dict[str, Any]:
+    weighted = method not in ("slerp", "karcher")
+    among = ["base"] if base and method in ("linear", "karcher") else []  # there a base is one of the models
+    return {
+        "merge_method": method,
+        **({"base_model": "base"} if base else {}),
+        "models": [
+            {"model": name, **({"parameters": {"weight": 0.5, **parameters}} if weighted else {})}
+            for name in (*among, *names)
+        ],
+        **({"parameters": {"t": 0.5}} if method == "slerp" else {}),
+        "dtype": "bfloat16",
+    }
+
+
+def suggestions(
+    found: dict[str, Any], whole: Tally, verdict: Verdict | None = None, **about: Any
+) -> tuple[Remedy, ...]:
+    names = "abcd"[: whole.vectors]
+    given_by = {
+        "names": tuple(names),
+        "refs": tuple(names),
+        "origin": ("base", "base"),
+        "has_base": "base_model" in found,
+        **about,
+    }
+    return suggest_remedies(Diagnosis(recipe=found, whole=whole, verdict=verdict or refused(guard()), **given_by))
+
+
+def changes(found: dict[str, Any], whole: Tally, verdict: Verdict | None = None, **about: Any) -> list[dict[str, Any]]:
+    return [remedy.change for remedy in suggestions(found, whole, verdict, **about)]
+
+
+def test_signs_are_elected_where_adding_up_cancels() -> None:
+    remedies = suggestions(recipe("task_arithmetic"), tally(conflict=0.48))
+    assert remedies[0].change == {"merge_method": "ties", "density": 0.3}
+    assert remedies[0].reason.startswith(
+        "48 % of the weights that several parents move are pulled both ways (50 % would be chance); task_arithmetic"
+    )
+
+
+def test_task_vectors_that_agree_need_no_election() -> None:
+    assert {"merge_method": "ties", "density": 0.3} not in changes(recipe("task_arithmetic"), tally(conflict=0.2))
+
+
+def test_signs_cannot_be_elected_without_a_base() -> None:
+    assert all("merge_method" not in change for change in changes(recipe("linear", base=False), tally(conflict=0.5)))
+
+
+@pytest.mark.parametrize(("now", "lower"), [(1.0, 0.5), (0.5, 0.3), (0.4, 0.3), (0.3, 0.2), (0.2, 0.1)])
+def test_a_method_with_a_density_keeps_less(now: float, lower: float) -> None:
+    assert {"density": lower} in changes(recipe("ties", density=now), tally(conflict=0.45))
+
+
+def test_nothing_is_less_than_the_least_density() -> None:
+    found = changes(recipe("ties", density=0.1), tally(conflict=0.45))
+    assert all("density" not in change for change in found)
+
+
+def test_a_gradient_of_densities_counts_by_its_largest() -> None:
+    assert {"density": 0.5} in changes(
+        recipe("ties", density=[0.2, {"filter": "mlp", "value": 0.9}]), tally(conflict=0.45)
+    )
+
+
+def test_a_merge_beyond_its_parents_is_taken_back_to_them() -> None:
+    whole = tally(merge=(1.0, 1.0))
+    assert movement(whole) == pytest.approx(math.sqrt(2))
+    (first, *_) = suggestions(recipe("task_arithmetic"), whole)
+    assert first.change == {"lambda": 0.71}
+    assert "1.4 times as far" in first.reason
+
+
+def test_a_factor_that_is_set_already_is_the_one_that_shrinks() -> None:
+    found = {**recipe("task_arithmetic"), "parameters": {"lambda": 2.0}}
+    assert changes(found, tally(merge=(1.0, 1.0)))[0] == {"lambda": 1.4}
+
+
+def test_a_method_without_the_factor_is_not_given_one() -> None:
+    assert all("lambda" not in c for c in changes(recipe("linear"), tally(merge=(1.0, 1.0))))
+
+
+def test_perplexity_that_rose_asks_for_a_shorter_way() -> None:
+    assert {"lambda": 0.7} in changes(recipe("ties"), tally(), refused(drift=RISEN))
+    assert {"lambda": 0.7} not in changes(recipe("ties"), tally(), refused(guard()))
+
+
+def test_a_parent_against_all_others_is_left_out() -> None:
+    opposed = {(0, 1): 0.3, (0, 2): -0.2, (1, 2): -0.1}
+    whole = tally(opposed, vectors=3, merge=(0.3, 0.3, 0.3))
+    found = recipe("ties", names="abc")
+    (change,) = [change for change in changes(found, whole) if "models" in change and len(change["models"]) == 2]
+    assert [entry["model"] for entry in change["models"]] == ["a", "b"]
+
+
+def test_of_two_parents_none_is_left_out() -> None:
+    found = changes(recipe("ties"), tally({(0, 1): -0.4}))
+    assert all(len(change.get("models", "ab")) == 2 for change in found)
+
+
+def test_the_parent_whose_skill_was_lost_and_is_farthest_gets_more_weight() -> None:
+    whole = tally(merge=(0.2, 0.8))
+    (change,) = [change for change in changes(recipe("ties"), whole) if "models" in change]
+    assert [entry["parameters"]["weight"] for entry in change["models"]] == [0.75, 0.5]
+    assert not any("models" in c for c in changes(recipe("ties"), whole, refused(guard(reference="b"))))
+
+
+@pytest.mark.parametrize(("reference", "share", "heavier"), [("first", 0.5, 0), ("a", 0.5, 1), ("a", 0.1, 1)])
+def test_without_a_base_the_first_model_is_a_parent_like_the_others(reference: str, share: float, heavier: int) -> None:
+    found = recipe("linear", names=["first", "a"], base=False)
+    whole = tally(vectors=1, merge=(share,))
+    (change,) = changes(found, whole, refused(guard(reference=reference)), origin=("first", "first"))
+    weights = [entry["parameters"]["weight"] for entry in change["models"]]
+    assert weights == [0.75 if at == heavier else 0.5 for at in range(2)]
+
+
+def test_a_parent_that_hardly_counted_counts_as_much_as_any_other() -> None:
+    found = recipe("linear", names=["first", "a"], base=False)
+    found["models"][0]["parameters"]["weight"], found["models"][1]["parameters"]["weight"] = 0.9, 0.1
+    (change,) = changes(found, tally(vectors=1, merge=(0.1,)), origin=("first", "first"))
+    assert [entry["parameters"]["weight"] for entry in change["models"]] == [0.9, 0.9]
+
+
+def test_a_parent_that_is_near_gets_no_more_weight() -> None:
+    found = recipe("linear", names=["first", "a"], base=False)
+    whole = tally(vectors=1, merge=(0.1,))
+    assert changes(found, whole, refused(guard(reference="first")), origin=("first", "first")) == []
+
+
+def test_a_merge_that_passed_needs_no_remedy() -> None:
+    assert changes(recipe("linear"), tally(conflict=0.5), refused(outcome="pass")) == []
+
+
+@given(
+    method=st.sampled_from(
+        ["linear", "task_arithmetic", "ties", "dare_ties", "dare_linear", "slerp", "multislerp", "karcher"]
+    ),
+    conflict=st.floats(0, 1),
+    shares=st.tuples(st.floats(0.1, 2), st.floats(0.1, 2), st.floats(0.1, 2)),
+    cosine=st.floats(-0.3, 0.9),
+    extra=st.booleans(),
+)
+def test_every_suggestion_makes_a_recipe_that_can_be_read_and_is_another(
+    method: str, conflict: float, shares: tuple[float, float, float], cosine: float, extra: bool
+) -> None:
+    vectors = 3 if extra and method != "slerp" else 2
+    names = "abc"[:vectors]
+    known = method in ("ties", "dare_ties", "dare_linear")
+    found = recipe(method, names=names, **({"density": 0.5} if known else {}))
+    load_recipe(found)
+    whole = tally({(0, 2): cosine, (1, 2): cosine}, vectors=vectors, conflict=conflict, merge=shares[:vectors])
+    for remedy in suggestions(found, whole, refused(guard(), drift=RISEN)):
+        changed = load_recipe(varied(found, remedy.change, "remedy"))
+        assert changed.canonical() != load_recipe(found).canonical()
+        assert remedy.reason.endswith(".")
+        assert yaml.safe_load(remedy.text()) == remedy.change

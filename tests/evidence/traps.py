@@ -1,0 +1,85 @@
+"""Tasks whose documents do something when they are turned into a prompt: hang, die, kill whoever asks."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tiny_models import words, write_choices
+
+from merge_core.hashing import HashMemo
+from tasks.sampling import ordered
+from tasks.task_definition import EvalTask, pin_task
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def write_trap(directory: Path, deed: str, *, at: int, n: int = 40) -> EvalTask:
+    """The choices of ``write_choices`` with a ``deed`` (Python statements) before document ``at`` of the task's order.
+
+    Every document that is turned into a prompt leaves a line ``pid word`` in ``directory/asked``.
+    """
+    write_choices(directory, n)
+    word = words(n)[ordered({"trap": n}, 0)[at][1]]
+    body = "\n        ".join(deed.splitlines())
+    (directory / "prompts.py").write_text(
+        f"""import ctypes, os, signal, subprocess, sys
+from pathlib import Path
+HERE = Path({str(directory)!r})
+
+def prompt(doc):
+    with open(HERE / "asked", "a") as file:
+        file.write(f"{{os.getpid()}} {{doc['word']}}\\n")
+    if doc["word"] == {word!r}:
+        {body}
+    return doc["word"]
+"""
+    )
+    path = directory / "trap.yaml"
+    path.write_text("include: letters.yaml\ntask: trap\ndoc_to_text: !function prompts.prompt\n")
+    return pin_task(path.name, directory, HashMemo(directory / "hashes.db"))
+
+
+def asked(task: EvalTask) -> list[tuple[int, str]]:
+    """(process, word) of every document that was turned into a prompt so far."""
+    assert task.definition is not None
+    lines = (task.definition.parent / "asked").read_text().splitlines()
+    return [(int(line.split()[0]), line.split()[1]) for line in lines]
+
+
+def ends(process: int, within: float = 30.0) -> bool:
+    """Whether a process, of any parent, ends in time."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], within)[0])
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def in_another_process(script: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python process in a session of its own that runs ``script`` with this project's code and that of the tests."""
+    paths = (str(PROJECT), str(Path(__file__).parent))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,147 @@
+"""Judging goes as far as it takes to decide: perplexity, then looks at the tasks, each only where it can still help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefect import flow
+
+from flows import judging
+from flows.judging import Judged, judge_merge
+from flows.profile import Evidence
+from merge_core.keys import digest
+from merge_core.store import Artifact
+from tasks import outcomes
+from tasks.evaluate import EvalTask, Scores, Scoring, TaskScore
+from tasks.guards import CHAMPION, GateRule, Guard
+from tasks.model import Model
+from tasks.outcomes import DocumentOutcome
+from tasks.runtime import Runtime
+from tasks.sampling import parts
+
+pytestmark = pytest.mark.usefixtures("prefect_api", "home")
+
+TASKS = tuple(EvalTask(name=name, digest=digest(name), definition=None) for name in ("copy", "reverse"))
+SIZE = 1319
+
+
+def model(name: str) -> Model:
+    return Model(name=name, digest=digest(name), directory=Path("/nowhere"))
+
+
+class Bench:
+    """A stand-in for lm-eval: answers are a function of model, task and document; it notes what it is asked."""
+
+    def __init__(self, place: Path, right: Callable[[str, str, int], bool]) -> None:
+        self.place, self.right = place, right
+        self.asked: list[tuple[str, str, int]] = []
+
+    def evaluate_to(
+        self, model: Model, task: EvalTask, scoring: Scoring, documents: int | None, runtime: Runtime
+    ) -> list[Artifact[Scores]]:
+        assert documents is not None
+        self.asked.append((model.name, task.name, documents))
+        wanted = [part for part in parts(SIZE, scoring.documents) if part.first < documents]
+        return [self._part(model.name, task.name, part.first, part.last) for part in wanted]
+
+    def _part(self, name: str, task: str, first: int, last: int) -> Artifact[Scores]:
+        directory = self.place / f"{name}-{task}-{first}"
+        directory.mkdir(exist_ok=True)
+        scored = [
+            DocumentOutcome(task, "acc,none", doc, f"d{doc}", "p", "t", float(self.right(name, task, doc)))
+            for doc in range(first, last)
+        ]
+        outcomes.write(directory / outcomes.FILE, scored)
+        table = TaskScore(task=task, metric="acc,none", n=last - first, score=0.5, stderr=0.0, higher_is_better=True)
+        value = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
+        return Artifact("evaluate", str(directory), digest([list(o) for o in scored]), directory, value, {})
+
+
+@pytest.fixture
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Judged, Bench]]:
+    """Judge with a stand-in for the evaluation."""
+
+    def run(
+        right: Callable[[str, str, int], bool],
+        *,
+        guards: tuple[Guard, ...],
+        first: int | None = 500,
+        rule: GateRule | None = None,
+        champion: Model | None = None,
+    ) -> tuple[Judged, Bench]:
+        bench = Bench(tmp_path, right)
+        monkeypatch.setattr(judging, "evaluate_to", bench.evaluate_to)
+        monkeypatch.setattr(judging, "document_count", lambda task: SIZE)
+        tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
+        evidence = Evidence(tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule())
+
+        @flow
+        def judge() -> Judged:
+            return judge_merge(model("merge"), (model("base"), model("reverser")), champion, evidence)
+
+        return judge(), bench
+
+    return run
+
+
+COPY, REVERSE = Guard(task="copy", guarded_by="base"), Guard(task="reverse", guarded_by="reverser")
+
+
+def sometimes_wrong(name: str, task: str, doc: int) -> bool:
+    """On ``reverse`` merge and parent err on other documents, one in twenty each; on ``copy`` nobody errs."""
+    return task == "copy" or (doc % 20 != 3 if name == "merge" else doc % 20 != 7)
+
+
+def test_only_the_undecided_task_is_extended(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+    result, bench = judged(sometimes_wrong, guards=(COPY, REVERSE))
+    assert result.verdict.value.outcome == "pass"
+    assert [guard.n for guard in result.verdict.value.guards] == [500, 1000]
+    assert max(documents for _, task, documents in bench.asked if task == "copy") == 500
+
+
+def test_a_failure_ends_it_at_the_first_look(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+    def lost(name: str, task: str, doc: int) -> bool:
+        return doc % 3 != 0 if name == "merge" and task == "copy" else sometimes_wrong(name, task, doc)
+
+    result, bench = judged(lost, guards=(COPY, REVERSE))
+    assert result.verdict.value.outcome == "fail"
+    assert {documents for *_, documents in bench.asked} == {500}
+
+
+def test_what_no_look_decides_ends_with_the_last_one(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+    def noisy(name: str, task: str, doc: int) -> bool:
+        return doc % 2 == (name == "merge")  # they agree on nothing, and neither is better
+
+    result, bench = judged(noisy, guards=(REVERSE,))
+    assert result.verdict.value.outcome == "inconclusive"
+    assert sorted({documents for *_, documents in bench.asked}) == [500, 1000, SIZE]
+    assert result.verdict.value.guards[0].documents_left == 0
+
+
+def test_without_extension_the_first_look_is_the_only_one(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+    result, bench = judged(sometimes_wrong, guards=(REVERSE,), rule=GateRule(extend=False))
+    guard = result.verdict.value.guards[0]
+    assert guard.look is not None
+    assert (guard.look.number, guard.look.of, guard.look.confidence) == (1, 1, 0.95)
+    assert {documents for *_, documents in bench.asked} == {500}
+
+
+def test_all_documents_at_once_are_one_look(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+    _, bench = judged(sometimes_wrong, guards=(REVERSE,), first=None)
+    assert {documents for *_, documents in bench.asked} == {SIZE}
+
+
+def test_the_champion_is_scored_where_a_guard_asks_for_it(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+    reigning = REVERSE.model_copy(update={"guarded_by": CHAMPION})
+    result, bench = judged(sometimes_wrong, guards=(COPY, reigning), champion=model(CHAMPION))
+    assert {task for name, task, _ in bench.asked if name == CHAMPION} == {"reverse"}
+    assert [guard.reference for guard in result.verdict.value.guards] == ["base", CHAMPION]
+
+
+def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+    reigning = REVERSE.model_copy(update={"guarded_by": CHAMPION})
+    result, _ = judged(sometimes_wrong, guards=(COPY, reigning))
+    assert result.verdict.value.publishable
+    assert result.verdict.value.notes == ("reverse: no release to hold it against yet",)

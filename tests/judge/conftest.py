@@ -1,0 +1,8 @@
+"""The tiny models are those of the evidence tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "evidence"))

@@ -1,0 +1,76 @@
+"""A chat server on a real loopback socket that says what a script tells it to, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Response:
+    """What the server answers."""
+
+    status: int = 200
+    body: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+Script = Callable[[dict[str, Any]], Response]
+
+
+@dataclass
+class Asked:
+    """What came in."""
+
+    url: str
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+
+
+def completion(content: object, model: str = "judge-1") -> Response:
+    """A chat completion whose text is ``content``, or its JSON."""
+    text = content if isinstance(content, str) or content is None else json.dumps(content)
+    return Response(body=json.dumps({"model": model, "choices": [{"message": {"content": text}}]}))
+
+
+@contextmanager
+def serving(script: Script) -> Iterator[Asked]:
+    """Answer every POST as ``script`` says."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:  # the name that http.server looks for
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                asked.bodies.append(body)
+                asked.headers.append({name.lower(): value for name, value in self.headers.items()})
+                asked.paths.append(self.path)
+                response = script(body)
+            self.send_response(response.status)
+            for name, value in (*response.headers, ("Content-Length", str(len(response.body.encode())))):
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(response.body.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: the test reads ``Asked``."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    asked = Asked(f"http://127.0.0.1:{server.server_address[1]}/v1")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,183 @@
+"""From judgements to a verdict: swaps, clusters, intervals, and a judge that is not to be trusted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from scipy import stats
+
+from merge_core.errors import InvalidInput
+from tasks.judge import JudgeRule, JudgeSettings, JudgeVerdict
+from tasks.judge.comparison import Answering, Judgement, Order, Winner, judge_answers, settle
+
+SAID: list[Winner | None] = ["reference", "merge", "tie", None]
+
+
+def said(prompt: str, turn: int, order: Order, winner: Winner | None, **dimensions: Winner) -> Judgement:
+    return Judgement(
+        prompt=prompt,
+        turn=turn,
+        order=order,
+        winner=winner,
+        dimensions=dimensions,
+        reasoning="because",
+        reply="{}",
+        judge="j",
+    )
+
+
+def both(prompt: str, first: Winner | None, second: Winner | None, turn: int = 0) -> list[Judgement]:
+    """What was said of one pair: with the reference first, then with the merge first."""
+    return [said(prompt, turn, "reference first", first), said(prompt, turn, "merge first", second)]
+
+
+def verdict(judgements: Iterable[Judgement], identical: Iterable[tuple[str, int]] = (), **rule: object) -> JudgeVerdict:
+    ours, theirs = Answering("base", 1000, 1), Answering("merge", 1500, 2)
+    return judge_answers("j", ours, theirs, list(judgements), list(identical), JudgeRule.model_validate(rule))
+
+
+def many(wins: int, ties: int, losses: int) -> list[Judgement]:
+    winners: list[Winner] = ["merge"] * wins + ["tie"] * ties + ["reference"] * losses
+    return [judgement for n, winner in enumerate(winners) for judgement in both(f"p{n}", winner, winner)]
+
+
+@pytest.mark.parametrize("first", SAID)
+@pytest.mark.parametrize("second", SAID)
+def test_a_win_counts_only_if_it_survives_the_swap(first: Winner | None, second: Winner | None) -> None:
+    (pair,) = settle(both("p", first, second))
+    survives = first == second and first is not None
+    assert pair.winner == (first if survives else "tie")
+    assert pair.consistent is survives
+
+
+def test_rates_lengths_and_the_judges_own_health_are_reported() -> None:
+    judgements = [
+        *both("won", "merge", "merge"),
+        *both("lost", "reference", "reference"),
+        *both("biased", "reference", "merge"),  # whoever comes first
+        *both("unread", "merge", None),
+    ]
+    found = verdict(judgements, [("equal", 0)])
+    assert (found.wins, found.ties, found.losses) == (1, 3, 1)
+    assert (found.prompts, found.pairs, found.identical, found.unreadable) == (5, 5, 1, 1)
+    assert found.win_rate == 0.5
+    assert found.consistency == 0.5  # of the four that were judged
+    assert found.first_position == 4 / 7
+    assert found.length_ratio == 1.5
+    assert (found.reference_cut_off, found.merge_cut_off) == (1, 2)
+
+
+def test_the_interval_is_students_over_prompts_not_over_turns() -> None:
+    rng = np.random.default_rng(7)
+    scores = rng.choice([0.0, 0.5, 1.0], size=(60, 2), p=[0.5, 0.3, 0.2])
+    names: dict[float, Winner] = {0.0: "reference", 0.5: "tie", 1.0: "merge"}
+    judgements = [
+        judgement
+        for prompt, turns in enumerate(scores)
+        for turn, score in enumerate(turns)
+        for judgement in both(str(prompt), names[score], names[score], turn)
+    ]
+    found = verdict(judgements, confidence=0.9)
+    means = scores.mean(axis=1)
+    low, high = stats.t.interval(0.8, len(means) - 1, loc=means.mean(), scale=stats.sem(means))
+    assert found.win_rate == pytest.approx(means.mean())
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert found.shortfall == pytest.approx(100 * (0.5 - means.mean()))
+    assert found.pairs == 120
+
+
+def test_a_clear_loss_fails_and_says_so() -> None:
+    found = verdict(many(20, 100, 80))
+    assert found.outcome == "fail"
+    assert found.reason.startswith("judge: win rate 35.0 % against base [31.")
+    assert found.reason.endswith("limit 47")
+    assert not found.publishable
+
+
+def test_hundreds_of_ties_pass() -> None:
+    found = verdict(many(20, 260, 20))
+    assert found.outcome == "pass"
+    assert found.prompts_needed is None
+    assert found.publishable
+
+
+def test_few_prompts_decide_nothing_and_say_how_many_would() -> None:
+    found = verdict(many(9, 60, 11))
+    assert found.outcome == "inconclusive"
+    assert found.prompts_needed is not None
+    assert found.prompts_needed > 80
+    assert f"undecided after 80 prompts; about {found.prompts_needed:,} would decide it" in found.reason
+
+
+@pytest.mark.parametrize(("policy", "publishable"), [("block", False), ("warn", True), ("pass", True)])
+def test_the_profile_says_what_follows_from_inconclusive(policy: str, publishable: bool) -> None:
+    assert verdict(many(9, 60, 11), on_inconclusive=policy).publishable is publishable
+
+
+@pytest.mark.parametrize("rest", [(200, 0, 0), (0, 0, 200)])
+def test_a_judge_that_contradicts_itself_decides_nothing(rest: tuple[int, int, int]) -> None:
+    biased = [judgement for n in range(100) for judgement in both(f"b{n}", "reference", "merge")]
+    found = verdict([*many(*rest), *biased])
+    assert found.consistency == pytest.approx(2 / 3)
+    assert found.outcome == "inconclusive"
+    assert "agrees with itself on 67 % of the pairs when they are swapped, 70 % are needed" in found.reason
+    trusted = verdict([*many(*rest), *biased], min_consistency=0.6)
+    assert trusted.outcome == ("pass" if rest[0] else "fail")
+
+
+def test_equal_answers_are_ties_that_say_nothing_about_the_judge() -> None:
+    found = verdict([], [(f"p{n}", 0) for n in range(100)])
+    assert (found.outcome, found.win_rate, found.consistency) == ("pass", 0.5, None)
+
+
+def test_each_dimension_has_its_own_rate() -> None:
+    judgements = [
+        said("a", 0, "reference first", "merge", clarity="merge", facts="reference"),
+        said("a", 0, "merge first", "merge", clarity="merge", facts="merge"),
+        said("b", 0, "reference first", "merge", clarity="merge", facts="reference"),
+        said("b", 0, "merge first", "merge", clarity="merge", facts="reference"),
+    ]
+    found = verdict(judgements)
+    assert {rate.name: rate.win_rate for rate in found.dimensions} == {"clarity": 1.0, "facts": 0.25}
+
+
+def test_one_prompt_is_too_few() -> None:
+    with pytest.raises(InvalidInput, match="1 prompt"):
+        verdict(both("p", "merge", "merge"))
+
+
+@given(st.lists(st.tuples(st.sampled_from(SAID), st.sampled_from(SAID)), min_size=2, max_size=40))
+def test_swapping_the_two_models_mirrors_the_verdict(pairs: list[tuple[Winner | None, Winner | None]]) -> None:
+    other: dict[Winner | None, Winner | None] = {"reference": "merge", "merge": "reference", "tie": "tie", None: None}
+    ours = verdict(j for n, (first, second) in enumerate(pairs) for j in both(str(n), first, second))
+    # The order in which they were shown is swapped with them.
+    theirs = verdict(j for n, (first, second) in enumerate(pairs) for j in both(str(n), other[second], other[first]))
+    assert theirs.win_rate == pytest.approx(1 - ours.win_rate)
+    assert (theirs.wins, theirs.losses, theirs.consistency) == (ours.losses, ours.wins, ours.consistency)
+    assert ours.low <= ours.win_rate <= ours.high
+    assert not math.isnan(ours.high)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"url": "localhost:8000"}, "no address"),
+        ({"url": "http://me:secret@host/v1"}, "holds credentials"),
+        ({"margin": 2}, "must be at least max_shortfall"),
+        ({"dimensions": {"verdict": "x"}}, "part of every judgement"),
+        ({"dimensions": {}}, "at least 1"),
+        ({"modle": "m"}, "not permitted"),
+        ({"sample": 1}, "greater than or equal to 2"),
+    ],
+)
+def test_settings_that_cannot_mean_anything_are_refused(wrong: dict[str, object], words: str) -> None:
+    right: dict[str, object] = {"url": "http://h/v1", "model": "m", "prompts": "p.jsonl", "guarded_by": "base"}
+    JudgeSettings.model_validate(right)
+    with pytest.raises(ValidationError, match=words):
+        JudgeSettings.model_validate(right | wrong)

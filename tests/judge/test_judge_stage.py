@@ -1,0 +1,202 @@
+"""The stage: who is asked what, how often, and what is kept. The judge is a script behind a real socket."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from judge_server import Response, completion, serving
+from prefect import flow
+from tiny_models import CPU, make_model, words, write_jsonl
+
+from merge_core.errors import InvalidInput
+from merge_core.hashing import HashMemo
+from tasks.judge import Judged, JudgeSettings, judge_models, pin_prompts
+from tasks.model import Model
+from tasks.watching import Ending, watched_by
+
+PROMPTS = 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    root = tmp_path_factory.mktemp("models")
+    first, second = (make_model(root / name, seed=seed) for seed, name in enumerate(("base", "merge")))
+    return first, second
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, home: Path, prefect_api: None) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(tmp_path: Path, models: tuple[Model, Model], url: str, **settings: Any) -> Judged:
+    rows = ({"prompt": word, "reference": f"ref-{word}"} for word in words(PROMPTS, seed=9))
+    write_jsonl(tmp_path / "prompts.jsonl", rows)
+    given = {"url": url, "model": "judge", "prompts": "prompts.jsonl", "guarded_by": "base", "attempts": 1}
+    plain = {"chat_template": False, "max_new_tokens": 6, "concurrency": 3}
+    chosen = JudgeSettings.model_validate({**given, **plain, **settings})
+
+    @flow
+    def one_judge() -> Judged:
+        prompts = pin_prompts(chosen, tmp_path, HashMemo(tmp_path / "hashes.db"))
+        return judge_models(*models, prompts, chosen, CPU)
+
+    return one_judge()
+
+
+def shown(body: dict[str, Any]) -> tuple[str, str]:
+    """The two answers, as the judge sees them."""
+    text = body["messages"][1]["content"]
+    a, b = (
+        re.search(rf"<<< answer {name} \w+\n(.*?)\n>>> end of answer {name}", text, re.DOTALL) for name in ("A", "B")
+    )
+    assert a is not None
+    assert b is not None
+    return a.group(1), b.group(1)
+
+
+def opinion(verdict: str) -> Response:
+    return completion(
+        {"reasoning": "so", "correctness": verdict, "relevance": "tie", "clarity": "A", "verdict": verdict}
+    )
+
+
+def prefers(better: Callable[[str, str], bool]) -> Callable[[dict[str, Any]], Response]:
+    """A judge for whom A is better if ``better(a, b)``."""
+    return lambda body: opinion("A" if better(*shown(body)) else "B")
+
+
+alphabetical = prefers(lambda a, b: a < b)
+
+
+def lines(judged: Judged, name: str) -> list[dict[str, Any]]:
+    text = (judged.judgements.directory / name).read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_consistent_judge_is_counted_right(tmp_path: Path, models: tuple[Model, Model]) -> None:
+    with serving(alphabetical) as asked:
+        judged = run(tmp_path, models, asked.url)
+    pairs = [(row["reference"][0], row["merge"][0]) for row in lines(judged, "pairs.jsonl")]
+    verdict = judged.verdict
+    assert len(pairs) == PROMPTS
+    assert (verdict.wins, verdict.losses) == (sum(m < r for r, m in pairs), sum(r < m for r, m in pairs))
+    assert verdict.wins > 0
+    assert verdict.losses > 0
+    assert verdict.consistency == 1.0
+    rates = {rate.name: rate.win_rate for rate in verdict.dimensions}
+    assert rates["relevance"] == 0.5
+    assert rates["correctness"] == pytest.approx(verdict.win_rate)
+    assert rates["clarity"] == 0.5  # whoever comes first: a win that does not survive the swap
+    assert verdict.length_ratio == pytest.approx(sum(len(m) for _, m in pairs) / sum(len(r) for r, _ in pairs))
+    assert len(asked.bodies) == 2 * (PROMPTS - verdict.identical)
+
+
+def test_every_answer_and_judgement_is_kept(tmp_path: Path, models: tuple[Model, Model]) -> None:
+    with serving(alphabetical) as asked:
+        judged = run(tmp_path, models, asked.url)
+    pairs, judgements = lines(judged, "pairs.jsonl"), lines(judged, "judgements.jsonl")
+    assert {path.name for path in judged.judgements.directory.iterdir()} == {
+        "pairs.jsonl",
+        "judgements.jsonl",
+        "value.json",
+        "manifest.json",
+    }
+    assert all(row["references"] == [f"ref-{row['turns'][0]}"] for row in pairs)
+    different = [row["id"] for row in pairs if row["reference"] != row["merge"]]
+    assert [(j["prompt"], j["order"]) for j in judgements] == [
+        (prompt, order) for prompt in different for order in ("reference first", "merge first")
+    ]
+    assert {(j["judge"], j["reasoning"]) for j in judgements} == {("judge-1", "so")}
+    assert all(json.loads(j["reply"])["verdict"] in "AB" for j in judgements)
+    assert any("reference answer" in body["messages"][1]["content"] for body in asked.bodies)
+
+
+def test_a_judge_that_likes_whoever_comes_first_decides_nothing(tmp_path: Path, models: tuple[Model, Model]) -> None:
+    with serving(prefers(lambda a, b: True)) as asked:
+        verdict = run(tmp_path, models, asked.url).verdict
+    assert (verdict.wins, verdict.losses, verdict.consistency, verdict.first_position) == (0, 0, 0.0, 1.0)
+    assert verdict.outcome == "inconclusive"
+    assert "agrees with itself on 0 %" in verdict.reason
+
+
+def test_equal_answers_are_not_shown_to_anybody(tmp_path: Path, models: tuple[Model, Model]) -> None:
+    twin = models[0].model_copy(update={"name": "merge"})
+    with serving(alphabetical) as asked:
+        verdict = run(tmp_path, (models[0], twin), asked.url).verdict
+    assert asked.bodies == []
+    assert (verdict.identical, verdict.ties, verdict.win_rate) == (PROMPTS, PROMPTS, 0.5)
+
+
+def test_nothing_is_asked_twice_and_a_threshold_asks_nobody(tmp_path: Path, models: tuple[Model, Model]) -> None:
+    with serving(alphabetical) as asked:
+        first = run(tmp_path, models, asked.url)
+        once = len(asked.bodies)
+        strict = run(tmp_path, models, asked.url, max_shortfall=0, margin=0.1, min_consistency=1.0, concurrency=1)
+        assert len(asked.bodies) == once
+        assert strict.judgements.key == first.judgements.key
+        run(tmp_path, models, asked.url, model="another")
+        assert len(asked.bodies) == 2 * once
+        run(tmp_path, models, asked.url, dimensions={"wit": "It is funny."})
+        assert len(asked.bodies) == 3 * once
+    with serving(alphabetical) as moved:
+        assert run(tmp_path, models, moved.url).judgements.key == first.judgements.key
+    assert moved.bodies == []
+
+
+def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_path_factory: Any) -> None:
+    ended: list[tuple[str, str, Ending]] = []
+
+    class Listener:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *told: ended.append((told[0], told[1], told[2])) if name == "ended" else None
+
+    third = make_model(tmp_path_factory.mktemp("third") / "merge", seed=5)
+    with serving(alphabetical) as asked:
+        run(tmp_path, models, asked.url)
+        with watched_by(Listener()):  # type: ignore[arg-type]  # whatever a watcher is told
+            run(tmp_path, (models[0], third), asked.url)
+    assert ended == [("answer", "base", "cached"), ("answer", "merge", "made"), ("judge", "", "made")]
+
+
+def test_a_judge_that_went_away_goes_on_where_it_was(tmp_path: Path, models: tuple[Model, Model]) -> None:
+    left = 10
+
+    def failing(body: dict[str, Any]) -> Response:
+        nonlocal left
+        left -= 1
+        return alphabetical(body) if left >= 0 else Response(500, "out of memory")
+
+    with serving(failing) as asked, pytest.raises(InvalidInput, match="500: out of memory"):
+        run(tmp_path, models, asked.url, concurrency=1)
+    with serving(alphabetical) as again:
+        resumed = run(tmp_path, models, again.url)
+    total = 2 * (PROMPTS - resumed.verdict.identical)
+    assert total > 12
+    assert len(again.bodies) == total - 10
+    assert len(lines(resumed, "judgements.jsonl")) == total
+
+
+def test_replies_that_state_no_verdict_are_counted(tmp_path: Path, models: tuple[Model, Model]) -> None:
+    with serving(lambda body: completion("I would rather not say.")) as asked:
+        verdict = run(tmp_path, models, asked.url).verdict
+    assert verdict.unreadable == len(asked.bodies) > 0
+    assert (verdict.ties, verdict.consistency, verdict.outcome) == (PROMPTS, 0.0, "inconclusive")
+
+
+def test_the_key_is_stored_nowhere(
+    tmp_path: Path, home: Path, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "open-sesame")
+    with serving(alphabetical) as asked:
+        run(tmp_path, models, asked.url, api_key_env="JUDGE_KEY")
+    assert asked.headers[0]["authorization"] == "Bearer open-sesame"
+    kept = [path for path in home.rglob("*") if path.is_file()]
+    assert any(path.name == "judgements.jsonl" for path in kept)
+    assert not any(b"open-sesame" in path.read_bytes() for path in kept)

@@ -1,0 +1,188 @@
+"""A stand-in for a repository on the Hugging Face Hub: commits, branches and tags in memory, large files by sha256.
+
+Not git, and not the Hub: just what its HTTP API shows of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LARGE = re.compile(r".*\.(safetensors|bin|gguf|pt|model|zip|parquet|npz)")
+
+
+class Denied(Exception):
+    """An answer that is an error: status, message and the code that the client looks for."""
+
+    def __init__(self, status: int, message: str, code: str = "", **body: object) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.body = status, message, code, body
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file in a tree. Large ones have ``sha256`` and lie elsewhere; small ones are their ``data``."""
+
+    size: int
+    blob: str  # git's id: of the data, or of the pointer that stands for a large file
+    data: bytes = b""
+    sha256: str | None = None
+    xet: str | None = None
+
+
+def plain(data: bytes) -> Stored:
+    """A small file."""
+    return Stored(len(data), _blob(data), data)
+
+
+def large(sha256: str, size: int, xet: str | None) -> Stored:
+    """A file in large file storage."""
+    return Stored(size, _blob(pointer(sha256, size)), sha256=sha256, xet=xet)
+
+
+def pointer(sha256: str, size: int) -> bytes:
+    """What git holds in place of a large file (git-lfs specification)."""
+    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {size}\n".encode()
+
+
+def _blob(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A tree, and what it came after."""
+
+    id: str
+    parent: str | None
+    title: str
+    tree: Mapping[str, Stored]
+
+
+@dataclass
+class Repository:
+    """A model repository. It begins like the Hub's: with one commit that holds .gitattributes."""
+
+    id: str
+    private: bool
+    gated: str | bool = False
+    commits: dict[str, Commit] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.add("main", None, "initial commit", {".gitattributes": plain(b"*.safetensors filter=lfs\n")})
+
+    def add(self, branch: str, parent: str | None, title: str, tree: Mapping[str, Stored]) -> Commit:
+        """A commit at the tip of ``branch``."""
+        what = f"{parent} {title} {next(self._numbers)} {sorted((name, file.blob) for name, file in tree.items())}"
+        commit = Commit(hashlib.sha1(what.encode()).hexdigest(), parent, title, dict(tree))
+        self.commits[commit.id] = commit
+        self.branches[branch] = commit.id
+        return commit
+
+    def write(self, branch: str, title: str, lines: list[dict[str, dict[str, object]]], objects: Objects) -> Commit:
+        """Apply the lines of a commit request, all or nothing."""
+        if branch not in self.branches:
+            raise Denied(404, f"Invalid rev id: {branch}", "RevisionNotFound")
+        head = self.branches[branch]
+        header = next(line["value"] for line in lines if line["key"] == "header")
+        if header.get("parentCommit") not in (None, head):
+            raise Denied(412, "A commit has happened since. Please refresh and try again.")
+        tree = dict(self.commits[head].tree)
+        for line in lines:
+            value = line["value"]
+            path = str(value.get("path"))
+            match line["key"]:
+                case "file":
+                    import base64
+
+                    tree[path] = plain(base64.b64decode(str(value["content"])))
+                case "lfsFile":
+                    tree[path] = objects.named(str(value["oid"]), path)
+                case "deletedFile":
+                    if tree.pop(path, None) is None:
+                        raise Denied(404, "A file with this name doesn't exist", "EntryNotFound")
+        return self.add(branch, head, title, tree)
+
+    def at(self, revision: str) -> Commit:
+        """The commit that a branch, a tag or a full id names."""
+        commit = self.branches.get(revision) or self.tags.get(revision) or revision
+        if commit not in self.commits:
+            raise Denied(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return self.commits[commit]
+
+    def history(self, branch: str = "main") -> list[Commit]:
+        """Its commits, newest first."""
+        found = [self.commits[self.branches[branch]]]
+        while found[-1].parent is not None:
+            found.append(self.commits[found[-1].parent])
+        return found
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Large files below ``root``: LFS objects by sha256, and the directory in which the real hf_xet keeps its own."""
+
+    root: Path
+    xet: bool
+
+    def __post_init__(self) -> None:
+        (self.root / "lfs").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def cas(self) -> Path:
+        return (self.root / "cas").resolve()
+
+    def place(self, sha256: str) -> Path:
+        return self.root / "lfs" / sha256
+
+    def named(self, sha256: str, path: str) -> Stored:
+        """A file that must have been uploaded before it is committed."""
+        if self.xet and (found := self._in_xet(sha256)):
+            return large(sha256, found[1], found[0])
+        if self.place(sha256).exists():
+            return large(sha256, self.place(sha256).stat().st_size, None)
+        raise Denied(400, f"LFS pointer pointed to a file that does not exist: {path}")
+
+    def _in_xet(self, sha256: str) -> tuple[str, int] | None:
+        for shard in self.cas.rglob("shards/*.mdb"):
+            for xet, content, size in files_of_shard(shard.read_bytes()):
+                if content == sha256:
+                    return xet, size
+        return None
+
+
+_RECORD = 48  # bytes: everything in a shard is a multiple of it
+_END = b"\xff" * 32
+
+
+def files_of_shard(data: bytes) -> Iterator[tuple[str, str | None, int]]:
+    """(Xet hash, sha256, size) of the files that a Xet metadata shard describes.
+
+    A file is a head (hash, flags, number of segments), its segments, one verification record for each if flag bit 31 is
+    set, and a record with the sha256 if bit 30 is.
+    """
+    place = _RECORD
+    while data[place : place + 32] not in (_END, b""):
+        name, flags, segments = struct.unpack_from("<32sII", data, place)
+        size = sum(
+            struct.unpack_from("<I", data, place + _RECORD * number + 36)[0] for number in range(1, segments + 1)
+        )
+        place += _RECORD * (1 + segments * (2 if flags >> 31 & 1 else 1))
+        sha256 = None
+        if flags >> 30 & 1:
+            sha256 = _hex(data[place : place + 32])
+            place += _RECORD
+        yield _hex(name), sha256, size
+
+
+def _hex(data: bytes) -> str:
+    """How Xet prints a hash: four little-endian numbers of 64 bits."""
+    return "".join(f"{number:016x}" for number in struct.unpack("<4Q", data))

@@ -1,0 +1,285 @@
+"""Publishing to the Hub by the real client, on both transports: round trips, refusals, settings, no token anywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hub_look_alike import READER, STRANGER, WRITER, Fault, LookAlike, hub
+from publishers import Publishers, publishers
+
+from merge_core.errors import InvalidInput
+from tasks.publish.hub_access import hub_access
+
+MODEL = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "base"
+CARD = "---\nlicense: mit\n---\n# demo\n"
+
+# Written as a user would, in a process with an empty cache: the whole release by its tag, compared, then loaded.
+_DOWNLOAD = """
+import json, sys
+from pathlib import Path
+from huggingface_hub import snapshot_download
+place = Path(snapshot_download("acme/demo", revision="v1"))
+print(json.dumps({str(p.relative_to(place)): p.read_bytes().hex() for p in place.rglob("*") if p.is_file()}))
+if "load" in sys.argv:
+    from transformers import AutoModelForCausalLM
+    AutoModelForCausalLM.from_pretrained("acme/demo", revision="v1")
+"""
+
+
+@pytest.fixture(scope="module")
+def lfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Publishers]:
+    with publishers(tmp_path_factory.mktemp("lfs"), xet=False) as warm:
+        yield warm
+
+
+@pytest.fixture(scope="module")
+def xet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Publishers]:
+    with publishers(tmp_path_factory.mktemp("xet"), xet=True) as warm:
+        yield warm
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Iterator[LookAlike]:
+    with hub(tmp_path / "hub") as server:
+        yield server
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    contents = {"model.safetensors": os.urandom(2000), "README.md": CARD.encode(), "licenses/ä b.txt": b"terms"}
+    for number, data in enumerate(contents.values()):
+        (tmp_path / str(number)).write_bytes(data)
+    return {name: tmp_path / str(number) for number, name in enumerate(contents)}
+
+
+def download(url: str, cache: Path, token: str, *arguments: str, xet: bool) -> dict[str, bytes]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    settings = {"HF_HOME": str(cache), "HF_ENDPOINT": url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "0" if xet else "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _DOWNLOAD, *arguments],
+        env={**clean, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: bytes.fromhex(data) for name, data in json.loads(done.stdout.splitlines()[0]).items()}
+
+
+@pytest.mark.parametrize("by", ["lfs", "lfs in parts", "xet"])
+def test_what_is_published_comes_back_byte_for_byte_and_loads(
+    tmp_path: Path, by: str, request: pytest.FixtureRequest
+) -> None:
+    warm: Publishers = request.getfixturevalue(by.partition(" ")[0])
+    (tmp_path / "README.md").write_text(CARD)
+    (tmp_path / "empty").touch()
+    model = {path.name: path for path in MODEL.iterdir() if path.is_file() and path.name != "README.md"}
+    files = {**model, "README.md": tmp_path / "README.md", "licenses/no terms.txt": tmp_path / "empty"}
+    parts = 100_000 if "parts" in by else 0
+    with hub(tmp_path / "hub", xet=by == "xet", part_size=parts, page=4) as stand_in:
+        first = warm.publish(stand_in.url, WRITER, files, "v1")
+        again = warm.publish(stand_in.url, WRITER, files, "v1")
+        assert (first["new"], again["new"]) == (True, False)
+        assert [commit.title for commit in stand_in.repository.history()] == ["Release v1", "initial commit"]
+        assert (by == "xet") == any(file.xet for file in stand_in.repository.at("v1").tree.values())
+        found = download(stand_in.url, tmp_path / "cache", WRITER, "load", xet=by == "xet")
+        stored = [entry for entry in stand_in.log if entry.path.startswith("/_storage")]
+    del found[".gitattributes"]
+    assert found == {name: path.read_bytes() for name, path in files.items()}
+    assert bool(stored) == (by != "xet")
+    assert not any(entry.authorised for entry in stored), "the token goes to the Hub, never to storage"
+
+
+def test_the_current_release_is_main_and_its_commit(
+    tmp_path: Path, lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    script = """
+from tasks.publish.hub_current import current_release
+from tasks.publish.settings import HubTarget
+found = current_release(HubTarget(to="hub", repo="acme/demo"))
+print(found and found.commit, found and sorted(p.name for p in found.directory.iterdir() if p.is_file()))
+"""
+
+    def current() -> str:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        ours = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": stand_in.url, "HF_TOKEN": WRITER}
+        settings = {**clean, **ours, "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(MODEL.parents[3])}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert current() == "None None"
+    commit = lfs.publish(stand_in.url, WRITER, files, "v1")["commit"]
+    assert current() == f"{commit} ['.gitattributes', 'README.md', 'model.safetensors']"
+
+
+def test_a_new_repository_is_private(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
+    lfs.publish(stand_in.url, WRITER, files, "v1")
+    assert stand_in.repository.private
+
+
+def test_a_public_release_is_seen_by_others_only_when_it_is_complete(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    complete: list[bool] = []
+
+    def look(_: object) -> None:
+        for repository in stand_in.repositories.values():
+            if not repository.private:
+                complete.append(set(files) <= set(repository.at("main").tree) and "v1" in repository.tags)
+                assert repository.gated == "manual"
+
+    stand_in.after.append(look)
+    lfs.publish(stand_in.url, WRITER, files, "v1", visibility="public", gated="manual")
+    assert complete
+    assert all(complete)
+
+
+def test_a_version_never_changes_its_content(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
+    lfs.publish(stand_in.url, WRITER, files, "v1")
+    files["model.safetensors"].write_bytes(os.urandom(2000))
+    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+    assert "already published with other content (model.safetensors)" in answer["refused"]
+    assert len(stand_in.repository.history()) == 2
+
+
+def test_a_main_that_moved_since_the_release_was_judged_is_not_written_over(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    lfs.publish(stand_in.url, WRITER, files, "v1")
+    judged = stand_in.repository.branches["main"]
+    theirs = stand_in.repository.add("main", judged, "somebody else's", stand_in.repository.at("main").tree | {})
+    files["model.safetensors"].write_bytes(os.urandom(2000))
+    answer = lfs.publish(stand_in.url, WRITER, files, "v2", base=judged)
+    assert f"main is at {theirs.id[:12]} now" in answer["refused"]
+    assert "run again" in answer["refused"]
+    assert stand_in.repository.branches["main"] == theirs.id
+
+
+def test_a_commit_between_looking_and_promoting_is_not_written_over(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    def interfere(request: object) -> None:
+        path = getattr(request, "path", "")
+        if path.endswith("/preupload/main"):  # the last thing before the promoting commit
+            repository = stand_in.repository
+            if len(repository.history()) == 1:
+                repository.add("main", repository.branches["main"], "somebody else's", repository.at("main").tree)
+
+    stand_in.after.append(interfere)
+    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+    assert "the head that this release was compared with" in answer["refused"]
+    assert [commit.title for commit in stand_in.repository.history()] == ["somebody else's", "initial commit"]
+
+
+def test_bytes_that_are_not_those_that_were_gated_are_not_sent(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    answer = lfs.publish(stand_in.url, WRITER, files, "v1", sha256={"model.safetensors": "0" * 64})
+    assert "the bytes that were evaluated and gated" in answer["refused"]
+    assert not any(entry.method == "PUT" for entry in stand_in.log)
+
+
+def test_a_hub_that_stores_something_else_than_was_sent_is_not_believed(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    def damage(request: object) -> None:
+        path = getattr(request, "path", "")
+        if "/commit/mergegate-staging" in path:
+            repository = stand_in.repository
+            tree = repository.commits[repository.branches["mergegate-staging/v1"]].tree
+            assert isinstance(tree, dict)
+            tree["model.safetensors"] = replace(tree["model.safetensors"], sha256="0" * 64)
+
+    stand_in.after.append(damage)
+    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+    assert "what the Hub lists afterwards is not what was sent" in answer["refused"]
+    assert [commit.title for commit in stand_in.repository.history()] == ["initial commit"]
+    assert sum("/commit/" in entry.path for entry in stand_in.log) < 20
+
+
+def test_somebody_who_undoes_every_step_does_not_keep_us_forever(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    def undo(request: object) -> None:
+        if "/commit/mergegate-staging" in getattr(request, "path", ""):
+            stand_in.repository.branches.pop("mergegate-staging/v1", None)
+
+    stand_in.after.append(undo)
+    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+    assert "undone as soon as it is taken" in answer["refused"]
+
+
+def test_a_card_that_the_hub_refuses_is_noticed_before_anything_is_uploaded(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    files["README.md"].write_text("---\nlicense: mit\nbase_model_relation: mixture\n---\n")
+    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+    assert "base_model_relation" in answer["refused"]
+    assert not any(entry.method == "PUT" for entry in stand_in.log)
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [(READER, "403"), (STRANGER, "403"), ("hf_nobody_knows_this", "401 Invalid credentials")],
+)
+def test_a_token_that_may_not_is_refused_and_named_nowhere(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path], token: str, words: str
+) -> None:
+    answer = lfs.publish(stand_in.url, token, files, "v1")
+    assert words in answer["refused"]
+    assert token not in answer["refused"]
+
+
+def test_an_error_page_that_repeats_the_token_is_not_repeated(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    stand_in.set_faults([Fault("fail", status=400, body=json.dumps({"error": f"bad token {WRITER}"}))])
+    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+    assert "400" in answer["refused"]
+    assert WRITER not in answer["refused"]
+
+
+def test_the_branches_of_dead_runs_are_swept_away_and_others_are_not(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
+) -> None:
+    lfs.publish(stand_in.url, WRITER, files, "v1")
+    head = stand_in.repository.branches["main"]
+    stand_in.repository.branches |= {"mergegate-staging/v0": head, "experiment": head}
+    assert lfs.publish(stand_in.url, WRITER, files, "v1")["new"] is False
+    assert set(stand_in.repository.branches) == {"main", "experiment"}
+
+
+def test_the_token_comes_from_the_environment_and_shows_in_no_representation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_TOKEN", "hf_planted_word")
+    access = hub_access(writing=True)
+    assert access.token == "hf_planted_word"
+    assert "hf_planted_word" not in f"{access} {access!r}"
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(InvalidInput, match="export HF_TOKEN"):
+        hub_access(writing=True)
+
+
+def test_a_token_can_come_from_a_secret_block(monkeypatch: pytest.MonkeyPatch, prefect_api: None) -> None:
+    from prefect.blocks.system import Secret
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    Secret(value="hf_from_block").save("hub-token", overwrite=True, _sync=True)  # type: ignore[call-arg]
+    assert hub_access("hub-token", writing=True).token == "hf_from_block"
+    with pytest.raises(InvalidInput, match="no such Secret block"):
+        hub_access("hub-tokne", writing=True)
+
+
+def test_an_environment_without_network_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InvalidInput, match="unset HF_HUB_OFFLINE"):
+        hub_access(writing=True)

@@ -1,0 +1,166 @@
+"""A whole run that releases to the Hub, with trouble on the way, and a token that is not to be found anywhere after."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hub_look_alike import WRITER, Fault, LookAlike, hub
+from look_alike_repository import plain
+
+DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
+PROFILE = """\
+name: demo
+recipe: {demo}/recipes/ties.yaml
+perplexity: {{documents: {demo}/data/held-out.jsonl, max_increase: 5%}}
+publish: {{to: hub, repo: {repo}, sign_key: release.key}}
+"""
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Project:
+    """A directory with a profile that releases to a stand-in."""
+
+    root: Path
+    stand_in: LookAlike
+
+    def mergegate(self, *arguments: str, token: str = WRITER) -> subprocess.CompletedProcess[str]:
+        """The command in a process of its own, as a person would run it."""
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PREFECT_"))}
+        ours = {
+            "HF_ENDPOINT": self.stand_in.url,
+            "HF_HOME": str(self.root / "hf"),
+            "HF_TOKEN": token,
+            "HF_HUB_DISABLE_XET": "1",
+            "MERGEGATE_HOME": str(self.root / "state"),
+            # As talkative as it gets: what is logged is searched for the token.
+            "PREFECT_LOGGING_LEVEL": "DEBUG",
+            "PREFECT_LOGGING_TO_API_ENABLED": "1",
+            "HF_HUB_VERBOSITY": "debug",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", "from flows.cli import main; main()", *arguments],
+            env={**clean, **ours},
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        (self.root / f"output-{len(list(self.root.glob('output-*')))}.log").write_text(done.stdout + done.stderr)
+        return done
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    root = tmp_path_factory.mktemp("project")
+    key = Ed25519PrivateKey.generate()
+    (root / "release.key").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    (root / "release.pub").write_bytes(
+        key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    (root / "demo.yaml").write_text(PROFILE.format(demo=DEMO, repo="acme/demo"))
+    (root / "elsewhere.yaml").write_text(PROFILE.format(demo=DEMO, repo="other/demo"))
+    with hub(tmp_path_factory.mktemp("hub")) as stand_in:
+        yield Project(root, stand_in)
+
+
+@pytest.fixture(scope="module")
+def released(project: Project) -> Project:
+    """The demo on the Hub, after a run that was refused and one that met trouble."""
+    project.stand_in.set_faults([])
+    refused = project.mergegate("run", "elsewhere.yaml")
+    assert refused.returncode == 3, refused.stderr
+    assert "403" in refused.stdout
+    project.stand_in.set_faults(
+        [Fault("fail", path="/commit/main"), Fault("drop", path="/tag/"), Fault("fail", path="/preupload/", times=2)]
+    )
+    done = project.mergegate("run", "demo.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return project
+
+
+def test_the_run_releases_to_the_hub_and_the_next_has_nothing_new(released: Project) -> None:
+    repository = released.stand_in.repositories["acme/demo"]
+    (version,) = repository.tags
+    assert [commit.title for commit in repository.history()] == [f"Release {version}", "initial commit"]
+    assert repository.branches == {"main": repository.tags[version]}
+    again = json.loads(released.mergegate("run", "demo.yaml", "--json").stdout)
+    assert (again["status"], again["version"]) == ("nothing new", version)
+
+
+def test_it_is_verified_by_the_hubs_own_hashes_without_its_weights(released: Project) -> None:
+    (version,) = released.stand_in.repositories["acme/demo"].tags
+    released.stand_in.log.clear()
+    done = released.mergegate("verify", "acme/demo", "--key", "release.pub")
+    assert done.returncode == 0, done.stderr
+    assert "the signature is valid" in done.stdout
+    assert f"its version {version} is its content" in done.stdout
+    assert not any(entry.path.startswith("/_storage") for entry in released.stand_in.log)
+    assert released.mergegate("verify", f"acme/demo@{version}").returncode == 0
+    assert released.mergegate("verify", "acme/demo@v9").returncode == 2
+
+
+def test_what_is_edited_on_the_hub_is_refused(released: Project) -> None:
+    repository = released.stand_in.repositories["acme/demo"]
+    before = repository.branches["main"]
+    tree = dict(repository.at("main").tree)
+    statement = tree["provenance.json"].data.replace(b'"seed": 0', b'"seed": 1')
+    tree["provenance.json"] = plain(statement)
+    repository.add("main", before, "edited by hand", tree)
+    try:
+        done = released.mergegate("verify", "acme/demo")
+        assert done.returncode == 3
+        assert "provenance.json: sha256 is" in done.stderr
+        tree["model.safetensors"] = replace(tree["model.safetensors"], sha256="0" * 64)
+        repository.add("main", before, "other weights", tree)
+        done = released.mergegate("verify", "acme/demo")
+        assert done.returncode == 3
+        assert "model.safetensors: sha256 is 000000000000…" in done.stderr
+    finally:
+        repository.branches["main"] = before
+
+
+def test_it_is_reproduced_from_the_hub(released: Project) -> None:
+    done = released.mergegate("reproduce", "acme/demo", "--parents", str(DEMO / "recipes"))
+    assert done.returncode == 0, done.stderr
+    assert "= model.safetensors" in done.stdout
+
+
+def test_the_token_is_nowhere(released: Project) -> None:
+    told = json.loads(released.mergegate("run", "elsewhere.yaml", "--json").stdout)
+    assert told["status"] == "refused"
+    files = [path for path in released.root.rglob("*") if path.is_file()]
+    assert {"prefect.db", "report.html"} <= {path.name for path in files}
+    assert len([path for path in files if path.name.startswith("output-")]) >= 3
+    assert [path for path in files if WRITER.encode() in path.read_bytes()] == []
+
+
+def test_the_token_is_in_no_command_line(project: Project) -> None:
+    seen: list[bytes] = []
+
+    def look(_: object) -> None:
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                seen.append(process.read_bytes())
+            except OSError:
+                continue  # it has ended
+
+    project.stand_in.after.append(look)
+    try:
+        project.mergegate("verify", "acme/demo")
+    finally:
+        project.stand_in.after.remove(look)
+    assert any(b"flows.cli" in line for line in seen)
+    assert not any(WRITER.encode() in line for line in seen)

@@ -1,0 +1,201 @@
+"""The next step of a publication, from every state that a Hub repository can be in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tasks.publish.hub_state import (
+    CreateBranch,
+    CreateRepository,
+    DeleteBranch,
+    Done,
+    Head,
+    Observed,
+    Promote,
+    RemoteFile,
+    Settings,
+    Stage,
+    Step,
+    Stop,
+    Tag,
+    Wanted,
+    WantedFile,
+    next_step,
+)
+
+WEIGHTS = WantedFile(size=9, sha256="a" * 64, blob=None)
+CARD = WantedFile(size=4, sha256="b" * 64, blob="b" * 40)
+WANTED = Wanted("v2", {"README.md": CARD, "model.safetensors": WEIGHTS})
+PUBLIC = replace(WANTED, visibility="public")
+
+ATTRIBUTES = RemoteFile(10, "0" * 40)
+RELEASED = {
+    ".gitattributes": ATTRIBUTES,
+    "README.md": RemoteFile(4, "b" * 40),
+    "model.safetensors": RemoteFile(9, "1" * 40, "a" * 64),
+}
+OLD = {**RELEASED, "model.safetensors": RemoteFile(9, "2" * 40, "c" * 64), "model-2.safetensors": ATTRIBUTES}
+
+EMPTY = Head("e" * 40, {".gitattributes": ATTRIBUTES})
+OLD_MAIN = Head("1" * 40, OLD)
+STAGED = Head("5" * 40, RELEASED)
+NEW_MAIN = Head("2" * 40, RELEASED)
+FRESH = Observed(exists=True, main=EMPTY)
+REPLACING = Observed(exists=True, main=OLD_MAIN, tagged=None, tags={"v1": OLD_MAIN.commit})
+BOTH = ("README.md", "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seen", "step"),
+    [
+        pytest.param(WANTED, Observed(exists=False), CreateRepository(), id="no repository"),
+        pytest.param(WANTED, FRESH, CreateBranch(EMPTY.commit), id="empty repository"),
+        pytest.param(WANTED, replace(FRESH, staged=EMPTY), Stage(EMPTY.commit, BOTH, ()), id="empty branch"),
+        pytest.param(
+            WANTED,
+            replace(REPLACING, staged=OLD_MAIN),
+            Stage(OLD_MAIN.commit, ("model.safetensors",), ("model-2.safetensors",)),
+            id="branch with the old release",
+        ),
+        pytest.param(
+            WANTED,
+            replace(REPLACING, staged=STAGED),
+            Promote(OLD_MAIN.commit, STAGED, ("model.safetensors",), ("model-2.safetensors",)),
+            id="staged",
+        ),
+        pytest.param(
+            WANTED, replace(REPLACING, main=NEW_MAIN, staged=STAGED), Tag(NEW_MAIN.commit), id="promoted, not tagged"
+        ),
+        pytest.param(
+            WANTED,
+            replace(REPLACING, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN),
+            DeleteBranch("mergegate-staging/v2"),
+            id="tagged, branch still there",
+        ),
+        pytest.param(
+            WANTED,
+            replace(REPLACING, main=NEW_MAIN, tagged=NEW_MAIN, leftovers=("mergegate-staging/v0",)),
+            DeleteBranch("mergegate-staging/v0"),
+            id="the branch of a run that died",
+        ),
+        pytest.param(WANTED, replace(FRESH, main=NEW_MAIN, tagged=NEW_MAIN), Done(NEW_MAIN.commit), id="released"),
+        pytest.param(
+            WANTED, replace(FRESH, main=NEW_MAIN), Tag(NEW_MAIN.commit), id="the same content under a new name"
+        ),
+        pytest.param(
+            WANTED,
+            replace(REPLACING, tagged=NEW_MAIN),
+            Promote(OLD_MAIN.commit, NEW_MAIN, ("model.safetensors",), ("model-2.safetensors",)),
+            id="another release is current",
+        ),
+        pytest.param(
+            WANTED,
+            Observed(exists=True, main=Head("9" * 40, OLD), tagged=NEW_MAIN),
+            Done(NEW_MAIN.commit),
+            id="what a person changed after the release stays",
+        ),
+        pytest.param(
+            PUBLIC, replace(FRESH, staged=STAGED), Promote(EMPTY.commit, STAGED, BOTH, ()), id="still private"
+        ),
+        pytest.param(
+            PUBLIC,
+            replace(FRESH, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN),
+            Settings(private=False, gated=False),
+            id="complete: now it is opened",
+        ),
+        pytest.param(
+            PUBLIC,
+            replace(FRESH, main=NEW_MAIN, tagged=NEW_MAIN),
+            Done(NEW_MAIN.commit),
+            id="a repository that was made private after its release stays private",
+        ),
+        pytest.param(
+            replace(PUBLIC, gated="manual"),
+            replace(REPLACING, private=False),
+            Settings(private=False, gated="manual"),
+            id="gated before anything is staged",
+        ),
+        pytest.param(
+            PUBLIC,
+            replace(FRESH, private=False, gated="auto"),
+            CreateBranch(EMPTY.commit),
+            id="the gate is lifted only for the release",
+        ),
+        pytest.param(
+            PUBLIC,
+            replace(FRESH, private=False, gated="auto", main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN),
+            Settings(private=False, gated=False),
+            id="the gate is lifted with the release",
+        ),
+    ],
+)
+def test_the_next_step_follows_from_what_is_there(wanted: Wanted, seen: Observed, step: Step) -> None:
+    assert next_step(wanted, seen) == step
+
+
+@pytest.mark.parametrize(
+    ("seen", "base", "found"),
+    [
+        pytest.param(replace(FRESH, tagged=OLD_MAIN), None, "already published with other content", id="tag"),
+        pytest.param(replace(REPLACING, staged=STAGED), EMPTY.commit, "main is at 1111", id="main changed meanwhile"),
+        pytest.param(
+            replace(REPLACING, tagged=NEW_MAIN), EMPTY.commit, "main is at 1111", id="changed before a return"
+        ),
+        pytest.param(
+            replace(FRESH, private=False), None, "the repository is public", id="public, though private wanted"
+        ),
+        pytest.param(Observed(exists=True), None, "no branch 'main'", id="no main"),
+    ],
+)
+def test_what_would_break_a_promise_stops_it_and_says_what_to_do(seen: Observed, base: str | None, found: str) -> None:
+    step = next_step(WANTED, seen, base)
+    assert isinstance(step, Stop)
+    assert found in step.found
+    assert step.remedy
+
+
+def test_a_main_that_is_the_release_already_was_not_changed_by_somebody_else() -> None:
+    assert next_step(WANTED, replace(FRESH, main=NEW_MAIN, staged=STAGED), base=EMPTY.commit) == Tag(NEW_MAIN.commit)
+
+
+@pytest.mark.parametrize(
+    ("remote", "held"),
+    [
+        (RemoteFile(9, "1" * 40, "a" * 64), True),
+        (RemoteFile(9, "1" * 40, "d" * 64), False),
+        (RemoteFile(8, "1" * 40, "a" * 64), False),
+        (RemoteFile(9, "1" * 40), False),
+        (None, False),
+    ],
+)
+def test_a_large_file_is_known_by_its_sha256(remote: RemoteFile | None, held: bool) -> None:
+    assert WEIGHTS.is_held_by(remote) is held
+
+
+@pytest.mark.parametrize(("blob", "held"), [("b" * 40, True), ("c" * 40, False)])
+def test_a_small_file_is_known_by_its_git_id(blob: str, held: bool) -> None:
+    assert CARD.is_held_by(RemoteFile(4, blob)) is held
+
+
+def test_acting_out_the_steps_leads_from_nothing_to_done() -> None:
+    seen, steps = Observed(exists=False), []
+    while not isinstance(step := next_step(PUBLIC, seen, EMPTY.commit), Done):
+        steps.append(type(step).__name__)
+        match step:
+            case CreateRepository():
+                seen = FRESH
+            case CreateBranch():
+                seen = replace(seen, staged=seen.main)
+            case Stage():
+                seen = replace(seen, staged=STAGED)
+            case Promote():
+                seen = replace(seen, main=NEW_MAIN)
+            case Tag(commit):
+                seen = replace(seen, tagged=NEW_MAIN, tags={"v2": commit})
+            case Settings(private, gated):
+                seen = replace(seen, private=private, gated=gated)
+            case DeleteBranch():
+                seen = replace(seen, staged=None)
+    assert steps == ["CreateRepository", "CreateBranch", "Stage", "Promote", "Tag", "Settings", "DeleteBranch"]

@@ -1,0 +1,59 @@
+"""Where a release goes, as a profile says it: what is meant, what cannot be, and what must be there beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flows.profile import parse_profile
+from merge_core.errors import InvalidInput
+from tasks.publish.settings import DirectoryTarget, HubTarget
+from tasks.publish.target import check_target
+
+PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
+
+
+def test_a_target_is_a_directory_unless_it_says_otherwise() -> None:
+    assert parse_profile({**PROFILE, "publish": {"path": "out"}}, "p").publish == DirectoryTarget(path=Path("out"))
+    hub = {"to": "hub", "repo": "acme/demo", "visibility": "public", "gated": "manual"}
+    assert parse_profile({**PROFILE, "publish": hub}, "p").publish == HubTarget.model_validate(hub)
+
+
+@pytest.mark.parametrize(
+    ("publish", "message"),
+    [
+        ({"to": "hub"}, "p: publish.repo: is missing"),
+        ({"to": "hub", "repo": "acme/demo", "visibilty": "public"}, "did you mean 'visibility'?"),
+        ({"to": "directory", "paht": "out", "path": "x"}, "did you mean 'path'?"),
+        ({"to": "hub", "repo": "demo"}, "p: publish.repo: 'demo'"),
+        ({"to": "hub", "repo": "acme/demo", "gated": "auto"}, "a private repository cannot be gated"),
+        ({"to": "hbu", "repo": "acme/demo"}, "'directory', 'hub'"),
+        ({"to": "hub", "repo": "acme/demo", "version": "a/b"}, "p: publish.version"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_with_its_place(publish: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_profile({**PROFILE, "publish": publish}, "p")
+    assert message in str(error.value)
+
+
+def test_a_licence_check_for_private_use_does_not_let_a_public_release_through() -> None:
+    checks = {"license": {"visibility": "private"}}
+    public = {"to": "hub", "repo": "acme/demo", "visibility": "public"}
+    with pytest.raises(InvalidInput, match=r"checks\.license\.visibility"):
+        parse_profile({**PROFILE, "checks": checks, "publish": public}, "p")
+    parse_profile({**PROFILE, "checks": checks, "publish": {"to": "hub", "repo": "acme/demo"}}, "p")
+
+
+def test_a_missing_token_or_key_is_found_before_anything_is_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    check_target(None, tmp_path)
+    check_target(DirectoryTarget(path=Path("out")), tmp_path)
+    with pytest.raises(InvalidInput, match="export HF_TOKEN"):
+        check_target(HubTarget(to="hub", repo="acme/demo"), tmp_path)
+    with pytest.raises(InvalidInput, match=r"release\.key: No such file"):
+        check_target(DirectoryTarget(path=Path("out"), sign_key=Path("release.key")), tmp_path)

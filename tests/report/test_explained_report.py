@@ -1,0 +1,205 @@
+"""The report of a refusal that is explained: what was tried, what was lost, where weights conflict, what to try."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+
+import pytest
+import report_samples as samples
+
+from merge_core.interference import Interference
+from tasks.explain import Explanation
+from tasks.report import ReportContent, as_markdown, explaining, render
+from tasks.report.heat_map import interference_plot, what_is_shown
+from tasks.sequential import Look
+
+
+def text_of(html: str) -> str:
+    """What a person reads of a page, in one line."""
+    shown = re.sub(r"<wbr>", "", re.sub(r"<style>.*?</style>|<svg.*?</svg>", " ", html, flags=re.DOTALL))
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return text_of(render(samples.explained()))
+
+
+def test_sections_come_in_the_order_in_which_one_asks(page: str) -> None:
+    titles = [
+        "Refused", "What was tried", "Regression guards", "What was lost", "Scores", "Perplexity", "Judged answers",
+        "What the weights say", "What to try", "What was merged", "Licence", "Files of the merge",
+        "Evidence in the store", "How to reproduce",
+    ]  # fmt: skip
+    places = [page.index(title) for title in titles]
+    assert places == sorted(places)
+
+
+def test_every_attempt_stands_with_its_change_and_its_worst_reason(page: str) -> None:
+    assert "1. linear of 2 as written ✗ fail reversing falls 31.2 points" in page
+    assert "2. ties of 2 over base merge_method: ties, density: 0.3 ✗ fail reversing falls 14.4" in page
+
+
+def test_lost_documents_are_shown_with_question_and_answer(page: str) -> None:
+    assert "reversing 75 documents on which reverser is better, 3 on which the merge is" in page
+    assert "reverse: kidnap > wanted pandik Document 17: reverser scores 1, the merge 0." in page
+    assert "Document 231: reverser scores 1, the merge 0. Its text is no longer to be had." in page
+
+
+def test_a_document_can_hold_anything_and_is_only_shown() -> None:
+    content = samples.explained()
+    explanation = content.explanation
+    assert explanation is not None
+    flips = explanation.lost[0].flips
+    hostile = flips.examples[0].model_copy(update={"prompt": "<script>alert(1)</script>", "target": "</pre><b>"})
+    lost = explanation.lost[0].model_copy(update={"flips": flips.model_copy(update={"examples": (hostile,)})})
+    html = render(content.model_copy(update={"explanation": explanation.model_copy(update={"lost": (lost,)})}))
+    assert "<script" not in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
+
+
+def test_remedies_can_be_copied_into_a_profile(page: str) -> None:
+    assert "{merge_method: ties, density: 0.3} 44 % of the weights" in page
+    assert "{lambda: 0.7} Perplexity rose over the limit." in page
+
+
+def test_the_judge_is_reported_with_interval_consistency_and_length(page: str) -> None:
+    assert "win rate 53.8 % [46.1, 61.4]" in page
+    assert "Won, tied, lost 31, 24, 25" in page
+    assert "Same in both orders 84 %" in page
+    assert "1.07 times reverser" in page
+
+
+def test_the_ensemble_is_a_dot_and_a_share_of_its_gain() -> None:
+    content = samples.explained()
+    html = render(content)
+    # ln(3.402 / 3.51) over ln(3.402 / 3.2): the merge lost where the ensemble gained.
+    assert "the merge keeps nothing of that gain" in text_of(html)
+    assert html.count("parents' ensemble: 3.200.") + html.count("parents&#x27; ensemble: 3.200.") >= 2
+    better = tuple(
+        model.model_copy(update={"likelihoods": samples.likelihoods(3.3)}) if model.role == "merge" else model
+        for model in content.models
+    )
+    assert "the merge keeps 50 % of that gain" in text_of(render(content.model_copy(update={"models": better})))
+
+
+def test_artifacts_are_named_by_their_keys(page: str) -> None:
+    assert samples.sha("key of the merge") in page.replace(" ", "")
+
+
+def test_the_weights_are_put_into_sentences() -> None:
+    found = " ".join(explaining.why(samples.explanation()))
+    assert found.startswith("The merge moved 0.68 times as far from base as sorter, the parent that moved farthest.")
+    assert "both reverser and sorter move noticeably" in found
+    assert "it would be 50 %" in found
+    assert re.search(
+        r"The conflict is strongest in layers 3 \(\d\d %\), 2 \(\d\d %\) and 1 \(\d\d %\), and weakest in layer 0",
+        found,
+    )
+    assert "2 tensors were left out: of another shape in some model (model.extra.weight)." in found
+
+
+def test_of_several_parents_the_pair_that_conflicts_most_is_named() -> None:
+    found = " ".join(explaining.why(samples.explanation(names=("a", "b", "c"))))
+    assert "The pair that conflicts most is b and c" in found
+
+
+def test_layers_that_conflict_alike_are_not_ranked() -> None:
+    explanation = samples.explanation()
+    assert explanation.interference is not None
+    spots = tuple(
+        spot.model_copy(update={"tally": samples.tally(0.4, 2, 0.01)}) for spot in explanation.interference.spots
+    )
+    even = explanation.interference.model_copy(update={"spots": spots})
+    found = " ".join(explaining.why(explanation.model_copy(update={"interference": even})))
+    assert "The conflict is much the same in all 4 layers." in found
+
+
+def test_a_recipe_without_base_says_where_differences_begin() -> None:
+    plain = samples.explanation(names=("sorter",)).model_copy(update={"origin": "reverser", "origin_is_base": False})
+    found = " ".join(explaining.why(plain))
+    assert "The recipe names no base: differences are measured from its first model, reverser." in found
+    assert "opposite" not in found
+    assert what_is_shown(plain).startswith("Distance of the parents")
+
+
+def test_weights_that_could_not_be_compared_are_said_to_be() -> None:
+    content = samples.explained()
+    assert content.explanation is not None
+    blind = content.explanation.model_copy(update={"interference": None})
+    found = text_of(render(content.model_copy(update={"explanation": blind})))
+    assert "The weights of these models could not be compared." in found
+    assert "Task vector" not in found
+
+
+def cells_of(svg: str) -> dict[float, list[float]]:
+    """Opacity of the cells of each row, by the row's place from the top; the scale is the first."""
+    found: dict[float, list[float]] = {}
+    for path, style in re.findall(r'<path d="M ([^"]*)"[^>]*style="([^"]*var\(--fail\)[^"]*)"', svg):
+        top = min(float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", path))
+        opacity = re.search(r"(?<!fill-)opacity: ([\d.]+)", style)
+        assert opacity is not None
+        found.setdefault(top, []).append(float(opacity[1]))
+    return dict(sorted(found.items()))
+
+
+def test_the_heat_map_has_a_cell_for_each_layer_and_kind_and_the_more_conflict_the_more_colour() -> None:
+    content = samples.explained()
+    assert content.explanation is not None
+    assert content.explanation.interference is not None
+    wide, narrow = interference_plot(content)
+    for svg in (wide, narrow):
+        scale, *rows = cells_of(svg).values()
+        assert scale == sorted(scale)
+        assert [len(row) for row in rows] == [1, 8, 8, 8, 8, 1, 1]
+        drawn = [opacity for row in rows for opacity in row]
+        conflicts = [spot.tally.conflict for spot in content.explanation.interference.spots]
+        assert sorted(range(35), key=drawn.__getitem__) == sorted(range(35), key=conflicts.__getitem__)
+    numbers = re.findall(r">(\d+)</text>", wide)
+    assert numbers == [f"{100 * conflict:.0f}" for conflict in conflicts if conflict is not None]
+    assert re.findall(r">(layer \d|embedding|final norm|head)</text>", wide) == [
+        "embedding", "layer 0", "layer 1", "layer 2", "layer 3", "final norm", "head",
+    ]  # fmt: skip
+
+
+def test_a_deep_network_is_drawn_without_numbers_and_low() -> None:
+    content = samples.explained().model_copy(update={"explanation": samples.explanation(layers=80)})
+    wide, _ = interference_plot(content)
+    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', wide)
+    assert box is not None
+    assert float(box[2]) < 1000
+    assert re.findall(r">(\d+)</text>", wide) == []
+    assert [len(row) for row in list(cells_of(wide).values())[1:]] == [1, *[8] * 80, 1, 1]
+
+
+def test_a_merge_that_passed_has_none_of_it() -> None:
+    found = text_of(render(samples.released()))
+    for title in ("What was tried", "What was lost", "What the weights say", "What to try", "Judged", "store"):
+        assert title not in found
+
+
+def test_a_verdict_of_several_looks_says_at_which_it_was_reached() -> None:
+    content = samples.refused()
+    first, second = content.verdict.guards
+    looked = first.model_copy(update={"look": Look(number=2, of=3, documents=1000, confidence=0.98)})
+    notes = ("The reference is the best of three parents.",)
+    verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
+    found = text_of(render(content.model_copy(update={"verdict": verdict})))
+    assert "✗ fail limit 3 look 2 of 3" in found
+    assert found.count("look 2 of 3") == 1
+    assert notes[0] in found
+
+
+def test_remedies_stand_below_the_table_in_markdown() -> None:
+    found = as_markdown(samples.explained())
+    assert "What to try:\n\n- \\{merge\\_method: ties, density: 0.3\\}: 44 % of the weights" in found
+    assert "What to try" not in as_markdown(samples.refused())
+
+
+def test_explanations_survive_the_way_through_json() -> None:
+    content = samples.explained()
+    again = ReportContent.model_validate_json(content.model_dump_json())
+    assert again == content
+    assert isinstance(again.explanation, Explanation)
+    assert isinstance(again.explanation.interference, Interference)

@@ -1,0 +1,211 @@
+"""What a running server is asked: a good model passes, and each fault is refused with its own reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stand_in import Canned, Tiny, standing_in
+from variants import DEMO, copied, model_in, with_config
+
+from merge_core.errors import InvalidInput
+from tasks.loaded import in_memory
+from tasks.model import Model
+from tasks.serve.checks import looped_share
+from tasks.serve.settings import ServeSettings
+from tasks.serve.smoke import smoke_url
+from tasks.serve.verdict import Check, ServeVerdict
+
+torch.set_num_threads(1)
+
+SETTINGS = ServeSettings(prompts=("rev: abcd>", "the old "), texts=("the old pig sees the red cat.",), max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return model_in(copied(DEMO / "models" / "reverser", tmp_path_factory.mktemp("served") / "reverser"))
+
+
+@pytest.fixture(scope="module")
+def tiny(model: Model) -> Tiny:
+    return Tiny(model.directory)
+
+
+Smoke = Callable[..., ServeVerdict]
+
+
+@pytest.fixture
+def smoke(model: Model, tiny: Tiny) -> Smoke:
+    def ask(*faults: str, settings: ServeSettings = SETTINGS, checkpoint: Model | None = model) -> ServeVerdict:
+        with standing_in(tiny, *faults) as server:
+            return smoke_url(server.url, settings, checkpoint=checkpoint)
+
+    return ask
+
+
+def named(verdict: ServeVerdict, name: str) -> Check:
+    return next(check for check in verdict.checks if check.name == name)
+
+
+def test_a_good_model_passes_every_check(smoke: Smoke) -> None:
+    verdict = smoke(settings=SETTINGS.model_copy(update={"stops": ("rev: hgfe>",), "min_tokens_per_second": 0.01}))
+    assert {check.name: check.outcome for check in verdict.checks} == dict.fromkeys(
+        (
+            "tensors",
+            "vocabulary",
+            "finite weights",
+            "finite logprobs",
+            "text",
+            "greedy twice",
+            "no loop",
+            "parity",
+            "tokenizer",
+            "chat",
+            "chat template",
+            "end of sequence",
+            "stops",
+            "over-long prompt",
+            "throughput",
+        ),
+        "pass",
+    )
+    assert verdict.outcome == "pass"
+    assert verdict.refused() is None
+    assert verdict.measured.tokens_per_second is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "seen"),
+    [
+        ("nan", "finite logprobs", "14 of 14 are no numbers"),
+        ("empty", "text", "nothing after 2 of 2 prompts"),
+        ("loop", "no loop", "2 of 2; 100% at most"),
+        ("moody", "greedy twice", "then"),
+        ("shifted", "parity", "0.2000 on average"),
+        ("other ids", "tokenizer", "id 0 is"),
+        ("endless", "end of sequence", "goes on after id 2"),
+    ],
+)
+def test_each_fault_is_refused_with_its_own_reason(smoke: Smoke, fault: str, name: str, seen: str) -> None:
+    verdict = smoke(fault)
+    assert verdict.outcome == "fail"
+    check = named(verdict, name)
+    assert check.outcome == "fail"
+    assert seen in check.seen
+    assert check.expected
+    assert check.remedy
+    refusal = verdict.refused()
+    assert refusal is not None
+    assert refusal.exit_code == 3
+
+
+def test_what_a_server_lacks_is_not_offered_and_not_passed(smoke: Smoke) -> None:
+    verdict = smoke("no chat", "plain")
+    assert verdict.outcome == "pass"
+    assert {check.name for check in verdict.checks if check.outcome == "not offered"} == {"tokenizer", "chat"}
+    assert named(verdict, "parity").outcome == "pass", "echo is the older way to ask for it"
+
+
+def test_a_server_that_refuses_unknown_fields_is_asked_without_them(smoke: Smoke) -> None:
+    verdict = smoke("strict")
+    assert named(verdict, "greedy twice").outcome == "pass"
+    assert named(verdict, "parity").outcome == "pass"
+    assert verdict.outcome == "pass"
+
+
+def test_without_a_checkpoint_there_is_nothing_to_compare_with(smoke: Smoke) -> None:
+    verdict = smoke(checkpoint=None)
+    assert verdict.outcome == "pass"
+    assert named(verdict, "parity").outcome == "not offered"
+
+
+def test_throughput_has_a_floor(smoke: Smoke) -> None:
+    verdict = smoke(settings=SETTINGS.model_copy(update={"min_tokens_per_second": 1e9}))
+    assert [check.name for check in verdict.failures] == ["throughput"]
+    assert verdict.failures[0].expected == "≥ 1e+09 tokens/s"
+
+
+def test_a_prompt_that_must_stop_and_does_not_is_refused(smoke: Smoke) -> None:
+    verdict = smoke(settings=SETTINGS.model_copy(update={"stops": ("the old ",), "max_tokens": 8}))
+    assert [check.name for check in verdict.failures] == ["stops"]
+    assert "length at 8 tokens" in verdict.failures[0].seen
+
+
+def test_a_turn_whose_end_stops_nothing_is_refused(tmp_path: Path, tiny: Tiny) -> None:
+    # The classic of merges between base and chat models: the template says </s>, the configuration another id.
+    directory = copied(DEMO / "models" / "reverser", tmp_path / "reverser")
+    with_config(directory, "generation_config.json", eos_token_id=7)
+    with_config(directory, eos_token_id=7)
+    with_config(directory, "tokenizer_config.json", eos_token="e")
+    with standing_in(tiny) as server:
+        verdict = smoke_url(server.url, SETTINGS, checkpoint=model_in(directory))
+    check = named(verdict, "end of sequence")
+    assert check.outcome == "fail"
+    assert "ends with '</s>' (id 2), at which nothing stops" in check.seen
+    assert check.remedy == "add 2 to eos_token_id"
+
+
+def test_a_template_that_cannot_be_rendered_is_refused(tmp_path: Path, tiny: Tiny) -> None:
+    directory = copied(DEMO / "models" / "reverser", tmp_path / "reverser")
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with standing_in(tiny) as server:
+        verdict = smoke_url(server.url, SETTINGS, checkpoint=model_in(directory))
+    assert "roles must alternate" in named(verdict, "chat").seen
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for_twice(tmp_path: Path) -> None:
+    with standing_in(Canned(), "silent") as server:
+        verdict = smoke_url(server.url, SETTINGS.model_copy(update={"answer_within": 0.3}))
+    assert [(check.name, check.seen) for check in verdict.checks] == [("a first answer", "no answer in 0.3 s")]
+    assert verdict.outcome == "fail"
+
+
+def test_an_address_where_nobody_answers_is_invalid() -> None:
+    with standing_in(Canned()) as server:
+        url = server.url
+    with pytest.raises(InvalidInput, match="Connection refused"):
+        smoke_url(url, SETTINGS)
+
+
+def test_a_model_that_is_not_served_is_invalid() -> None:
+    with standing_in(Canned()) as server, pytest.raises(InvalidInput, match="serves tiny"):
+        smoke_url(server.url, SETTINGS, model="huge")
+
+
+def test_the_reference_is_the_plain_sum_over_the_softmax(model: Model) -> None:
+    from tasks.serve.reference import make_reference
+
+    reference = make_reference(model, ["the old pig"], "abc", dtype="float32", device="cpu", longest=64)
+    (text,) = reference.texts
+    with in_memory(model, dtype="float32", device="cpu") as loaded, torch.inference_mode():
+        logits = loaded.network(torch.tensor([text.ids])).logits[0].double()
+    expected = [float(logits[at, number] - torch.logsumexp(logits[at], 0)) for at, number in enumerate(text.ids[1:])]
+    assert text.logprobs == pytest.approx(expected, abs=1e-5)
+    assert reference.ends == (2,)
+    assert reference.chat is not None
+    assert reference.chat.turn_ends == (2, "</s>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"),
+    [
+        ([], 0.0),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 0.0),
+        ([1] * 10, 1.0),
+        ([1, 2] * 5, 1.0),
+        ([9, 8, 7, 6, 5, 1, 2, 3, 1, 2, 3, 1, 2, 3], 9 / 14),
+        ([1, 2, 3, 4, 5, 1, 2, 3, 4, 5], 0.0),  # five tokens again: people do that
+    ],
+)
+def test_the_share_of_a_repeated_pattern(tokens: list[int], share: float) -> None:
+    assert looped_share(tokens) == pytest.approx(share)
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 50), min_size=1, max_size=4))
+def test_a_pattern_that_is_repeated_long_enough_is_always_found(start: list[int], pattern: list[int]) -> None:
+    tokens = start + pattern * 40
+    assert looped_share(tokens) >= len(pattern) * 40 / len(tokens) - 1e-9

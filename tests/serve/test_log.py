@@ -1,0 +1,55 @@
+"""Reading a server's log: the cause, not its consequences, and who is to blame."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.serve.log import blame, port_was_taken, root_cause
+
+FAILED_START = """\
+(APIServer pid=1) WARNING 11-20 11:16:04 [system_utils.py:255] error: OSError: [Errno 24] may come
+(EngineCore pid=7) ERROR 11-20 11:16:41 [core.py:842] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-20 11:16:41 [core.py:842] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-20 11:16:41 [core.py:842]   File "loader.py", line 12, in load
+(EngineCore pid=7) ERROR 11-20 11:16:41 [core.py:842] ValueError: Following weights were not initialized: {'a'}
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+def test_the_cause_is_the_first_error_and_not_its_consequence() -> None:
+    assert root_cause(FAILED_START) == "ValueError: Following weights were not initialized: {'a'}"
+
+
+def test_without_an_error_the_last_line_is_the_cause() -> None:
+    assert root_cause("loading\nkilled by somebody\n\n") == "killed by somebody"
+    assert root_cause("") == "it said nothing"
+    assert (
+        root_cause("loading\n/lib/resource_tracker.py:254: UserWarning: 2 leaked\n  warnings.warn('leaked')\n")
+        == "loading"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cause", "returncode", "had_answered", "guilty"),
+    [
+        ("ValueError: Following weights were not initialized: {'a'}", 1, False, "model"),
+        ("ValueError: Free memory on device cuda:0 (1/80 GiB) is less than desired", 1, False, "machine"),
+        ("ValueError: To serve one request, 3 GiB KV cache is needed, larger than available", 1, False, "machine"),
+        ("RuntimeError: Failed to infer device type", 1, False, "machine"),
+        ("ModuleNotFoundError: No module named 'vllm'", 1, False, "machine"),
+        ("loading weights", -9, False, "machine"),
+        ("api_server.py: error: argument --dtype: invalid choice: 'int3'", 2, False, "settings"),
+        ("IndexError: index out of range in self", 1, True, "model"),
+        ("torch.OutOfMemoryError: CUDA out of memory", 1, True, "machine"),
+        ("RuntimeError: CUDA error: device-side assert triggered", 1, True, "model"),
+        ("RuntimeError: Unsupported CPU attention configuration: head_dim=24", 1, True, "machine"),
+    ],
+)
+def test_who_is_to_blame(cause: str, returncode: int, had_answered: bool, guilty: str) -> None:
+    assert blame(cause, returncode, had_answered=had_answered) == guilty
+
+
+def test_a_port_that_was_taken_is_seen() -> None:
+    assert port_was_taken("OSError: [Errno 98] Address already in use")
+    assert not port_was_taken(FAILED_START)

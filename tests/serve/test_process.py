@@ -1,0 +1,191 @@
+"""The server's process: started, awaited and ended, whatever happens to it or to us; nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+from traces import Traces, flow, listens, stand_in
+
+from tasks.serve.client import Client
+from tasks.serve.launch import Launch
+from tasks.serve.process import Server, ServerEnded
+from tasks.serve.settings import ServeSettings
+
+
+def settings(**changes: float) -> ServeSettings:
+    return ServeSettings(ready_within=changes.pop("ready_within", 60), answer_within=10, **changes)
+
+
+def test_a_server_is_awaited_answers_and_is_gone_afterwards(tmp_path: Path, traces: Traces) -> None:
+    with Server(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
+        server.await_ready()
+        assert server.name in Client(server.url, 5).models()
+        assert len(traces.processes()) >= 3
+        assert list(traces.temporary.rglob("worker-*")), "its temporary files go where they are removed"
+    assert server.seconds_to_ready is not None
+    assert server.peak_memory is not None
+    assert server.peak_memory > 5e6
+    assert not listens(server.url)
+    assert traces.processes() == []
+    assert traces.files() == []
+
+
+def test_a_server_that_does_not_listen_to_signals_is_ended_all_the_same(tmp_path: Path, traces: Traces) -> None:
+    with Server(
+        stand_in(traces, "--fault", "deaf", "--workers", "1"), tmp_path / "log", settings(), grace=0.2
+    ) as server:
+        server.await_ready()
+    assert traces.processes() == []
+    assert traces.files() == []
+
+
+@pytest.mark.parametrize(
+    ("said", "blame"),
+    [
+        ("ValueError: There is no module or parameter named 'model.layers.2'", "model"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "machine"),
+        ("RuntimeError: No CUDA GPUs are available", "machine"),
+        ("server: error: unrecognized arguments: --speculate", "settings"),
+    ],
+)
+def test_a_server_that_dies_at_its_start_says_why_and_who_is_to_blame(
+    tmp_path: Path, traces: Traces, said: str, blame: str
+) -> None:
+    with (
+        Server(stand_in(traces, "--fault", f"says {said}"), tmp_path / "log", settings()) as server,
+        pytest.raises(ServerEnded) as end,
+    ):
+        server.await_ready()
+    assert end.value.cause in said
+    assert end.value.blame == blame
+    assert end.value.returncode == 1
+
+
+def test_a_command_that_is_not_there_is_the_machines_fault(tmp_path: Path, traces: Traces) -> None:
+    with (
+        Server(Launch(("/nowhere/vllm", "{port}"), {}), tmp_path / "log", settings()) as server,
+        pytest.raises(ServerEnded, match="/nowhere/vllm: No such file") as end,
+    ):
+        server.await_ready()
+    assert end.value.blame == "machine"
+    assert traces.files() == []
+
+
+def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: Traces) -> None:
+    with (
+        Server(
+            stand_in(traces, "--fault", "never ready", "--workers", "1"), tmp_path / "log", settings(ready_within=1)
+        ) as server,
+        pytest.raises(ServerEnded, match="not ready in 1 s; last: loading weights") as end,
+    ):
+        server.await_ready()
+    assert end.value.blame == "machine"
+    assert traces.processes() == []
+
+
+def test_the_total_limit_ends_a_server_that_is_ready(tmp_path: Path, traces: Traces) -> None:
+    with Server(stand_in(traces), tmp_path / "log", settings(total_within=2)) as server:
+        server.await_ready()
+        assert server.has_died(within=20)
+        assert "longer than 2 s" in server.ended().cause
+
+
+def test_sockets_of_a_server_have_short_paths(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("deep" * 20)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    with Server(stand_in(traces), tmp_path / "log", settings()) as server:
+        server.await_ready()
+        assert server._scratch is not None
+        assert len(str(server._scratch / str(uuid.uuid4()))) <= 107
+        scratch = server._scratch
+    assert not scratch.exists()
+
+
+def test_a_killed_server_takes_its_workers_along(tmp_path: Path, traces: Traces) -> None:
+    with Server(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
+        server.await_ready()
+        os.kill(server._pid, signal.SIGKILL)
+        assert server.has_died(within=20)
+        assert server.ended().blame == "machine"
+    assert traces.processes() == []
+    assert traces.files() == []
+
+
+def test_a_killed_supervisor_leaves_no_server(tmp_path: Path, traces: Traces) -> None:
+    with Server(stand_in(traces), tmp_path / "log", settings()) as server:
+        server.await_ready()
+        assert server._supervisor is not None
+        server._supervisor.kill()
+    assert traces.wait_until_gone() == []
+    assert traces.files() == []
+
+
+def test_a_server_on_a_port_that_somebody_took_is_started_on_another(
+    tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = [taken.getsockname()[1]]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+        monkeypatch.setattr("tasks.serve.process.free_port", lambda: ports.pop(0))
+        with Server(stand_in(traces), tmp_path / "log", settings()) as server:
+            server.await_ready()
+            assert Client(server.url, 5).health() == 200
+    assert ports == []
+
+
+def test_nothing_survives_a_flow_that_is_killed(tmp_path: Path, traces: Traces) -> None:
+    with flow(tmp_path / "log", traces, stand_in(traces, "--workers", "2")) as parent:
+        assert parent.stdout is not None
+        url = parent.stdout.readline().strip()
+        assert parent.stdout.readline().strip() == "ready"
+        assert len(traces.processes()) >= 3
+        parent.kill()
+        parent.wait()
+        assert traces.wait_until_gone() == []
+    assert not listens(url)
+    assert traces.files() == []
+
+
+@pytest.mark.slow
+def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path: Path, traces: Traces) -> None:
+    chance = random.Random(6)
+    urls = []
+    for turn in range(30):
+        victim = ("flow", "server", "supervisor", "nobody", "flow")[turn % 5]
+        moment = chance.uniform(0, 1.0)  # seconds after its start: ready or not
+        arguments = ("--workers", "1", *(("--fault", "deaf") if turn % 7 == 0 else ()))
+        if victim == "flow":
+            with flow(tmp_path / "log", traces, stand_in(traces, *arguments)) as parent:
+                assert parent.stdout is not None
+                urls.append(parent.stdout.readline().strip())
+                pause(moment)
+                parent.kill()
+        else:
+            with Server(stand_in(traces, *arguments), tmp_path / "log", settings(), grace=1) as server:
+                urls.append(server.url)
+                pause(moment)
+                assert server._supervisor is not None
+                if victim == "server":
+                    os.kill(server._pid, signal.SIGKILL)
+                elif victim == "supervisor":
+                    server._supervisor.terminate()
+        assert traces.wait_until_gone() == [], f"turn {turn}: {victim} killed after {moment:.2f} s"
+    assert traces.files() == []
+    assert [url for url in urls if listens(url)] == []
+
+
+def pause(seconds: float) -> None:
+    """Time in which the server goes on with its start: the test is about moments, not about states to wait for."""
+    threading.Event().wait(seconds)

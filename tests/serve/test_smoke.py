@@ -1,0 +1,243 @@
+"""The whole smoke test with a server that is started: verdicts, who is to blame, the cache, the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from stand_in import Tiny, standing_in
+from typer.testing import CliRunner
+from variants import missing_tensor, model_in
+
+from flows.cli import app
+from flows.profile import parse_profile
+from merge_core.errors import InvalidInput
+from merge_core.keys import digest
+from tasks.runtime import Runtime
+from tasks.serve.launch import ServerKind, find_server, launch
+from tasks.serve.settings import ServeSettings
+from tasks.serve.smoke import smoke_checkpoint
+from tasks.serve.stage import serve, serve_models, server_of
+from tasks.serve.verdict import MachineFailed, ServeVerdict, WronglyConfigured
+
+torch.set_num_threads(1)
+
+STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+CPU = Runtime(device="cpu", libraries={})
+
+
+def settings(*arguments: str, **changes: object) -> ServeSettings:
+    """With the stand-in as the configured server; ``--model {model}`` for one that is no canned one."""
+    command = (sys.executable, STAND_IN, "--port", "{port}", "--name", "{name}", *arguments)
+    asked = {"prompts": ("rev: abcd>", "the old "), "texts": ("the old pig sees the red cat.",), "max_tokens": 16}
+    return ServeSettings.model_validate({"command": command, "answer_within": 30, **asked, **changes})
+
+
+def smoke(checkpoint: Path, log: Path, configured: ServeSettings) -> ServeVerdict:
+    return smoke_checkpoint(model_in(checkpoint), configured, find_server(configured, Path()), device="cpu", log=log)
+
+
+def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path) -> None:
+    done: list[int] = []
+    configured = settings("--model", "{model}")
+    verdict = smoke_checkpoint(
+        model_in(checkpoint),
+        configured,
+        find_server(configured, Path()),
+        device="cpu",
+        log=tmp_path / "server.log",
+        on_progress=done.append,
+    )
+    assert verdict.outcome == "pass"
+    assert {check.outcome for check in verdict.checks} == {"pass"}
+    assert "ready" in {check.name for check in verdict.checks}
+    assert done == sorted(done)
+    measured = verdict.measured
+    assert measured.seconds_to_ready is not None
+    assert measured.tokens_per_second is not None
+    assert measured.peak_memory is not None
+    assert measured.peak_memory > 50e6, "a process with torch in it"
+    assert verdict.summary().startswith(f"{len(verdict.checks)} checks passed · python")
+
+
+def test_what_is_found_statically_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
+    missing_tensor(checkpoint)
+    verdict = smoke(checkpoint, tmp_path / "server.log", settings())
+    assert [check.name for check in verdict.failures] == ["tensors"]
+    assert not (tmp_path / "server.log").exists(), "no server was started"
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("dies", "ended when asked for text: RuntimeError: the floor is gone"),
+        ("swallows", "ended when asked for over-long prompt: IndexError: index out of range in self"),
+    ],
+)
+def test_a_server_that_dies_while_it_is_asked_is_the_models_failure(
+    checkpoint: Path, tmp_path: Path, fault: str, cause: str
+) -> None:
+    verdict = smoke(checkpoint, tmp_path / "server.log", settings("--fault", fault))
+    check = verdict.checks[-1]
+    assert (check.name, check.outcome, check.seen) == ("server lives", "fail", cause)
+    assert verdict.refuses()
+    assert cause.rpartition(": ")[2] in (tmp_path / "server.log").read_text()
+
+
+def test_a_server_that_hangs_is_the_models_failure(checkpoint: Path, tmp_path: Path) -> None:
+    verdict = smoke(checkpoint, tmp_path / "server.log", settings("--fault", "silent", answer_within=0.5))
+    assert verdict.checks[-1].seen == "no answer in 0.5 s"
+    assert verdict.refuses()
+
+
+def test_a_checkpoint_that_the_server_refuses_is_the_models_failure(checkpoint: Path, tmp_path: Path) -> None:
+    said = "ValueError: Following weights were not initialized from checkpoint"
+    verdict = smoke(checkpoint, tmp_path / "server.log", settings("--fault", f"says {said}"))
+    assert verdict.checks[-1].name == "ready"
+    assert said in verdict.checks[-1].seen
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "words"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory", MachineFailed, "could not be run on this machine"),
+        ("error: unrecognized arguments: --speculate", WronglyConfigured, "was called wrongly"),
+    ],
+)
+def test_a_server_that_cannot_start_here_says_nothing_about_the_model(
+    checkpoint: Path, tmp_path: Path, said: str, kind: type[MachineFailed], words: str
+) -> None:
+    with pytest.raises(kind, match=words) as failed:
+        smoke(checkpoint, tmp_path / "server.log", settings("--fault", f"says {said}"))
+    assert said in str(failed.value)
+    assert failed.value.exit_code == 3
+
+
+def test_the_stage_asks_once_and_keeps_the_log(checkpoint: Path, home: Path, prefect_api: None) -> None:
+    configured = settings("--model", "{model}")
+    server = server_of(configured, Path())
+    first = serve(model_in(checkpoint), configured, server, CPU)
+    # Any server that is started now would fail.
+    again = serve(model_in(checkpoint).model_copy(update={"name": "merge"}), configured, server, CPU)
+    assert again.key == first.key
+    assert again.value == first.value
+    assert sorted(first.files) == ["server.log", "value.json"]
+    newer = server_of(configured.model_copy(update={"version": "2"}), Path())
+    assert digest(newer) != digest(server), "another version of the server is asked again"
+
+
+def test_a_refusal_is_cached_too(checkpoint: Path, home: Path, prefect_api: None) -> None:
+    missing_tensor(checkpoint)
+    configured = settings()
+    verdicts = [serve(model_in(checkpoint), configured, server_of(configured, Path()), CPU) for _ in range(2)]
+    assert verdicts[0].key == verdicts[1].key
+    refusal = verdicts[1].value.refused()
+    assert refusal is not None
+    assert "q_proj" in refusal.where
+
+
+def test_a_profile_without_serve_costs_nothing(tmp_path: Path, home: Path) -> None:
+    assert serve_models(None, tmp_path, model_in(tmp_path / "nowhere")) == ()
+    assert not home.exists()
+
+
+def test_parents_of_a_merge_that_is_refused_are_not_measured(checkpoint: Path, home: Path, prefect_api: None) -> None:
+    missing_tensor(checkpoint)
+    configured = settings(parents=True)
+    nowhere = model_in(checkpoint.parent / "nowhere")
+    (verdict,) = serve_models(configured, Path(), model_in(checkpoint), [nowhere])
+    assert verdict.refuses()
+
+
+def test_a_failure_of_the_machine_is_not_cached_but_its_log_is_kept(
+    checkpoint: Path, home: Path, prefect_api: None
+) -> None:
+    configured = settings("--fault", "says MemoryError: none left")
+    with pytest.raises(MachineFailed) as failed:
+        serve(model_in(checkpoint), configured, server_of(configured, Path()), CPU)
+    (kept,) = (home / "logs").iterdir()
+    assert str(kept) in str(failed.value)
+    assert "MemoryError: none left" in kept.read_text()
+    assert not list((home / "store" / "serve").iterdir())
+
+
+def test_vllm_is_called_with_what_the_profile_says(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from merge_core.checkpoint import open_checkpoint
+
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    configured = ServeSettings(
+        tensor_parallel_size=2, arguments=("--max-num-seqs=2", "--gpu-memory-utilization", "0.5")
+    )
+    called = launch(configured, ServerKind("vllm 0.33.0", Path("/venv/bin/python")), open_checkpoint(checkpoint))
+    line = " ".join(called.at(8123, "smoke"))
+    assert line.startswith(f"/venv/bin/python -m vllm.entrypoints.openai.api_server --model {checkpoint}")
+    for part in (
+        "--host 127.0.0.1 --port 8123 --served-model-name smoke",
+        "--dtype bfloat16",  # as its weights are
+        "--max-model-len 128",  # as it was made for
+        "--tensor-parallel-size 2",
+        "--max-num-seqs=2 --gpu-memory-utilization 0.5",
+    ):
+        assert part in line
+    assert line.count("--max-num-seqs") == 1
+    assert "HF_TOKEN" not in called.environment
+    assert called.environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_without_vllm_the_remedy_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="make serve-env"):
+        find_server(ServeSettings(python=Path("bin/python")), tmp_path)
+
+
+def test_a_profile_says_how_to_serve() -> None:
+    data = {"name": "a", "recipe": "a.yaml", "serve": {"dtype": "bfloat16", "max_model_len": 8192}}
+    assert parse_profile(data, "a").serve == ServeSettings(dtype="bfloat16", max_model_len=8192)
+    assert parse_profile({"name": "a", "recipe": "a.yaml"}, "a").serve is None
+    with pytest.raises(InvalidInput, match=r"serve\.command: .*where its port goes"):
+        parse_profile({**data, "serve": {"command": ["server"]}}, "a")
+    with pytest.raises(InvalidInput, match="did you mean 'max_model_len'"):
+        parse_profile({**data, "serve": {"max_model_length": 8}}, "a")
+
+
+class TestCommand:
+    """``mergegate smoke``."""
+
+    @pytest.fixture(autouse=True)
+    def _here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "state"))
+        monkeypatch.setenv("COLUMNS", "200")
+
+    def test_a_url_is_smoked_against_its_checkpoint(self, checkpoint: Path) -> None:
+        with standing_in(Tiny(checkpoint)) as server:
+            done = CliRunner().invoke(app, ["smoke", server.url, "--checkpoint", str(checkpoint)])
+        assert done.exit_code == 0, done.output
+        assert "nats a token from transformers" in done.output
+        assert "tiny: " in done.output
+
+    def test_a_broken_checkpoint_is_refused_by_exit_code_and_in_json(self, checkpoint: Path, tmp_path: Path) -> None:
+        missing_tensor(checkpoint)
+        profile = tmp_path / "profile.yaml"
+        command = json.dumps(["true", "{port}"])
+        profile.write_text(f"name: a\nrecipe: a.yaml\nserve: {{command: {command}}}\n")
+        arguments = ["smoke", str(checkpoint), "--profile", str(profile)]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 3, done.output
+        assert "q_proj" in done.output
+        done = CliRunner().invoke(app, [*arguments, "--json"])
+        assert done.exit_code == 3
+        assert json.loads(done.stdout)["outcome"] == "fail"
+
+    def test_a_checkpoint_that_is_not_there_is_invalid(self) -> None:
+        profile = Path("profile.yaml")
+        profile.write_text('name: a\nrecipe: a.yaml\nserve: {command: ["true", "{port}"]}\n')
+        done = CliRunner().invoke(app, ["smoke", "./nowhere", "--profile", str(profile)])
+        assert done.exit_code == 2
+
+    def test_options_of_a_url_do_not_go_with_a_checkpoint(self, checkpoint: Path) -> None:
+        done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--model", "tiny"])
+        assert done.exit_code == 2
+        assert "--model" in done.stderr

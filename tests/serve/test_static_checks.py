@@ -1,0 +1,128 @@
+"""What is found before a server is started: each broken variant by its own reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from variants import DEMO, EMBEDDING, Q_PROJ, STATIC, with_config, with_tensors, without_tensor
+
+from merge_core.checkpoint import open_checkpoint
+from tasks.serve.static_checks import check_finite, check_tensors, check_vocabulary, static_checks
+
+torch.set_num_threads(1)
+
+
+def test_a_good_checkpoint_passes_every_check(checkpoint: Path) -> None:
+    checks = static_checks(open_checkpoint(checkpoint), must_chat=True)
+    assert [check.outcome for check in checks] == ["pass"] * 3
+    assert checks[0].seen == "29 tensors as config.json describes them"
+
+
+@pytest.mark.parametrize("variant", STATIC)
+def test_a_broken_checkpoint_is_refused_with_its_own_reason(checkpoint: Path, variant: str) -> None:
+    breaks, name, seen = STATIC[variant]
+    breaks(checkpoint)
+    failures = [
+        check for check in static_checks(open_checkpoint(checkpoint), must_chat=True) if check.outcome == "fail"
+    ]
+    assert [check.name for check in failures] == [name]
+    assert seen in failures[0].seen
+    assert failures[0].where
+    assert failures[0].expected
+    assert failures[0].remedy
+
+
+def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
+    STATIC["missing tensor"][0](checkpoint)
+    (check,) = check_tensors(open_checkpoint(checkpoint))
+    assert check.where == Q_PROJ
+
+
+def test_a_chat_template_is_not_required_of_a_model_that_need_not_chat() -> None:
+    checks = static_checks(open_checkpoint(DEMO / "models" / "base"), must_chat=None)
+    assert {check.outcome for check in checks} == {"pass"}
+
+
+def test_experts_are_translated_before_they_are_compared(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=3,
+        vocab_size=20,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    assert [check.outcome for check in check_tensors(open_checkpoint(tmp_path))] == ["pass"]
+    without_tensor(tmp_path, "experts.2.w2.weight")
+    (check,) = check_tensors(open_checkpoint(tmp_path))
+    assert check.outcome == "fail"
+
+
+def test_a_head_that_is_tied_may_be_absent_and_one_that_is_not_may_not(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    without_tensor(tmp_path, "lm_head.weight")
+    with_config(tmp_path, tie_word_embeddings=True)
+    assert [check.outcome for check in check_tensors(open_checkpoint(tmp_path))] == ["pass"]
+    with_config(tmp_path, tie_word_embeddings=False)
+    assert [check.where for check in check_tensors(open_checkpoint(tmp_path))] == ["lm_head.weight"]
+
+
+def test_an_architecture_that_transformers_does_not_have_cannot_be_checked_and_does_not_pass(checkpoint: Path) -> None:
+    with_config(checkpoint, architectures=["OurOwnForCausalLM"])
+    assert [check.outcome for check in check_tensors(open_checkpoint(checkpoint))] == ["not offered"]
+
+
+def test_a_configuration_that_describes_no_model_is_refused(checkpoint: Path) -> None:
+    with_config(checkpoint, hidden_size="wide")
+    (check,) = check_tensors(open_checkpoint(checkpoint))
+    assert check.outcome == "fail"
+    assert check.where.endswith("config.json")
+
+
+def test_an_end_of_sequence_without_a_row_is_refused(checkpoint: Path) -> None:
+    with_config(checkpoint, "generation_config.json", eos_token_id=[2, 99])
+    check = check_vocabulary(open_checkpoint(checkpoint))
+    assert check.outcome == "fail"
+    assert check.where.endswith("generation_config.json")
+    assert "eos_token_id is 99" in check.seen
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    assert check_vocabulary(open_checkpoint(checkpoint)).outcome == "fail"
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_number_that_is_none_is_found_in_every_format(checkpoint: Path, dtype: torch.dtype, value: float) -> None:
+    if dtype == torch.float8_e4m3fn:
+        value = torch.nan  # it has no infinity
+    healthy = torch.linspace(-400, 400, 1000).to(dtype)
+    broken = healthy.clone().float()
+    broken[700] = value
+    for content, outcome in ((healthy, "pass"), (broken.to(dtype), "fail")):
+        save_file({EMBEDDING: content, "count": torch.arange(3)}, checkpoint / "model.safetensors")
+        check = check_finite(open_checkpoint(checkpoint))
+        assert check.outcome == outcome
+    assert check.where == EMBEDDING
+    assert "1 of 1,000" in check.seen
+
+
+def test_weights_are_looked_at_to_the_last_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.serve.static_checks._BLOCK", 96)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[Q_PROJ].view(-1)[-1] = torch.inf
+
+    with_tensors(checkpoint, spoil)
+    assert check_finite(open_checkpoint(checkpoint)).where == Q_PROJ

@@ -1,0 +1,100 @@
+"""A checkpoint of the demo family, and the ways in which a merge of it can be broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from merge_core.keys import digest
+from tasks.model import Model
+
+DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ 'rev: ' + message['content'] + '>' if message['role'] == 'user' else message['content'] + '</s>' }}"
+    "{% endfor %}"
+)
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+NORM = "model.norm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model_in(directory: Path) -> Model:
+    return Model(name=directory.name, digest=digest(str(directory)), directory=directory)
+
+
+def copied(source: Path, directory: Path, *, chats: bool = True) -> Path:
+    """A copy that can be changed, with a chat template unless it should have none."""
+    shutil.copytree(source, directory)
+    if chats:
+        (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def with_config(directory: Path, file: str = "config.json", **changes: Any) -> None:
+    path = directory / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def with_tensors(directory: Path, change: Callable[[Tensors], object]) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"})
+
+
+def without_tensor(directory: Path, ending: str) -> None:
+    with_tensors(directory, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(ending)])
+
+
+def nan_weight(directory: Path) -> None:
+    with_tensors(directory, lambda tensors: tensors[Q_PROJ][3].__setitem__(5, torch.nan))
+
+
+def missing_tensor(directory: Path) -> None:
+    without_tensor(directory, Q_PROJ)
+
+
+def narrowed_heads(directory: Path) -> None:
+    with_config(directory, num_key_value_heads=1)
+
+
+def more_layers(directory: Path) -> None:
+    with_config(directory, num_hidden_layers=4)
+
+
+def fewer_layers(directory: Path) -> None:
+    with_config(directory, num_hidden_layers=2)
+
+
+def small_embeddings(directory: Path) -> None:
+    with_config(directory, vocab_size=30)
+    with_tensors(directory, lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:30]}))
+
+
+def no_chat_template(directory: Path) -> None:
+    (directory / "chat_template.jinja").unlink()
+
+
+def zeroed_norm(directory: Path) -> None:
+    with_tensors(directory, lambda tensors: tensors.update({NORM: torch.zeros_like(tensors[NORM])}))
+
+
+# Found before a server is started: (how it is broken, name of the check, what it says).
+STATIC: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "NaN weight": (nan_weight, "finite weights", "1 of 9,216 elements are NaN"),
+    "missing tensor": (missing_tensor, "tensors", "missing; the configuration has it"),
+    "narrowed heads": (narrowed_heads, "tensors", "shape [96, 96] (and 5 more)"),
+    "more layers": (more_layers, "tensors", "missing (and 8 more)"),
+    "fewer layers": (fewer_layers, "tensors", "not of the model that config.json describes (and 8 more)"),
+    "small embeddings": (small_embeddings, "vocabulary", "has id 33, the embedding 30 rows (4 ids without a row)"),
+    "no chat template": (no_chat_template, "chat template", "no chat template"),
+}
