@@ -16,6 +16,7 @@ from typer.testing import Result
 
 from tasks.compat import check_compatibility
 from tasks.evaluate import evaluate
+from tasks.explain import explain
 from tasks.gate import gate
 from tasks.licenses.check import check_licenses
 from tasks.merge import merge
@@ -24,7 +25,7 @@ from tasks.report import write_report
 from tasks.stage import Stage
 
 GOLDEN = Path(__file__).parent / "golden"
-STAGES = (check_licenses, check_compatibility, merge, perplexity, evaluate, gate, write_report)
+STAGES = (check_licenses, check_compatibility, merge, perplexity, evaluate, gate, explain, write_report)
 
 
 # Durations, versions, and what hangs on single documents: another processor may answer one of 400 differently.
@@ -32,6 +33,7 @@ PASSING = (
     {"seconds", "lm_eval_version", "reason", "headline", "lost", "won", "drop", "low", "high", "stderr"}
     | {f"overall_{part}" for part in ("drop", "low", "high")}
     | {"detectable_drop", "loglik"}
+    | {"moved", "opposed", "pair_moved", "pair_opposed"}
 )
 
 
