@@ -61,7 +61,7 @@ def judged(content: ReportContent, report: Artifact[Report], release: Release | 
     if release is None:
         if content.verdict.publishable:
             return Outcome(status="passed", message=f"{content.name} passed the gate", report=page, content=content)
-        why = "\n".join(content.verdict.reasons)
+        why = "\n".join((*content.verdict.reasons, *_to_try(content)))
         return Outcome(status="refused", message=f"{content.name} is not released\n{why}", report=page, content=content)
     what = (
         f"released {release.name} {release.version}" if release.new else f"nothing new: {release.version} is released"
@@ -74,6 +74,12 @@ def judged(content: ReportContent, report: Artifact[Report], release: Release | 
         report=page,
         content=content,
     )
+
+
+def _to_try(content: ReportContent) -> tuple[str, ...]:
+    """The remedy with the strongest reason, for whoever reads no further than the terminal."""
+    remedies = content.explanation.remedies if content.explanation else ()
+    return tuple(f"to try: {remedy.text()}: {remedy.reason}" for remedy in remedies[:1])
 
 
 def still_champion(name: str, attempt: Champion) -> Outcome:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from merge_core.errors import InvalidInput, Refused, suggest
+from merge_core.errors import InvalidInput, suggest
 from merge_core.store import Artifact
 from tasks import outcomes, references
 from tasks.drift import DriftVerdict as DriftVerdict
@@ -72,18 +72,6 @@ class Verdict(StageValue):
         return self.model_copy(
             update={"outcome": worst, "publishable": self.publishable and publishable, "reasons": reasons}
         )
-
-    def refused(self) -> Refused | None:
-        """Why the merge must not be published, or None. The flow raises it, after the report is written."""
-        if self.publishable:
-            return None
-        if self.outcome == "inconclusive":
-            remedy = "evaluate more documents, or set evaluate.on_inconclusive"
-        else:
-            remedy = "a method with less interference (ties), a smaller weight or density, or fewer parents"
-        several = f"{len(self.reasons)} of the merge's guards did not pass"
-        found = self.reasons[0] if len(self.reasons) == 1 else "\n  ".join((several, *self.reasons))
-        return Refused("gate", found=found, expected="every guard to pass", remedy=remedy)
 
 
 @stage("gate", version=2)

@@ -9,7 +9,7 @@ import pytest
 from gate_samples import GUARD, PARENT, likelihoods, part, read, right_on, scores, verdict_of, worse
 from prefect import flow
 
-from merge_core.errors import InvalidInput, Refused
+from merge_core.errors import InvalidInput
 from tasks.drift import judge_drift
 from tasks.evaluate import EvaluateSettings
 from tasks.gate import Verdict, gate, judge
@@ -27,9 +27,8 @@ def test_the_worst_guard_decides_and_is_named_first() -> None:
         "reverse: 14.3 points below reverser",
         "reverse: level with reverser",
     ]
-    refused = verdict.refused()
-    assert isinstance(refused, Refused)
-    assert "14.3 points below reverser [10.8, 18.0], limit 3.0" in str(refused)
+    assert "14.3 points below reverser [10.8, 18.0], limit 3.0" in verdict.reasons[0]
+    assert verdict.refuses()
     assert verdict.refusal() is None  # the report is written before the flow stops
 
 
@@ -37,13 +36,30 @@ def test_the_worst_guard_decides_and_is_named_first() -> None:
 def test_the_profile_says_what_an_open_question_means(policy: str, publishable: bool) -> None:
     verdict = judge([verdict_of(1, 1, 40)], None, policy)  # type: ignore[arg-type]  # parametrised
     assert (verdict.outcome, verdict.publishable) == ("inconclusive", publishable)
-    assert (verdict.refused() is None) == publishable
     assert verdict.reasons
 
 
 def test_a_clean_merge_is_publishable_without_reasons() -> None:
     verdict = judge([verdict_of(0, 0, 400)], judge_drift({"base": PARENT}, worse(0.0), LIMITS, 0.95), "block")
-    assert (verdict.outcome, verdict.publishable, verdict.reasons, verdict.refused()) == ("pass", True, (), None)
+    assert (verdict.outcome, verdict.publishable, verdict.reasons) == ("pass", True, ())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "publishable", "reasons"),
+    [
+        ("pass", True, ("reverse: level",)),
+        ("inconclusive", False, ("reverse: level", "judge: undecided")),
+        ("fail", False, ("judge: undecided", "reverse: level")),
+    ],
+)
+def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
+    outcome: str, publishable: bool, reasons: tuple[str, ...]
+) -> None:
+    verdict = judge([verdict_of(1, 1, 40)], None, "warn")
+    further = verdict.and_also(outcome, outcome == "pass", "judge: undecided")  # type: ignore[arg-type]  # parametrised
+    assert further.publishable == publishable
+    assert [reason.partition(" ")[0] for reason in further.reasons] == [reason.partition(" ")[0] for reason in reasons]
+    assert further.outcome == ("inconclusive" if outcome == "pass" else outcome)
 
 
 def test_the_overall_drop_is_the_mean_over_tasks_and_surer_than_each() -> None:
