@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tasks.perplexity import (
 )
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)] + ["a", "ab " * 40]
+DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PREFIXES: tuple[Prefix, ...] = ("bos added by the tokenizer", "eos only", "neither")
 
 
@@ -80,6 +82,34 @@ def test_it_is_what_plain_transformers_say(tmp_path: Path, documents: Documents,
     assert (value.tokens, value.documents, value.window) == (tokens, len(wanted), length)
     size = sum(len(text) for text in TEXTS if len(text) > 1 or prefix != "neither")
     assert value.bits_per_byte == pytest.approx(-total / size / math.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("name", ["base", "reverser", "shifter"])
+def test_the_demo_models_have_the_perplexity_that_plain_transformers_give(tmp_path: Path, name: str, bos: bool) -> None:
+    """On what ships: bfloat16 weights, held-out sentences; and with a tokenizer that has neither begin nor end."""
+    directory = tmp_path / name
+    shutil.copytree(DEMO / "models" / name, directory)
+    if not bos:
+        config = json.loads((directory / "tokenizer_config.json").read_text())
+        config.update(bos_token=None, eos_token=None)
+        (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert (tokenizer.bos_token_id is not None) == bos
+    model = Model(name=name, digest="0" * 63 + str(int(bos)), directory=directory)
+    settings = PerplexitySettings(documents=DEMO / "data" / "held-out.jsonl")
+    held_out = pin_documents(settings, DEMO, HashMemo(tmp_path / "memo.db"))
+    out = tmp_path / "out"
+    out.mkdir()
+    value = perplexity.work(out, model, held_out, Windows(documents=40, dtype="float32"), CPU)
+    network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    texts = [json.loads(line)["text"] for line in held_out.path.read_text().splitlines()[:40]]
+    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    wanted = [reference_loglik(network, tokens, value.window or 0, tokenizer.bos_token_id) for tokens in plain]
+    logliks = [document.loglik for document in read_documents(out)]
+    assert logliks == pytest.approx([loglik for loglik, _ in wanted], rel=1e-4)
+    total, tokens = sum(loglik for loglik, _ in wanted), sum(tokens for _, tokens in wanted)
+    assert value.perplexity == pytest.approx(math.exp(-total / tokens), rel=1e-4)
 
 
 @pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
