@@ -14,6 +14,14 @@ from flows.cli import app
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 
 
+@dataclass(frozen=True)
+class Printed:
+    """How a command ended and what it printed, in another process or long ago."""
+
+    exit_code: int
+    output: str
+
+
 @dataclass
 class Project:
     """A directory with the shipped profiles, a state and releases of its own."""

@@ -11,8 +11,7 @@ import os
 from pathlib import Path
 
 import pytest
-from demo_project import Project
-from typer.testing import Result
+from demo_project import Printed, Project
 
 from tasks.compat import check_compatibility
 from tasks.evaluate import evaluate
@@ -49,7 +48,7 @@ def rounded(value: object) -> object:
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_a_stage_makes_what_its_version_promises(stage: Stage, released: tuple[Project, Result]) -> None:  # type: ignore[type-arg]
+def test_a_stage_makes_what_its_version_promises(stage: Stage, released: tuple[Project, Printed]) -> None:  # type: ignore[type-arg]
     project, _ = released
     made = []
     for artifact in sorted((project.home / "store" / stage.name).iterdir()):

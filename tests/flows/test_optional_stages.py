@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from demo_project import Project
+from demo_project import Printed, Project
 from typer.testing import Result
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -17,7 +17,7 @@ sys.path.append(str(TESTS / "judge"))
 
 from judge_server import Response, completion, serving  # noqa: E402  # from the tests of the judge
 
-Released = tuple[Project, Result]
+Released = tuple[Project, Printed]
 STAND_IN = TESTS / "serve" / "stand_in.py"
 
 

@@ -9,10 +9,9 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from demo_project import PROFILES, Project
-from typer.testing import Result
+from demo_project import PROFILES, Printed, Project
 
-Released = tuple[Project, Result]
+Released = tuple[Project, Printed]
 
 
 def exact_match(model_directory: Path, task: str) -> float:

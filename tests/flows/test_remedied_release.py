@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from demo_project import Project
-from typer.testing import Result
+from demo_project import Printed, Project
 
 from flows.judging import judge_merge
 from flows.profile import load_profile
@@ -18,7 +17,7 @@ from tasks.merge import MERGED
 from tasks.model import Model
 from tasks.pin import find_parents, pin
 
-Released = tuple[Project, Result]
+Released = tuple[Project, Printed]
 
 
 @pytest.fixture(scope="module")

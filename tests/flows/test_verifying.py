@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from demo_project import PROFILES, Project
-from typer.testing import Result
+from demo_project import PROFILES, Printed, Project
 
 from merge_core.errors import InvalidInput, Refused
 from tasks.publish.content import PROVENANCE, RECIPE, SIGNATURE, SUMS
@@ -21,7 +20,7 @@ from tasks.publish.standing import InDirectory
 from tasks.publish.sums import sha256_of, sums_text
 from tasks.publish.verify import verify
 
-Released = tuple[Project, Result]
+Released = tuple[Project, Printed]
 
 
 @pytest.fixture
