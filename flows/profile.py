@@ -108,15 +108,31 @@ class Profile(Settings):
         """
         return candidates(self.recipe, self.remedies, self.root, f"profile {self.name}")
 
+    def check_references(self, parents: Sequence[Found]) -> None:
+        """See that every guard, and the judge, holds the merge against a model that there is.
+
+        Raises:
+            InvalidInput: naming the first that does not, with a suggestion.
+        """
+        names = [parent.name for parent in parents]
+        check_guards(self.evaluate.tasks if self.evaluate else (), names)
+        if self.judge and self.judge.guarded_by not in names:
+            raise InvalidInput(
+                "judge.guarded_by",
+                found=f"{self.judge.guarded_by!r}, which is no model of this merge",
+                expected="the name of a parent",
+                remedy=suggest(self.judge.guarded_by, names),
+            )
+
     def pin_evidence(self, parents: Sequence[Found], hashes: HashMemo) -> Evidence:
         """Tasks and documents by content, after seeing that every guard names a parent.
 
         Raises:
             InvalidInput: for a guard, a task or a file that is not there.
         """
+        self.check_references(parents)
         evidence = Evidence()
         if self.evaluate:
-            check_guards(self.evaluate.tasks, [parent.name for parent in parents])
             guards, tasks = pin_tasks(self.evaluate.tasks, self.root, hashes)
             evidence = evidence._replace(
                 tasks=tasks, scoring=self.evaluate.scoring, guards=guards, rule=self.evaluate.rule
@@ -130,14 +146,6 @@ class Profile(Settings):
                 ensemble=self.perplexity.ensemble,
             )
         if self.judge:
-            names = [parent.name for parent in parents]
-            if self.judge.guarded_by not in names:
-                raise InvalidInput(
-                    "judge.guarded_by",
-                    found=f"{self.judge.guarded_by!r}, which is no model of this merge",
-                    expected="the name of a parent",
-                    remedy=suggest(self.judge.guarded_by, names),
-                )
             prompts = pin_prompts(self.judge, self.root, hashes)
             evidence = evidence._replace(answers=Answers(prompts, self.judge))
         return evidence

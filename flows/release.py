@@ -34,7 +34,7 @@ from tasks.merge import merge, merged_model, numerics
 from tasks.pin import Found, PinnedRecipe, find_parents, pin
 from tasks.publish.release import publish
 from tasks.publish.target import check_target
-from tasks.references import check_guards, needs_champion
+from tasks.references import needs_champion
 from tasks.report import write_report
 from tasks.serve.stage import serve_models
 from tasks.stage import store
@@ -91,7 +91,7 @@ def make_release(profile: Profile) -> Outcome:
 
 def examine(candidate: Candidate, found: tuple[Found, ...], profile: Profile) -> Examined:
     """See that the parents may be merged, and judged as the profile says: guards, licences, compatibility, disk."""
-    check_guards(profile.evaluate.tasks if profile.evaluate else (), [parent.name for parent in found])
+    profile.check_references(found)
     use, table = profile.checks.license.use(profile.name), license_table(profile.checks.license, profile.root)
     licence = check_licenses(read_licenses(found, table), use, table, profile.checks.license.accepted)
     compatibility = check_compatibility(candidate.recipe, metadata(found), found)

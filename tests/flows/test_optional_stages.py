@@ -79,6 +79,14 @@ def test_a_judge_who_always_likes_the_first_answer_decides_nothing(released: Rel
     assert "judge-1" in Path(outcome(biased)["report"]).read_text()
 
 
+def test_a_judge_that_is_held_against_no_parent_is_found_at_once(project: Project) -> None:
+    name = profile(project, "unknown", judge={**judge(project, "http://localhost:1/v1"), "guarded_by": "shiftr"})
+    result = project.mergegate("run", name)
+    assert result.exit_code == 2
+    assert "judge.guarded_by" in result.output
+    assert "shifter" in result.output
+
+
 def test_a_judge_is_not_asked_about_a_merge_that_the_gate_refuses(released: Released) -> None:
     project, _ = released
     recipe = {"recipe": "demo/recipes/linear.yaml"}
