@@ -124,12 +124,6 @@ class Duration:
     at_least: float
     at_most: float
 
-    @property
-    def bottleneck(self) -> str:
-        """``disk``, ``processor`` or ``hashing``: what at least takes longest."""
-        parts = {"disk": self.reading + self.writing, "processor": self.computing, "hashing": self.hashing}
-        return max(parts, key=lambda name: parts[name])
-
 
 def needs_of(plan: MergePlan, settings: Settings, *, cores: int, device: str, companion_bytes: int = 0) -> Needs:
     """What ``plan`` will need.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from merge_core.locks import is_linked
 from merge_core.writer import PARTIAL, refusing_disk_errors
 
 NAME = f"merge{PARTIAL}"
@@ -40,7 +41,7 @@ def participating(
         # The others need what tidy removes: all wait here until the last one has what it needs.
         _lock(fd, fcntl.LOCK_UN)
         _lock(fd, fcntl.LOCK_EX)
-        if _is_linked(fd, out / NAME):
+        if is_linked(fd, out / NAME):
             tidy()
             (out / _FINISHING).unlink(missing_ok=True)
             (out / NAME).unlink()
@@ -82,22 +83,15 @@ def _join(out: Path, check: Callable[[], None], prepare: Callable[[], None]) -> 
             except FileNotFoundError:
                 continue
         try:
-            if try_lock(fd) and _is_linked(fd, path):
+            if try_lock(fd) and is_linked(fd, path):
                 prepare()
             _lock(fd, fcntl.LOCK_SH)
-            if _is_linked(fd, path):
+            if is_linked(fd, path):
                 return fd
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
-
-
-def _is_linked(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _lock(fd: int, operation: int) -> None:

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 from merge_core.durable import fsync, fsync_directories
 from merge_core.hashing import HashMemo
 from merge_core.keys import digest
+from merge_core.locks import is_linked
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class Store:
                 on_wait()
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             # The holder before us unlinks the file on its way out: only a lock on the file that is still there counts.
-            if _same_file(descriptor, path):
+            if is_linked(descriptor, path):
                 break
             os.close(descriptor)
         try:
@@ -186,13 +187,6 @@ class Store:
         finally:
             path.unlink(missing_ok=True)
             os.close(descriptor)
-
-
-def _same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _files_below(directory: Path) -> list[str]:

@@ -27,7 +27,7 @@ import yaml
 from merge_core.errors import InvalidInput, suggest
 from tasks.backends import opened
 from tasks.model import Model
-from tasks.outcomes import DocumentOutcome
+from tasks.outcomes import DocumentOutcome, of_sample
 from tasks.sampling import Part, chosen
 from tasks.scoring import Scoring
 from tasks.task_definition import EvalTask, read_definition, still_as_pinned
@@ -183,16 +183,8 @@ def _outcome(task: str, key: str, metric: str, sample: Mapping[str, Any], cluste
         raise InvalidInput(
             f"task {task}", found=f"{key} of document {sample['doc_id']} is {value}", expected="a number"
         )
-    return DocumentOutcome(
-        task=task,
-        metric=key,
-        doc_id=int(sample["doc_id"]),
-        doc_hash=str(sample["doc_hash"]),
-        prompt_hash=str(sample["prompt_hash"]),
-        target_hash=str(sample["target_hash"]),
-        outcome=value,
-        cluster=_cluster(task, sample["doc"], cluster_field) if cluster_field else "",
-    )
+    cluster = _cluster(task, sample["doc"], cluster_field) if cluster_field else ""
+    return of_sample(task, key, sample, value, cluster)
 
 
 def _cluster(task: str, document: Mapping[str, Any], field: str) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput, suggest
-from tasks.outcomes import DocumentOutcome
+from tasks.outcomes import DocumentOutcome, of_sample
 
 _DATE = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
 _LOGGED = "run lm-eval with --output_path and --log_samples"
@@ -291,16 +291,7 @@ def _outcome(
                 remedy=suggest(cluster_field, document) if isinstance(document, dict) and document else "",
             )
         cluster = str(document[cluster_field])
-    return DocumentOutcome(
-        task=task,
-        metric=key,
-        doc_id=int(sample["doc_id"]),
-        doc_hash=str(sample["doc_hash"]),
-        prompt_hash=str(sample["prompt_hash"]),
-        target_hash=str(sample["target_hash"]),
-        outcome=float(sample[metric]),
-        cluster=cluster,
-    )
+    return of_sample(task, key, sample, float(sample[metric]), cluster)
 
 
 def _conditions(file: ResultsFile, leaves: Sequence[str]) -> Conditions:

@@ -6,10 +6,10 @@ pair is made only where document, prompt and target have equal hashes on both si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput
 
@@ -27,6 +27,20 @@ class DocumentOutcome(NamedTuple):
     target_hash: str
     outcome: float  # in [0, 1] for accuracies
     cluster: str = ""  # what the document shares with others (a passage, a subject), where a guard asks for it
+
+
+def of_sample(task: str, metric: str, sample: Mapping[str, Any], outcome: float, cluster: str) -> DocumentOutcome:
+    """From one of the samples that lm-eval returns, or writes with ``--log_samples``."""
+    return DocumentOutcome(
+        task=task,
+        metric=metric,
+        doc_id=int(sample["doc_id"]),
+        doc_hash=str(sample["doc_hash"]),
+        prompt_hash=str(sample["prompt_hash"]),
+        target_hash=str(sample["target_hash"]),
+        outcome=outcome,
+        cluster=cluster,
+    )
 
 
 @dataclass(frozen=True)

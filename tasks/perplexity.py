@@ -13,7 +13,6 @@ These are the windows of lm-eval's rolling log-likelihood.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from merge_core.errors import InvalidInput, suggest
 from merge_core.hashing import HashMemo
 from merge_core.keys import NotInKey
+from tasks.json_lines import parse_line, place
 from tasks.loaded import Loaded, in_memory, tokenizer_digest
 from tasks.model import Model
 from tasks.runtime import Runtime
@@ -255,18 +255,13 @@ def _split(content: bytes, documents: Documents) -> Iterator[str]:
 
 
 def _field_of_line(line: bytes, field: str, path: Path, number: int) -> str:
-    where = f"{path}: line {number}"
-    try:
-        document = json.loads(line)
-    except ValueError as error:
-        raise InvalidInput(where, found=f"not JSON: {error}", expected="one JSON object a line") from None
-    if not isinstance(document, dict):
-        raise InvalidInput(where, found=type(document).__name__, expected="a JSON object")
+    document = parse_line(line, path, number)
     text = document.get(field)
     if not isinstance(text, str):
         found = f"no field {field!r}" if field not in document else f"{type(text).__name__} in field {field!r}"
         remedy = suggest(field, document) if field not in document and document else ""
-        raise InvalidInput(where, found=found, expected="text, in the field that perplexity.field names", remedy=remedy)
+        expected = "text, in the field that perplexity.field names"
+        raise InvalidInput(place(path, number), found=found, expected=expected, remedy=remedy)
     return text
 
 

@@ -7,7 +7,6 @@ A line is ``{"prompt": "…"}`` or ``{"turns": ["…", "…"]}``; optional are `
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput
 from merge_core.hashing import HashMemo
 from merge_core.keys import NotInKey
+from tasks.json_lines import parse_line, place
 from tasks.judge.settings import JudgeSettings
 
 
@@ -124,14 +124,7 @@ def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
-        where = f"{path}: line {number}"
-        try:
-            document = json.loads(line)
-        except ValueError as error:
-            raise InvalidInput(where, found=f"not JSON: {error}", expected="one JSON object a line") from None
-        if not isinstance(document, dict):
-            raise InvalidInput(where, found=type(document).__name__, expected="a JSON object")
-        yield where, {"id": number, **document}
+        yield place(path, number), {"id": number, **parse_line(line, path, number)}
 
 
 def _prompt(line: Mapping[str, Any], where: str) -> Prompt:
