@@ -23,7 +23,7 @@ from rich.text import Text
 from merge_core import MergePlan, Settings, load_recipe, plan_merge
 from merge_core.errors import InvalidInput
 from merge_core.estimate import Duration, Needs, Rates, duration, input_files, needs_of
-from tasks.remote_headers import Headers, open_headers
+from tasks.hub.headers import Headers, open_headers
 
 # How long measured rates count, and under which name they are kept in the project's state.
 _RATES_AGE_S = 3600.0

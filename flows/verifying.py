@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tasks.publish.hub_access import HubAccess, hub_access
+from tasks.hub.access import HubAccess, hub_access
 from tasks.publish.standing import Standing, find_release, is_directory
 from tasks.publish.verify import Verified, verify
 

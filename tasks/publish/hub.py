@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 from merge_core.errors import Refused
 from merge_core.hashing import HashMemo
+from tasks.hub.access import HubAccess, is_passing, said
+from tasks.hub.file import RemoteFile
 from tasks.publish.content import ReleaseFile
-from tasks.publish.hub_access import HubAccess, is_passing, said
 from tasks.publish.hub_state import (
     MAIN,
     STAGING,
@@ -33,7 +34,6 @@ from tasks.publish.hub_state import (
     Head,
     Observed,
     Promote,
-    RemoteFile,
     Settings,
     Stage,
     Step,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merge_core.errors import Refused
-from tasks.publish.hub_access import HubAccess, hub_access, said
+from tasks.hub.access import HubAccess, hub_access, said
 from tasks.publish.hub_state import KEPT
 from tasks.publish.settings import HubTarget
 

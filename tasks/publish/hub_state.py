@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tasks.hub.file import RemoteFile
+
 Gated = Literal["auto", "manual", False]
 Visibility = Literal["public", "private"]
 
@@ -24,19 +26,6 @@ MAIN = "main"
 STAGING = "mergegate-staging/"
 # The Hub writes it itself, when a file needs large file storage.
 KEPT = frozenset({".gitattributes"})
-
-
-@dataclass(frozen=True)
-class RemoteFile:
-    """A file as the Hub lists it.
-
-    ``sha256`` is of its content where it lies in large file storage (LFS or Xet); of any other file the Hub knows only
-    ``blob``, git's sha1 of it.
-    """
-
-    size: int
-    blob: str
-    sha256: str | None = None
 
 
 @dataclass(frozen=True)

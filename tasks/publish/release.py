@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from merge_core.store import Artifact
+from tasks.hub.access import hub_access
 from tasks.licenses.check import LicenseVerdict
 from tasks.merge import Merged
 from tasks.pin import Parent, PinnedRecipe
@@ -28,7 +29,6 @@ from tasks.publish.content import (
 )
 from tasks.publish.directory import publish_directory
 from tasks.publish.hub import publish_hub
-from tasks.publish.hub_access import hub_access
 from tasks.publish.provenance import provenance
 from tasks.publish.settings import HubTarget, Target
 from tasks.publish.signature import sign

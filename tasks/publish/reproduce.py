@@ -17,9 +17,9 @@ from merge_core import CheckpointRef, load_recipe, open_checkpoint, plan_merge, 
 from merge_core import merge as merge_weights
 from merge_core.errors import InvalidInput, Refused
 from merge_core.hashing import HashMemo
+from tasks.hub.access import HubAccess, said
 from tasks.pin import checkpoint_digest
 from tasks.publish.content import RECIPE
-from tasks.publish.hub_access import HubAccess, said
 from tasks.publish.standing import Standing
 from tasks.publish.sums import sha256_of
 from tasks.publish.verify import Verified

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.publish.hub_access import hub_access
+from tasks.hub.access import hub_access
 from tasks.publish.settings import HubTarget, Target
 from tasks.publish.signature import sign
 

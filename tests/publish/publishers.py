@@ -27,7 +27,7 @@ from merge_core.errors import MergegateError
 from merge_core.hashing import HashMemo, sha256_file
 from tasks.publish.content import ReleaseFile
 from tasks.publish.hub import publish_hub
-from tasks.publish.hub_access import HubAccess
+from tasks.hub.access import HubAccess
 
 time.sleep = lambda seconds: None
 

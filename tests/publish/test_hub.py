@@ -15,7 +15,7 @@ from hub_look_alike import READER, STRANGER, WRITER, Fault, LookAlike, hub
 from publishers import Publishers, publishers
 
 from merge_core.errors import InvalidInput
-from tasks.publish.hub_access import hub_access
+from tasks.hub.access import hub_access
 
 MODEL = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "base"
 CARD = "---\nlicense: mit\n---\n# demo\n"

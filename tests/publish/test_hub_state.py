@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tasks.hub.file import RemoteFile
 from tasks.publish.hub_state import (
     CreateBranch,
     CreateRepository,
@@ -14,7 +15,6 @@ from tasks.publish.hub_state import (
     Head,
     Observed,
     Promote,
-    RemoteFile,
     Settings,
     Stage,
     Step,

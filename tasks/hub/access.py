@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from merge_core.errors import InvalidInput
-from tasks.publish.hub_state import RemoteFile
+from tasks.hub.file import RemoteFile
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -92,7 +92,7 @@ def test_preflight_sees_remote_checkpoints_too(tmp_path: Path, repositories: dic
     tokenizer = {"model": {"type": "WordLevel", "vocab": other}}
     (repositories["acme/math"] / "tokenizer.json").write_text(json.dumps(tokenizer))
     script = (
-        "import sys; from merge_core import load_recipe, preflight; from tasks.remote_headers import open_headers\n"
+        "import sys; from merge_core import load_recipe, preflight; from tasks.hub.headers import open_headers\n"
         "recipe = load_recipe(sys.argv[1]); headers = open_headers(recipe)\n"
         "print([finding.where for finding in preflight(recipe, headers.checkpoints)], headers.revisions)"
     )
