@@ -76,7 +76,7 @@ def ensemble_of(parents: Sequence[Parent], evidence: Evidence) -> Artifact[Likel
 
 def planned_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
     """Documents of the task after each look; only the first look where the profile wants no extension."""
-    planned = looks(document_count(task), evidence.scoring.documents)
+    planned = looks(document_count(task, evidence.scoring.time_limit), evidence.scoring.documents)
     return planned if evidence.rule.extend else planned[:1]
 
 

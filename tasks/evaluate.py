@@ -123,7 +123,7 @@ def evaluate_to(
     Raises:
         InvalidInput, Refused: as ``evaluate``.
     """
-    total = document_count(task)
+    total = document_count(task, scoring.time_limit)
     wanted = total if documents is None else min(documents, total)
     asked = [part for part in parts(total, scoring.documents) if part.first < wanted]
     if scoring.backend == "vllm":
@@ -135,17 +135,18 @@ def evaluate_to(
     return artifacts
 
 
-def document_count(task: EvalTask) -> int:
+def document_count(task: EvalTask, time_limit: float | None = None) -> int:
     """Documents that ``task`` has; counted once, in the process that scores, and kept in the store.
 
     Raises:
         InvalidInput: when the task's data cannot be loaded.
+        Refused: when ``time_limit`` seconds are over.
     """
 
     def size(out: Path) -> TaskSize:
         from tasks.evaluation_process import count
 
-        return TaskSize(documents=count(task))
+        return TaskSize(documents=count(task, time_limit))
 
     key = stage_key("documents", 1, {"task": task})
     return store().build("documents", key, TaskSize, size)[0].value.documents

@@ -57,15 +57,18 @@ def score(
         return cast("Scored", _ask(process, question, where, scoring.time_limit, on_progress))
 
 
-def count(task: EvalTask) -> int:
+def count(task: EvalTask, time_limit: float | None = None) -> int:
     """As ``tasks.harness.count``, in the process that scores: loading foreign data can hang and die just as well.
 
     Raises:
         InvalidInput: as ``tasks.harness.count``; or when the process died.
+        Refused: when ``time_limit`` seconds are over.
     """
     with _lock:
         process = _held if _held is not None and _held.is_alive else _process_for("")
-        return cast(int, _ask(process, ("count", task), f"task {task.name}", None, lambda done, total: None))
+        return cast(
+            int, _ask(process, ("count", task), f"task {task.name}: its data", time_limit, lambda done, total: None)
+        )
 
 
 def release() -> None:

@@ -20,11 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import yaml
 
-from merge_core.errors import InvalidInput, suggest
+from merge_core.errors import InvalidInput, MergegateError, suggest
 from tasks.backends import opened
 from tasks.model import Model
 from tasks.outcomes import DocumentOutcome, of_sample
@@ -122,15 +123,16 @@ def _run(loaded: _LoadedTask, documents: Mapping[str, list[int]], lm: Any, task:
         asked = scoring.num_fewshot if scoring.num_fewshot is not None and own != 0 else own
         leaf.set_config(key="num_fewshot", value=asked or 0)
         _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + scoring.seed)
-    results = evaluate(
-        lm=lm,
-        task_dict={"tasks": dict(leaves)},
-        samples=dict(documents),
-        bootstrap_iters=0,  # errors are ours to compute, paired
-        log_samples=True,
-        apply_chat_template=scoring.chat_template,
-        fewshot_as_multiturn=scoring.chat_template,
-    )
+    with _blamed_on(task):
+        results = evaluate(
+            lm=lm,
+            task_dict={"tasks": dict(leaves)},
+            samples=dict(documents),
+            bootstrap_iters=0,  # errors are ours to compute, paired
+            log_samples=True,
+            apply_chat_template=scoring.chat_template,
+            fewshot_as_multiturn=scoring.chat_template,
+        )
     outcomes: list[DocumentOutcome] = []
     better: dict[str, bool] = {}
     for name, samples in results["samples"].items():
@@ -144,6 +146,32 @@ def _run(loaded: _LoadedTask, documents: Mapping[str, list[int]], lm: Any, task:
     if not outcomes:
         raise InvalidInput(f"task {task.name}", found="no metric that is a mean over documents", expected="acc, …")
     return Scored(tuple(outcomes), better)
+
+
+@contextmanager
+def _blamed_on(task: EvalTask) -> Iterator[None]:
+    """What the user's own functions and templates raise while documents are asked, said as a mistake in them."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except MergegateError:
+        raise
+    except Exception as error:
+        own = {str(file) for file in read_definition(task.definition).files} if task.definition else set()
+        places = [
+            f"{frame.filename}: line {frame.lineno}"
+            for frame in extract_tb(error.__traceback__)
+            if frame.filename in own
+        ]
+        if not places and not (task.definition and isinstance(error, TemplateError)):
+            raise
+        raise InvalidInput(
+            places[-1] if places else str(task.definition),
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            expected="an answer for every document",
+            remedy="correct the task; `lm-eval run --tasks` with it shows the same",
+        ) from error
 
 
 def _fix_examples(loaded: _LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:

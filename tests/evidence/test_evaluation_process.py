@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_models import make_model, write_choices
+from tiny_models import make_model, words, write_choices
 from traps import PROJECT, asked, ends, in_another_process, write_trap
 
 from merge_core.errors import InvalidInput, Refused
 from merge_core.hashing import HashMemo
 from tasks import evaluation_process, harness, loaded
 from tasks.model import Model
-from tasks.sampling import Part
+from tasks.sampling import Part, ordered
 from tasks.scoring import Scoring
 from tasks.task_definition import EvalTask, pin_task
 
@@ -105,6 +105,32 @@ def test_a_refusal_of_the_harness_arrives_as_it_is_and_the_process_stays(tmp_pat
     assert len({process for process, _ in asked(task)}) == 1
 
 
+def test_a_mistake_in_a_function_of_the_users_task_is_said_as_one(tmp_path: Path, model: Model) -> None:
+    task = write_trap(tmp_path / "tasks", "doc['colour']", at=3)
+    with pytest.raises(InvalidInput) as caught:
+        score(model, task, 0, 10)
+    assert caught.value.where == f"{tmp_path}/tasks/prompts.py: line 9"
+    assert caught.value.found == "KeyError: 'colour'"
+
+
+def test_a_mistake_in_a_template_of_the_users_task_is_said_as_one(tmp_path: Path, model: Model) -> None:
+    path = write_choices(tmp_path / "tasks")
+    fourth = words(40)[ordered({"letters": 40}, 0)[3][1]]
+    path.write_text(path.read_text().replace("{{word}}", f"{{{{colour if word == '{fourth}' else word}}}}"))
+    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    with pytest.raises(InvalidInput) as caught:
+        score(model, task, 0, 10)
+    assert (caught.value.where, caught.value.found) == (str(path), "UndefinedError: 'colour' is undefined")
+
+
+def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
+    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    (tmp_path / "tasks" / "prompts.py").write_text("import time\ntime.sleep(1000)\n")
+    task = pin_task("trap.yaml", tmp_path / "tasks", HashMemo(tmp_path / "hashes.db"))
+    with pytest.raises(Refused, match="not done after 2 s"):
+        evaluation_process.count(task, 2)
+
+
 def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
@@ -128,7 +154,7 @@ FLOW = """
 from pathlib import Path
 from tasks import evaluation_process
 from tasks.model import Model
-from tasks.sampling import Part
+from tasks.sampling import Part, ordered
 from tasks.scoring import Scoring
 from tasks.task_definition import EvalTask
 model = Model.model_validate_json({model!r})

@@ -73,7 +73,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     ) -> tuple[Judged, Bench]:
         bench = Bench(tmp_path, right)
         monkeypatch.setattr(judging, "evaluate_to", bench.evaluate_to)
-        monkeypatch.setattr(judging, "document_count", lambda task: SIZE)
+        monkeypatch.setattr(judging, "document_count", lambda task, time_limit: SIZE)
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
         evidence = Evidence(tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule())
 
