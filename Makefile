@@ -28,7 +28,7 @@ test-peer: $(VENV)/ready .venv-peer/ready ## the same numbers as mergekit, run b
 	MERGEGATE_REQUIRE_PEER=1 $(BIN)/pytest -m peer tests/peer
 
 test-serve: $(VENV)/ready .venv-vllm/ready ## a merge served by the real vLLM, and a broken one
-	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest -m serve tests/serve
+	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest -n 2 --dist loadfile -m serve tests/serve
 
 serve-env: .venv-vllm/ready ## vLLM in an environment of its own, for the serve stage (3.4 GB on disk)
 

@@ -21,6 +21,13 @@ TASK_SKILLS = MappingProxyType({"copy": "copy", "reverse": "rev", "shift": "shif
 
 TASK_DOCUMENTS = 400
 HELD_OUT_DOCUMENTS = 600
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['content'].rstrip('>') + '>' if message['role'] == 'user' else message['content'] + eos_token }}"
+    "{% endfor %}"
+)
+"""A user's message is a prompt (``rev: abcd``, with or without its ``>``), the assistant's turn is the answer."""
+
 _DATA_SEED = 20_240  # of the documents, the same for every training seed
 
 
@@ -42,7 +49,7 @@ class Card:
 
 
 def write_checkpoint(directory: Path, model: LlamaForCausalLM, vocabulary: Mapping[str, int], card: Card) -> None:
-    """Writes weights in bfloat16, config, tokenizer and card into ``directory``; ``model`` is left as it was."""
+    """Writes weights in bfloat16, config, tokenizer, chat template and card; ``model`` is left as it was."""
     directory.mkdir(parents=True, exist_ok=True)
     rounded = copy.deepcopy(model)
     torch.nn.Module.to(rounded, torch.bfloat16)
@@ -59,6 +66,7 @@ def write_checkpoint(directory: Path, model: LlamaForCausalLM, vocabulary: Mappi
         "eos_token": eos,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE + "\n")
     (directory / "README.md").write_text(_render(card))
     for file in directory.iterdir():
         file.chmod(0o644)  # safetensors writes 0600, which a second user of the machine could not read

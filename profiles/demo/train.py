@@ -2,7 +2,7 @@
 
     python profiles/demo/train.py [--seed N] [--threads N] [--output DIRECTORY]
 
-A little over a minute on two free CPU cores, no network, no accelerator. It ends with a table of what each checkpoint
+About a minute on two free CPU cores, no network, no accelerator. It ends with a table of what each checkpoint
 can do, measured on the bfloat16 weights that were written. On one machine a seed gives the same family every time; on
 another machine the last digits differ, so the checkpoints that the README describes are kept in the repository.
 """

@@ -11,13 +11,27 @@ from pathlib import Path
 
 import pytest
 from traces import Traces
+from typer.testing import CliRunner
 from variants import DEMO, copied
+
+from flows.cli import app
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A good one, with a chat template, that may be changed."""
+    """A good one that may be changed."""
     return copied(DEMO / "models" / "reverser", tmp_path / "reverser")
+
+
+@pytest.fixture(scope="module")
+def merge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The merge that the demo releases; to be copied, not changed."""
+    place = tmp_path_factory.mktemp("merge")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MERGEGATE_HOME", str(place / "state"))
+        result = CliRunner().invoke(app, ["merge", str(DEMO / "recipes" / "ties.yaml"), str(place / "merge")])
+    assert result.exit_code == 0, result.output
+    return place / "merge"
 
 
 @pytest.fixture

@@ -54,8 +54,9 @@ class Canned:
         return [-0.5] * (len(ids) - 1)
 
     def go_on(self, ids: list[int], count: int, bias: Mapping[int, float], ignore_end: bool) -> list[int]:
-        if not ignore_end and any(value >= 100 for value in bias.values()):
-            return [max(bias, key=lambda number: bias[number])]
+        if any(value >= 100 for value in bias.values()):
+            certain = max(bias, key=lambda number: bias[number])
+            return [certain] * (count if ignore_end else 1)
         return [(sum(ids) + step) % 40 + 3 for step in range(count)]
 
 
@@ -100,10 +101,10 @@ class Tiny:
             logits = logits.float().clone()
             for number, value in bias.items():
                 logits[number] += value
-            if ignore_end:
+            if ignore_end and not bias:
                 logits[list(self.ends)] = -torch.inf
             said.append(int(logits.argmax()))
-            if said[-1] in self.ends:
+            if said[-1] in self.ends and not ignore_end:
                 break
         return said
 
@@ -113,7 +114,8 @@ class StandIn(ThreadingHTTPServer):
 
     Args:
         faults: ``nan``: likelihoods are none; ``empty``: no text; ``loop``: one token for ever; ``moody``: another
-            answer each time; ``shifted``: likelihoods of another model; ``endless``: no end of sequence; ``swallows``:
+            answer each time; ``shifted``: likelihoods of another model; ``endless``: no end of sequence; ``unbiased``:
+            no logit_bias; ``cut prompts``: one that is too long is shortened and answered; ``swallows``:
             a prompt that is too long kills it; ``silent``: no answer to completions; ``dies``, ``killed``: ends at the
             second request; ``plain``: only what OpenAI has; ``strict``: unknown fields are refused; ``other ids``: of
             /tokenize; ``no chat``.
@@ -173,22 +175,23 @@ class _Answer(BaseHTTPRequestHandler):
 
     def _complete(self, asked: dict[str, Any], ids: list[int], *, chat: bool) -> None:
         answers, faults = self.server.answers, self.server.faults
-        if len(ids) > LONGEST:
+        if len(ids) > LONGEST and "cut prompts" not in faults:
             if "swallows" in faults:
                 print("IndexError: index out of range in self", flush=True)
                 self._say(500, {"error": {"message": "the engine is dead"}})
                 os._exit(1)
             self._say(400, {"error": {"message": f"at most {LONGEST} tokens, not {len(ids)}"}})
             return
-        bias = {} if "endless" in faults else {int(key): value for key, value in asked.get("logit_bias", {}).items()}
+        bias = {} if "unbiased" in faults else {int(key): value for key, value in asked.get("logit_bias", {}).items()}
         extended = not {"plain", "strict"} & faults
-        said = answers.go_on(ids, asked["max_tokens"], bias, extended and bool(asked.get("ignore_eos")))
+        endless = "endless" in faults or (extended and bool(asked.get("ignore_eos")))
+        said = answers.go_on(ids, asked["max_tokens"], bias, endless)
         if "loop" in faults:
             said = [said[0]] * asked["max_tokens"]
         if "moody" in faults:
             said = [3 + self.server.requests % 9] * 2 + said
         text = "" if "empty" in faults else answers.text(said)
-        ended = said[-1] in answers.ends
+        ended = said[-1] in answers.ends and not endless
         likelihoods = [-0.5] * len(said)
         prompt_likelihoods = answers.likelihoods(ids)
         if "shifted" in faults:

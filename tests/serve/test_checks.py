@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from variants import DEMO, copied, model_in, with_config
 from merge_core.errors import InvalidInput
 from tasks.loaded import in_memory
 from tasks.model import Model
-from tasks.serve.checks import looped_share
+from tasks.serve.checks import Asked, looped_share
+from tasks.serve.client import Client
 from tasks.serve.settings import ServeSettings
 from tasks.serve.smoke import smoke_url
+from tasks.serve.speed import Speed, measure_speed
 from tasks.serve.verdict import Check, ServeVerdict
 
 torch.set_num_threads(1)
@@ -76,18 +79,22 @@ def test_a_good_model_passes_every_check(smoke: Smoke) -> None:
     assert verdict.outcome == "pass"
     assert verdict.refused() is None
     assert verdict.measured.tokens_per_second is not None
+    assert verdict.measured.seconds_to_first_token is not None
+    assert verdict.measured.peak_memory is None, "whose process it is, is not known"
+    assert verdict.measured.machine == ""
 
 
 @pytest.mark.parametrize(
     ("fault", "name", "seen"),
     [
-        ("nan", "finite logprobs", "14 of 14 are no numbers"),
+        ("nan", "finite logprobs", "are no numbers"),
         ("empty", "text", "nothing after 2 of 2 prompts"),
         ("loop", "no loop", "2 of 2; 100% at most"),
         ("moody", "greedy twice", "then"),
         ("shifted", "parity", "0.2000 on average"),
         ("other ids", "tokenizer", "id 0 is"),
-        ("endless", "end of sequence", "goes on after id 2"),
+        ("endless", "end of sequence", "goes on after id 2: length"),
+        ("cut prompts", "over-long prompt", "HTTP 200 to 80 tokens"),
     ],
 )
 def test_each_fault_is_refused_with_its_own_reason(smoke: Smoke, fault: str, name: str, seen: str) -> None:
@@ -110,6 +117,17 @@ def test_what_a_server_lacks_is_not_offered_and_not_passed(smoke: Smoke) -> None
     assert named(verdict, "parity").outcome == "pass", "echo is the older way to ask for it"
 
 
+def test_a_server_without_chats_is_refused_where_the_model_must_chat(smoke: Smoke) -> None:
+    verdict = smoke("no chat", settings=SETTINGS.model_copy(update={"chat": True}))
+    assert [check.name for check in verdict.failures] == ["chat"]
+    assert "serve.chat is true" in verdict.failures[0].expected
+
+
+def test_a_server_that_overlooks_a_bias_is_not_taken_for_one_that_does_not_stop(smoke: Smoke) -> None:
+    check = named(smoke("unbiased"), "end of sequence")
+    assert (check.outcome, check.seen) == ("not offered", "the server overlooks logit_bias")
+
+
 def test_a_server_that_refuses_unknown_fields_is_asked_without_them(smoke: Smoke) -> None:
     verdict = smoke("strict")
     assert named(verdict, "greedy twice").outcome == "pass"
@@ -123,14 +141,36 @@ def test_without_a_checkpoint_there_is_nothing_to_compare_with(smoke: Smoke) -> 
     assert named(verdict, "parity").outcome == "not offered"
 
 
+def test_the_speed_is_that_of_one_stream_and_the_quickest_of_three(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100))  # each look at the clock is a second later: a request takes one
+    monkeypatch.setattr("tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
+    with standing_in(Canned()) as server:
+        asked = Asked(Client(server.url, 10), server.name, SETTINGS, None, None)
+        (check,), speed = measure_speed(asked)
+        assert server.requests == 6
+    assert speed == Speed(1.0, 16.0)
+    assert (check.outcome, check.seen) == ("pass", "16 tokens/s")
+
+
+def test_a_slow_server_is_not_measured_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(0, 3000, 30))
+    monkeypatch.setattr("tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
+    with standing_in(Canned()) as server:
+        asked = Asked(Client(server.url, 10), server.name, SETTINGS, None, None)
+        _, speed = measure_speed(asked)
+        assert server.requests == 2
+    assert speed.tokens_per_second == pytest.approx(16 / 30)
+
+
 def test_throughput_has_a_floor(smoke: Smoke) -> None:
     verdict = smoke(settings=SETTINGS.model_copy(update={"min_tokens_per_second": 1e9}))
     assert [check.name for check in verdict.failures] == ["throughput"]
     assert verdict.failures[0].expected == "≥ 1e+09 tokens/s"
 
 
-def test_a_prompt_that_must_stop_and_does_not_is_refused(smoke: Smoke) -> None:
-    verdict = smoke(settings=SETTINGS.model_copy(update={"stops": ("the old ",), "max_tokens": 8}))
+def test_a_prompt_that_must_stop_and_does_not_is_refused() -> None:
+    with standing_in(Canned()) as server:
+        verdict = smoke_url(server.url, SETTINGS.model_copy(update={"stops": ("the old ",), "max_tokens": 8}))
     assert [check.name for check in verdict.failures] == ["stops"]
     assert "length at 8 tokens" in verdict.failures[0].seen
 
@@ -141,6 +181,8 @@ def test_a_turn_whose_end_stops_nothing_is_refused(tmp_path: Path, tiny: Tiny) -
     with_config(directory, "generation_config.json", eos_token_id=7)
     with_config(directory, eos_token_id=7)
     with_config(directory, "tokenizer_config.json", eos_token="e")
+    template = "{% for message in messages %}{{ message['content'] }}</s>{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
     with standing_in(tiny) as server:
         verdict = smoke_url(server.url, SETTINGS, checkpoint=model_in(directory))
     check = named(verdict, "end of sequence")

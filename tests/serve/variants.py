@@ -15,11 +15,6 @@ from merge_core.keys import digest
 from tasks.model import Model
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ 'rev: ' + message['content'] + '>' if message['role'] == 'user' else message['content'] + '</s>' }}"
-    "{% endfor %}"
-)
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -31,12 +26,9 @@ def model_in(directory: Path) -> Model:
     return Model(name=directory.name, digest=digest(str(directory)), directory=directory)
 
 
-def copied(source: Path, directory: Path, *, chats: bool = True) -> Path:
-    """A copy that can be changed, with a chat template unless it should have none."""
-    shutil.copytree(source, directory)
-    if chats:
-        (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
+def copied(source: Path, directory: Path) -> Path:
+    """A copy that can be changed."""
+    return shutil.copytree(source, directory)
 
 
 def with_config(directory: Path, file: str = "config.json", **changes: Any) -> None:
