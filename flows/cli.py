@@ -62,12 +62,13 @@ def run(
 
         console = _console(as_json)
         progress = Progress(console)
-        progress.headline(load_profile(profile).headline(), f"profile {profile}")
+        loaded = load_profile(profile)
+        progress.headline(loaded.headline(), f"profile {profile}")
         with ExitStack() as stack:
             with console.status("starting Prefect's API"):
                 stack.enter_context(local_api())
             with progress.watching():
-                state = release(profile, return_state=True)
+                state = release(loaded, return_state=True)
         outcome = state.result(raise_on_failure=False)
         if not isinstance(outcome, Outcome):
             raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
@@ -209,7 +210,7 @@ def gate(
 @app.command()
 def verify(
     release: Annotated[str, typer.Argument(help="Directory of a release, or org/name[@version] on the Hub.")],
-    key: Annotated[Path | None, typer.Option(help="Public key (Ed25519, PEM) that must have signed it.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Public key (EC P-256, PEM) that must have signed it.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a release with everything it says of itself: every byte, the provenance, the card, the signature."""
@@ -225,7 +226,7 @@ def reproduce(
     parents: Annotated[
         Path | None, typer.Option(help="What relative paths of its recipe are relative to; absent: looked for.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto (as the release says), cpu, cuda or cuda:N.")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Make the weights of a release again from its recipe and its parents, and compare them to the byte."""

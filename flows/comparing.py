@@ -28,6 +28,7 @@ from merge_core import load_recipe
 from merge_core.errors import InvalidInput, MergegateError
 from merge_core.reference import CheckpointRef, parse_reference
 from tasks.evaluate import joined
+from tasks.fetch import fetch
 from tasks.pin import Found, Parent, find_parents, pin
 from tasks.report import Library, ReportContent, ReportedModel, write_report
 from tasks.stage import store
@@ -62,6 +63,7 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> Outcome
     found = find_checkpoints(reference, candidate)
     against, judged_one = (model.name for model in found)
     evidence = pin_evidence(profile, found[0])
+    fetch(found, store().hashes)
     models = pin(found, store().hashes)
 
     measured = judge_merge(models[1], models[:1], None, evidence)
@@ -111,10 +113,7 @@ def comparison_content(profile: Profile, models: Sequence[Parent], measured: Jud
     return ReportContent(
         name=re.sub(r"[^A-Za-z0-9._-]+", "-", f"{candidate.name}-against-{reference.name}"),  # a file name, too
         method=f"compared by profile {profile.name}",
-        recipe="# nothing was merged: two checkpoints were compared",
         models=(_reported(reference, "parent", measured), _reported(candidate, "merge", measured)),
-        licence="no licence that this comparison has looked at",
-        obligations=("before either checkpoint is published, its licence is to be checked: a comparison does not",),
         verdict=measured.verdict.value,
         scoring=profile.evaluate.scoring if profile.evaluate else None,
         windows=profile.perplexity.windows if profile.perplexity else None,
@@ -132,7 +131,6 @@ def _reported(model: Parent, role: Literal["parent", "merge"], measured: Judged)
         ref=model.ref,
         revision=model.revision,
         digest=model.digest,
-        licence="not checked",
         scores=joined(scores) if scores else None,
         likelihoods=likelihoods.value if likelihoods else None,
     )

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.outcome import Outcome
+from tasks.report.serving import Costs, costs
 from tasks.report.table import final_table
 
 _STYLES = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
@@ -29,6 +30,7 @@ def print_ending(console: Console, outcome: Outcome) -> None:
             table.add_row(*(_cell(cell) for cell in cells), Text(verdict, style=_STYLES[row.outcome]))
         console.print()
         console.print(table)
+        _print_costs(console, costs(outcome.content))
     console.print()
     first, *rest = outcome.message.splitlines()
     console.print(Text(first, style="bold green" if outcome.exit_code == 0 else "bold red"))
@@ -37,6 +39,23 @@ def print_ending(console: Console, outcome: Outcome) -> None:
     for label, place in (("release", outcome.location), ("report", outcome.report)):
         if place is not None:
             console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
+
+
+def _print_costs(console: Console, drawn: Costs) -> None:
+    """What serving took, of the merge and of the parents that were measured too."""
+    if not drawn.rows:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("served")
+    for column in drawn.columns:
+        table.add_column(column.lower(), justify="right", no_wrap=True)
+    table.add_column("")
+    for row in drawn.rows:
+        note = f"not measured: {row.problem}" if row.problem else row.occasion
+        table.add_row(Text(row.name), *row.cells, Text(note, style="dim"))
+    console.print()
+    console.print(table)
+    console.print(Text(f"measured {drawn.occasion}", style="dim"))
 
 
 def _cell(text: str) -> Text:

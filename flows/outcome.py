@@ -19,10 +19,19 @@ from tasks.judge import JudgeVerdict
 from tasks.merge import MERGED
 from tasks.publish.content import stored_files
 from tasks.publish.release import Release
-from tasks.report import Report, ReportContent
+from tasks.report import Report, ReportContent, render
 from tasks.report.content import Attempt as ReportedAttempt
-from tasks.report.content import Library, MergedFile, ReportedJudge, ReportedModel, ServedCheck, StoredArtifact
+from tasks.report.content import (
+    Library,
+    MergedFile,
+    ReportedJudge,
+    ReportedModel,
+    ServedCheck,
+    ServedModel,
+    StoredArtifact,
+)
 from tasks.report.table import as_markdown
+from tasks.serve.verdict import Served
 from tasks.stage import home
 from tasks.versions import versions
 
@@ -57,7 +66,7 @@ def stopped(error: MergegateError) -> Outcome:
 
 def judged(content: ReportContent, report: Artifact[Report], release: Release | None) -> Outcome:
     """The end of a run that reached the gate. Without a release it was refused, or nothing was to be published."""
-    page = _keep_page(content.name, report)
+    page = _keep_page(content, report)
     if release is None:
         if content.verdict.publishable:
             return Outcome(status="passed", message=f"{content.name} passed the gate", report=page, content=content)
@@ -151,13 +160,26 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         attempts=tuple(_tried(one) for one in (*earlier, attempt)) if earlier else (),
         judge=_reported(attempt.answers) if attempt.answers else None,
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
-        served=tuple(
-            ServedCheck(name=check.name, outcome=check.outcome, expected=check.expected)
-            for check in (attempt.served[0].checks if attempt.served else ())
-        ),
-        server=attempt.served[0].server if attempt.served else "",
+        **_serving(attempt.served),
         artifacts=_artifacts(attempt),
     )
+
+
+def _serving(served: Served | None) -> dict[str, Any]:
+    if served is None:
+        return {}
+    verdict = served.verdict
+    return {
+        "server": verdict.server,
+        "served": tuple(ServedCheck(**check.model_dump()) for check in verdict.checks),
+        "serving": (
+            *(
+                ServedModel(name=name, measured=parent.measured, problem=parent.problem)
+                for name, parent in served.parents.items()
+            ),
+            ServedModel(name=MERGED, measured=verdict.measured),
+        ),
+    }
 
 
 def _reported(answers: JudgeVerdict) -> ReportedJudge:
@@ -192,11 +214,17 @@ def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
     return tuple(StoredArtifact(stage=one.stage, subject=subject, key=one.key) for one, subject in found)
 
 
-def _keep_page(name: str, report: Artifact[Report]) -> Path:
-    """Copy the page to where a person looks for it: the latest report of each profile, by name."""
-    page = home() / "reports" / f"{name}.html"
+def _keep_page(content: ReportContent, report: Artifact[Report]) -> Path:
+    """The page where a person looks for it: the latest report of each profile, by name.
+
+    It is that of the release, and where the model was served, what a machine took for that as well.
+    """
+    page = home() / "reports" / f"{content.name}.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     step = page.with_suffix(".partial")
-    shutil.copyfile(report.directory / "report.html", step)
+    if content.served:
+        step.write_text(render(content), encoding="utf-8")
+    else:
+        shutil.copyfile(report.directory / "report.html", step)
     step.rename(page)
     return page

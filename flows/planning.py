@@ -7,7 +7,6 @@ second and kept for an hour; cost is that time at prices that the user names.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import time
@@ -23,7 +22,9 @@ from rich.text import Text
 from merge_core import MergePlan, Settings, load_recipe, plan_merge
 from merge_core.errors import InvalidInput
 from merge_core.estimate import Duration, Needs, Rates, duration, input_files, needs_of
-from tasks.hub.headers import Headers, open_headers
+from tasks.home import home, nearest
+from tasks.pin import find_parents, open_parent
+from tasks.units import size
 
 # How long measured rates count, and under which name they are kept in the project's state.
 _RATES_AGE_S = 3600.0
@@ -95,8 +96,11 @@ def plan_file(
     named = dict(_price(text) for text in prices)
     recipe = load_recipe(recipe_file)
     with console.status("reading headers"):
-        headers = open_headers(recipe)
-    forecast = make_forecast(plan_merge(recipe, headers.checkpoints), headers, out, device, named, probe)
+        found = find_parents(recipe)
+        plan = plan_merge(recipe, {parent.ref: open_parent(parent) for parent in found})
+    snapshots = {parent.directory: parent.snapshot for parent in found if parent.snapshot}
+    coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
+    forecast = make_forecast(plan, coming, out, device, named, probe)
     if as_json:
         print(json.dumps(_plain(forecast), indent=1))
     else:
@@ -104,16 +108,20 @@ def plan_file(
 
 
 def make_forecast(
-    plan: MergePlan, headers: Headers, out: Path, device: str, prices: Mapping[str, float], probe: bool | None
+    plan: MergePlan, bytes_to_download: int, out: Path, device: str, prices: Mapping[str, float], probe: bool | None
 ) -> Forecast:
-    """Everything about ``plan`` that can be known before it is carried out; arguments as for :func:`plan_file`."""
+    """Everything about ``plan`` that can be known before it is carried out.
+
+    Args:
+        bytes_to_download: Of parents on the Hub. Other arguments as for :func:`plan_file`.
+    """
     from merge_core.probe import usable_cores
     from tasks.runtime import device_kind
 
     device = device_kind() if device == "auto" else device
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
-    place, cores = _nearest(out), usable_cores()
+    place, cores = nearest(out), usable_cores()
     companions = sum((plan.donor.directory / name).stat().st_size for name in plan.donor.companions)
     needs = needs_of(plan, Settings(), cores=cores, device=device, companion_bytes=companions)
     rates = _rates(plan, place, cores, device, probe)
@@ -123,7 +131,7 @@ def make_forecast(
         needs=needs,
         place=place,
         disk_free=shutil.disk_usage(place).free,
-        bytes_to_download=headers.bytes_to_download,
+        bytes_to_download=bytes_to_download,
         cores=cores,
         rates=rates,
         time=duration(needs, rates, cores=cores) if rates else None,
@@ -134,8 +142,7 @@ def make_forecast(
 def _rates(plan: MergePlan, place: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
     from merge_core.probe import measure, measure_bus, place_of, recall, remember
 
-    # The same directory as tasks.stage.home, which would import Prefect.
-    memory = Path(os.environ.get("MERGEGATE_HOME", ".mergegate")).absolute() / _RATES_FILE
+    memory = home() / _RATES_FILE
     inputs = [file for file in input_files(plan) if file.exists()]
     key = place_of(inputs, place, cores=cores, device=device)
     known = None if probe is True else recall(memory, key, max_age=_RATES_AGE_S)
@@ -146,12 +153,6 @@ def _rates(plan: MergePlan, place: Path, cores: int, device: str, probe: bool | 
         rates = replace(rates, bus=measure_bus(device))
     remember(memory, key, rates)
     return rates
-
-
-def _nearest(out: Path) -> Path:
-    """The directory ``out``, or the one above it that exists."""
-    absolute = out.absolute()
-    return next(place for place in (absolute, *absolute.parents) if place.is_dir())
 
 
 def _price(text: str) -> tuple[str, float]:
@@ -179,7 +180,7 @@ def _print(forecast: Forecast, console: Console) -> None:
     console.print(Text(forecast.recipe, style="bold"))
     console.print(table)
     if forecast.disk_missing:
-        console.print(Text(f"✗ {_bytes(forecast.disk_missing)} more are needed at {forecast.place}", style="bold red"))
+        console.print(Text(f"✗ {size(forecast.disk_missing)} more are needed at {forecast.place}", style="bold red"))
     for line in _footnotes(forecast):
         console.print(Text(line, style="dim"))
 
@@ -189,16 +190,16 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
     needs = forecast.needs
     rows = [("tensors", f"{needs.tensors:,}", f"{_count(needs.parameters)} parameters")]
     if forecast.bytes_to_download:
-        rows.append(("download", _bytes(forecast.bytes_to_download), "from the Hub; its time is not counted"))
-    rows.append(("read", _bytes(needs.bytes_read), _plural(needs.input_files, "file")))
+        rows.append(("download", size(forecast.bytes_to_download), "from the Hub; its time is not counted"))
+    rows.append(("read", size(needs.bytes_read), _plural(needs.input_files, "file")))
     if needs.read_again:
         large = _plural(needs.read_again, "large tensor")
-        rows.append(("read again", _bytes(needs.bytes_from_disk_again), f"{large} in up to {needs.passes} passes"))
-    rows.append(("write", _bytes(needs.bytes_written), _plural(needs.shards, "file")))
-    rows.append(("memory", _bytes(needs.memory), "at the peak, about"))
+        rows.append(("read again", size(needs.bytes_from_disk_again), f"{large} in up to {needs.passes} passes"))
+    rows.append(("write", size(needs.bytes_written), _plural(needs.shards, "file")))
+    rows.append(("memory", size(needs.memory), "at the peak, about"))
     if needs.gpu_memory:
-        rows.append(("GPU memory", _bytes(needs.gpu_memory), "at the peak, about"))
-    rows.append(("disk", _bytes(needs.disk), f"{_bytes(forecast.disk_free)} free at {forecast.place}"))
+        rows.append(("GPU memory", size(needs.gpu_memory), "at the peak, about"))
+    rows.append(("disk", size(needs.disk), f"{size(forecast.disk_free)} free at {forecast.place}"))
     return [*rows, *_time_rows(forecast)]
 
 
@@ -208,10 +209,10 @@ def _time_rows(forecast: Forecast) -> list[tuple[str, str, str]]:
         return [("time", "unknown", "nothing was measured: plan without --no-probe")]
     rows = [
         ("time", _range(took), "if all of it overlaps, or nothing"),
-        ("  reading", _seconds(took.reading), f"{_bytes(rates.read)}/s"),
-        ("  writing", _seconds(took.writing), f"{_bytes(rates.write)}/s"),
+        ("  reading", _seconds(took.reading), f"{size(rates.read)}/s"),
+        ("  writing", _seconds(took.writing), f"{size(rates.write)}/s"),
         ("  computing", _seconds(took.computing), f"{needs.device}, {_plural(forecast.cores, 'core')}"),
-        ("  sha256", _seconds(took.hashing), f"{_bytes(rates.hash)}/s"),
+        ("  sha256", _seconds(took.hashing), f"{size(rates.hash)}/s"),
     ]
     if needs.read_again:
         rows.insert(2, ("  reading again", _seconds(took.reading_again), "if memory cannot hold them"))
@@ -247,14 +248,6 @@ def _seconds(value: float) -> str:
     if value < 90 * 60:
         return f"{value / 60:.0f} min"
     return f"{value / 3600:.1f} h"
-
-
-def _bytes(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit in ("B", "kB") or value >= 100 else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def _count(value: float) -> str:

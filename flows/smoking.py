@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from flows.profile import load_profile
 from merge_core import load_recipe
 from merge_core.errors import InvalidInput
 from merge_core.keys import digest
+from tasks.hub.download import download
 from tasks.model import Model
 from tasks.pin import find_parents
 from tasks.runtime import device_kind
@@ -19,7 +21,7 @@ from tasks.serve.launch import find_server
 from tasks.serve.settings import ServeSettings
 from tasks.serve.smoke import STEPS, smoke_checkpoint, smoke_url
 from tasks.serve.verdict import ServeVerdict
-from tasks.stage import home
+from tasks.stage import home, store
 
 _MARKS = {"pass": ("✓", "green"), "fail": ("✗", "bold red"), "not offered": ("·", "dim")}
 
@@ -54,10 +56,11 @@ def smoke(
     if not is_url and (checkpoint or model):
         option = "--checkpoint" if checkpoint else "--model"
         raise InvalidInput(option, found="given with a checkpoint", expected="a URL", remedy=f"leave {option} out")
-    with console.status("static checks") as status:
+    log: Path | None = None
+    with console.status("reading headers") as status:
 
-        def show(done: int) -> None:
-            status.update(f"smoke · step {done + 1} of {STEPS}" if done < STEPS else "smoke · ending the server")
+        def show(done: int, doing: str) -> None:
+            status.update(f"{done} of {STEPS}: {doing}")
 
         if is_url:
             verdict = smoke_url(
@@ -70,16 +73,16 @@ def smoke(
                 on_progress=show,
             )
         else:
+            server = find_server(settings, root)  # its absence is known before a checkpoint is downloaded
             served = _local(target)
             log = home() / "logs" / f"smoke-{served.directory.name}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
-            verdict = smoke_checkpoint(
-                served, settings, find_server(settings, root), device=device_kind(), log=log, on_progress=show
-            )
+            log.unlink(missing_ok=True)  # of an earlier time
+            verdict = smoke_checkpoint(served, settings, server, device=device_kind(), log=log, on_progress=show)
     if as_json:
         print(verdict.model_dump_json(indent=1))
     else:
-        _print(verdict, console)
+        _print(verdict, console, log if log and log.exists() else None)
     return 3 if verdict.refuses() else 0
 
 
@@ -89,23 +92,44 @@ def _local(reference: str) -> Model:
         {"merge_method": "passthrough", "models": [{"model": str(reference)}]}, where=f"smoke {reference}"
     )
     (found,) = find_parents(recipe)
+    if found.snapshot:
+        download([found.snapshot], store().hashes)
     # Nothing is cached here, so the place is identity enough.
     return Model(name=found.name, digest=digest(str(found.directory)), directory=found.directory)
 
 
-def _print(verdict: ServeVerdict, console: Console) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("", "check", "seen", "expected"):
-        table.add_column(column, overflow="fold")
+def _print(verdict: ServeVerdict, console: Console, log: Path | None) -> None:
+    """The checks, what serving took, and the verdict with what to do."""
+    checks = _table("", "check", "seen", "right is")
     for check in verdict.checks:
         mark, style = _MARKS[check.outcome]
         seen = f"{check.where}: {check.seen}" if check.where else check.seen
         if check.outcome == "not offered":
             seen = f"not offered: {seen}"
-        table.add_row(Text(mark, style), Text(check.name, style), Text(seen), Text(check.expected, "dim"))
-    console.print(table)
+        checks.add_row(
+            Text(mark, style), Text(check.name, style, no_wrap=True), Text(seen), Text(check.expected, "dim")
+        )
+    console.print(checks)
     console.print()
-    console.print(Text(f"{verdict.model}: {verdict.summary()}", "bold red" if verdict.refuses() else "bold green"))
+    if quantities := verdict.measured.quantities():
+        numbers = Table.grid(padding=(0, 2, 0, 0))
+        for name, value in quantities:
+            numbers.add_row(Text(f"   {name}", "dim"), Text(value))
+        console.print(numbers)
+        how = "; one request at a time, the quickest of three" if verdict.measured.throughput else ""
+        console.print(Text(f"   {verdict.measured.occasion}{how}", "dim"))
+        console.print()
+    line = f"{verdict.model} on {verdict.server}: {'refused, ' if verdict.refuses() else ''}{verdict.count()}"
+    console.print(Text(line, "bold red" if verdict.refuses() else "bold green"))
     for check in verdict.failures:
         if check.remedy:
             console.print(Text(f"  {check.name}: {check.remedy}"))
+    if verdict.refuses() and log:
+        console.print(Text("  log      ", "dim"), Text(os.path.relpath(log)), sep="")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -17,6 +17,7 @@ from tasks.model import Model
 from tasks.pin import PinnedRecipe
 from tasks.runtime import device_kind
 from tasks.stage import StageValue, stage
+from tasks.units import size
 from tasks.versions import versions
 from tasks.watching import advance
 
@@ -56,8 +57,8 @@ class Merged(StageValue):
 
     def summary(self) -> str:
         rate = self.bytes_written / max(self.seconds, 1e-6)
-        size = f"{_size(self.bytes_written)} · {_size(rate)}/s · {self.tensors} tensors"
-        return size + (f" · {len(self.warnings)} warnings" if self.warnings else "")
+        written = f"{size(self.bytes_written)} · {size(rate)}/s · {self.tensors} tensors"
+        return written + (f" · {len(self.warnings)} warnings" if self.warnings else "")
 
 
 def numerics(settings: MergeSettings) -> Numerics:
@@ -102,11 +103,3 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
 def merged_model(artifact: Artifact[Merged]) -> Model:
     """The merge as a model beside its parents."""
     return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory)
-
-
-def _size(amount: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1000
-    return f"{amount:.3g} GB"

@@ -18,6 +18,8 @@ from tasks.report.content import (
     ReportContent,
     ReportedJudge,
     ReportedModel,
+    ServedCheck,
+    ServedModel,
     StoredArtifact,
 )
 from tasks.report.page import render
@@ -33,6 +35,8 @@ __all__ = [
     "ReportContent",
     "ReportedJudge",
     "ReportedModel",
+    "ServedCheck",
+    "ServedModel",
     "StoredArtifact",
     "as_markdown",
     "final_table",
@@ -57,9 +61,9 @@ def write_report(out: Path, content: ReportContent) -> Report:
     """Write the report into ``out``. The bytes depend on nothing but what is in the stage's key.
 
     ``report.json`` is the canonical form of ``content``, with sorted keys: what does not count for a key (paths, names
-    from the run that measured) is not in it either.
+    from the run that measured, what serving took) is not in it either.
     """
     data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (out / DATA).write_bytes(f"{data}\n".encode())
-    (out / PAGE).write_bytes(render(content).encode())
+    (out / PAGE).write_bytes(render(content.as_released()).encode())
     return Report(headline=" ".join(f"{title(content.verdict).lower()}: {sentence(content)}".split()))

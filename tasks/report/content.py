@@ -1,18 +1,21 @@
 """What a report says: one frozen value, put together by the flow, read by the page, the terminal table and Markdown.
 
-It holds no time, duration or path of a machine: the same merge judged on the same evidence gives the same bytes.
+A release holds no time, duration or path of a machine: the same merge judged on the same evidence gives the same bytes.
+What a machine took to serve the model is marked ``NotInKey``, and stands only on the page that stays here.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from merge_core.keys import NotInKey
 from tasks.evaluate import Scores, Scoring
 from tasks.explain import Explanation
 from tasks.gate import Outcome, Verdict
 from tasks.perplexity import Likelihoods, Windows
+from tasks.serve.measured import Measured
 
 
 class _Part(BaseModel):
@@ -31,7 +34,7 @@ class ReportedModel(_Part):
     ref: str  # as the recipe writes it; for the merge, what the release will be called
     revision: str | None = None  # commit of a Hub repository
     digest: str  # 64 hex digits
-    licence: str  # SPDX identifier where there is one
+    licence: str = ""  # SPDX identifier where there is one; empty where it was not looked at
     scores: Scores | None = None  # None when it was not evaluated
     likelihoods: Likelihoods | None = None
 
@@ -87,6 +90,17 @@ class ServedCheck(_Part):
     name: str
     outcome: Literal["pass", "fail", "not offered"]
     expected: str
+    remedy: str = ""
+    where: Annotated[str, NotInKey] = ""  # tensor, file or field, where there is one
+    seen: Annotated[str, NotInKey] = ""
+
+
+class ServedModel(_Part):
+    """What serving a model took."""
+
+    name: str
+    measured: Measured
+    problem: str = ""  # why nothing was measured
 
 
 class StoredArtifact(_Part):
@@ -102,10 +116,10 @@ class ReportContent(_Part):
 
     name: str  # of the profile
     method: str  # 'ties of 3 over llama-base'
-    recipe: str  # YAML
+    recipe: str = ""  # YAML; empty where nothing was merged
     models: tuple[ReportedModel, ...]  # parents in the recipe's order, the merge among them
-    licence: str  # that the merge may carry: 'apache-2.0'
-    obligations: tuple[str, ...]  # what it asks of a publisher, a sentence each
+    licence: str = ""  # that the merge may carry: 'apache-2.0'; empty where none was looked at
+    obligations: tuple[str, ...] = ()  # what it asks of a publisher, a sentence each
     verdict: Verdict
     scoring: Scoring | None = None  # how the models were scored
     windows: Windows | None = None  # how the held-out text was read
@@ -117,8 +131,14 @@ class ReportContent(_Part):
     judge: ReportedJudge | None = None
     served: tuple[ServedCheck, ...] = ()  # in the order in which they were made; empty where it was not served
     server: str = ""  # 'vllm 0.33.0'
+    serving: Annotated[tuple[ServedModel, ...], NotInKey] = ()  # parents in the recipe's order, then the merge
     ensemble: Likelihoods | None = None  # of the parents together, on the same text
     artifacts: tuple[StoredArtifact, ...] = ()
+
+    def as_released(self) -> ReportContent:
+        """Without what a machine took: what is left is in the key, and the same for everybody."""
+        checks = tuple(check.model_copy(update={"where": "", "seen": ""}) for check in self.served)
+        return self.model_copy(update={"served": checks, "serving": ()})
 
     @property
     def parents(self) -> tuple[ReportedModel, ...]:

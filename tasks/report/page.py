@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from tasks.evaluate import Scoring
 from tasks.perplexity import Windows
-from tasks.report import explaining, heat_map, plots, table, wording
+from tasks.report import explaining, heat_map, plots, serving, table, wording
 from tasks.report.content import ReportContent
+from tasks.units import size
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -28,6 +29,8 @@ def render(content: ReportContent) -> str:
         content=content,
         verdict=verdict,
         wording=wording,
+        size=size,
+        costs=serving.costs(content),
         sentence=wording.sentence(content),
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
         # Drawn by matplotlib, which escapes the names in them.

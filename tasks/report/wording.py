@@ -90,27 +90,20 @@ def _scientific(value: float) -> str:
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
-def size(count: int) -> str:
-    """Bytes in decimal units, three significant digits."""
-    if count < 1000:
-        return f"{count} B"
-    value, unit = count / 1000, "kB"
-    for larger in ("MB", "GB", "TB"):
-        if value < 999.5:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
-
-
 def title(verdict: Verdict) -> str:
     """The one big word."""
     return {"pass": "Passed", "fail": "Refused", "inconclusive": "Inconclusive"}[verdict.outcome]
 
 
-def consequence(verdict: Verdict) -> str:
-    """What follows from the verdict, for whoever would publish."""
+def consequence(content: ReportContent) -> str:
+    """What follows from the verdict, for whoever would publish; empty where nothing was merged and all is said."""
+    verdict = content.verdict
+    if not content.recipe and verdict.outcome != "inconclusive":
+        return ""
     if verdict.outcome == "inconclusive":
         word = {"block": "blocks it", "warn": "lets it through with a warning", "pass": "lets it through"}
+        if not content.recipe:
+            return f"on_inconclusive of the profile {word[verdict.on_inconclusive]}."
         may = "may be published" if verdict.publishable else "will not be published"
         return f"This merge {may}: on_inconclusive of the profile {word[verdict.on_inconclusive]}."
     return "This merge may be published." if verdict.publishable else "This merge will not be published."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,8 +71,7 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
         InvalidInput: when there is no vLLM where it should be.
     """
     if settings.command is not None:
-        name = Path(settings.command[0]).name
-        return ServerKind(f"{name} {settings.version}".strip())
+        return ServerKind(f"{_name_of(settings.command)} {settings.version}".strip())
     python = root / settings.python if settings.python else PYTHON.absolute()
     for distribution in _DISTRIBUTIONS:
         for place in sorted(python.parent.parent.glob(f"lib/python*/site-packages/{distribution}-*.dist-info")):
@@ -84,6 +84,15 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
         expected="the interpreter of an environment in which vLLM is installed",
         remedy="make serve-env, or serve.command for another server",
     )
+
+
+def _name_of(command: Sequence[str]) -> str:
+    """What people call a command: its program, or what an interpreter runs (``python -m llama_cpp.server``)."""
+    name = Path(command[0]).name
+    if not re.fullmatch(r"python[\d.]*", name):
+        return name
+    what = next((word for word in command[1:] if not word.startswith("-")), name)
+    return name if "{" in what else Path(what).name
 
 
 def launch(settings: ServeSettings, kind: ServerKind, checkpoint: Checkpoint) -> Launch:

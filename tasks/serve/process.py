@@ -51,6 +51,7 @@ class Server:
     def __init__(self, launch: Launch, log: Path, settings: ServeSettings, grace: float = GRACE) -> None:
         self._launch, self._log, self._settings, self._grace = launch, log, settings, grace
         self._port = 0
+        self._began = 0.0  # when the process was started
         self._deadline = time.monotonic() + settings.total_within
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._pid = 0
@@ -69,6 +70,12 @@ class Server:
     def peak_memory(self) -> int | None:
         """Bytes, known when it has ended."""
         peak = self._final.get("peak_memory")
+        return int(peak) if peak else None
+
+    @property
+    def peak_gpu_memory(self) -> int | None:
+        """Bytes on all GPUs, known when it has ended; None where there is no GPU, or nothing was on it."""
+        peak = self._final.get("peak_gpu_memory")
         return int(peak) if peak else None
 
     def __enter__(self) -> Self:
@@ -104,7 +111,7 @@ class Server:
                     continue
                 raise self.ended()
             if self._is_ready():
-                self.seconds_to_ready = time.monotonic() - began
+                self.seconds_to_ready = time.monotonic() - self._began
                 self._answered = True
                 return
             if time.monotonic() - began > self._settings.ready_within:
@@ -163,6 +170,7 @@ class Server:
             "limit": max(1.0, self._deadline - time.monotonic()),
         }
         self._log.write_bytes(b"")
+        self._began = time.monotonic()
         process = subprocess.Popen(
             # Isolated and without site-packages: it needs the standard library only.
             [sys.executable, "-I", "-S", supervisor.__file__],

@@ -13,11 +13,13 @@ from tasks.serve import checks
 from tasks.serve.checks import Ask, Asked
 from tasks.serve.client import Client, Unreachable, models_of
 from tasks.serve.launch import ServerKind, context_of, dtype_of, launch
+from tasks.serve.measured import Measured, machine_name, today
 from tasks.serve.process import Server, ServerEnded
 from tasks.serve.reference import Reference, make_reference
 from tasks.serve.settings import ServeSettings
+from tasks.serve.speed import Speed, measure_speed
 from tasks.serve.static_checks import static_checks
-from tasks.serve.verdict import Check, MachineFailed, Measured, ServeVerdict, WronglyConfigured, verdict
+from tasks.serve.verdict import Check, MachineFailed, ServeVerdict, WronglyConfigured, verdict
 
 LOG = "server.log"
 _QUESTIONS: tuple[tuple[str, Ask], ...] = (
@@ -30,7 +32,7 @@ _QUESTIONS: tuple[tuple[str, Ask], ...] = (
 )
 STEPS = len(_QUESTIONS) + 4  # static, reference, ready, throughput
 
-Progress = Callable[[int], None]  # told how many of ``STEPS`` are done
+Progress = Callable[[int, str], None]  # told how many of ``STEPS`` are done, and what is being done now
 
 
 def smoke_checkpoint(
@@ -40,7 +42,7 @@ def smoke_checkpoint(
     *,
     device: str,
     log: Path,
-    on_progress: Progress = lambda done: None,
+    on_progress: Progress = lambda done, doing: None,
 ) -> ServeVerdict:
     """Serve ``model`` and ask it.
 
@@ -53,12 +55,13 @@ def smoke_checkpoint(
         InvalidInput: for a checkpoint that cannot be read.
         MachineFailed: when the server cannot be run here, which says nothing about the model.
     """
+    on_progress(0, "static checks")
     checkpoint = open_checkpoint(model.directory)
     found = static_checks(checkpoint, must_chat=settings.chat)
-    on_progress(1)
     if any(check.outcome == "fail" for check in found):
         return verdict(model.name, kind.label, found)  # no server is needed to refuse it
     longest = context_of(settings, checkpoint)
+    on_progress(1, "what transformers says")
     reference = make_reference(
         model,
         settings.texts,
@@ -67,8 +70,8 @@ def smoke_checkpoint(
         device=device,
         longest=longest,
     )
-    on_progress(2)
     answered, measured = _serve(checkpoint, reference, longest, settings, kind, log, on_progress)
+    measured = measured.model_copy(update={"when": today(), "machine": machine_name(device)})
     return verdict(model.name, kind.label, [*found, *answered], measured)
 
 
@@ -80,7 +83,7 @@ def smoke_url(
     checkpoint: Model | None = None,
     device: str = "cpu",
     key: str = "",
-    on_progress: Progress = lambda done: None,
+    on_progress: Progress = lambda done, doing: None,
 ) -> ServeVerdict:
     """Ask a server that runs already.
 
@@ -108,6 +111,7 @@ def smoke_url(
     reference, found = None, list[Check]()
     longest = settings.max_model_len or listed[name]
     if checkpoint is not None:
+        on_progress(1, "static checks, and what transformers says")
         opened = open_checkpoint(checkpoint.directory)
         found = static_checks(opened, must_chat=settings.chat)
         if not any(check.outcome == "fail" for check in found):
@@ -119,23 +123,22 @@ def smoke_url(
                 device=device,
                 longest=longest or context_of(settings, opened),
             )
-    on_progress(3)
     interview = Interview(Asked(client, name, settings, reference, longest), on_progress)
     try:
         interview.hold()
     except Unreachable as why:
         interview.silence(str(why))
-    return verdict(name, url, [*found, *interview.checks], Measured(tokens_per_second=interview.rate))
+    return verdict(name, url, [*found, *interview.checks], _measured(interview).model_copy(update={"when": today()}))
 
 
 class Interview:
     """A running server is asked one question after the other; what was found out so far is there at any time."""
 
-    def __init__(self, asked: Asked, on_progress: Progress = lambda done: None) -> None:
+    def __init__(self, asked: Asked, on_progress: Progress = lambda done, doing: None) -> None:
         self._asked, self._on_progress = asked, on_progress
         self.question = "a first answer"  # that is being asked, or was asked last
         self.checks: list[Check] = []
-        self.rate: float | None = None  # tokens per second
+        self.speed = Speed()
 
     def hold(self, server: Server | None = None) -> None:
         """Ask everything.
@@ -145,18 +148,20 @@ class Interview:
             Unreachable: when there is no answer, but no end either.
         """
         try:
+            self._on_progress(3, f"asking for {self.question}")
             asked = replace(self._asked, extended=checks.takes_extensions(self._asked))
-            for done, (self.question, ask) in enumerate(_QUESTIONS, start=4):
+            for done, (self.question, ask) in enumerate(_QUESTIONS, start=3):
+                self._on_progress(done, f"asking for {self.question}")
                 answers = ask(asked)
                 self.checks += answers
                 # An engine that dies answers 5xx, and goes a moment later.
                 if server and any("HTTP 5" in check.seen for check in answers) and server.has_died():
                     raise server.ended()
-                self._on_progress(done)
             self.question = "throughput"
-            answers, self.rate = checks.measure_throughput(asked)
+            self._on_progress(STEPS - 1, "measuring speed")
+            answers, self.speed = measure_speed(asked)
             self.checks += answers
-            self._on_progress(STEPS)
+            self._on_progress(STEPS, "ending")
         except Unreachable as why:
             if server and not why.late and server.has_died():
                 raise server.ended() from None
@@ -196,10 +201,9 @@ def _serve(
     expected = f"an answer within {settings.ready_within:g} s"
     try:
         with server:
-            server.await_ready()
+            server.await_ready(lambda seconds: on_progress(2, f"waiting for {kind.label}: {seconds:.0f} s"))
             seen = f"after {server.seconds_to_ready or 0:.1f} s"
             found = [Check(name="ready", outcome="pass", seen=seen, expected=expected)]
-            on_progress(3)
             client = Client(server.url, settings.answer_within)
             interview = Interview(Asked(client, server.model, settings, reference, longest), on_progress)
             interview.hold(server)
@@ -215,12 +219,19 @@ def _serve(
         if interview is None:
             raise
         interview.silence(str(why))
-    measured = Measured(
-        seconds_to_ready=server.seconds_to_ready,
-        tokens_per_second=interview.rate if interview else None,
-        peak_memory=server.peak_memory,
+    return [*found, *(interview.checks if interview else ())], _measured(interview, server)
+
+
+def _measured(interview: Interview | None, server: Server | None = None) -> Measured:
+    """What is known of a server that has been asked; of one of ours when it has ended."""
+    speed = interview.speed if interview else Speed()
+    return Measured(
+        seconds_to_ready=server.seconds_to_ready if server else None,
+        seconds_to_first_token=speed.seconds_to_first_token,
+        tokens_per_second=speed.tokens_per_second,
+        peak_memory=server.peak_memory if server else None,
+        peak_gpu_memory=server.peak_gpu_memory if server else None,
     )
-    return [*found, *(interview.checks if interview else ())], measured
 
 
 def _unless_the_model(end: ServerEnded, kind: ServerKind, log: Path) -> None:

@@ -2,8 +2,8 @@
 
 ::
 
-    served = serve_models(profile.serve, profile.root, merged_model(merged), pinned.parents)   # () without ``serve``
-    refusal = served[0].refused() if served else None                                         # the merge comes first
+    served = serve_models(profile.serve, profile.root, merged_model(merged), pinned.parents)   # None without ``serve``
+    refusal = served.verdict.refused() if served else None
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
+from merge_core.errors import MergegateError
 from merge_core.keys import NotInKey
 from tasks.model import Model
 from tasks.runtime import Runtime, runtime
 from tasks.serve.launch import ServerKind, find_server
 from tasks.serve.settings import ServeSettings
 from tasks.serve.smoke import LOG, STEPS, smoke_checkpoint
-from tasks.serve.verdict import MachineFailed, ServeVerdict
+from tasks.serve.verdict import MachineFailed, Measurement, Served, ServeVerdict
 from tasks.stage import home, stage
 from tasks.watching import advance
 
@@ -46,26 +47,46 @@ def server_of(settings: ServeSettings, root: Path) -> ServerVersion:
     return ServerVersion(label=kind.label, python=kind.python, on_cpu=kind.on_cpu)
 
 
-def serve_models(
-    settings: ServeSettings | None, root: Path, merge: Model, parents: Sequence[Model] = ()
-) -> tuple[ServeVerdict, ...]:
-    """Verdict on the merge, and on the parents where they are to be measured in the same way; none without settings.
-
-    A parent that fails refuses nothing: it is there to be compared with.
+def check_server(settings: ServeSettings | None, root: Path) -> None:
+    """See that there is a server to serve with, long before there is a merge to serve.
 
     Raises:
-        InvalidInput: when there is no server, or a checkpoint cannot be read.
+        InvalidInput: when there is none.
+    """
+    if settings is not None:
+        server_of(settings, root)
+
+
+def serve_models(
+    settings: ServeSettings | None, root: Path, merge: Model, parents: Sequence[Model] = ()
+) -> Served | None:
+    """Verdict on the merge, and what its parents cost where they are to be measured; None without settings.
+
+    Parents are there to be compared with: what one of them does, or that it cannot be served here, refuses nothing.
+
+    Raises:
+        InvalidInput: when there is no server, or the merge cannot be read.
         MachineFailed: when the server cannot be run here.
     """
     if settings is None:
-        return ()
+        return None
     server = server_of(settings, root)
     verdict = serve(merge, settings, server, runtime()).value
-    others = parents if settings.parents and not verdict.refuses() else ()
-    return (verdict, *(serve(parent, settings, server, runtime()).value for parent in others))
+    if not settings.parents or verdict.refuses():
+        return Served(verdict)
+    # A base model need not chat.
+    settings = settings.model_copy(update={"chat": None})
+    return Served(verdict, {parent.name: _measurement(parent, settings, server) for parent in parents})
 
 
-@stage("serve", version=1, subject="model")
+def _measurement(parent: Model, settings: ServeSettings, server: ServerVersion) -> Measurement:
+    try:
+        return measure(parent, settings, server, runtime()).value
+    except MergegateError as error:
+        return Measurement(model=parent.name, server=server.label, problem=error.found.splitlines()[0])
+
+
+@stage("serve", version=2)
 def serve(out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime) -> ServeVerdict:
     """Serve ``model`` and ask it; the verdict, and ``server.log`` unless no server was needed.
 
@@ -74,6 +95,19 @@ def serve(out: Path, model: Model, settings: ServeSettings, server: ServerVersio
         MachineFailed: when the server cannot be run here. That is no verdict, so nothing is stored but the log, in the
             project's state under ``logs``.
     """
+    return _smoke(out, model, settings, server, runtime)
+
+
+@stage("measure", version=1, subject="model")
+def measure(out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime) -> Measurement:
+    """Serve ``model`` and ask it the same, only to know what that costs. Raises as ``serve``."""
+    verdict = _smoke(out, model, settings, server, runtime)
+    known = verdict.measured.tokens_per_second is not None
+    problem = "" if known or not verdict.failures else str(verdict.failures[0])
+    return Measurement(model=model.name, server=server.label, measured=verdict.measured, problem=problem)
+
+
+def _smoke(out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime) -> ServeVerdict:
     kind = ServerKind(server.label, server.python, server.on_cpu)
     log = out / LOG
     try:
@@ -83,7 +117,7 @@ def serve(out: Path, model: Model, settings: ServeSettings, server: ServerVersio
             kind,
             device=runtime.device,
             log=log,
-            on_progress=lambda done: advance(done, STEPS, "checks"),
+            on_progress=lambda done, doing: advance(done, STEPS, "steps"),
         )
     except MachineFailed as failed:
         if not log.exists():

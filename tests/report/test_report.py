@@ -29,8 +29,10 @@ SAMPLES: list[Callable[[], ReportContent]] = [
     lambda: samples.broken(812.4),
     samples.large,
     samples.explained,
+    samples.served,
+    samples.compared,
 ]
-IDS = ["released", "refused", "inconclusive", "not finite", "exploded", "large", "explained"]
+IDS = ["released", "refused", "inconclusive", "not finite", "exploded", "large", "explained", "served", "compared"]
 HOSTILE = "<script>'$x$'\x1b\"&|"
 
 

@@ -11,22 +11,6 @@ from tasks.report import wording
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (913_408, "913 kB"),
-        (999_600, "1 MB"),
-        (2_471_645_608, "2.47 GB"),
-        (3_500_000_000_000_000, "3500 TB"),
-    ],
-)
-def test_sizes_read_in_decimal_units(count: int, text: str) -> None:
-    assert wording.size(count) == text
-
-
-@pytest.mark.parametrize(
     ("value", "text"), [(-0.04, "0.0"), (-0.4, f"{wording.MINUS}0.4"), (2.36, "2.4"), (0.0, "0.0")]
 )
 def test_numbers_have_a_real_minus_and_no_negative_zero(value: float, text: str) -> None:
@@ -78,7 +62,13 @@ def test_a_refused_verdict_gives_its_worst_reason() -> None:
 
 
 def test_what_follows_from_an_inconclusive_verdict_depends_on_the_profile() -> None:
-    verdict = samples.inconclusive().verdict
-    assert "may be published" in wording.consequence(verdict)
-    blocked = verdict.model_copy(update={"on_inconclusive": "block", "publishable": False})
-    assert "will not be published" in wording.consequence(blocked)
+    content = samples.inconclusive()
+    assert "may be published" in wording.consequence(content)
+    blocked = content.verdict.model_copy(update={"on_inconclusive": "block", "publishable": False})
+    assert "will not be published" in wording.consequence(content.model_copy(update={"verdict": blocked}))
+
+
+def test_of_a_comparison_nothing_is_said_about_publishing() -> None:
+    assert wording.consequence(samples.refused().model_copy(update={"recipe": ""})) == ""
+    undecided = samples.inconclusive().model_copy(update={"recipe": ""})
+    assert wording.consequence(undecided) == "on_inconclusive of the profile lets it through with a warning."

@@ -1,0 +1,310 @@
+"""Plots in rows, a name and a value each: intervals against their limits, or dots on a line. Drawn by matplotlib.
+
+One unit of the drawing is one pixel of the page at its natural width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from tasks.gate import Outcome
+from tasks.report import wording
+from tasks.report.svg import Ink, drawing, inline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OUTCOME_INK: dict[Outcome, Ink] = {"pass": Ink.PASS, "fail": Ink.FAIL, "inconclusive": Ink.INCONCLUSIVE}
+OUTCOME_MARKER: dict[Outcome, tuple[str, float]] = {"pass": ("o", 10), "fail": ("X", 12), "inconclusive": ("D", 9)}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a plot is laid out, in pixels.
+
+    Wide: name on the left, interval in the middle, numbers on the right, all on one line. Narrow: name and numbers
+    above the interval.
+    """
+
+    name: str
+    width: int
+    row: int
+    left: int
+    right: int
+    label_length: int  # characters that fit
+    band: tuple[float, float]  # where in its row an interval stands; row i spans i - 0.5 to i + 0.5, downwards
+    stacked: bool
+
+
+WIDE = Format("wide", width=920, row=42, left=236, right=300, label_length=30, band=(-0.5, 0.5), stacked=False)
+NARROW = Format("narrow", width=350, row=82, left=2, right=2, label_length=26, band=(0.04, 0.36), stacked=True)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of an interval plot: an estimate with its interval, and the two limits that judge it."""
+
+    label: str
+    detail: str
+    numbers: str
+    outcome: Outcome
+    word: str
+    estimate: float | None  # None: not finite
+    low: float | None
+    high: float | None
+    fail_limit: float
+    soft_limit: float  # margin or warning
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One model's perplexity: the value to draw, and its text."""
+
+    name: str
+    value: float | None  # None: not finite
+    text: str
+    merged: bool
+
+
+def draw_intervals(
+    plot: str, lines: Sequence[Line], form: Format, neutral: float, names: tuple[str, ...], unit: str, label: str
+) -> str:
+    """``lines`` against ``neutral`` and their limits, as an ``<svg>`` element.
+
+    Args:
+        plot: Its name, unique in the page.
+        neutral: Where there is no difference: 0 of a drop, 1 of a ratio.
+        names: What the strokes at neutral, limit and soft limit are called.
+        unit: Of the axis.
+        label: What it shows, for who cannot see it.
+    """
+    with drawing(plot):
+        figure, axes = _canvas(form, len(lines), head=36)
+        low, high, logarithmic = _range(lines, neutral)
+        _ruler(axes, form, (low, high), logarithmic, unit, times=neutral == 1)
+        top, bottom = form.band
+        for at, line in enumerate(lines):
+            _limits(axes, at + top, at + bottom, line, high)
+            axes.plot([neutral] * 2, [at + top, at + bottom], color=Ink.TEXT.value, linewidth=1, zorder=2)
+            _interval(axes, at + (top + bottom) / 2, line, high)
+            _names(axes, form, at, line)
+        _legend(figure, form, names)
+        return inline(figure, plot, label)
+
+
+def draw_dots(plot: str, dots: Sequence[Dot], form: Format, unit: str, label: str) -> str:
+    """``dots`` on a line each, as an ``<svg>`` element; arguments as of ``draw_intervals``."""
+    finite = [dot.value for dot in dots if dot.value is not None] or [1.0]
+    low, high, logarithmic = _padded(finite, logarithmic=max(finite) > 10 * min(finite))
+    compact = replace(form, row=form.row * 2 // 3, band=(0.1, 0.5) if form.stacked else form.band)
+    with drawing(plot):
+        figure, axes = _canvas(compact, len(dots), head=6)
+        _ruler(axes, compact, (low, high), logarithmic, unit)
+        for at, dot in enumerate(dots):
+            _dot(axes, compact, at, dot, (low, high))
+            _dot_names(axes, compact, at, dot)
+        return inline(figure, plot, label)
+
+
+def _dot(axes: Axes, form: Format, at: int, dot: Dot, ends: tuple[float, float]) -> None:
+    y = at + sum(form.band) / 2
+    axes.plot(ends, [y, y], color=Ink.RULE.value, linewidth=1, zorder=1)
+    if dot.value is None:
+        axes.plot([ends[1]], [y], marker=">", markersize=11, color=Ink.FAIL.value, clip_on=False, zorder=5)
+        return
+    face = Ink.TEXT.value if dot.merged else Ink.PAPER.value
+    edge: dict[str, Any] = {"markeredgecolor": Ink.TEXT.value, "markeredgewidth": 1.6}
+    axes.plot([dot.value], [y], "o", markersize=9, markerfacecolor=face, zorder=5, **edge)
+
+
+def _dot_names(axes: Axes, form: Format, at: int, dot: Dot) -> None:
+    weight: Literal["normal", "bold"] = "bold" if dot.merged else "normal"
+    label = _shortened(dot.name, form.label_length)
+    if form.stacked:
+        _write(axes, 0, at, (0, -8), label, weight=weight)
+        _write(axes, 1, at, (0, -8), dot.text, align="right", weight=weight)
+    else:
+        _write(axes, 0, at, (-form.left, 0), label, weight=weight)
+        _write(axes, 1, at, (form.right - 132, 0), dot.text, align="right", weight=weight)
+
+
+def _canvas(form: Format, rows: int, head: int) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes; row ``i`` is centred on ``y = i``."""
+    from matplotlib.figure import Figure
+
+    foot = 32
+    height = head + rows * form.row + foot
+    figure = Figure(figsize=(form.width / 72, height / 72), dpi=72)
+    figure.patch.set_visible(False)
+    width = form.width - form.left - form.right
+    axes = figure.add_axes((form.left / form.width, foot / height, width / form.width, rows * form.row / height))
+    axes.patch.set_visible(False)
+    axes.set_ylim(rows - 0.5, -0.5)
+    axes.set_yticks([])
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(Ink.RULE.value)
+    return figure, axes
+
+
+def _range(lines: Sequence[Line], neutral: float) -> tuple[float, float, bool]:
+    """Ends of the axis, and whether it has to be logarithmic (a ratio far from one)."""
+    limits = [limit for line in lines for limit in (line.fail_limit, line.soft_limit)]
+    shown = [x for line in lines for x in (line.estimate, line.low, line.high) if x is not None and math.isfinite(x)]
+    return _padded([neutral, *shown, *limits], logarithmic=neutral > 0 and max([neutral, *shown]) > 2 * neutral)
+
+
+def _padded(values: Sequence[float], *, logarithmic: bool) -> tuple[float, float, bool]:
+    low, high = min(values), max(values)
+    if logarithmic and low > 0:
+        span = math.log(high / low)
+        return low / math.exp(0.06 * span), high * math.exp(0.08 * span), True
+    span = high - low or abs(high) or 1.0
+    return low - 0.06 * span, high + 0.08 * span, False
+
+
+def _ruler(
+    axes: Axes, form: Format, ends: tuple[float, float], logarithmic: bool, unit: str, *, times: bool = False
+) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    if logarithmic:
+        axes.set_xscale("log")
+        # Within one decade the powers of ten alone would leave a bare ruler.
+        steps = (1.0,) if ends[1] / ends[0] > 100 else (1.0, 2.0, 5.0)
+        axes.xaxis.set_major_locator(LogLocator(subs=steps, numticks=5 if form.stacked else 8))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(5 if form.stacked else 7, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _tick(float(x)) + (wording.TIMES if times else "")))
+    axes.set_xlim(*ends)
+    axes.tick_params(axis="x", length=0, pad=7, labelsize=12, labelcolor=Ink.MUTED.value)
+    if not form.stacked:
+        axes.grid(axis="x", color=Ink.RULE.value, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.annotate(
+            unit,
+            (0, 0),
+            xycoords="axes fraction",
+            xytext=(-form.left, -13),
+            textcoords="offset points",
+            va="center_baseline",
+            fontsize=12,
+            color=Ink.MUTED.value,
+        )
+
+
+def _tick(x: float) -> str:
+    return wording.magnitude(x) if abs(x) >= 1e4 else wording.plain(round(x, 6) + 0.0)
+
+
+def _limits(axes: Axes, top: float, bottom: float, line: Line, end: float) -> None:
+    """Limits are per row; where neighbours agree their strokes join into one line."""
+    axes.fill_betweenx([top, bottom], line.fail_limit, end, color=Ink.FAIL.value, alpha=0.08, linewidth=0, zorder=1)
+    axes.plot([line.fail_limit] * 2, [top, bottom], color=Ink.FAIL.value, linewidth=1.6, zorder=2)
+    if line.soft_limit != line.fail_limit:
+        axes.plot([line.soft_limit] * 2, [top, bottom], color=Ink.MUTED.value, zorder=2, **_DASHED)
+
+
+_DASHED: dict[str, Any] = {"linewidth": 1.4, "linestyle": (0, (4, 3))}
+
+
+def _interval(axes: Axes, y: float, line: Line, end: float) -> None:
+    ink = OUTCOME_INK[line.outcome].value
+    if line.estimate is None:
+        # No finite value: an arrow that leaves the picture.
+        axes.plot([line.fail_limit, end], [y, y], color=ink, linewidth=2.2, zorder=4)
+        axes.plot([end], [y], marker=">", markersize=11, color=ink, clip_on=False, zorder=5)
+        return
+    if line.low is not None and line.high is not None:
+        axes.plot([line.low, line.high], [y, y], color=ink, linewidth=2.2, solid_capstyle="butt", zorder=4)
+        axes.plot([line.low, line.high], [y, y], "|", markersize=9, markeredgewidth=2.2, color=ink, zorder=4)
+    marker, size = OUTCOME_MARKER[line.outcome]
+    edge: dict[str, Any] = {"markeredgecolor": Ink.PAPER.value, "markeredgewidth": 1.2}
+    axes.plot([line.estimate], [y], marker, markersize=size, color=ink, zorder=5, **edge)
+
+
+def _names(axes: Axes, form: Format, at: int, line: Line) -> None:
+    """Names, numbers and outcome of a row: beside its interval or, stacked, above it."""
+    label = _shortened(line.label, form.label_length)
+    detail = _shortened(line.detail, form.label_length + 5)
+    verdict = f"{wording.GLYPHS[line.outcome]} {line.word}"
+    ink = OUTCOME_INK[line.outcome]
+    if form.stacked:
+        _write(axes, 0, at, (0, -28), label, weight="bold")
+        _write(axes, 0, at, (0, -11), detail, size=11.5, ink=Ink.MUTED)
+        _write(axes, 1, at, (0, -28), verdict, align="right", weight="bold", ink=ink)
+        _write(axes, 1, at, (0, -11), line.numbers, align="right", size=11.5, ink=Ink.MUTED)
+    else:
+        _write(axes, 0, at, (-form.left, -8), label, weight="bold")
+        _write(axes, 0, at, (-form.left, 9), detail, size=11.5, ink=Ink.MUTED)
+        _write(axes, 1, at, (form.right - 132, 0), line.numbers, align="right")
+        _write(axes, 1, at, (form.right - 118, 0), verdict, weight="bold", ink=ink)
+
+
+def _write(
+    axes: Axes,
+    x: float,
+    at: float,
+    shift: tuple[float, float],
+    text: str,
+    *,
+    align: Literal["left", "right"] = "left",
+    size: float = 13,
+    weight: Literal["normal", "bold"] = "normal",
+    ink: Ink = Ink.TEXT,
+) -> None:
+    """``text`` in row ``at``, ``shift`` pixels right of and below the left (``x`` 0) or right (1) end of the axis."""
+    axes.annotate(
+        text,
+        (x, at),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(shift[0], -shift[1]),
+        textcoords="offset points",
+        ha=align,
+        va="center_baseline",
+        fontsize=size,
+        fontweight=weight,
+        color=ink.value,
+        annotation_clip=False,
+    )
+
+
+def _shortened(text: str, length: int) -> str:
+    """One printable line of at most ``length`` characters: names are told apart by both their ends."""
+    text = "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in " ".join(text.split())
+    )
+    if len(text) <= length:
+        return text
+    tail = (length - 1) // 2
+    return f"{text[: length - 1 - tail]}…{text[-tail:]}"
+
+
+def _legend(figure: Figure, form: Format, names: tuple[str, ...]) -> None:
+    from matplotlib.lines import Line2D
+
+    strokes: tuple[dict[str, Any], ...] = (
+        {"color": Ink.TEXT.value, "linewidth": 1},
+        {"color": Ink.FAIL.value, "linewidth": 1.6},
+        {"color": Ink.MUTED.value, **_DASHED},
+    )
+    handles = [Line2D([], [], label=name, **stroke) for name, stroke in zip(names, strokes, strict=False)]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(form.left / form.width, 1),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=12,
+        labelcolor=Ink.MUTED.value,
+        borderaxespad=0,
+        borderpad=0.3,
+        handlelength=1.6,
+        handletextpad=0.5,
+        columnspacing=1.6,
+    )

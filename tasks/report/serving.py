@@ -1,0 +1,68 @@
+"""What serving took, as a table: the merge below its parents, each with the day and the machine that measured it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tasks.report.content import ReportContent
+from tasks.serve.measured import Measured
+
+_COLUMNS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
+    ("Ready after", lambda measured: measured.ready),
+    ("First token", lambda measured: measured.first_token),
+    ("Tokens/s", lambda measured: measured.throughput.removesuffix(" tokens/s")),
+    ("Memory", lambda measured: measured.memory),
+    ("GPU memory", lambda measured: measured.gpu_memory),
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What serving one model took."""
+
+    name: str
+    cells: tuple[str, ...]  # one a column; empty where it was not measured
+    occasion: str  # '2026-11-20, 2 cores', where it differs from the merge's
+    problem: str
+    is_merge: bool
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The table, ready for whatever draws it. No rows where nothing was measured."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Cost, ...]
+    occasion: str  # of the merge
+    how: str
+
+
+def costs(content: ReportContent) -> Costs:
+    """A row for each model that was served; without columns that say nothing of any of them."""
+    served = content.serving
+    if not any(model.measured.quantities() for model in served):
+        return Costs((), (), "", "")
+    columns = [(name, cell) for name, cell in _COLUMNS if any(cell(model.measured) for model in served)]
+    occasion = served[-1].measured.occasion
+    rows = tuple(
+        Cost(
+            name=model.name,
+            cells=tuple(cell(model.measured) for _, cell in columns),
+            occasion="" if model.measured.occasion == occasion else model.measured.occasion,
+            problem=model.problem,
+            is_merge=model is served[-1],
+        )
+        for model in served
+    )
+    names = tuple(name for name, _ in columns)
+    return Costs(names, rows, occasion, _how(names))
+
+
+def _how(columns: tuple[str, ...]) -> str:
+    parts = []
+    if "Tokens/s" in columns:
+        parts.append("One request at a time, after warming up; the quickest of three.")
+    if "Memory" in columns:
+        parts.append("Memory is the peak of all processes of the server together, without files that are only mapped.")
+    return " ".join(parts)

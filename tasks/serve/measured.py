@@ -1,0 +1,118 @@
+"""What serving a model costs, measured on the machine that did it; one value, and how it is written.
+
+Numbers of a machine on a day: they are in no key and in no release, and say when and where they were measured, because
+a cached verdict shows those of the run that measured.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from merge_core.probe import usable_cores
+from tasks.units import short_time, size
+
+
+class Measured(BaseModel):
+    """What serving a model costs. None: not measured, or not to be measured from here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seconds_to_ready: float | None = None  # from the start of the process to its first answer
+    seconds_to_first_token: float | None = None  # of a request for one token, after warming up; the quickest of three
+    tokens_per_second: float | None = None  # one stream, after warming up; the quickest of three
+    peak_memory: int | None = None  # bytes of main memory that all of the server's processes took together
+    peak_gpu_memory: int | None = None  # bytes on all GPUs together
+    when: str = ""  # '2026-11-20', UTC
+    machine: str = ""  # '16 cores, NVIDIA H200'
+
+    def quantities(self) -> tuple[tuple[str, str], ...]:
+        """Name and value of all that was measured: ``('time to ready', '18 s')``, …"""
+        found = (
+            ("time to ready", self.ready),
+            ("first token", self.first_token),
+            ("throughput", self.throughput),
+            ("peak memory", self.memory),
+            ("GPU memory", self.gpu_memory),
+        )
+        return tuple((name, value) for name, value in found if value)
+
+    @property
+    def ready(self) -> str:
+        return "" if self.seconds_to_ready is None else short_time(self.seconds_to_ready)
+
+    @property
+    def first_token(self) -> str:
+        return "" if self.seconds_to_first_token is None else short_time(self.seconds_to_first_token)
+
+    @property
+    def throughput(self) -> str:
+        return "" if self.tokens_per_second is None else rate(self.tokens_per_second)
+
+    @property
+    def memory(self) -> str:
+        return "" if self.peak_memory is None else size(self.peak_memory)
+
+    @property
+    def gpu_memory(self) -> str:
+        return "" if self.peak_gpu_memory is None else size(self.peak_gpu_memory)
+
+    @property
+    def occasion(self) -> str:
+        """'2026-11-20, 2 cores'; empty where nothing is known of it."""
+        return ", ".join(part for part in (self.when, self.machine) if part)
+
+    def line(self) -> str:
+        """All of it in a line: 'ready in 18 s · first token 12 ms · 410 tokens/s · 1.2 GB · measured 2026-11-20'."""
+        parts = (
+            self.ready and f"ready in {self.ready}",
+            self.first_token and f"first token {self.first_token}",
+            self.throughput,
+            self.memory,
+            self.gpu_memory and f"{self.gpu_memory} on the GPU",
+            self.when and f"measured {self.when}",
+        )
+        return " · ".join(part for part in parts if part)
+
+
+NOTHING = Measured()
+
+
+def rate(tokens_per_second: float) -> str:
+    """'410 tokens/s', '3.2 tokens/s'."""
+    digits = f"{tokens_per_second:,.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
+    return f"{digits} tokens/s"
+
+
+def today() -> str:
+    """The day, in UTC."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def machine_name(device: str) -> str:
+    """What numbers of this machine depend on: cores and processor, and the GPUs where ``device`` is ``cuda``."""
+    cores = usable_cores()
+    found = f"{cores} core{'' if cores == 1 else 's'}"
+    if processor := _processor():
+        found += f" of {processor}"
+    if device != "cuda":
+        return found
+    import torch
+
+    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    counted = (f"{names.count(name)} of {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names))
+    return ", ".join([*counted, found])
+
+
+def _processor() -> str:
+    """Name of the processor, where the kernel says it; without trade marks and clock."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    name = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
+    for noise in ("(R)", "(TM)", " CPU", " Processor"):
+        name = name.replace(noise, "")
+    return " ".join(name.partition("@")[0].split())

@@ -1,0 +1,116 @@
+"""What the report says of a model that was served, and what stays out of a release; and of a mere comparison."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+import report_samples as samples
+from rich.console import Console
+
+from flows.ending import print_ending
+from flows.outcome import Outcome
+from merge_core.keys import stage_key
+from tasks.report import ReportContent, ServedCheck, ServedModel, render, write_report
+from tasks.report.serving import costs
+from tasks.report.wording import NONE
+from tasks.serve.measured import Measured
+
+
+def text_of(html: str) -> str:
+    """What a person reads of a page, in one line."""
+    shown = re.sub(r"<wbr>", "", re.sub(r"<style>.*?</style>|<svg.*?</svg>", " ", html, flags=re.DOTALL))
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
+
+
+def another_day(content: ReportContent) -> ReportContent:
+    """The same model on the same server, served when the machine had more to do."""
+    numbers = samples.measured(seconds_to_ready=99.0, tokens_per_second=55.5, when="2026-12-24", machine="1 core")
+    checks = tuple(check.model_copy(update={"seen": "something else"}) for check in content.served)
+    update = {"serving": (ServedModel(name="merge", measured=numbers),), "served": checks}
+    return content.model_copy(update=update)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return text_of(render(samples.served()))
+
+
+def test_the_merge_stands_below_its_parents_with_what_serving_took(page: str) -> None:
+    assert "Model Ready after First token Tokens/s Memory" in page
+    assert "sorter 19 s 12 ms 412 2.91 GB merge 18 s 12 ms 412 2.91 GB" in page
+    assert "GPU memory" not in page, "there was no GPU"
+
+
+def test_numbers_say_when_and_where_they_were_measured(page: str) -> None:
+    assert "Measured 2026-11-20, 2 cores of AMD EPYC 9B14, where nothing else is said." in page
+    assert "reverser 2026-11-02, 16 cores of Intel Xeon Platinum 8481C 18 s 12 ms 388" in page
+
+
+def test_of_a_parent_that_could_not_be_served_the_reason_is_said(page: str) -> None:
+    assert "base not measured: tensors: lm_head.weight: missing" in page
+
+
+def test_every_check_stands_with_what_was_seen_and_what_is_right(page: str) -> None:
+    assert "greedy twice ✓ pass 192 tokens after 4 prompts equal token ids both times" in page
+    assert f"chat {NONE} not offered the checkpoint has no chat template" in page
+    assert "Not offered: the server, or what is known of the model, does not allow to ask. That is no pass." in page
+
+
+def test_a_failed_check_says_where_and_what_to_do() -> None:
+    broken = ServedCheck(
+        name="tensors", outcome="fail", where="model.norm.weight", seen="missing", expected="all", remedy="merge again"
+    )
+    content = samples.served().model_copy(update={"served": (broken,), "serving": ()})
+    assert "tensors ✗ fail model.norm.weight: missing all merge again" in text_of(render(content))
+
+
+def test_a_gpu_has_a_column() -> None:
+    on_gpu = ServedModel(name="merge", measured=samples.measured(peak_gpu_memory=61_200_000_000))
+    content = samples.served().model_copy(update={"serving": (on_gpu,)})
+    assert costs(content).columns[-1] == "GPU memory"
+    assert costs(content).rows[-1].cells[-1] == "61.2 GB"
+
+
+def test_what_was_never_measured_has_no_table() -> None:
+    content = samples.served().model_copy(update={"serving": (ServedModel(name="merge", measured=Measured()),)})
+    assert costs(content).rows == ()
+    assert "Ready after" not in text_of(render(content))
+
+
+def test_a_release_says_nothing_that_changes_with_the_machine(tmp_path: Path) -> None:
+    content = samples.served()
+    assert stage_key("report", 1, {"content": another_day(content)}) == stage_key("report", 1, {"content": content})
+    for name, one in (("a", content), ("b", another_day(content))):
+        (tmp_path / name).mkdir()
+        write_report.work(tmp_path / name, one)
+    for file in ("report.html", "report.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    released = text_of((tmp_path / "a" / "report.html").read_text())
+    assert "greedy twice ✓ pass equal token ids both times" in released
+    assert "2026-11-20" not in released
+    assert "412" not in released
+    data = json.loads((tmp_path / "a" / "report.json").read_text())
+    assert data["served"][0]["name"] == "tensors"
+    assert "serving" not in data
+
+
+def test_the_terminal_ends_with_what_serving_took() -> None:
+    console = Console(record=True, width=140, quiet=False, highlight=False, file=io.StringIO())
+    print_ending(console, Outcome(status="passed", message="done", content=samples.served()))
+    said = console.export_text()
+    assert re.search(r"served +ready after +first token +tokens/s +memory", said)
+    assert re.search(r"merge +18 s +12 ms +412 +2.91 GB", said)
+    assert re.search(r"base .*not measured: tensors: lm_head.weight: missing", said)
+    assert "measured 2026-11-20, 2 cores of AMD EPYC 9B14" in said
+
+
+def test_a_comparison_speaks_of_no_recipe_and_no_licence() -> None:
+    said = text_of(render(samples.compared()))
+    assert "What was compared" in said
+    for absent in ("What was merged", "Recipe", "Licence", "licence", "published"):
+        assert absent not in said
