@@ -49,6 +49,7 @@ class Combination(BaseModel):
         status: The worst of all reasons. `review` stops a release as `blocked` does, but can be accepted by a person.
         license: Value for the card's `license`: an identifier of the Hub or `other`; None when blocked.
         license_name: Name beside `other`.
+        licenses: Identifiers of all that the weights are under; empty when blocked.
         card: The licence fields of the model card; empty when blocked.
         obligations: What must be done with the merged model.
         reasons: What every rule says, worst first.
@@ -59,6 +60,7 @@ class Combination(BaseModel):
     status: Status
     license: str | None
     license_name: str | None
+    licenses: tuple[str, ...]
     card: dict[str, str]
     obligations: tuple[Obligation, ...]
     reasons: tuple[Reason, ...]
@@ -100,6 +102,7 @@ def combine(
         status=status,
         license=result.license if result else None,
         license_name=result.license_name if result else None,
+        licenses=result.licenses if result else (),
         card=result.card if result else {},
         obligations=obligations(case),
         reasons=tuple(sorted(reasons, key=lambda reason: (order.index(reason.status), reason.rule, reason.sentence))),

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from merge_core.keys import NotInKey
 from tasks.licenses.table import License, LicenseTable
 from tasks.licenses.use import Use
 
@@ -25,13 +26,41 @@ def worst(statuses: Iterable[Status]) -> Status:
 
 
 class Licensed(BaseModel):
-    """A model under a licence. `declared` quotes what its card says, for messages."""
+    """A model under a licence.
+
+    Attributes:
+        name: As its user or its descendant's card names it.
+        license: What its card declares, or where the card says nothing, what its licence file or its link is.
+        declared: Quotes what its card says, for messages.
+        contradicted: The licence that the file beside it is the text of, where its card declares another one. Which of
+            the two holds is not known, so both bind.
+        own_file: sha256 of the licence file beside it, hexadecimal; None when it has none.
+        revision: Commit of the Hub at which it was read; None for a local directory. Not in any key: a later commit
+            that declares the same changes nothing.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     license: License
     declared: str = ""
+    contradicted: License | None = None
+    own_file: str | None = None
+    revision: Annotated[str | None, NotInKey] = None
+
+    @property
+    def licenses(self) -> tuple[License, ...]:
+        """All that bind: one, or two that contradict each other."""
+        return (self.license,) if self.contradicted is None else (self.license, self.contradicted)
+
+
+class Unread(BaseModel):
+    """An ancestor that a card names and that could not be read, and why."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    why: Annotated[str, NotInKey] = ""
 
 
 class Parent(Licensed):
@@ -43,7 +72,7 @@ class Parent(Licensed):
     """
 
     ancestors: tuple[Licensed, ...] = ()
-    unread: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()
 
 
 class Subject(BaseModel):
@@ -93,7 +122,7 @@ class Case:
     @cached_property
     def resolved(self) -> tuple[License, ...]:
         """The known licences that bind the merge, by identifier."""
-        found = {model.license.id: model.license for model in self.models if model.license.resolved}
+        found = {entry.id: entry for model in self.models for entry in model.licenses if entry.resolved}
         return tuple(found[key] for key in sorted(found))
 
     @cached_property
@@ -103,7 +132,9 @@ class Case:
 
     def names(self, license: License) -> tuple[str, ...]:
         """The models under this licence, sorted."""
-        return tuple(sorted({model.name for model in self.models if model.license.id == license.id}))
+        return tuple(
+            sorted({model.name for model in self.models for entry in model.licenses if entry.id == license.id})
+        )
 
     def about(self, *licenses: License) -> tuple[Subject, ...]:
         """Everything to accept before these licences count as settled."""

@@ -4,22 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import Refused
+from merge_core.keys import NotInKey
 from tasks.licenses.algebra import Combination, combine
+from tasks.licenses.ancestors import hub_ancestors
 from tasks.licenses.case import Parent
-from tasks.licenses.resolve import lineage
+from tasks.licenses.resolve import NotRead, Place, lineage
 from tasks.licenses.table import LicenseTable, load_table
 from tasks.licenses.use import LicenseSettings, Use
 from tasks.pin import Found
 from tasks.stage import StageValue, stage
 
 
+class Declared(BaseModel):
+    """What all cards say that could be read.
+
+    Attributes:
+        families: Per parent of the merge, by name: itself first and then its ancestors.
+        texts: Content of the licence files beside them, by sha256.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    families: dict[str, tuple[Parent, ...]]
+    texts: Annotated[dict[str, str], NotInKey]  # the hashes are in the families
+
+
+class Ancestor(BaseModel):
+    """A model that a parent was made from, as it was read for the verdict.
+
+    Attributes:
+        license: Identifier in the licence table.
+        revision: Commit of the Hub; None for a local directory. A later commit that declares the same keeps this one.
+        own_text: Content of the licence file beside it; empty when there is none, or it is not to be told which.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    license: str
+    revision: str | None
+    own_text: str
+
+
 class LicenseVerdict(StageValue):
-    """What the merged weights may be, under which licence, and what that asks for."""
+    """What the merged weights may be, under which licence, and what that asks for.
+
+    Attributes:
+        combination: The verdict with its reasons, obligations and acceptances.
+        licenses: Parent's name -> licence that it declares.
+        ancestors: All further models that the parents go back to, by name.
+        unread: Ancestors that could not be read, each with the reason.
+    """
 
     combination: Combination
-    licenses: dict[str, str]  # parent's name -> licence it declares
+    licenses: dict[str, str]
+    ancestors: tuple[Ancestor, ...]
+    unread: dict[str, str]
 
     def summary(self) -> str:
         given = ", ".join(dict.fromkeys(self.licenses.values()))
@@ -41,10 +86,10 @@ class LicenseVerdict(StageValue):
         return Refused(f"licences ({worst.rule})", found=worst.sentence + also, remedy=worst.remedy)
 
 
-@stage("licenses", version=1)
+@stage("licenses", version=2)
 def check_licenses(
     out: Path,
-    declared: Mapping[str, Sequence[Parent]],
+    declared: Declared,
     use: Use,
     table: LicenseTable,
     accepted: Mapping[str, str],
@@ -52,23 +97,52 @@ def check_licenses(
     """Combine the licences of all parents and of everything they were made from.
 
     Args:
-        declared: Per parent of the merge, itself first and then its ancestors (``read_licenses``).
+        declared: What the cards say (``read_licenses``).
     """
-    everyone = [model for family in declared.values() for model in family]
+    everyone = [model for family in declared.families.values() for model in family]
+    ancestors = {
+        model.name: Ancestor(
+            name=model.name,
+            license=model.license.id,
+            revision=model.revision,
+            own_text=declared.texts.get(model.own_file or "", ""),
+        )
+        for family in declared.families.values()
+        for model in family[1:]
+        if model.name not in declared.families
+    }
     return LicenseVerdict(
         combination=combine(everyone, use, table, accepted),
-        licenses={name: family[0].license.id for name, family in declared.items()},
+        licenses={name: family[0].license.id for name, family in declared.families.items()},
+        ancestors=tuple(ancestors[name] for name in sorted(ancestors)),
+        unread={unread.name: unread.why for model in everyone for unread in model.unread},
     )
 
 
-def read_licenses(parents: Sequence[Found], table: LicenseTable) -> dict[str, tuple[Parent, ...]]:
-    """What the cards of the parents and of their readable ancestors declare. Reads cards and licence files only."""
-    known = {key: parent.directory for parent in parents for key in (parent.ref, parent.name)}
+def read_licenses(parents: Sequence[Found], table: LicenseTable) -> Declared:
+    """What the cards of the parents and of their readable ancestors declare, be they here or on the Hub.
 
-    def find(name: str, beside: Path) -> Path | None:
-        return known.get(name)
+    Reads cards and licence files only, and raises nothing: what cannot be read counts as unread.
+    """
+    known = {
+        key: Place(parent.directory, parent.revision)
+        for parent in parents
+        for key in (parent.ref.partition("@")[0], parent.ref, parent.name)
+    }
+    names = {parent.directory.resolve(): parent.name for parent in parents}
+    ask = hub_ancestors()
 
-    return {parent.name: lineage(parent.directory, find, table, parent.name) for parent in parents}
+    def find(name: str, descendant: Place) -> Place | NotRead:
+        return known.get(name) or ask(name)
+
+    found = {
+        parent.name: lineage(Place(parent.directory, parent.revision), find, table, parent.name, names)
+        for parent in parents
+    }
+    return Declared(
+        families={name: one.models for name, one in found.items()},
+        texts={digest: text for one in found.values() for digest, text in one.texts.items()},
+    )
 
 
 def license_table(settings: LicenseSettings, root: Path) -> LicenseTable:

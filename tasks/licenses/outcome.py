@@ -25,6 +25,7 @@ class Obligation(BaseModel):
             needed beyond a threshold.
         text: The wording to reproduce (notice, display, name_prefix), otherwise what to do, in words.
         because: Identifiers of the licences that ask for it, sorted.
+        model: Whose own licence file must be shipped, because which text its licence stands for is not known.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -32,6 +33,7 @@ class Obligation(BaseModel):
     kind: ObligationKind
     text: str
     because: tuple[str, ...]
+    model: str | None = None
 
 
 class Outcome(BaseModel):
@@ -40,6 +42,7 @@ class Outcome(BaseModel):
     Attributes:
         license: Value for the card's `license`: an identifier of the Hub, or `other`.
         license_name: Name beside `other`.
+        licenses: Identifiers of all that the weights are under, of which `LICENSE` holds the texts.
         sentence: Why this one.
     """
 
@@ -47,6 +50,7 @@ class Outcome(BaseModel):
 
     license: str
     license_name: str | None
+    licenses: tuple[str, ...]
     sentence: str
 
     @property
@@ -88,24 +92,26 @@ def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
 
 def _named(case: Case, ids: tuple[str, ...], sentence: str) -> Outcome:
     if len(ids) == 1 and case.table.licenses[ids[0]].hub:
-        return Outcome(license=ids[0], license_name=None, sentence=sentence)
+        return Outcome(license=ids[0], license_name=None, licenses=ids, sentence=sentence)
     # A file name and a URL may be made of it: letters, digits, dot and hyphen only.
     name = "-and-".join(re.sub(r"[^a-z0-9.-]+", "-", key.lower().replace("+", "plus")) for key in ids)
-    return Outcome(license=OTHER, license_name=name, sentence=sentence)
+    return Outcome(license=OTHER, license_name=name, licenses=ids, sentence=sentence)
 
 
 def obligations(case: Case) -> tuple[Obligation, ...]:
     """R8 and R9. The union of what all licences ask for, each once, sorted by kind and text."""
-    asked: dict[tuple[ObligationKind, str], set[str]] = {}
+    asked: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
     for entry in case.resolved:
         for kind, text in _asks(case, entry):
-            asked.setdefault((kind, text), set()).add(entry.id)
+            asked.setdefault((kind, text, None), set()).add(entry.id)
     for model in case.models:
         if not model.license.resolved:
-            asked.setdefault(("text", f"ship the licence file that comes with {model.name}"), set()).add(
-                model.license.id
-            )
-    found = [Obligation(kind=kind, text=text, because=tuple(sorted(ids))) for (kind, text), ids in asked.items()]
+            text = f"ship the licence file that comes with {model.name}"
+            asked.setdefault(("text", text, model.name), set()).add(model.license.id)
+    found = [
+        Obligation(kind=kind, text=text, because=tuple(sorted(ids)), model=model)
+        for (kind, text, model), ids in asked.items()
+    ]
     return tuple(sorted(found, key=lambda obligation: (obligation.kind, obligation.text)))
 
 

@@ -36,12 +36,18 @@ class Rule:
 
 
 def _known(case: Case) -> Iterator[Finding]:
-    """An unresolved licence, and an entry that asks for a person, is reviewed."""
+    """An unresolved or contradicted licence, and an entry that asks for a person, is reviewed."""
     for model in case.models:
         if not model.license.resolved:
             why = model.license.review or f"which text {model.license.id!r} stands for is not known"
             quoted = f" ({model.declared})" if model.declared else ""
             yield Finding("review", f"{model.name}: {why}{quoted}", (Subject(model=model.name, license=None),))
+        if model.contradicted is not None:
+            sentence = (
+                f"{model.name} declares {model.license.id}, but the licence file beside it is the text of "
+                f"{model.contradicted.id}: both are taken to bind"
+            )
+            yield Finding("review", sentence, (Subject(model=model.name, license=None),))
     for entry in case.resolved:
         if entry.review:
             yield Finding("review", f"{case.called(entry)}: {entry.review}", case.about(entry))
@@ -99,7 +105,8 @@ def _who(model: Licensed) -> str:
 
 def _within(parent: Parent, ban: License) -> bool:
     line: tuple[Licensed, ...] = (parent, *parent.ancestors)
-    return any(model.license.id == ban.id or model.license.family in ban.only_with for model in line)
+    licenses = [entry for model in line for entry in model.licenses]
+    return any(entry.id == ban.id or entry.family in ban.only_with for entry in licenses)
 
 
 def _name(case: Case) -> Iterator[Finding]:
@@ -193,21 +200,25 @@ def _territory(case: Case) -> Iterator[Finding]:
 
 
 def _ancestry(case: Case) -> Iterator[Finding]:
-    """A parent cannot grant more than what it was made from: dropped restrictions are reviewed."""
+    """A parent cannot grant more than what it was made from: dropped restrictions are reviewed.
+
+    So is an ancestor that could not be read. Like one that declares nothing (R0), it may forbid what its descendant's
+    card permits, and a gate that opens when the Hub does not answer is none.
+    """
     for parent in case.parents:
         for ancestor in parent.ancestors:
-            dropped = weaker(parent.license, ancestor.license)
-            if dropped:
-                sentence = (
-                    f"{parent.name} declares {parent.license.id}, but was made from {ancestor.name} under "
-                    f"{ancestor.license.id}, which it drops: {listed(dropped)}"
-                )
-                yield Finding("review", sentence, (Subject(model=parent.name, license=None),))
-        if parent.unread:
-            names = listed(sorted(set(parent.unread)))
-            yield Finding(
-                "allowed", f"{parent.name}: its ancestors {names} could not be read, only its own word counts"
-            )
+            for license in ancestor.licenses:
+                dropped = weaker(parent.license, license)
+                if dropped:
+                    sentence = (
+                        f"{parent.name} declares {parent.license.id}, but was made from {ancestor.name} under "
+                        f"{license.id}, which it drops: {listed(dropped)}"
+                    )
+                    yield Finding("review", sentence, (Subject(model=parent.name, license=None),))
+        for unread in parent.unread:
+            why = f" ({unread.why})" if unread.why else ""
+            sentence = f"{parent.name} was made from {unread.name}, whose licence could not be read{why}"
+            yield Finding("review", sentence, (Subject(model=unread.name, license=None),))
 
 
 def weaker(declared: License, ancestor: License) -> tuple[str, ...]:
@@ -241,5 +252,7 @@ RULES: tuple[Rule, ...] = (
     Rule("R6", "share-alike", _share_alike, _CHOOSE),
     # R7 to R9 cannot refuse: the result licence, the use policies passed on and all obligations, see outcome.py.
     Rule("R10", "territory", _territory, "check that the limit does not concern this model and its users"),
-    Rule("R11", "no weaker than its ancestors", _ancestry, "ask its authors"),
+    Rule(
+        "R11", "no weaker than its ancestors", _ancestry, "compare with the licence of its ancestor, or ask its authors"
+    ),
 )

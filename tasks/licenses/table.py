@@ -60,6 +60,9 @@ class License(BaseModel):
     outer: tuple[str, ...] = ()
     never_under: tuple[str, ...] = ()
     text: bool = True
+    texts: tuple[str, ...] = ()
+    titles: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
     credit: bool = False
     state_changes: bool = False
     use_policy: str | None = None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tasks.licenses.algebra import Combination, combine
-from tasks.licenses.case import Licensed, Parent
+from tasks.licenses.case import Licensed, Parent, Unread
 from tasks.licenses.rules import weaker
 from tasks.licenses.table import License, load_table
 from tasks.licenses.use import LicenseSettings, Use
@@ -41,7 +41,8 @@ def _judge(licenses: str, use: Use = SELL, **accepted: str) -> Combination:
 
 
 def _parent(name: str, license: str, *ancestors: Licensed, unread: tuple[str, ...] = ()) -> Parent:
-    return Parent(name=name, license=TABLE.licenses[license], ancestors=ancestors, unread=unread)
+    gone = tuple(Unread(name=one) for one in unread)
+    return Parent(name=name, license=TABLE.licenses[license], ancestors=ancestors, unread=gone)
 
 
 def _rules(combination: Combination, status: str) -> set[str]:
@@ -188,13 +189,15 @@ MODELS = st.builds(
     Licensed,
     name=st.sampled_from(["acme/a", "acme/b", "acme/c"]),
     license=st.sampled_from(list(TABLE.licenses.values())),
+    contradicted=st.none() | st.sampled_from(list(TABLE.licenses.values())),
 )
 PARENTS = st.builds(
     Parent,
     name=st.sampled_from(["acme/a", "acme/b", "acme/c"]),
     license=st.sampled_from(list(TABLE.licenses.values())),
     ancestors=st.lists(MODELS, max_size=2).map(tuple),
-    unread=st.sampled_from([(), ("acme/gone",)]),
+    contradicted=st.none() | st.sampled_from(list(TABLE.licenses.values())),
+    unread=st.sampled_from([(), (Unread(name="acme/gone"),)]),
 )
 ANYTHING = st.one_of(st.sampled_from(list(TABLE.licenses.values())), PARENTS)
 USES = st.builds(
@@ -204,11 +207,13 @@ USES = st.builds(
     commercial_entity=st.booleans(),
     name=st.sampled_from(["acme/mix", "acme/Llama-mix", "Llama-3-mix", "EXAONE-mix"]),
 )
+unhurried = settings(deadline=None)  # a busy machine breaks no law
 ACCEPTED = st.dictionaries(
     st.sampled_from(["acme/a", "acme/b", "acme/c", *TABLE.licenses]), st.just("alice: has read it"), max_size=60
 )
 
 
+@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED, data=st.data())
 def test_the_order_of_the_parents_does_not_matter(
     parents: list[License | Parent], use: Use, accepted: dict[str, str], data: st.DataObject
@@ -217,6 +222,7 @@ def test_the_order_of_the_parents_does_not_matter(
     assert combine(parents, use, TABLE, accepted) == combine(other, use, TABLE, accepted)
 
 
+@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED)
 def test_naming_a_parent_twice_does_not_matter(
     parents: list[License | Parent], use: Use, accepted: dict[str, str]
@@ -224,6 +230,7 @@ def test_naming_a_parent_twice_does_not_matter(
     assert combine(parents, use, TABLE, accepted) == combine([*parents, *parents], use, TABLE, accepted)
 
 
+@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), more=ANYTHING, use=USES, accepted=ACCEPTED)
 def test_adding_a_parent_never_improves_the_status(
     parents: list[License | Parent], more: License | Parent, use: Use, accepted: dict[str, str]
@@ -232,6 +239,7 @@ def test_adding_a_parent_never_improves_the_status(
     assert RANK[after.status] >= RANK[before.status]
 
 
+@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES, accepted=ACCEPTED)
 def test_acceptance_never_lifts_a_block_nor_makes_one(
     parents: list[License | Parent], use: Use, accepted: dict[str, str]
@@ -241,12 +249,14 @@ def test_acceptance_never_lifts_a_block_nor_makes_one(
     assert RANK[eased.status] <= RANK[plain.status]
 
 
+@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
 def test_private_research_is_never_judged_harder(parents: list[License | Parent], use: Use) -> None:
     least = use.model_copy(update={"purpose": "research", "visibility": "private", "commercial_entity": False})
     assert RANK[combine(parents, least, TABLE).status] <= RANK[combine(parents, use, TABLE).status]
 
 
+@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
 def test_the_status_is_that_of_the_first_reason_and_every_stop_says_what_to_do(
     parents: list[License | Parent], use: Use
@@ -398,10 +408,44 @@ def test_a_model_made_from_a_family_counts_as_one_of_it() -> None:
     assert "R4" in _rules(combine([tune, base, stranger], SELL, TABLE), "blocked")
 
 
-def test_an_ancestor_that_could_not_be_read_is_on_record() -> None:
+def test_an_ancestor_that_could_not_be_read_goes_to_review_like_one_that_declares_nothing() -> None:
     verdict = combine([_parent("acme/chat", "mit", unread=("meta/llama",))], SELL, TABLE)
+    assert (verdict.status, _rules(verdict, "review")) == ("review", {"R11"})
+    (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
+    assert reason.sentence == "acme/chat was made from meta/llama, whose licence could not be read"
+    assert "'meta/llama' under `accepted`" in reason.remedy
+
+
+def test_an_unread_ancestor_is_accepted_once_for_all_that_were_made_from_it() -> None:
+    parents = [_parent(name, "mit", unread=("meta/llama",)) for name in ("acme/chat", "acme/code")]
+    verdict = combine(parents, SELL, TABLE, {"meta/llama": "alice: has read its licence, it is MIT"})
     assert verdict.status == "allowed"
-    assert any("meta/llama could not be read" in reason.sentence for reason in verdict.reasons)
+    assert verdict.accepted == ("meta/llama: alice: has read its licence, it is MIT",)
+    assert combine(parents, SELL, TABLE, {"acme/chat": "alice: fine"}).status == "review"
+
+
+def test_a_card_that_its_licence_file_contradicts_goes_to_review_and_both_licences_bind() -> None:
+    parent = Parent(name="acme/chat", license=TABLE.licenses["apache-2.0"], contradicted=TABLE.licenses["gemma"])
+    verdict = combine([parent], SELL, TABLE)
+    (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
+    assert reason.rule.startswith("R0")
+    assert "acme/chat declares apache-2.0, but the licence file beside it is the text of gemma" in reason.sentence
+    assert combine([parent], SELL, TABLE, {"acme/chat": "alice: asked them, it is Gemma's"}).license == "gemma"
+    forbidden = parent.model_copy(update={"contradicted": TABLE.licenses["cc-by-nc-4.0"]})
+    assert combine([forbidden], SELL, TABLE, {"acme/chat": "alice: fine"}).status == "blocked"
+
+
+def test_a_parent_is_compared_with_the_licence_file_of_its_ancestor_too() -> None:
+    base = Licensed(name="acme/base", license=TABLE.licenses["mit"], contradicted=TABLE.licenses["gemma"])
+    verdict = combine([_parent("acme/chat", "mit", base)], SELL, TABLE)
+    (reason,) = [reason for reason in verdict.reasons if reason.rule.startswith("R11")]
+    assert "was made from acme/base under gemma, which it drops: its use restrictions" in reason.sentence
+
+
+def test_the_verdict_names_every_licence_that_the_weights_are_under() -> None:
+    assert _judge("llama3.1 llama3.3 mit", LLAMA).licenses == ("llama3.1", "llama3.3")
+    assert _judge("mit apache-2.0").licenses == ("apache-2.0",)
+    assert _judge("cc-by-nc-4.0").licenses == ()
 
 
 @pytest.mark.parametrize(

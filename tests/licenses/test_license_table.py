@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,20 +10,13 @@ import yaml
 
 from merge_core.errors import InvalidInput
 from tasks.licenses.table import SHIPPED, License, LicenseTable, load_table
+from tasks.licenses.use import LicenseSettings
 
-# What the Hub accepts for `license:` (huggingface/hub-docs@242f4a1e, docs/hub/repositories-licenses.md).
-_LISTED = """
-afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
-bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5
-cc-by-3.0 cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0
-cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0
-cdla-permissive-2.0 cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0
-etalab-2.0 eupl-1.1 eupl-1.2 fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community
-h-research intel-research isc lgpl lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4
-lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by ofl-1.1 openmdw-1.0 openmdw-1.1 openrail openrail++ osl-3.0 other
-pddl postgresql unknown unlicense wtfpl zlib
-"""
-HUB = _LISTED.split()
+HUB = [
+    line
+    for line in Path(__file__).with_name("hub_licenses.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +40,22 @@ def test_the_table_holds_exactly_the_83_identifiers_of_the_hub_and_21_others(tab
 def test_every_hub_identifier_resolves_to_its_own_entry_with_a_source(table: LicenseTable, identifier: str) -> None:
     found = table.lookup(identifier)
     assert found.id == identifier
-    assert found.source
+    assert found.source.strip()
+    assert found.hub
+
+
+@pytest.mark.parametrize("identifier", sorted(load_table().licenses))
+def test_what_an_entry_says_hangs_together(table: LicenseTable, identifier: str) -> None:
+    entry = table.licenses[identifier]
+    assert entry.source.strip()
+    assert not (entry.cap and entry.commercial != "capped")
+    assert not (entry.derivatives == "forbidden" and entry.sharing == "allowed")
+    assert not entry.outer or entry.kind == "copyleft"
+    assert not entry.never_under or entry.weak
+    assert entry.kind != "noncommercial" or entry.commercial == "forbidden"
+    assert entry.kind != "rail" or entry.use_policy
+    if entry.basis == "assumed" and entry.restrictive:
+        assert entry.review, "nobody has read it: a person must"
 
 
 def test_no_value_of_the_table_depends_on_how_yaml_reads_yes_and_no() -> None:
@@ -164,3 +173,13 @@ def test_a_wrong_override_is_refused_with_its_place(tmp_path: Path, text: str, w
 def test_a_missing_override_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="No such file"):
         load_table(tmp_path / "absent.yaml")
+
+
+def test_the_examples_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "licences.md").read_text(encoding="utf-8")
+    profile, override = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    settings = LicenseSettings.model_validate(yaml.safe_load(profile)["checks"]["license"])
+    assert len(settings.accepted) == 2
+    changed = load_table(_override(tmp_path, override))
+    assert changed.licenses["qwen"].commercial == "allowed"
+    assert changed.lookup("other", "acme-terms").id == "acme-internal"

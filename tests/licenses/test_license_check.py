@@ -1,0 +1,81 @@
+"""The licence stage: what it records of parents, ancestors and acceptances, and when it says no."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from merge_core.keys import stage_key
+from tasks.licenses.check import check_licenses, read_licenses
+from tasks.licenses.table import load_table
+from tasks.licenses.use import LicenseSettings
+from tasks.pin import Found
+
+TABLE = load_table()
+
+
+def _model(place: Path, card: str, **files: str) -> Found:
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "README.md").write_text(f"---\n{card}\n---\n")
+    for name, text in files.items():
+        (place / name).write_text(text)
+    return Found(name=place.name, ref=f"../{place.name}", directory=place)
+
+
+def _key(*parents: Found) -> str:
+    return stage_key("licenses", check_licenses.version, {"declared": read_licenses(parents, TABLE)})
+
+
+def test_acceptances_stand_in_the_verdict_with_who_and_why(tmp_path: Path) -> None:
+    accepted = {
+        "llama3.2": "alice: text-only model",
+        "gone/base": "bob: it is MIT, seen on 1 May",
+        "mit": "eve: unused",
+    }
+    settings = LicenseSettings(accepted=accepted)
+    chat = _model(tmp_path / "chat", "license: llama3.2\nbase_model: gone/base")
+    verdict = check_licenses.work(
+        tmp_path, read_licenses([chat], TABLE), settings.use("acme/Llama-mix"), TABLE, accepted
+    )
+    assert verdict.refusal() is None
+    assert verdict.combination.accepted == (
+        "gone/base: bob: it is MIT, seen on 1 May",
+        "llama3.2: alice: text-only model",
+    )
+    assert type(verdict).model_validate_json(verdict.model_dump_json()) == verdict
+
+
+def test_an_ancestor_that_is_a_parent_too_goes_by_the_name_of_the_parent(tmp_path: Path) -> None:
+    base = _model(tmp_path / "base", "license: cc-by-4.0")
+    chat = _model(tmp_path / "chat", "license: cc-by-4.0\nbase_model: ../base")
+    verdict = check_licenses.work(tmp_path, read_licenses([base, chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
+    assert verdict.ancestors == ()
+    notices = [item.text for item in verdict.combination.obligations if item.kind == "notice"]
+    assert notices == ["Made with base and chat, licensed under CC-BY-4.0."]
+
+
+def test_an_ancestor_beside_a_parent_is_recorded_with_its_licence_file(tmp_path: Path) -> None:
+    _model(tmp_path / "base", "license: other", LICENSE="Our own terms.")
+    chat = _model(tmp_path / "chat", "license: mit\nbase_model: ../base")
+    verdict = check_licenses.work(tmp_path, read_licenses([chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
+    (ancestor,) = verdict.ancestors
+    assert (ancestor.name, ancestor.license, ancestor.revision) == ("../base", "other", None)
+    assert ancestor.own_text == "Our own terms."
+    assert list(verdict.licenses) == ["chat"]
+
+
+def test_a_refusal_names_all_doubts_and_what_to_accept(tmp_path: Path) -> None:
+    chat = _model(tmp_path / "chat", "license: mit\nbase_model: gone/base")
+    verdict = check_licenses.work(tmp_path, read_licenses([chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
+    refusal = verdict.refusal()
+    assert refusal is not None
+    assert "chat was made from gone/base, whose licence could not be read (HF_HUB_OFFLINE is set)" in str(refusal)
+    assert "'gone/base' under `accepted`" in str(refusal)
+
+
+def test_the_key_speaks_of_what_is_declared_and_not_of_where_it_lies(tmp_path: Path) -> None:
+    one = _model(tmp_path / "a" / "chat", "license: mit", LICENSE="terms")
+    same = _model(tmp_path / "b" / "chat", "license: mit", LICENSE="terms")
+    other_file = _model(tmp_path / "c" / "chat", "license: mit", LICENSE="other terms")
+    other_card = _model(tmp_path / "d" / "chat", "license: apache-2.0", LICENSE="terms")
+    assert _key(one) == _key(same)
+    assert len({_key(one), _key(other_file), _key(other_card)}) == 3

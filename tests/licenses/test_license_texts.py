@@ -1,0 +1,217 @@
+"""The shipped licence texts, and how a licence file beside a model is recognised by them: surely, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.licenses.resolve import NotRead, Place, lineage
+from tasks.licenses.table import SHIPPED, load_table
+from tasks.licenses.texts import license_texts, linked, recognised
+
+TABLE = load_table()
+TEXTS = SHIPPED.parent / "texts"
+SHIPPED_TEXTS = {file.name.removesuffix(".txt"): file for file in TEXTS.glob("*.txt")}
+MIT = SHIPPED_TEXTS["mit"].read_text()
+GEMMA = SHIPPED_TEXTS["gemma"].read_text()
+
+# Texts that are not to be had offline, or are none: what the release then lacks is an open obligation.
+WITHOUT_TEXT = """
+apple-amlr baichuan bsd cc chatglm databricks-open-model-license deepfloyd-if-license
+fair-noncommercial-research-license gfdl gpl grok2-community h-research hunyuan-community intel-research internlm
+jamba-open-model-license lfm1.0 lgpl llama3 mnpl mrl openmdw-1.1 openrail openrail++ opt-175b other qwen-research
+tongyi-qianwen-research unknown yi-license
+"""
+
+
+def test_every_licence_has_its_text_but_those_that_are_known_to_lack_one() -> None:
+    without = {key for key, entry in TABLE.licenses.items() if not license_texts(entry)}
+    assert without == set(WITHOUT_TEXT.split())
+    assert len(TABLE.licenses) - len(without) == 74
+
+
+def test_every_shipped_text_belongs_to_a_licence_and_all_of_them_are_small() -> None:
+    assert set(SHIPPED_TEXTS) <= set(TABLE.licenses)
+    assert sum(file.stat().st_size for file in SHIPPED_TEXTS.values()) < 3_000_000
+
+
+def test_a_licence_that_stands_on_another_is_shipped_with_it() -> None:
+    assert list(license_texts(TABLE.licenses["lgpl-3.0"])) == ["lgpl-3.0", "gpl-3.0"]
+
+
+@pytest.mark.parametrize("identifier", sorted(SHIPPED_TEXTS))
+def test_every_shipped_text_is_recognised_however_it_is_wrapped_and_capitalised(identifier: str) -> None:
+    text = SHIPPED_TEXTS[identifier].read_text(encoding="utf-8")
+    assert recognised(text, TABLE) == TABLE.licenses[identifier]
+    indented = "\r\n".join(f"   {line.rstrip()}  " for line in text.upper().replace("\n", "\n\n").splitlines())
+    assert recognised(f"\ufeff{indented}", TABLE) == TABLE.licenses[identifier]
+
+
+@pytest.mark.parametrize("identifier", sorted(SHIPPED_TEXTS))
+def test_one_more_condition_makes_a_permissive_text_unknown(identifier: str) -> None:
+    text = SHIPPED_TEXTS[identifier].read_text(encoding="utf-8")
+    for changed in (f"{text}\nThe model must not be used by competitors.\n", f"Not for sale.\n\n{text}"):
+        found = recognised(changed, TABLE)
+        # What is recognised by its title is an agreement with restrictions, whatever else stands in it.
+        assert found is None or (found.id == identifier and found.titles and found.restrictive)
+
+
+@settings(deadline=None)  # the first example reads all texts
+@given(place=st.integers(0, 150), word=st.sampled_from(["not", "non-commercial", "never", "except"]))
+def test_a_word_more_anywhere_in_the_terms_makes_them_unknown(place: int, word: str) -> None:
+    words = MIT.split()
+    changed = [*words[:place], word, *words[place:]]
+    assert recognised(" ".join(changed), TABLE) is None
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "MIT License\n\nCopyright (c) 2024 Acme\n\n",
+        "The MIT License (MIT)\n\nCopyright © 2023-2024 The Acme Authors. All rights reserved.\n\n",
+        "# MIT License\n\nCopyright 2024 Acme, Inc.\n\n",
+        "SPDX-License-Identifier: MIT\n",
+        "MIT\n(c) 2024 Acme\n\n",
+    ],
+)
+def test_title_and_copyright_do_not_matter(head: str) -> None:
+    assert recognised(head + MIT, TABLE) == TABLE.licenses["mit"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Copyright (c) 2024 Acme. For research use only.\n\n",
+        "Copyright 2024 Acme, commercial licences on request\n\n",
+        "This is not the MIT License\n\n",
+    ],
+)
+def test_a_condition_that_hides_in_a_copyright_line_or_a_title_is_seen(head: str) -> None:
+    assert recognised(head + MIT, TABLE) is None
+
+
+def test_the_appendix_of_apache_may_be_filled_in_or_missing() -> None:
+    text = SHIPPED_TEXTS["apache-2.0"].read_text()
+    filled = text.replace("[yyyy] [name of copyright owner]", "2024 Acme")
+    assert filled != text
+    terms, _, _ = text.partition("APPENDIX")
+    assert recognised(filled, TABLE) == recognised(terms, TABLE) == TABLE.licenses["apache-2.0"]
+    assert recognised(f"{terms}\nCommons Clause: you may not sell it.", TABLE) is None
+
+
+def test_bsd_names_whom_it_likes() -> None:
+    text = SHIPPED_TEXTS["bsd-3-clause"].read_text()
+    named = text.replace("Neither the name of the ORGANIZATION nor", "Neither the name of Acme, Inc. nor")
+    assert named != text
+    assert recognised(named, TABLE) == TABLE.licenses["bsd-3-clause"]
+
+
+@pytest.mark.parametrize(
+    ("title", "expected"),
+    [
+        ("LLAMA 3.1 COMMUNITY LICENSE AGREEMENT", "llama3.1"),
+        ("**Llama 3.3 Community License Agreement**", "llama3.3"),
+        ("META LLAMA 3 COMMUNITY LICENSE AGREEMENT", "llama3"),
+        ("Gemma Terms of Use", "gemma"),
+        ("# Qwen LICENSE AGREEMENT", "qwen"),
+        ("Qwen RESEARCH LICENSE AGREEMENT", "qwen-research"),
+        ("Mistral AI Research License", "mrl"),
+        ("LLAMA 5 COMMUNITY LICENSE AGREEMENT", None),
+        ("Our model is better than the Gemma Terms of Use", None),
+    ],
+)
+def test_an_agreement_in_another_edition_is_recognised_by_its_title(title: str, expected: str | None) -> None:
+    edition = f"{title}\nRelease Date: May 1, 2026\n\n{'These terms are of another edition. ' * 60}"
+    found = recognised(edition, TABLE)
+    assert (found.id if found else None) == expected
+
+
+def test_a_file_that_only_names_an_agreement_is_not_its_text() -> None:
+    assert recognised("Gemma Terms of Use\nsee https://ai.google.dev/gemma/terms", TABLE) is None
+
+
+def test_every_title_and_link_belongs_to_one_licence() -> None:
+    titles = [title.lower() for entry in TABLE.licenses.values() for title in entry.titles]
+    links = [link for entry in TABLE.licenses.values() for link in entry.links]
+    assert len(titles) == len(set(titles)) == 18
+    assert all(linked(link, TABLE) is not None for link in links)
+    assert linked("http://ai.google.dev/gemma/terms/", TABLE) == TABLE.licenses["gemma"]
+    assert linked("https://ai.google.dev/gemma/terms2", TABLE) is None
+    assert linked("LICENSE", TABLE) is None
+
+
+# ---------------------------------------------------------------- card and file together
+
+
+def _read(tmp_path: Path, card: str, **files: str) -> tuple[str, str | None]:
+    """Licence of a model with this card and these files, and the one that its file contradicts it by."""
+    (tmp_path / "README.md").write_text(card)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (model,) = lineage(Place(tmp_path), lambda entry, place: NotRead(""), TABLE).models
+    return model.license.id, model.contradicted.id if model.contradicted else None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("license: other", ("gemma", None)),
+        ("license: other\nlicense_name: acme-terms", ("gemma", None)),
+        ("license: unknown", ("gemma", None)),
+        ("tags: [a]", ("gemma", None)),
+        ("license: gemma", ("gemma", None)),
+        ("license: apache-2.0", ("apache-2.0", "gemma")),
+        ("license: other\nlicense_name: qwen", ("qwen", "gemma")),
+        ("license: [mit, apache-2.0]", ("unknown", None)),  # which one, nobody knows
+        ("license: 3.0", ("unknown", None)),
+        ("license: acme-terms", ("other", None)),  # it names one, and not this one
+    ],
+)
+def test_the_file_decides_where_the_card_is_silent_and_contradicts_it_where_it_is_not(
+    tmp_path: Path, fields: str, expected: tuple[str, str | None]
+) -> None:
+    assert _read(tmp_path, f"---\n{fields}\n---\n", LICENSE=GEMMA) == expected
+
+
+def test_the_file_decides_where_there_is_no_card(tmp_path: Path) -> None:
+    assert _read(tmp_path, "# A model\n", LICENSE=MIT) == ("mit", None)
+
+
+def test_a_broken_card_may_hide_a_licence_so_the_file_does_not_decide(tmp_path: Path) -> None:
+    assert _read(tmp_path, "---\nlicense: [cc-by-nc\n---\n", LICENSE=MIT) == ("unknown", None)
+
+
+@pytest.mark.parametrize(
+    ("family", "member", "expected"),
+    [
+        ("gpl", "gpl-3.0", ("gpl-3.0", None)),
+        ("bsd", "bsd-2-clause", ("bsd-2-clause", None)),
+        ("cc", "cc-by-nc-4.0", ("cc-by-nc-4.0", None)),
+        ("openrail", "creativeml-openrail-m", ("creativeml-openrail-m", None)),
+        ("bsd", "gpl-3.0", ("bsd", "gpl-3.0")),
+        ("lgpl", "gpl-3.0", ("lgpl", None)),  # unknown stays unknown
+    ],
+)
+def test_the_file_says_which_of_a_family_of_licences_is_meant(
+    tmp_path: Path, family: str, member: str, expected: tuple[str, str | None]
+) -> None:
+    text = SHIPPED_TEXTS[member].read_text(encoding="utf-8")
+    assert _read(tmp_path, f"---\nlicense: {family}\n---\n", LICENSE=text) == expected
+
+
+def test_of_several_licence_files_none_decides(tmp_path: Path) -> None:
+    assert _read(tmp_path, "---\nlicense: other\n---\n", LICENSE=MIT, COPYING=GEMMA) == ("other", None)
+
+
+def test_an_unknown_file_says_nothing(tmp_path: Path) -> None:
+    assert _read(tmp_path, "---\nlicense: other\n---\n", LICENSE="Our own terms.") == ("other", None)
+    assert _read(tmp_path, "---\nlicense: mit\n---\n", LICENSE="Our own terms.") == ("mit", None)
+
+
+def test_a_link_to_a_known_address_decides_where_card_and_file_are_silent(tmp_path: Path) -> None:
+    card = "---\nlicense: other\nlicense_link: https://ai.google.dev/gemma/terms\n---\n"
+    assert _read(tmp_path, card) == ("gemma", None)
+    assert _read(tmp_path, card, LICENSE=SHIPPED_TEXTS["qwen"].read_text()) == ("qwen", None)

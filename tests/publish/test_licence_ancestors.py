@@ -1,0 +1,248 @@
+"""The way up to ancestors on the Hub, asked by the real client of a stand-in on loopback."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_look_alike import STRANGER, Answer, Fault, LookAlike, Request, hub
+from look_alike_repository import Repository, plain
+
+from merge_core.keys import stage_key
+from tasks.licenses.ancestors import hub_ancestors
+from tasks.licenses.check import Declared, LicenseVerdict, check_licenses, read_licenses
+from tasks.licenses.resolve import NotRead, Place
+from tasks.licenses.table import load_table
+from tasks.licenses.use import LicenseSettings
+from tasks.pin import Found
+
+TABLE = load_table()
+APACHE = (Path(__file__).resolve().parents[2] / "tasks" / "licenses" / "texts" / "apache-2.0.txt").read_bytes()
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LookAlike]:
+    with hub(tmp_path / "hub") as server:
+        _reach(monkeypatch, server.url, tmp_path / "cache")
+        yield server
+
+
+def _reach(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Let the client of this process, which was told to stay offline, ask what lies at `url`."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_TOKEN", STRANGER)
+    monkeypatch.setenv("HF_ENDPOINT", url)
+
+
+def _add(stand_in: LookAlike, name: str, card: str, **files: bytes) -> str:
+    """A commit with this card in a public repository; its id."""
+    repository = stand_in.repositories.setdefault(name, Repository(name, private=False))
+    content = {"README.md": f"---\n{card}\n---\n".encode(), "config.json": b"{}", **files}
+    head = repository.branches["main"]
+    return repository.add("main", head, "edit", {key: plain(data) for key, data in content.items()}).id
+
+
+def _local(place: Path, card: str) -> Found:
+    """A model here, as a recipe's parent."""
+    place.mkdir()
+    (place / "README.md").write_text(f"---\n{card}\n---\n")
+    return Found(name=place.name, ref=f"../{place.name}", directory=place)
+
+
+def _judge(declared: Declared, name: str = "acme/Llama-mix") -> LicenseVerdict:
+    return check_licenses.work(Path(), declared, LicenseSettings().use(name), TABLE, {})
+
+
+def _key(declared: Declared) -> str:
+    return stage_key("licenses", check_licenses.version, {"declared": declared})
+
+
+def test_a_grandparent_on_the_hub_that_its_descendants_drop_goes_to_review(stand_in: LookAlike, tmp_path: Path) -> None:
+    llama = _add(stand_in, "meta/llama", "license: llama3.1")
+    tune = _add(stand_in, "acme/tune", "license: apache-2.0\nbase_model: meta/llama")
+    chat = _local(tmp_path / "chat", "license: apache-2.0\nbase_model: acme/tune")
+    verdict = _judge(read_licenses([chat], TABLE))
+    reviews = [reason.sentence for reason in verdict.combination.reasons if reason.status == "review"]
+    assert verdict.combination.status == "review"
+    assert any(
+        "chat declares apache-2.0, but was made from meta/llama under llama3.1, which it drops" in one
+        for one in reviews
+    )
+    assert any("acme/tune declares apache-2.0, but was made from meta/llama" in one for one in reviews)
+    assert [(one.name, one.license, one.revision) for one in verdict.ancestors] == [
+        ("acme/tune", "apache-2.0", tune),
+        ("meta/llama", "llama3.1", llama),
+    ]
+
+
+def test_only_cards_and_licence_files_are_downloaded(stand_in: LookAlike, tmp_path: Path) -> None:
+    _add(stand_in, "acme/base", "tags: []", **{"LICENSE": APACHE, "model.txt": b"no", "licenses/x.txt": b"no"})
+    chat = _local(tmp_path / "chat", "license: apache-2.0\nbase_model: acme/base")
+    (ancestor,) = _judge(read_licenses([chat], TABLE)).ancestors
+    assert (ancestor.license, ancestor.own_text) == ("apache-2.0", APACHE.decode())
+    fetched = {entry.path.rpartition("/")[2] for entry in stand_in.log if "/resolve/" in entry.path}
+    assert fetched == {"README.md", "LICENSE"}
+
+
+def test_each_ancestor_is_asked_for_once_in_a_run(stand_in: LookAlike, tmp_path: Path) -> None:
+    _add(stand_in, "acme/base", "license: mit")
+    family = [_local(tmp_path / name, "license: mit\nbase_model: acme/base") for name in ("chat", "code", "maths")]
+    assert _judge(read_licenses(family, TABLE)).combination.status == "allowed"
+    assert sum(entry.path == "/api/models/acme/base" for entry in stand_in.log) == 1
+
+
+def test_a_cycle_of_cards_ends(stand_in: LookAlike, tmp_path: Path) -> None:
+    _add(stand_in, "acme/a", "license: mit\nbase_model: acme/b")
+    _add(stand_in, "acme/b", "license: mit\nbase_model: [acme/a, acme/b]")
+    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/a")], TABLE))
+    assert [one.name for one in verdict.ancestors] == ["acme/a", "acme/b"]
+    assert verdict.combination.status == "allowed"
+
+
+def test_a_gated_ancestor_is_unread_and_reviewed(stand_in: LookAlike, tmp_path: Path) -> None:
+    _add(stand_in, "meta/llama", "license: llama3.1")
+    stand_in.repositories["meta/llama"].gated = "manual"
+    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: llama3.1\nbase_model: meta/llama")], TABLE))
+    assert verdict.unread == {"meta/llama": "it is gated: ask for access, and set HF_TOKEN"}
+    assert verdict.combination.reasons[0].sentence == (
+        "chat was made from meta/llama, whose licence could not be read (it is gated: ask for access, and set HF_TOKEN)"
+    )
+
+
+def test_what_the_hub_tells_of_a_gated_card_is_enough(
+    stand_in: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import json
+
+    plainly = LookAlike.on_info
+
+    def with_card(self: LookAlike, request: Request, repo: str, revision: str = "main") -> Answer:
+        told = json.loads(plainly(self, request, repo, revision).body)
+        return Answer(
+            body=json.dumps({**told, "cardData": {"license": "llama3.1", "base_model": "meta/root"}}).encode()
+        )
+
+    monkeypatch.setattr(LookAlike, "on_info", with_card)
+    commit = _add(stand_in, "meta/llama", "license: llama3.1")
+    stand_in.repositories["meta/llama"].gated = "auto"
+    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: llama3.1\nbase_model: meta/llama")], TABLE))
+    assert [(one.name, one.license, one.revision) for one in verdict.ancestors] == [("meta/llama", "llama3.1", commit)]
+    assert list(verdict.unread) == ["meta/root"]
+
+
+@pytest.mark.parametrize("entry", ["acme/gone", "acme/hidden", "../nowhere", "a b/c", "https://example.org/x", "x"])
+def test_what_is_not_there_is_unread(stand_in: LookAlike, tmp_path: Path, entry: str) -> None:
+    stand_in.repositories["acme/hidden"] = Repository("acme/hidden", private=True)
+    chat = _local(tmp_path / "chat", f"license: mit\nbase_model: {entry}")
+    verdict = _judge(read_licenses([chat], TABLE))
+    assert list(verdict.unread) == [entry]
+    assert verdict.combination.status == "review"
+
+
+def test_an_address_of_the_hub_is_a_name_of_a_repository(stand_in: LookAlike, tmp_path: Path) -> None:
+    _add(stand_in, "acme/base", "license: mit")
+    chat = _local(tmp_path / "chat", "license: mit\nbase_model: https://huggingface.co/acme/base")
+    assert _judge(read_licenses([chat], TABLE)).combination.status == "allowed"
+
+
+def test_more_ancestors_than_any_model_has_are_not_asked_for(stand_in: LookAlike) -> None:
+    for number in range(4):
+        _add(stand_in, f"acme/m{number}", "license: mit")
+    ask = hub_ancestors(most=3)
+    found = [ask(f"acme/m{number}") for number in range(4)]
+    assert [type(one) for one in found] == [Place, Place, Place, NotRead]
+    assert found[3] == NotRead("it has more than 3 ancestors on the Hub")
+    assert not any("m3" in entry.path for entry in stand_in.log)
+
+
+def test_a_sick_hub_is_asked_once(stand_in: LookAlike, tmp_path: Path) -> None:
+    stand_in.set_faults([Fault("fail", times=1000)])
+    bases = "\n".join(f"- acme/base{number}" for number in range(20))
+    began = time.monotonic()
+    verdict = _judge(read_licenses([_local(tmp_path / "chat", f"license: mit\nbase_model:\n{bases}")], TABLE))
+    assert time.monotonic() - began < 5
+    assert len(stand_in.log) == 1
+    assert set(verdict.unread.values()) == {"the Hub answered 503"}
+
+
+@pytest.mark.parametrize("answer", ["<html>log in</html>", "{}", "[]", '{"id": 3, "siblings": 4}'])
+def test_an_answer_that_is_not_the_hubs_raises_nothing(stand_in: LookAlike, tmp_path: Path, answer: str) -> None:
+    stand_in.set_faults([Fault("fail", status=200, body=answer, times=1000)])
+    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/base")], TABLE))
+    assert list(verdict.unread) == ["acme/base"]
+
+
+def test_a_hub_that_falls_sick_between_two_questions_is_not_waited_for(stand_in: LookAlike, tmp_path: Path) -> None:
+    _add(stand_in, "acme/base", "license: mit")
+    stand_in.set_faults([Fault("fail", path="/resolve/", times=1000)])
+    began = time.monotonic()
+    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/base")], TABLE))
+    assert time.monotonic() - began < 5
+    assert verdict.unread == {"acme/base": "the Hub answered 503"}
+
+
+def test_without_a_network_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:  # a port that nobody listens at
+        closed.bind(("127.0.0.1", 0))
+        _reach(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}", tmp_path / "cache")
+        began = time.monotonic()
+        chat = _local(tmp_path / "chat", "license: mit\nbase_model: [acme/a, acme/b]")
+        verdict = _judge(read_licenses([chat], TABLE))
+    assert time.monotonic() - began < 5
+    assert set(verdict.unread) == {"acme/a", "acme/b"}
+    assert verdict.combination.status == "review"
+
+
+def test_offline_nothing_is_asked_and_what_was_read_before_still_counts(
+    stand_in: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = _add(stand_in, "acme/base", "license: mit\nbase_model: acme/root")
+    chat = _local(tmp_path / "chat", "license: mit\nbase_model: acme/base")
+    before = read_licenses([chat], TABLE)
+    stand_in.log.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    verdict = _judge(read_licenses([chat], TABLE))
+    assert stand_in.log == []
+    assert [(one.name, one.license, one.revision) for one in verdict.ancestors] == [("acme/base", "mit", commit)]
+    assert verdict.unread == {"acme/root": "HF_HUB_OFFLINE is set"}
+    assert _key(read_licenses([chat], TABLE)) == _key(before)
+
+
+def test_the_key_changes_with_what_an_ancestor_declares_and_not_with_its_commit(
+    stand_in: LookAlike, tmp_path: Path
+) -> None:
+    chat = _local(tmp_path / "chat", "license: mit\nbase_model: acme/base")
+    first = _add(stand_in, "acme/base", "license: mit")
+    before = read_licenses([chat], TABLE)
+    second = _add(stand_in, "acme/base", "license: mit\ntags: [new]")
+    same = read_licenses([chat], TABLE)
+    _add(stand_in, "acme/base", "license: gemma")
+    other = read_licenses([chat], TABLE)
+    assert [_judge(one).ancestors[0].revision for one in (before, same)] == [first, second]
+    assert _key(before) == _key(same) != _key(other)
+
+
+def test_a_parent_from_the_hub_is_read_where_it_was_downloaded(stand_in: LookAlike, tmp_path: Path) -> None:
+    base = _local(tmp_path / "base", "license: gemma").model_copy(
+        update={"name": "base", "ref": "acme/base@v1", "revision": "c" * 40}
+    )
+    chat = _local(tmp_path / "chat", "license: mit\nbase_model: acme/base")
+    verdict = _judge(read_licenses([base, chat], TABLE))
+    assert stand_in.log == []
+    assert verdict.ancestors == ()  # it is a parent
+    assert any(
+        "chat declares mit, but was made from base under gemma" in r.sentence for r in verdict.combination.reasons
+    )
+
+
+def test_a_card_on_the_hub_names_no_directory_of_this_machine(stand_in: LookAlike, tmp_path: Path) -> None:
+    _add(stand_in, "acme/base", "license: mit\nbase_model: ../../blobs")
+    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/base")], TABLE))
+    assert list(verdict.unread) == ["../../blobs"]
