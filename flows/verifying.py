@@ -60,7 +60,6 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
             verified,
             Path(place) / "merged",
             store().hashes,
-            access=_access,
             directory=parents,
             device=device,
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
@@ -68,7 +67,8 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
     if as_json:
         print(json.dumps({"status": "reproduced", **asdict(made)}))
         return
-    console.print(f"{made.where}: made again in {made.seconds:.1f} s; {len(made.files)} files, all equal to the byte")
+    how = f"made again in {made.seconds:.1f} s on {made.device}"
+    console.print(f"{made.where}: {how}; {len(made.files)} files, all equal to the byte")
     for name in made.files:
         console.print(f"  = {name}")
 

@@ -2,79 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
 
 import yaml
 
-from tasks.licenses.algebra import Combination
-from tasks.pin import Parent
+from tasks.licenses.check import LicenseVerdict
+from tasks.licenses.outcome import Obligation, ObligationKind
+from tasks.publish.card_metadata import Metadata
+from tasks.publish.card_scores import escaped, quality, table
 from tasks.report.content import ReportContent
-from tasks.report.table import as_markdown
+
+# By kind of obligation: what this release does about it, and what is left for whoever passes the model on.
+_DONE: dict[ObligationKind, str] = {
+    "text": "The text is part of this release: {texts}.",
+    "notice": "It stands in [NOTICE](NOTICE).",
+    "display": "It stands at the top of this page.",
+    "use_policy": "It is passed on here.",
+    "changes": "It stands at the top of this page and in [MODIFICATIONS](MODIFICATIONS).",
+    "name_prefix": "The name was checked.",
+    "cap": "",
+}
+_LEFT: dict[ObligationKind, str] = {
+    "display": "Show it, too, where people meet what you build with this model: website, interface, about page.",
+    "use_policy": "Read it, keep to it, and bind those to it to whom you pass the model on.",
+    "cap": "See whether you are above the threshold; if so, ask the licensor first.",
+    "name_prefix": "Begin the name of anything that you make from this model in the same way.",
+}
+_OPEN = "**Still to be done:** the text was not to be had. Put it beside the model before you pass it on."
 
 
-def model_card(content: ReportContent, parents: Sequence[Parent], licence: Combination) -> str:
-    """README.md of the release. Deterministic: no dates, no paths of this machine."""
-    front = yaml.safe_dump(_metadata(content, parents, licence), sort_keys=False, allow_unicode=True)
-    sources = "\n".join(
-        f"| {model.ref} | {model.licence} | `{model.revision or model.digest[:16]}` |" for model in content.parents
-    )
-    asked = "\n".join(f"* {obligation}" for obligation in content.obligations) or "No obligations."
-    return f"""---
-{front}---
+@dataclass(frozen=True)
+class Publication:
+    """What the card must know of where it will stand."""
 
-# {content.name}
-
-A merge made without training: {content.method}. It was checked, evaluated and gated by mergegate before it was
-released. The evidence is in [report.html](report.html), where it comes from in [provenance.json](provenance.json).
-The weights are not those of any parent: they were modified by merging.
-
-## Made from
-
-| model | licence | commit or digest |
-| --- | --- | --- |
-{sources}
-
-```yaml
-{content.recipe.strip()}
-```
-
-{as_markdown(content)}
-## Licence
-
-{content.licence}
-
-{asked}
-
-## Check it
-
-`sha256sum --check SHA256SUMS` compares every file; `mergegate verify` compares also what they say about each other;
-`mergegate reproduce` makes the weights again from recipe and parents, to the byte.
-"""
+    place: str  # what to name to mergegate: 'acme/demo' on the Hub, '.' in its directory
+    signed: bool
+    device: str  # the kind on which it was merged
+    versions: Mapping[str, str]  # that decide the weights and the scores
 
 
-def _metadata(content: ReportContent, parents: Sequence[Parent], licence: Combination) -> dict[str, object]:
-    metadata: dict[str, object] = {
-        **licence.card,
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["merge", "mergegate"],
-    }
-    # The Hub takes only its own ids as base_model; a path of the machine that merged would be refused there.
-    if hub := [parent.ref.partition("@")[0] for parent in parents if parent.revision is not None]:
-        metadata |= {"base_model": hub, "base_model_relation": "merge"}
-    merged = next(model for model in content.models if model.role == "merge")
-    if merged.scores and merged.scores.tasks:
-        metadata["model-index"] = [
-            {
-                "name": content.name,
-                "results": [
-                    {
-                        "task": {"type": "text-generation"},
-                        "dataset": {"name": score.task, "type": score.task},
-                        "metrics": [{"type": score.metric, "value": round(score.score, 4), "name": score.task}],
-                    }
-                    for score in merged.scores.tasks
-                ],
-            }
+def model_card(
+    content: ReportContent,
+    metadata: Metadata,
+    licence: LicenseVerdict,
+    missing: Sequence[Obligation],
+    files: Sequence[str],
+    publication: Publication,
+) -> str:
+    """README.md of the release. Deterministic: no dates, no paths of this machine.
+
+    Args:
+        missing: Obligations that the release does not fulfil: texts that somebody has to add by hand.
+        files: Names of the other files of the release, as far as they are known.
+    """
+    front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
+    sections = [
+        f"# {escaped(content.name)}",
+        *_displayed(licence),
+        f"A merge made without training: {escaped(content.method)}. It was checked, evaluated and gated by mergegate "
+        "before it was released. The evidence is in [report.html](report.html), where it comes from in "
+        "[provenance.json](provenance.json).",
+        "**Statement of changes.** The weights are not those of any model named below: they were computed from them by "
+        "the recipe below and replace theirs. Configuration and tokenizer are taken over or adapted.",
+        f"## Made from\n\n{_sources(content, licence)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
+        f"## Evidence\n\n{quality(content)}",
+        f"## Licence\n\n{_licence(licence, missing, files)}",
+        f"## Verify and reproduce\n\n{_commands(content, publication)}",
+    ]
+    return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _displayed(licence: LicenseVerdict) -> list[str]:
+    """The lines that licences want to be seen: 'Built with Llama'."""
+    lines = [item.text for item in licence.combination.obligations if item.kind == "display"]
+    return [f"**{escaped(line)}**" for line in dict.fromkeys(lines)]
+
+
+def _sources(content: ReportContent, licence: LicenseVerdict) -> str:
+    rows = [
+        f"| {escaped(model.ref)} | {model.role} | {escaped(model.licence)} | `{model.revision or model.digest[:16]}` |"
+        for model in content.parents
+    ]
+    head = "| model | role | licence | commit or digest |\n| :-- | :-- | :-- | :-- |\n"
+    parts = [head + "\n".join(rows)]
+    if licence.ancestors:
+        rows = [
+            f"| {escaped(one.name)} | {escaped(one.license)} | {f'`{one.revision}`' if one.revision else ''} |"
+            for one in licence.ancestors
         ]
-    return metadata
+        head = "Models that these were made from, as far as their cards say, with what they are licensed under:\n\n"
+        parts.append(head + "| model | licence | commit |\n| :-- | :-- | :-- |\n" + "\n".join(rows))
+    if licence.unread:
+        names = ", ".join(f"{escaped(name)} ({escaped(why)})" for name, why in licence.unread.items())
+        parts.append(f"Named by those cards, but not to be read: {names}.")
+    return "\n\n".join(parts)
+
+
+def _licence(licence: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str]) -> str:
+    combination = licence.combination
+    why = [reason.sentence for reason in combination.reasons if reason.rule.startswith("R7")]
+    parts = [f"**{escaped(licence.result)}**" + (f": {escaped(why[0])}." if why else "")]
+    if "LICENSE" in files:
+        parts[0] += " The text is in [LICENSE](LICENSE)."
+    if asked := dict.fromkeys((*combination.obligations, *missing)):
+        rows = "\n".join(
+            f"| {escaped(item.text)} | {escaped(', '.join(item.because))} | "
+            + (f" | {_OPEN} |" if item in missing else f"{_done(item, files)} | {_LEFT.get(item.kind, '')} |")
+            for item in asked
+        )
+        parts.append(f"| what is asked | by | done here | left to you |\n| :-- | :-- | :-- | :-- |\n{rows}")
+    else:
+        parts.append("No obligations.")
+    if accepted := [reason for reason in combination.reasons if reason.accepted]:
+        said = [(reason.sentence, "; ".join(reason.accepted)) for reason in accepted]
+        parts.append(f"Doubts that a person has settled:\n\n{table(('doubt', 'accepted (what: who: why)'), said, 0)}")
+    return "\n\n".join(parts)
+
+
+def _done(item: Obligation, files: Sequence[str]) -> str:
+    texts = [name for name in files if name == "LICENSE" or name.startswith("licenses/")]
+    own = [name for name in texts if name.removeprefix("licenses/").removesuffix(".txt") in (*item.because, item.model)]
+    return _DONE[item.kind].format(texts=", ".join(f"[{name}]({quote(name)})" for name in own or texts))
+
+
+def _commands(content: ReportContent, publication: Publication) -> str:
+    place = publication.place
+    verify = f"mergegate verify {place}" + (" --key release.pub" if publication.signed else "")
+    local = any(model.revision is None for model in content.parents)
+    again = f"mergegate reproduce {place}" + (" --parents DIR" if local else "")
+    lines = [f"{verify:<48} # every file, and what they say about each other"]
+    if publication.signed:
+        lines.append(
+            "model_signing verify key . --signature model.sig --public_key release.pub    # the same signature, by "
+            "OpenSSF's own tool"
+        )
+    lines += [
+        f"{'sha256sum --check SHA256SUMS':<48} # the bytes alone, in its directory",
+        f"{again:<48} # the weights again, from recipe and parents, to the byte",
+        *content.reproduce,
+    ]
+    made_with = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
+    text = f"{_fenced(chr(10).join(lines), 'sh')}\n\nMade with {made_with}, on {publication.device}."
+    if local:
+        text += " DIR is what the paths in the recipe are relative to."
+    if publication.signed:
+        text += " The public key must come from the publisher by another way than this release."
+    return text
+
+
+def _fenced(text: str, language: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -15,10 +15,10 @@ CARD = "README.md"
 RECIPE = "recipe.yaml"
 BOM = "bom.json"
 PROVENANCE = "provenance.json"
-SIGNATURE = "provenance.dsse.json"
+SIGNATURE = "model.sig"
 SUMS = "SHA256SUMS"
 # JSON beside a checkpoint in a release that is about it, not part of it.
-ABOUT = frozenset({BOM, PROVENANCE, SIGNATURE})
+ABOUT = frozenset({BOM, PROVENANCE})
 
 
 @dataclass(frozen=True)

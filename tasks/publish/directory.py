@@ -16,7 +16,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +39,17 @@ class Published:
     new: bool
 
 
-def publish_directory(files: Sequence[ReleaseFile], target: Path, version: str, hashes: HashMemo) -> Published:
+def publish_directory(
+    files: Sequence[ReleaseFile],
+    target: Path,
+    version: str,
+    hashes: HashMemo,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Published:
     """Make ``target/version`` hold exactly ``files`` and ``target/latest`` point to it.
+
+    Args:
+        on_progress: Told bytes written and to be written, while there is something to write.
 
     Raises:
         Refused: when the version exists with other content, or a source is not what was gated.
@@ -50,7 +59,7 @@ def publish_directory(files: Sequence[ReleaseFile], target: Path, version: str, 
     with _alone_in(target):
         fresh = not place.exists()
         if fresh:
-            _write_version(files, place)
+            _write_version(files, place, on_progress)
         else:
             _require_same(place, files, hashes)
         moved = _point(target / LATEST, version)
@@ -58,12 +67,19 @@ def publish_directory(files: Sequence[ReleaseFile], target: Path, version: str, 
     return Published(version, place, new=fresh or moved)
 
 
-def _write_version(files: Sequence[ReleaseFile], place: Path) -> None:
+def _write_version(files: Sequence[ReleaseFile], place: Path, on_progress: Callable[[int, int], None]) -> None:
     """All files beside their final place, then one rename."""
+    done, total = 0, sum(file.size for file in files)
+
+    def wrote(count: int) -> None:
+        nonlocal done
+        done += count
+        on_progress(done, total)
+
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     for file in files:
-        _write(file, partial / file.name)
+        _write(file, partial / file.name, wrote)
     fsync_directories(partial)
     partial.rename(place)
 
@@ -105,18 +121,20 @@ def _require_same(place: Path, files: Sequence[ReleaseFile], hashes: HashMemo) -
         )
 
 
-def _write(file: ReleaseFile, place: Path) -> None:
+def _write(file: ReleaseFile, place: Path, wrote: Callable[[int], None]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     running = hashlib.sha256()
     with place.open("wb") as output:
         if isinstance(file.source, bytes):
             running.update(file.source)
             output.write(file.source)
+            wrote(len(file.source))
         else:
             with file.source.open("rb") as source:
                 while chunk := source.read(_CHUNK):
                     running.update(chunk)
                     output.write(chunk)
+                    wrote(len(chunk))
         output.flush()
         os.fsync(output.fileno())
     if running.hexdigest() != file.sha256:

@@ -22,7 +22,7 @@ from merge_core.errors import Refused
 from merge_core.hashing import HashMemo
 from tasks.hub.access import HubAccess, is_passing, said
 from tasks.hub.file import RemoteFile
-from tasks.publish.content import ReleaseFile
+from tasks.publish.content import CARD, ReleaseFile
 from tasks.publish.hub_state import (
     MAIN,
     STAGING,
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 
 # The Hub takes nothing larger as a plain git blob (10 MB); beyond, its sha256 is all there is to compare.
 _LARGEST_BLOB = 16 << 20
+# Sent together: large enough to keep the connection busy, small enough to tell how far it is.
+_GROUP_BYTES = 1 << 30
+_GROUP_FILES = 100
 _FAILURES = 10  # in a row: four minutes of waiting
 _LONGEST_WAIT = 60.0  # seconds
 _ROUNDS = 200
@@ -77,6 +80,7 @@ def publish_hub(
     gated: Gated = False,
     base: str | None = None,
     wait: Callable[[float], None] = time.sleep,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PublishedOnHub:
     """Make ``main`` of ``repo`` and the tag ``version`` list exactly ``files``. Idempotent.
 
@@ -84,13 +88,14 @@ def publish_hub(
         repo: ``org/name``; made, private, when it is not there.
         base: Head of ``main`` that the release was judged against; None: the one that is there when we begin.
         wait: Called with seconds before looking again after a failure.
+        on_progress: Told bytes sent and to be sent, each time that a few files have arrived.
 
     Raises:
         Refused: when the version exists with other content, ``main`` was changed meanwhile, the Hub says no, does not
             answer, or does not store what was sent.
     """
     wanted = Wanted(version, {file.name: _wanted(file) for file in files}, visibility, gated)
-    connection = _Connection(access, repo, wanted, {file.name: file for file in files}, hashes)
+    connection = _Connection(access, repo, wanted, {file.name: file for file in files}, hashes, on_progress)
     changed, went_through, failures = False, False, 0
     tried: object = None
     for _ in range(_ROUNDS):
@@ -144,6 +149,7 @@ class _Connection:
     wanted: Wanted
     files: Mapping[str, ReleaseFile]
     hashes: HashMemo
+    on_progress: Callable[[int, int], None]
 
     @property
     def api(self) -> HfApi:
@@ -192,7 +198,7 @@ class _Connection:
             case Stage(parent, missing, stale):
                 for name in missing:
                     _require_gated(self.files[name], self.hashes)
-                operations: list[Operation] = [*map(self.upload, missing), *map(_delete, stale)]
+                operations: list[Operation] = [*self.send(missing), *map(_delete, stale)]
                 self.commit(self.wanted.branch, parent, f"Stage {self.wanted.version}", operations)
             case Promote(parent, source, missing, stale):
                 operations = [*(self.take_over(name, source) for name in missing), *map(_delete, stale)]
@@ -216,6 +222,49 @@ class _Connection:
         with _quietly():
             self.api.create_commit(self.repo, operations, commit_message=message, revision=branch, parent_commit=parent)
 
+    def send(self, names: Sequence[str]) -> list[CommitOperationAdd]:
+        """Bring the content of large files to the Hub, a few at a time; the commit then only names them.
+
+        What is there already is not sent again, so a publication that was interrupted goes on where it stopped. The
+        card is looked at first: it is no use to send hundreds of gigabytes for one that will be refused.
+        """
+        if CARD in names:
+            self.validate(self.files[CARD])
+        additions = [self.upload(name) for name in names]
+        done, total = 0, sum(self.files[name].size for name in names)
+        self.on_progress(done, total)
+        with _quietly():
+            for group in _groups(additions, lambda addition: self.files[addition.path_in_repo].size):
+                self.api.preupload_lfs_files(self.repo, group, revision=self.wanted.branch, free_memory=False)
+                done += sum(self.files[addition.path_in_repo].size for addition in group)
+                self.on_progress(done, total)
+        return additions
+
+    def validate(self, card: ReleaseFile) -> None:
+        """Ask the Hub whether it takes the metadata of this card.
+
+        Raises:
+            Refused: when it does not.
+        """
+        from huggingface_hub import get_session, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
+
+        data = card.source if isinstance(card.source, bytes) else card.source.read_bytes()
+        answer = get_session().post(
+            f"{self.access.endpoint}/api/validate-yaml",
+            json={"content": data.decode(errors="replace"), "repoType": "model"},
+            headers=build_hf_headers(token=self.access.token or False, library_name="mergegate"),
+        )
+        if answer.status_code == 400:
+            errors = answer.json().get("errors", [])
+            raise Refused(
+                f"{self.repo} on the Hub: {card.name}",
+                found="; ".join(str(error.get("message")) for error in errors) or "metadata that it refuses",
+                expected="a card that the Hub accepts",
+                remedy="correct what the Hub says, then run again; nothing was uploaded",
+            )
+        hf_raise_for_status(answer)
+
     def upload(self, name: str) -> CommitOperationAdd:
         from huggingface_hub import CommitOperationAdd
 
@@ -229,6 +278,20 @@ class _Connection:
         if source.files[name].sha256 is None:
             return self.upload(name)
         return CommitOperationCopy(name, name, src_revision=source.commit)
+
+
+def _groups(
+    additions: Sequence[CommitOperationAdd], size: Callable[[CommitOperationAdd], int]
+) -> Iterator[list[CommitOperationAdd]]:
+    """Each so large that sending it takes a while, so that somebody who watches sees the sum grow."""
+    group: list[CommitOperationAdd] = []
+    for addition in additions:
+        group.append(addition)
+        if sum(map(size, group)) >= _GROUP_BYTES or len(group) >= _GROUP_FILES:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _delete(name: str) -> CommitOperationDelete:

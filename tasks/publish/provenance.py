@@ -1,7 +1,9 @@
 """Where a release comes from: an in-toto statement (v1) with a SLSA provenance predicate (v1), as plain JSON.
 
-Sources: in-toto attestation framework, Statement v1; SLSA v1.0 provenance. No dates and no paths of this machine: the
-same inputs give the same bytes.
+Sources: in-toto attestation framework, Statement v1 and ResourceDescriptor; SLSA build provenance v1 (slsa.dev). What
+a person chose stands under ``externalParameters``, what else decides the bytes under ``internalParameters``; what SLSA
+has no field for (verdict, licence, metadata of the card) has a name with our own prefix, as the specification asks for.
+No dates and no paths of this machine: the same inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -9,23 +11,42 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from merge_core.reference import parse_reference
 from tasks.gate import Verdict
+from tasks.licenses.check import LicenseVerdict
+from tasks.merge import Numerics
 from tasks.pin import Parent
 from tasks.publish.content import ReleaseFile
 
 _BUILD_TYPE = "urn:mergegate:merge:v1"
+# A parent's sha256 is that of the canonical JSON {name: [size, sha256]} of the files that were read.
+LISTING = "application/vnd.mergegate.checkpoint-listing+json"
+_ARITHMETIC = "float32, float64 for float64 inputs; one rounding to the dtype that is written"
 
 
 def provenance(
     files: Sequence[ReleaseFile],
     *,
     recipe: object,
-    seed: int,
+    profile: str,
+    numerics: Numerics,
+    evaluation_seed: int | None,
     parents: Sequence[Parent],
     versions: Mapping[str, str],
     verdict: Verdict,
+    licence: LicenseVerdict,
+    card: Mapping[str, object],
 ) -> str:
-    """``provenance.json`` over ``files``: what was made, from what, by which recipe, and why it was let through."""
+    """``provenance.json`` over ``files``: what was made, from what, by which recipe, and why it was let through.
+
+    Args:
+        recipe: The documents of the recipe, as plain data.
+        profile: Its name.
+        evaluation_seed: Of the sample of documents and the few-shot examples; None: nothing was evaluated.
+        versions: Of the libraries that decide scores; those that decide weights come with ``numerics``.
+        card: Metadata of the model card.
+    """
+    seeds = {"merge": numerics.seed} | ({} if evaluation_seed is None else {"evaluation": evaluation_seed})
     statement = {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [
@@ -35,19 +56,60 @@ def provenance(
         "predicate": {
             "buildDefinition": {
                 "buildType": _BUILD_TYPE,
-                "externalParameters": {"recipe": recipe, "seed": seed},
-                "internalParameters": {"versions": dict(versions)},
+                "externalParameters": {"recipe": recipe, "profile": profile},
+                "internalParameters": {
+                    "versions": {**versions, **numerics.versions},
+                    "device": numerics.device,
+                    "arithmetic": _ARITHMETIC,
+                    "seeds": seeds,
+                },
                 "resolvedDependencies": [_dependency(parent) for parent in parents],
             },
-            "runDetails": {"builder": {"id": "urn:mergegate", "version": {"mergegate": versions["mergegate"]}}},
-            "verdict": verdict.model_dump(mode="json"),
+            "runDetails": {"builder": {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}}},
+            "mergegate_verdict": verdict.model_dump(mode="json"),
+            "mergegate_licence": _licence(licence),
+            "mergegate_card": card,
         },
     }
-    return json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _dependency(parent: Parent) -> dict[str, object]:
-    digest = {"mergegateCheckpoint": parent.digest}
+    digest = {"sha256": parent.digest}
+    uri = f"urn:mergegate:checkpoint:{parent.digest}"
     if parent.revision:
         digest["gitCommit"] = parent.revision
-    return {"name": parent.ref, "digest": digest}
+        uri = f"pkg:huggingface/{hub_id(parent)}@{parent.revision}"
+    return {
+        "name": parent.ref,
+        "uri": uri,
+        "digest": digest,
+        "mediaType": LISTING,
+        "annotations": {"role": "base" if parent.is_base else "parent"},
+    }
+
+
+def hub_id(parent: Parent) -> str:
+    """``org/name`` of a parent that lies on the Hub."""
+    return parse_reference(parent.ref, parent.name).path
+
+
+def _licence(licence: LicenseVerdict) -> dict[str, object]:
+    combination = licence.combination
+    return {
+        "result": licence.result,
+        "status": combination.status,
+        "card": combination.card,
+        "parents": licence.licenses,
+        "ancestors": [
+            {"name": one.name, "license": one.license} | ({"gitCommit": one.revision} if one.revision else {})
+            for one in licence.ancestors
+        ],
+        "unread": licence.unread,
+        "accepted": [
+            {"rule": reason.rule, "what": reason.sentence, "by": list(reason.accepted)}
+            for reason in combination.reasons
+            if reason.accepted
+        ],
+        "obligations": [obligation.model_dump(mode="json") for obligation in combination.obligations],
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +10,11 @@ import yaml
 from merge_core.store import Artifact
 from tasks.hub.access import hub_access
 from tasks.licenses.check import LicenseVerdict
-from tasks.merge import Merged
-from tasks.pin import Parent, PinnedRecipe
+from tasks.merge import Merged, Numerics
+from tasks.pin import PinnedRecipe
 from tasks.publish.bom import bill_of_materials
-from tasks.publish.card import model_card
+from tasks.publish.card import Publication, model_card
+from tasks.publish.card_metadata import card_metadata, check_card
 from tasks.publish.content import (
     BOM,
     CARD,
@@ -28,13 +28,16 @@ from tasks.publish.content import (
     written_file,
 )
 from tasks.publish.directory import publish_directory
+from tasks.publish.eval_results import eval_results
 from tasks.publish.hub import publish_hub
+from tasks.publish.licence_files import licence_files, open_obligations
 from tasks.publish.provenance import provenance
 from tasks.publish.settings import HubTarget, Target
 from tasks.publish.signature import sign
 from tasks.publish.sums import sums
 from tasks.report import Report, ReportContent
 from tasks.stage import step, store
+from tasks.watching import advance
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def publish(
     root: Path,
     content: ReportContent,
     pinned: PinnedRecipe,
-    seed: int,
+    numerics: Numerics,
     licence: Artifact[LicenseVerdict],
     merged: Artifact[Merged],
     report: Artifact[Report],
@@ -71,12 +74,17 @@ def publish(
 
     Raises:
         InvalidInput: when there is no token for the Hub, or no key to sign with.
-        Refused: when the version exists with other content, the merge is not what was gated any more, or the Hub says
-            no or has another ``main`` than ``base``.
+        Refused: when the version exists with other content, the merge is not what was gated any more, the card does not
+            say to others what it is meant to, or the Hub says no or has another ``main`` than ``base``.
     """
     key = root / target.sign_key if target.sign_key else None
-    files = release_files(content, pinned, seed, licence.value, merged, report, key)
+    place = target.repo if isinstance(target, HubTarget) else "."
+    files = release_files(content, pinned, numerics, licence.value, merged, report, place, key)
     version = target.version or content_version(files)
+
+    def tell(done: int, total: int) -> None:
+        advance(done, total, "B")
+
     if isinstance(target, HubTarget):
         access = hub_access(target.token_block, writing=True)
         there = publish_hub(
@@ -88,60 +96,66 @@ def publish(
             visibility=target.visibility,
             gated=target.gated or False,
             base=base,
+            on_progress=tell,
         )
         return Release(content.name, version, access.url(target.repo, version), target.repo, there.new)
-    place = publish_directory(files, (root / target.path).resolve(), version, store().hashes)
-    return Release(content.name, version, place.location, f"{place.location.parent.name}/", place.new)
+    made = publish_directory(files, (root / target.path).resolve(), version, store().hashes, tell)
+    return Release(content.name, version, made.location, f"{made.location.parent.name}/", made.new)
 
 
 def release_files(
     content: ReportContent,
     pinned: PinnedRecipe,
-    seed: int,
+    numerics: Numerics,
     licence: LicenseVerdict,
     merged: Artifact[Merged],
     report: Artifact[Report],
+    place: str,
     key: Path | None = None,
 ) -> tuple[ReleaseFile, ...]:
     """Everything that a release consists of; the same inputs give the same bytes.
 
-    Each layer speaks of those before it: the bill of materials of the files, the provenance of both, the signature (of
-    the private key in ``key``) of the provenance, and SHA256SUMS of all.
+    Each layer speaks of those before it: the card of what is there, the bill of materials of the files, the provenance
+    of both, SHA256SUMS of all, and the signature (with the private key in ``key``) of all of that.
+
+    Args:
+        place: What to name to mergegate where it will stand: a repository, or '.' in its directory.
+
+    Raises:
+        InvalidInput: when ``key`` is no key.
+        Refused: when the Hub's library would read something else out of the card.
     """
     files = [
         *stored_files(merged),
-        *_notices(licence),
-        *_license_files(pinned.parents),
+        *licence_files(pinned.parents, licence),
         *(file for file in stored_files(report) if file.name == "report.html"),
+        *(written_file(name, text) for name, text in eval_results(content).items()),
         written_file(RECIPE, content.recipe),
-        written_file(CARD, model_card(content, pinned.parents, licence.combination)),
     ]
+    names = [file.name for file in files]
+    versions = {library.name: library.version for library in content.versions}
+    metadata = card_metadata(content, pinned.parents, licence.combination)
+    made_with = Publication(place, key is not None, numerics.device, {**versions, **numerics.versions})
+    missing = open_obligations(pinned.parents, licence)
+    card = model_card(content, metadata, licence, missing, names, made_with)
+    check_card(card, metadata, names)
+    files.append(written_file(CARD, card))
     files.append(written_file(BOM, bill_of_materials(files, content, pinned.parents, licence.combination.card)))
     origin = provenance(
         files,
         recipe=list(yaml.safe_load_all(content.recipe)),
-        seed=seed,
+        profile=content.name,
+        numerics=numerics,
+        evaluation_seed=content.scoring.seed if content.scoring else None,
         parents=pinned.parents,
-        versions={library.name: library.version for library in content.versions},
+        versions=versions,
         verdict=content.verdict,
+        licence=licence,
+        card=metadata,
     )
     files.append(written_file(PROVENANCE, origin))
+    files.append(written_file(SUMS, sums(files)))
     if key is not None:
-        files.append(written_file(SIGNATURE, sign(origin.encode(), key)))
-    return (*files, written_file(SUMS, sums(files)))
-
-
-def _notices(licence: LicenseVerdict) -> tuple[ReleaseFile, ...]:
-    """NOTICE, with the sentences that the parents' licences want to stand there word for word."""
-    notices = [item.text for item in licence.combination.obligations if item.kind == "notice"]
-    return (written_file("NOTICE", "\n".join(notices) + "\n"),) if notices else ()
-
-
-def _license_files(parents: Sequence[Parent]) -> tuple[ReleaseFile, ...]:
-    """The licence texts that lie beside the parents, each under its parent's name."""
-    return tuple(
-        written_file(f"licenses/{parent.name.replace('/', '--')}.txt", text.read_text(errors="replace"))
-        for parent in parents
-        for text in [parent.directory / "LICENSE"]
-        if text.is_file()
-    )
+        signature = sign(content.name, {file.name: file.sha256 for file in files}, key)
+        files.append(written_file(SIGNATURE, signature))
+    return tuple(files)

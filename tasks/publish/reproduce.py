@@ -2,7 +2,8 @@
 
 The release holds no paths of the machine that made it. A parent on the Hub is fetched at the commit that the provenance
 names; a local one is looked for where the recipe says, beside a recipe file with the same content below the working
-directory, and is believed only when its digest is the one in the provenance.
+directory, and is believed only when its digest is the one in the provenance. The device is of the kind that the
+provenance names, where this machine has one.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
 
 from merge_core import CheckpointRef, load_recipe, open_checkpoint, plan_merge, resolve_local
 from merge_core import merge as merge_weights
 from merge_core.errors import InvalidInput, Refused
 from merge_core.hashing import HashMemo
-from tasks.hub.access import HubAccess, said
+from tasks.hub.download import download
+from tasks.hub.snapshot import find_snapshot
 from tasks.pin import checkpoint_digest
-from tasks.publish.content import RECIPE
+from tasks.publish.content import PROVENANCE, RECIPE
 from tasks.publish.standing import Standing
 from tasks.publish.sums import sha256_of
 from tasks.publish.verify import Verified
+from tasks.runtime import device_kind
 from tasks.versions import versions
 
 _WEIGHTS = ".safetensors"
@@ -39,6 +44,7 @@ class Reproduced:
     files: tuple[str, ...]  # that were made again and are equal
     bytes: int
     seconds: float
+    device: str
 
 
 def reproduce(
@@ -47,7 +53,6 @@ def reproduce(
     out: Path,
     hashes: HashMemo,
     *,
-    access: Callable[[], HubAccess],
     directory: Path | None = None,
     device: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
@@ -56,58 +61,115 @@ def reproduce(
 
     Args:
         verified: What ``verify`` said of the release: only what agrees with itself is worth making again.
-        access: How to reach the Hub, asked when a parent lies there.
         directory: What relative paths of the recipe are relative to; None: looked for.
+        device: auto, cpu, cuda or cuda:N. auto: as the release was made, else what there is.
 
     Raises:
         InvalidInput: when a parent is not to be found, or is not the one of the provenance any more.
-        Refused: when what comes out is not what was released.
+        Refused: when a parent cannot be had from the Hub, or what comes out is not what was released.
     """
-    build: Mapping[str, Any] = verified.statement["predicate"]["buildDefinition"]
+    build = _build(release, verified)
     text = release.read(RECIPE)
     recipe = load_recipe(text.decode(), where=f"{release.where}: {RECIPE}")
-    digests = {parent["name"]: parent["digest"] for parent in build["resolvedDependencies"]}
+    digests = {parent.name: parent.digest for parent in build.resolved_dependencies}
     starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
-    parents = _parents(recipe.references(), digests, starts, hashes, access)
+    parents = _parents(recipe.references(), digests, starts, hashes)
     plan = plan_merge(recipe, {ref: open_checkpoint(place) for ref, place in parents.items()})
-    record = merge_weights(plan, out, seed=build["externalParameters"]["seed"], device=device, on_progress=on_progress)
+    made_by = build.internal_parameters
+    device = _device(made_by.device) if device == "auto" else device
+    record = merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)
     made = {
         path.relative_to(out).as_posix(): (path.stat().st_size, hashes.sha256(path, trust=False))
         for path in sorted(out.rglob("*"))
         if path.is_file()
     }
-    _require_equal(release, made, build.get("internalParameters", {}).get("versions", {}))
-    return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), record.seconds)
+    _require_equal(release, made, made_by, device)
+    return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), record.seconds, device)
 
 
-def _require_equal(release: Standing, made: Mapping[str, tuple[int, str]], made_with: Mapping[str, str]) -> None:
+class _Said(BaseModel):
+    """A part of the provenance, as far as it is needed here."""
+
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel)
+
+
+class _Digest(_Said):
+    sha256: str
+    git_commit: str | None = None
+
+
+class _Dependency(_Said):
+    name: str
+    digest: _Digest
+
+
+class _Seeds(_Said):
+    merge: int = Field(ge=0)
+
+
+class _MadeBy(_Said):
+    device: str
+    versions: dict[str, str]
+    seeds: _Seeds
+
+
+class _Build(_Said):
+    internal_parameters: _MadeBy
+    resolved_dependencies: tuple[_Dependency, ...]
+
+
+def _build(release: Standing, verified: Verified) -> _Build:
+    try:
+        return _Build.model_validate(verified.statement["predicate"]["buildDefinition"])
+    except (ValidationError, KeyError, TypeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (error.args[0],), "msg": "missing"}
+        raise Refused(
+            f"{release.where}: {PROVENANCE}: {'.'.join(map(str, first['loc']))}",
+            found=str(first["msg"]),
+            expected="what this version of mergegate writes there",
+            remedy="reproduce it with the version of mergegate that made it",
+        ) from None
+
+
+def _device(made_on: str) -> str:
+    """The kind of device that the release was made on, unless there is none here."""
+    return made_on if made_on == "cpu" or device_kind() == made_on else "cpu"
+
+
+def _require_equal(release: Standing, made: Mapping[str, tuple[int, str]], made_by: _MadeBy, device: str) -> None:
     released = release.files()
     weights = {name for name in released if name.endswith(_WEIGHTS)}
     other = sorted(name for name in weights | set(made) if made.get(name) != released.get(name))
     if not other:
         return
-    here = versions(*_DECIDES)
+    raise Refused(
+        f"{release.where}: {other[0]}",
+        found=f"made again, {len(other)} of {len(weights | set(made))} files are others: {', '.join(other[:5])}",
+        expected="the same bytes",
+        remedy=_remedy(made_by, device),
+    )
+
+
+def _remedy(made_by: _MadeBy, device: str) -> str:
+    """What differs from how it was made, most telling first."""
+    made_on, made_with, here = made_by.device, made_by.versions, versions(*_DECIDES)
+    if made_on != device.partition(":")[0]:
+        return f"it was made on {made_on}, and again on {device}: use --device {made_on}, on a machine that has one"
     moved = [
         f"{name} {made_with[name]} (here {here[name]})"
         for name in _DECIDES
         if made_with.get(name, here[name]) != here[name]
     ]
-    raise Refused(
-        f"{release.where}: {other[0]}",
-        found=f"made again, {len(other)} of {len(weights | set(made))} files are others: {', '.join(other[:5])}",
-        expected="the same bytes",
-        remedy=f"it was made with {', '.join(moved)}: use those versions"
-        if moved
-        else "if it was made on another kind of device, use that one (--device): the last place may differ",
-    )
+    if moved:
+        return f"it was made with {', '.join(moved)}: use those versions"
+    return "nothing else differs: do not use it; its weights are not what its recipe gives"
 
 
 def _parents(
     references: Sequence[CheckpointRef],
-    digests: Mapping[str, Mapping[str, str]],
+    digests: Mapping[str, _Digest],
     starts: Sequence[Path],
     hashes: HashMemo,
-    access: Callable[[], HubAccess],
 ) -> dict[str, Path]:
     """The directory of every parent, by its name in the recipe, each compared with the provenance."""
     found: dict[str, Path] = {}
@@ -116,20 +178,20 @@ def _parents(
         digest = digests.get(name)
         if digest is None:
             raise InvalidInput(name, found="the provenance does not name it", expected="every parent of the recipe")
-        if commit := digest.get("gitCommit"):
-            places: Iterator[Path] = iter([_download(reference.path, commit, access())])
+        if commit := digest.git_commit:
+            places: Iterator[Path] = iter([_download(reference.path, commit, hashes)])
         else:
             places = _local(reference, starts)
         seen = None
         for place in places:
-            if (seen := checkpoint_digest(place, hashes)) == digest["mergegateCheckpoint"]:
+            if (seen := checkpoint_digest(place, hashes)) == digest.sha256:
                 found[name] = place
                 break
         else:
             raise InvalidInput(
                 name,
                 found=f"its content is {seen[:16]} now" if seen else "not found below the working directory",
-                expected=f"the checkpoint {digest['mergegateCheckpoint'][:16]} that was merged",
+                expected=f"the checkpoint {digest.sha256[:16]} that was merged",
                 remedy="say with --parents what the recipe's paths are relative to, and bring back what was merged",
             )
     return found
@@ -158,15 +220,8 @@ def _beside_same(recipe: bytes) -> Iterator[Path]:
                 yield place
 
 
-def _download(repo: str, commit: str, access: HubAccess) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(repo, revision=commit, token=access.token or False, endpoint=access.endpoint))
-    except Exception as error:
-        raise InvalidInput(
-            f"{repo}@{commit[:12]}",
-            found=f"cannot be had from the Hub: {said(error, access)}",
-            expected="the parent that was merged",
-            remedy="check the network, and HF_TOKEN for a private or gated repository",
-        ) from None
+def _download(repo: str, commit: str, hashes: HashMemo) -> Path:
+    """The files that count of a parent on the Hub, at this commit, each as the Hub lists it."""
+    snapshot = find_snapshot(repo, commit)
+    download([snapshot], hashes)
+    return snapshot.directory

@@ -20,7 +20,8 @@ class _Target(BaseModel):
         description="Name of this version; absent: the first 12 digits of its content hash.",
     )
     sign_key: Path | None = Field(
-        default=None, description="Ed25519 private key (PEM) that signs the provenance; absent: not signed."
+        default=None,
+        description="EC private key (P-256, PEM) that signs every file of the release; absent: not signed.",
     )
 
 

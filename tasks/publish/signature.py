@@ -1,12 +1,17 @@
-"""A signature on the provenance with a local Ed25519 key: a DSSE envelope (Dead Simple Signing Envelope, v1.0.2).
+"""A signature over all files of a release with a local key, in the format of OpenSSF Model Signing 1.0.
 
 ::
 
-    openssl genpkey -algorithm ed25519 -out release.key        # keep it; name it in publish.sign_key
-    openssl pkey -in release.key -pubout -out release.pub      # give it to whoever verifies
+    openssl ecparam -name prime256v1 -genkey -noout -out release.key     # keep it; name it in publish.sign_key
+    openssl ec -in release.key -pubout -out release.pub                  # give it to whoever verifies
 
-What is signed is ``provenance.json`` itself, and that lists the sha256 of every other file. Ed25519 signatures are the
-same every time, so a signed release is as reproducible as an unsigned one.
+``model.sig`` is a sigstore bundle (v0.3) around a DSSE envelope around an in-toto statement, which lists the sha256 of
+every file but itself. What ``model_signing sign key`` writes is read here, and ``model_signing verify key`` reads what
+is written here; the hashes are those that are known already, so hundreds of GB are not read once more, and a signature
+can be compared with the Hub's own listing. ECDSA is deterministic here (RFC 6979): signing again gives the same bytes.
+
+Sources: https://github.com/sigstore/model-transparency (format), https://github.com/secure-systems-lab/dsse (envelope,
+v1.0.2), in-toto attestation framework (statement, v1), sigstore bundle v0.3.
 """
 
 from __future__ import annotations
@@ -14,84 +19,269 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
 
 from merge_core.errors import InvalidInput
+from tasks.publish.content import SIGNATURE
 
-_PAYLOAD_TYPE = "application/vnd.in-toto+json"
-_HOW = "openssl genpkey -algorithm ed25519 -out release.key; openssl pkey -in release.key -pubout -out release.pub"
+_BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+_PAYLOAD = "application/vnd.in-toto+json"
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_PREDICATE = "https://model_signing/signature/v1.0"
+# Beside a release, never part of it: what git and a download leave there, and the signature itself.
+_IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore", SIGNATURE)
+_CURVES: Mapping[str, hashes.HashAlgorithm] = {
+    "secp256r1": hashes.SHA256(),
+    "secp384r1": hashes.SHA384(),
+    "secp521r1": hashes.SHA512(),
+}
+_HOW = (
+    "openssl ecparam -name prime256v1 -genkey -noout -out release.key; "
+    "openssl ec -in release.key -pubout -out release.pub"
+)
 
 
-def sign(statement: bytes, key_file: Path) -> str:
-    """The envelope around ``statement``, as JSON text.
+def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
+    """The bundle, as JSON text.
+
+    Args:
+        name: What the release is called; only for people.
+        files: sha256 (64 hex digits) of every file, by name.
+        key_file: Private key on the curve P-256, P-384 or P-521, in PEM, without password.
 
     Raises:
-        InvalidInput: when ``key_file`` is no Ed25519 private key.
+        InvalidInput: when ``key_file`` is no such key.
     """
-    try:
-        key = serialization.load_pem_private_key(key_file.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError) as error:
-        raise _no_key(key_file, "private", error) from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise _no_key(key_file, "private", None)
-    envelope = {
-        "payload": base64.b64encode(statement).decode(),
-        "payloadType": _PAYLOAD_TYPE,
-        "signatures": [
-            {"keyid": _key_id(key.public_key()), "sig": base64.b64encode(key.sign(_pae(statement))).decode()}
-        ],
+    key = private_key(key_file)
+    payload = json.dumps(_statement(name, files), sort_keys=True, ensure_ascii=False).encode()
+    algorithm = ec.ECDSA(_CURVES[key.curve.name], deterministic_signing=True)
+    bundle = {
+        "mediaType": _BUNDLE,
+        "verificationMaterial": {"publicKey": {"hint": _hint(key.public_key())}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(payload).decode(),
+            "payloadType": _PAYLOAD,
+            "signatures": [{"keyid": "", "sig": base64.b64encode(key.sign(_pae(payload), algorithm)).decode()}],
+        },
     }
-    return json.dumps(envelope, indent=1, sort_keys=True) + "\n"
+    return json.dumps(bundle, indent=1, sort_keys=True) + "\n"
 
 
-def signed_statement(envelope: bytes) -> bytes | None:
-    """What an envelope is around; None when it is none."""
-    try:
-        content = json.loads(envelope)
-        return base64.b64decode(content["payload"], validate=True) if content["payloadType"] == _PAYLOAD_TYPE else None
-    except (ValueError, KeyError, TypeError):
-        return None
+@dataclass(frozen=True)
+class Signature:
+    """A signature as it was read. That it is well made says nothing: ask ``is_by``."""
+
+    files: Mapping[str, str]  # name -> sha256, as signed
+    payload: bytes
+    signature: bytes  # ECDSA, DER
+    hint: str  # sha256 of the public key in PEM; only says which key to look for
+
+    def is_by(self, key_file: Path) -> bool:
+        """Whether this key signed it.
+
+        Raises:
+            InvalidInput: when ``key_file`` is no public key of a known curve.
+        """
+        key = public_key(key_file)
+        try:
+            key.verify(self.signature, _pae(self.payload), ec.ECDSA(_CURVES[key.curve.name]))
+        except InvalidSignature:
+            return False
+        return self.hint == _hint(key)
 
 
-def is_signed_by(envelope: bytes, key_file: Path) -> bool:
-    """Whether one of the envelope's signatures is of this key.
+def read_signature(bundle: bytes) -> Signature:
+    """What a bundle says.
+
+    Strict: what nobody writes there is not skipped, so that no byte of it can be changed unnoticed.
 
     Raises:
-        InvalidInput: when ``key_file`` is no Ed25519 public key.
+        ValueError: when it is no signature of this kind, saying in words why.
     """
     try:
-        key = serialization.load_pem_public_key(key_file.read_bytes())
+        read = _Bundle.model_validate_json(bundle)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"no signature: {'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}") from None
+    try:
+        statement = _Statement.model_validate_json(read.dsse_envelope.payload)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(
+            f"signs no list of files by sha256: {'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}"
+        ) from None
+    files = {entry.name: entry.digest for entry in statement.predicate.resources}
+    if len(files) < len(statement.predicate.resources):
+        raise ValueError("names a file twice")
+    if statement.subject[0].digest.sha256 != _root([entry.digest for entry in statement.predicate.resources]):
+        raise ValueError("its digest over all files is not that of its files")
+    return Signature(
+        files,
+        read.dsse_envelope.payload,
+        read.dsse_envelope.signatures[0].sig,
+        read.verification_material.public_key.hint,
+    )
+
+
+def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
+    """The key in ``file``.
+
+    Raises:
+        InvalidInput: when it is no private key of a known curve.
+    """
+    try:
+        key = serialization.load_pem_private_key(file.read_bytes(), password=None)
+    except (OSError, ValueError, TypeError) as error:
+        raise _no_key(file, "private", error) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
+        raise _no_key(file, "private", None)
+    return key
+
+
+def public_key(file: Path) -> ec.EllipticCurvePublicKey:
+    """The key in ``file``.
+
+    Raises:
+        InvalidInput: when it is no public key of a known curve.
+    """
+    try:
+        key = serialization.load_pem_public_key(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise _no_key(key_file, "public", error) from None
-    if not isinstance(key, Ed25519PublicKey):
-        raise _no_key(key_file, "public", None)
-    statement = signed_statement(envelope)
-    if statement is None:
-        return False
-    for signature in json.loads(envelope).get("signatures", []):
-        try:
-            key.verify(base64.b64decode(signature["sig"], validate=True), _pae(statement))
-        except (InvalidSignature, ValueError, KeyError, TypeError):
-            continue
-        return True
-    return False
+        raise _no_key(file, "public", error) from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
+        raise _no_key(file, "public", None)
+    return key
 
 
-def _pae(statement: bytes) -> bytes:
+def _statement(name: str, files: Mapping[str, str]) -> dict[str, object]:
+    listed = sorted(files.items(), key=lambda file: Path(file[0]))  # as paths, which is how the library sorts them
+    return {
+        "_type": _STATEMENT,
+        "subject": [{"name": name, "digest": {"sha256": _root([sha256 for _, sha256 in listed])}}],
+        "predicateType": _PREDICATE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": list(_IGNORED),
+            },
+            "resources": [{"name": file, "algorithm": "sha256", "digest": sha256} for file, sha256 in listed],
+        },
+    }
+
+
+def _root(digests: list[str]) -> str:
+    """The digest of the whole: sha256 over those of the files, in the order in which they are listed."""
+    return hashlib.sha256(b"".join(bytes.fromhex(digest) for digest in digests)).hexdigest()
+
+
+def _pae(payload: bytes) -> bytes:
     """Pre-authentication encoding: type and content with their lengths, so that neither can pass for the other."""
-    kind = _PAYLOAD_TYPE.encode()
-    return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(statement), statement)
+    kind = _PAYLOAD.encode()
+    return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
 
 
-def _key_id(key: Ed25519PublicKey) -> str:
-    data = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return hashlib.sha256(data).hexdigest()
+def _hint(key: ec.EllipticCurvePublicKey) -> str:
+    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(pem).hexdigest()
 
 
 def _no_key(file: Path, kind: str, error: Exception | None) -> InvalidInput:
-    found = error.strerror if isinstance(error, OSError) and error.strerror else f"no Ed25519 {kind} key"
-    return InvalidInput(str(file), found=found, expected=f"an Ed25519 {kind} key in PEM, without password", remedy=_HOW)
+    found = error.strerror if isinstance(error, OSError) and error.strerror else f"no {kind} key for ECDSA"
+    return InvalidInput(
+        str(file),
+        found=found,
+        expected=f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without password",
+        remedy=_HOW,
+    )
+
+
+def _from_base64(value: object) -> object:
+    """The bytes of a base64 text in its one canonical form: unused bits could otherwise be changed unnoticed."""
+    if not isinstance(value, str):
+        raise ValueError("no base64")
+    data = base64.b64decode(value, validate=True)
+    if base64.b64encode(data).decode() != value:
+        raise ValueError("not as base64 is written")
+    return data
+
+
+_Base64 = Annotated[bytes, BeforeValidator(_from_base64)]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel)
+
+
+class _PublicKey(_Strict):
+    hint: str
+
+
+class _Material(_Strict):
+    public_key: _PublicKey
+    tlog_entries: tuple[()] = ()
+
+
+class _EnvelopeSignature(_Strict):
+    sig: _Base64
+    keyid: Literal[""] = ""
+
+
+class _Envelope(_Strict):
+    payload: _Base64
+    payload_type: Literal["application/vnd.in-toto+json"]
+    signatures: tuple[_EnvelopeSignature]
+
+
+class _Bundle(_Strict):
+    media_type: Literal["application/vnd.dev.sigstore.bundle.v0.3+json"]
+    verification_material: _Material
+    dsse_envelope: _Envelope
+
+
+class _AsWritten(BaseModel):
+    """Fields with an underscore in their names. Others are for a later version of the format to add."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class _Resource(_AsWritten):
+    name: str
+    algorithm: Literal["sha256"]
+    digest: _Sha256
+
+
+class _Serialization(_AsWritten):
+    method: Literal["files"]
+    hash_type: Literal["sha256"]
+
+
+class _Predicate(_AsWritten):
+    serialization: _Serialization
+    resources: tuple[_Resource, ...]
+
+
+class _Digest(_AsWritten):
+    sha256: _Sha256
+
+
+class _Subject(_AsWritten):
+    digest: _Digest
+
+
+class _Statement(_AsWritten):
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")
+    predicate_type: Literal["https://model_signing/signature/v1.0"] = Field(alias="predicateType")
+    subject: tuple[_Subject]
+    predicate: _Predicate

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -24,6 +24,7 @@ _VERSION = re.compile(r"[0-9a-f]{12}")
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 # What downloading leaves behind.
 _FOREIGN = (".cache", ".git")
+_SMALL = 1 << 22  # bytes
 
 
 class Standing(Protocol):
@@ -73,6 +74,7 @@ class OnHub:
     repo: str
     commit: str
     version: str | None
+    _read: dict[str, bytes] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     @property
     def where(self) -> str:
@@ -88,17 +90,21 @@ class OnHub:
         }
 
     def read(self, name: str) -> bytes:
-        """The bytes that the commit lists under ``name``.
+        """The bytes that the commit lists under ``name``. Small files are kept: each is asked for once.
 
         Raises:
             Refused: when the Hub hands out other bytes than it lists.
         """
+        if name in self._read:
+            return self._read[name]
         listed = self.access.listing(self.repo, self.commit)[name]
         with TemporaryDirectory(prefix="mergegate-verify-") as place:
             file = self.access.api().hf_hub_download(self.repo, name, revision=self.commit, local_dir=place)
             data = Path(file).read_bytes()
         if (sha256_of(data) if listed.sha256 else git_blob(data)) != (listed.sha256 or listed.blob):
             raise Refused(f"{self.where}: {name}", found="other bytes than the Hub lists", expected="what it lists")
+        if len(data) <= _SMALL:
+            self._read[name] = data
         return data
 
 

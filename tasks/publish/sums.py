@@ -1,8 +1,8 @@
-"""SHA256SUMS: the sha256 of every other file of a release, in the form that ``sha256sum --check`` reads.
+"""SHA256SUMS: the sha256 of every file that is there before it, in the form that ``sha256sum --check`` reads.
 
 It is what notices an edited ``provenance.json``, which cannot list itself. It cannot notice that both were edited: that
 takes a version that is the content (the directory or tag is then named by a hash over all files, this one too), or a
-signature.
+signature, which is made last and signs this file as any other.
 """
 
 from __future__ import annotations

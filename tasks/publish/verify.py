@@ -2,8 +2,10 @@
 
 What notices what:
 
-* a flipped byte, a missing or an added file: SHA256SUMS and the provenance's list of files;
-* an edited provenance: SHA256SUMS, which lists it, and the recipe, card and files, which it must agree with;
+* a flipped byte, a missing or an added file: SHA256SUMS, the provenance's list of files, the bill of materials, and the
+  signature's list of files;
+* an edited provenance: SHA256SUMS, which lists it, and the recipe, card, bill of materials and files, which it must
+  agree with;
 * provenance and SHA256SUMS edited to agree: the version, where it is the content (a hash over all files, known to
   others as the name of the directory or tag);
 * all of it made anew under another version: only a signature, checked with a key that came another way.
@@ -12,7 +14,7 @@ What notices what:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +22,10 @@ from typing import Any, Literal
 import yaml
 
 from merge_core.errors import Refused
-from tasks.publish.content import CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS
-from tasks.publish.signature import is_signed_by, signed_statement
+from tasks.publish.card_metadata import front_matter
+from tasks.publish.card_scores import escaped
+from tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS
+from tasks.publish.signature import public_key, read_signature
 from tasks.publish.standing import Standing
 from tasks.publish.sums import parse_sums, sums_text, version_of
 
@@ -44,7 +48,7 @@ def verify(release: Standing, key: Path | None = None) -> Verified:
     """Compare everything with everything.
 
     Args:
-        key: Ed25519 public key (PEM) that must have signed it; None: a signature is not checked.
+        key: Public key (ECDSA, PEM) that must have signed it; None: a signature is not checked.
 
     Raises:
         Refused: when anything does not agree, with every finding at once.
@@ -52,11 +56,15 @@ def verify(release: Standing, key: Path | None = None) -> Verified:
     """
     files = release.files()
     statement = _statement(release, files)
+    if key is not None:
+        public_key(key)  # what is no key is said first, also of a release that is not signed
     findings = [
         *_against_sums(release, files),
         *_against_version(release, files),
         *_against_subjects(files, statement),
-        *_against_texts(release, files, statement),
+        *_against_bom(release, files, statement),
+        *_against_recipe(release, files, statement),
+        *_against_card(release, files, statement),
         *_against_signature(release, files, key),
     ]
     if findings:
@@ -94,9 +102,8 @@ def _against_sums(release: Standing, files: Files) -> list[str]:
     if SUMS not in files:
         return [f"{SUMS}: missing"]
     text = release.read(SUMS).decode(errors="replace")
-    findings = _differences(
-        parse_sums(text), {name: sha256 for name, (_, sha256) in files.items() if name != SUMS}, SUMS
-    )
+    # The signature is made last: it signs SHA256SUMS.
+    findings = _differences(parse_sums(text), _hashes(files, without={SUMS, SIGNATURE}), SUMS)
     if not findings and text != sums_text(parse_sums(text)):
         return [f"{SUMS}: not as it was written"]
     return findings
@@ -112,27 +119,74 @@ def _against_subjects(files: Files, statement: Mapping[str, Any]) -> list[str]:
     said = {
         str(_at(subject, "name")): str(_at(subject, "digest", "sha256")) for subject in _list(_at(statement, "subject"))
     }
-    outside = {PROVENANCE, SIGNATURE, SUMS}
-    return _differences(said, {name: sha256 for name, (_, sha256) in files.items() if name not in outside}, PROVENANCE)
+    return _differences(said, _hashes(files, without={PROVENANCE, SIGNATURE, SUMS}), PROVENANCE)
 
 
-def _against_texts(release: Standing, files: Files, statement: Mapping[str, Any]) -> list[str]:
+def _against_bom(release: Standing, files: Files, statement: Mapping[str, Any]) -> list[str]:
+    """The bill of materials: its files, and the parents of the provenance."""
+    if BOM not in files:
+        return []  # said already: it is missing
+    try:
+        bom: object = json.loads(release.read(BOM))
+    except ValueError:
+        bom = None
+    said = {
+        str(_at(part, "name")): str(_at(digest, "content"))
+        for part in _list(_at(bom, "components"))
+        for digest in _list(_at(part, "hashes"))
+    }
+    findings = _differences(said, _hashes(files, without={BOM, PROVENANCE, SIGNATURE, SUMS}), BOM)
+    ancestors = [
+        (_at(one, "name"), _at(one, "version"))
+        for one in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
+    ]
+    parents = [
+        (_at(one, "name"), _at(one, "digest", "gitCommit") or _at(one, "digest", "sha256"))
+        for one in _parents(statement)
+    ]
+    if ancestors != parents:
+        findings.append(f"{BOM}: its parents are not those of {PROVENANCE}")
+    return findings
+
+
+def _against_recipe(release: Standing, files: Files, statement: Mapping[str, Any]) -> list[str]:
+    if RECIPE not in files:
+        return []  # said already: it is missing
+    try:
+        documents: object = json.loads(json.dumps(list(yaml.safe_load_all(_text(release, RECIPE)))))
+    except (yaml.YAMLError, TypeError, ValueError):
+        documents = None
+    if documents != _at(statement, "predicate", "buildDefinition", "externalParameters", "recipe"):
+        return [f"{PROVENANCE}: its recipe is not that of {RECIPE}"]
+    return []
+
+
+def _against_card(release: Standing, files: Files, statement: Mapping[str, Any]) -> list[str]:
+    """The card: its metadata as the provenance has them, its recipe, its parents."""
     if not {RECIPE, CARD} <= set(files):
         return []  # said already: they are missing
-    recipe, card = (release.read(name).decode(errors="replace") for name in (RECIPE, CARD))
-    build = _at(statement, "predicate", "buildDefinition")
+    card = _text(release, CARD)
     findings = []
-    try:
-        documents: object = json.loads(json.dumps(list(yaml.safe_load_all(recipe))))
-    except (yaml.YAMLError, TypeError):
-        documents = None
-    if documents != _at(build, "externalParameters", "recipe"):
-        findings.append(f"{PROVENANCE}: its recipe is not that of {RECIPE}")
-    if recipe.strip() not in card:
+    metadata, stated = front_matter(card), _at(statement, "predicate", "mergegate_card")
+    if metadata is None or metadata != stated:
+        both = {**(metadata or {}), **(stated if isinstance(stated, dict) else {})}
+        odd = [name for name in both if _at(metadata, name) != _at(stated, name)]
+        findings.append(f"{CARD}: its metadata is not that of {PROVENANCE} ({', '.join(odd) or 'none can be read'})")
+    hub = [
+        str(_at(one, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
+        for one in _parents(statement)
+        if _at(one, "digest", "gitCommit")
+    ]
+    if (_at(metadata, "base_model") or []) != list(dict.fromkeys(hub)):
+        findings.append(f"{CARD}: its base_model is not what {PROVENANCE} was made from")
+    licence = _at(statement, "predicate", "mergegate_licence", "card")
+    if not isinstance(licence, dict) or any(_at(metadata, name) != value for name, value in licence.items()):
+        findings.append(f"{CARD}: its licence is not that of {PROVENANCE}")
+    if _text(release, RECIPE).strip() not in card:
         findings.append(f"{CARD}: its recipe is not that of {RECIPE}")
-    for parent in _list(_at(build, "resolvedDependencies")):
-        digest = str(_at(parent, "digest", "gitCommit") or str(_at(parent, "digest", "mergegateCheckpoint"))[:16])
-        if f"| {_at(parent, 'name')} |" not in card or digest not in card:
+    for parent in _parents(statement):
+        digest = str(_at(parent, "digest", "gitCommit") or str(_at(parent, "digest", "sha256"))[:16])
+        if f"| {escaped(str(_at(parent, 'name')))} |" not in card or digest not in card:
             findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
     return findings
 
@@ -140,12 +194,26 @@ def _against_texts(release: Standing, files: Files, statement: Mapping[str, Any]
 def _against_signature(release: Standing, files: Files, key: Path | None) -> list[str]:
     if SIGNATURE not in files:
         return [f"{SIGNATURE}: missing; it is not signed"] if key else []
-    envelope = release.read(SIGNATURE)
-    if signed_statement(envelope) != release.read(PROVENANCE):
-        return [f"{SIGNATURE}: signs something else than {PROVENANCE}"]
-    if key and not is_signed_by(envelope, key):
-        return [f"{SIGNATURE}: not signed with the key {key.name}"]
-    return []
+    try:
+        signature = read_signature(release.read(SIGNATURE))
+    except ValueError as error:
+        return [f"{SIGNATURE}: {error}"]
+    findings = _differences(signature.files, _hashes(files, without={SIGNATURE}), SIGNATURE)
+    if key and not signature.is_by(key):
+        findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
+    return findings
+
+
+def _hashes(files: Files, without: Collection[str]) -> dict[str, str]:
+    return {name: sha256 for name, (_, sha256) in files.items() if name not in without}
+
+
+def _text(release: Standing, name: str) -> str:
+    return release.read(name).decode(errors="replace")
+
+
+def _parents(statement: Mapping[str, Any]) -> list[Any]:
+    return _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
 
 
 def _differences(said: Mapping[str, str], found: Mapping[str, str], by: str) -> list[str]:

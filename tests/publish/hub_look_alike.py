@@ -1,7 +1,8 @@
 """A stand-in for the Hugging Face Hub on loopback, for the real huggingface_hub client: no test here sees the real one.
 
-It knows tokens, private and gated repositories, commits, branches, tags, LFS (in one or several parts), Xet (the real
-hf_xet writes into a directory) and pages of listings. It can be told to fail, drop its answer, or call somebody when a
+It knows tokens and what they may do, private and gated repositories, commits, branches, tags, LFS (in one or several
+parts, whole or in ranges), Xet (the real hf_xet writes into a directory) and pages of listings. It counts what of each
+large file leaves it. It can be told to fail, drop its answer, or call somebody when a
 request comes, and it keeps a log of every request and of what ``main`` listed after each.
 
 It was written from what the client expects. It shows that our side of the conversation is right; what the real Hub
@@ -16,6 +17,7 @@ import json
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +26,17 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
-from look_alike_repository import LARGE, Denied, Objects, Repository, Stored, pointer
+from look_alike_repository import LARGE, Commit, Denied, Objects, Repository, Stored, plain, pointer
 
 WRITER, READER, STRANGER = "hf_writer_of_acme", "hf_reader_of_acme", "hf_somebody_else"
-_ROLES = {WRITER: ("acme", True), READER: ("acme", False), STRANGER: ("other", True)}  # namespace, may write
+NARROW, NARROW_READER = "hf_writer_of_acme_alone", "hf_fine_grained_reader"
+_ROLES = {  # namespace, may write
+    WRITER: ("acme", True),
+    READER: ("acme", False),
+    STRANGER: ("other", True),
+    NARROW: ("acme", True),
+    NARROW_READER: ("acme", False),
+}
 _CARD = re.compile(r"---\n(.*?)\n---", re.DOTALL)
 
 
@@ -102,6 +111,7 @@ class LookAlike(ThreadingHTTPServer):
         self.part_size, self.page = part_size, page
         self.repositories: dict[str, Repository] = {}
         self.log: list[Logged] = []
+        self.sent: Counter[str] = Counter()  # bytes of large files, by sha256
         self.listings: list[dict[str, str]] = []  # main of the one repository after every request: name -> blob
         self.faults: list[Fault] = []
         self.after: list[Callable[[Request], None]] = []
@@ -173,6 +183,37 @@ class LookAlike(ThreadingHTTPServer):
         if content and found.gated and not ours:
             raise Denied(403, f"Access to model {repo} is restricted", "GatedRepo")
         return found
+
+    def add_model(
+        self, repo: str, directory: Path, *, private: bool = False, gated: str | bool = False, branch: str = "main"
+    ) -> Commit:
+        """Commit what lies in ``directory``, in place of what is at ``branch``; the repository is made if need be."""
+        found = self.repositories.setdefault(repo, Repository(repo, private=private, gated=gated))
+        tree = {}
+        for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+            name = path.relative_to(directory).as_posix()
+            tree[name] = self.objects.keep(path) if LARGE.fullmatch(name) else plain(path.read_bytes())
+        return found.add(branch, found.branches.get(branch), "by hand", tree)
+
+    # Accounts
+
+    def on_whoami(self, request: Request) -> Answer:
+        namespace, _ = self.namespace(request)
+        if not namespace:
+            raise Denied(401, "Invalid username or password.")
+        token = request.headers["Authorization"].removeprefix("Bearer ")
+        access: dict[str, object] = {"displayName": "test", "role": "read" if token == READER else "write"}
+        if token in (NARROW, NARROW_READER):
+            permissions = ["repo.content.read", *(["repo.write"] if token == NARROW else [])]
+            scope = {"entity": {"_id": "1", "type": "org", "name": namespace}, "permissions": permissions}
+            fine = {"canReadGatedRepos": False, "global": [], "scoped": [scope]}
+            access |= {"role": "fineGrained", "fineGrained": fine}
+        organizations = [{"type": "org", "name": namespace, "roleInOrg": "write"}]
+        return _json({"type": "user", "name": "ann", "orgs": organizations, "auth": {"accessToken": access}})
+
+    def on_auth_check(self, request: Request, repo: str, write: str = "") -> Answer:
+        self.find(request, repo, write=bool(write), content=True)
+        return Answer()
 
     # Repositories and references
 
@@ -347,7 +388,16 @@ class LookAlike(ThreadingHTTPServer):
         return Answer(302, headers={**facts, "Location": f"{self.storage(request)}/_storage/{file.sha256}"})
 
     def on_get(self, request: Request, sha256: str) -> Answer:
-        return Answer(body=self.objects.place(sha256).read_bytes(), headers={"ETag": f'"{sha256}"'})
+        size = self.objects.place(sha256).stat().st_size
+        start, stop, status, facts = 0, size, 200, {"ETag": f'"{sha256}"'}
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", "")):
+            start, stop, status = int(wanted[1]), min(int(wanted[2] or size) + 1, size), 206
+            facts["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        with self.objects.place(sha256).open("rb") as file:
+            file.seek(start)
+            body = file.read(stop - start)
+        self.sent[sha256] += len(body) if request.method == "GET" else 0
+        return Answer(status, body, facts)
 
 
 _REPO = r"/api/models/(?P<repo>[^/]+/[^/]+)"
@@ -356,6 +406,8 @@ _ROUTES = [
     for method, pattern, name in (
         ("POST", r"/api/repos/create", "create"),
         ("POST", r"/api/validate-yaml", "validate"),
+        ("GET", r"/api/whoami-v2", "whoami"),
+        ("GET", _REPO + r"/auth-check(/(?P<write>write))?", "auth_check"),
         ("PUT", _REPO + r"/settings", "settings"),
         ("GET", _REPO, "info"),
         ("GET", _REPO + r"/revision/(?P<revision>[^/]+)", "info"),

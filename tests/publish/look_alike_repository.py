@@ -143,6 +143,13 @@ class Objects:
     def place(self, sha256: str) -> Path:
         return self.root / "lfs" / sha256
 
+    def keep(self, file: Path) -> Stored:
+        """A large file as if it had been uploaded."""
+        data = file.read_bytes()
+        sha256 = hashlib.sha256(data).hexdigest()
+        self.place(sha256).write_bytes(data)
+        return large(sha256, len(data), None)
+
     def named(self, sha256: str, path: str) -> Stored:
         """A file that must have been uploaded before it is committed."""
         if self.xet and (found := self._in_xet(sha256)):

@@ -35,14 +35,15 @@ def work(job):
     files = [
         ReleaseFile(name, Path(path).stat().st_size, sha256, Path(path)) for name, path, sha256 in job["files"]
     ]
+    told, waits = [], []
     try:
         done = publish_hub(
             files, job["repo"], job["version"], HubAccess(job["endpoint"], job["token"]), HashMemo(Path(job["memo"])),
-            wait=lambda seconds: None, **job["options"],
+            wait=waits.append, on_progress=lambda done, total: told.append([done, total]), **job["options"],
         )
-        return {"commit": done.commit, "new": done.new}
+        return {"commit": done.commit, "new": done.new, **({"told": told} if job["watched"] else {})}
     except MergegateError as error:
-        return {"refused": str(error)}
+        return {"refused": str(error), "exit": error.exit_code, "waited": sum(waits)}
     except BaseException:
         return {"unexpected": traceback.format_exc()}
 
@@ -79,6 +80,7 @@ class Publishers:
         repo: str = "acme/demo",
         on_start: Callable[[int], None] = lambda pid: None,
         sha256: dict[str, str] | None = None,
+        watched: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
         """Publish ``files`` (name -> path). Returns what came of it: commit and new, refused, unexpected or killed.
@@ -86,12 +88,20 @@ class Publishers:
         Args:
             on_start: Called with the process id before anything is sent.
             sha256: What was gated, where that is not what lies on disk.
+            watched: Whether to say, too, what a person who watches was told.
         """
         from merge_core.hashing import sha256_file
 
         gated = sha256 or {}
         listed = [(name, str(path), gated.get(name) or sha256_file(path)) for name, path in files.items()]
-        job = {"endpoint": endpoint, "token": token, "files": listed, "version": version, "repo": repo}
+        job = {
+            "endpoint": endpoint,
+            "token": token,
+            "files": listed,
+            "version": version,
+            "repo": repo,
+            "watched": watched,
+        }
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.write(json.dumps({**job, "memo": str(self.memo), "options": options}) + "\n")

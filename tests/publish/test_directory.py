@@ -50,6 +50,16 @@ def test_publishing_again_touches_nothing(tmp_path: Path, files: tuple[ReleaseFi
     assert [path.lstat().st_mtime_ns for path in sorted(target.rglob("*"))] == before
 
 
+def test_somebody_who_watches_is_told_every_byte(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
+) -> None:
+    told: list[tuple[int, int]] = []
+    publish_directory(files, tmp_path / "releases", "v1", hashes, lambda done, total: told.append((done, total)))
+    assert told == [(7, 12), (12, 12)]
+    publish_directory(files, tmp_path / "releases", "v1", hashes, lambda done, total: told.append((done, total)))
+    assert len(told) == 2, "there was nothing to write"
+
+
 def test_a_new_version_moves_latest_and_keeps_the_old_one(
     tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
 ) -> None:

@@ -223,7 +223,35 @@ def test_a_card_that_the_hub_refuses_is_noticed_before_anything_is_uploaded(
     files["README.md"].write_text("---\nlicense: mit\nbase_model_relation: mixture\n---\n")
     answer = lfs.publish(stand_in.url, WRITER, files, "v1")
     assert "base_model_relation" in answer["refused"]
-    assert not any(entry.method == "PUT" for entry in stand_in.log)
+    assert answer["exit"] == 3
+    assert not any("/objects/batch" in entry.path or entry.method == "PUT" for entry in stand_in.log)
+
+
+@pytest.mark.parametrize("by", ["lfs", "xet"])
+def test_somebody_who_watches_is_told_how_much_has_arrived(
+    tmp_path: Path, request: pytest.FixtureRequest, files: dict[str, Path], by: str
+) -> None:
+    warm: Publishers = request.getfixturevalue(by)
+    total = sum(path.stat().st_size for path in files.values())
+    with hub(tmp_path / "watched", xet=by == "xet") as stand_in:
+        told = warm.publish(stand_in.url, WRITER, files, "v1", watched=True)["told"]
+        assert told[0] == [0, total]
+        assert told[-1] == [total, total]
+        assert warm.publish(stand_in.url, WRITER, files, "v1", watched=True)["told"] == []
+
+
+@pytest.mark.parametrize("path", ["", "/commit/", "/preupload/", "/tag/", "objects/batch", "/_storage/"])
+@pytest.mark.parametrize("status", [503, 429])
+def test_a_hub_that_stays_down_ends_in_a_refusal_that_says_run_again(
+    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path], path: str, status: int
+) -> None:
+    stand_in.set_faults([Fault("fail", path=path, times=1 << 30, status=status)])
+    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+    assert "run again later: it goes on where it stopped" in answer["refused"]
+    assert answer["exit"] == 3
+    assert 60 <= answer["waited"] <= 600, "minutes, not seconds and not hours"
+    stand_in.set_faults([])
+    assert lfs.publish(stand_in.url, WRITER, files, "v1")["new"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hub_look_alike import WRITER, Fault, LookAlike, hub
-from look_alike_repository import plain
+from look_alike_repository import Repository, large, plain
+from release_samples import write_keys
+
+from tasks.publish.card_metadata import front_matter
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PROFILE = """\
@@ -22,6 +24,18 @@ name: demo
 recipe: {demo}/recipes/ties.yaml
 perplexity: {{documents: {demo}/data/held-out.jsonl, max_increase: 5%}}
 publish: {{to: hub, repo: {repo}, sign_key: release.key}}
+"""
+
+HUB_PARENTS = """\
+name: hub-parents
+recipe:
+  merge_method: linear
+  models:
+    - {{model: acme/base, parameters: {{weight: 0.5}}}}
+    - {{model: acme/reverser, parameters: {{weight: 0.5}}}}
+  dtype: bfloat16
+perplexity: {{documents: {demo}/data/held-out.jsonl, max_increase: 99%}}
+publish: {{path: hub-parents}}
 """
 
 pytestmark = pytest.mark.slow
@@ -63,13 +77,7 @@ class Project:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     root = tmp_path_factory.mktemp("project")
-    key = Ed25519PrivateKey.generate()
-    (root / "release.key").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    (root / "release.pub").write_bytes(
-        key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    )
+    write_keys(root)
     (root / "demo.yaml").write_text(PROFILE.format(demo=DEMO, repo="acme/demo"))
     (root / "elsewhere.yaml").write_text(PROFILE.format(demo=DEMO, repo="other/demo"))
     with hub(tmp_path_factory.mktemp("hub")) as stand_in:
@@ -82,7 +90,7 @@ def released(project: Project) -> Project:
     project.stand_in.set_faults([])
     refused = project.mergegate("run", "elsewhere.yaml")
     assert refused.returncode == 3, refused.stderr
-    assert "403" in refused.stdout
+    assert "no member of it" in refused.stdout
     project.stand_in.set_faults(
         [Fault("fail", path="/commit/main"), Fault("drop", path="/tag/"), Fault("fail", path="/preupload/", times=2)]
     )
@@ -116,7 +124,7 @@ def test_what_is_edited_on_the_hub_is_refused(released: Project) -> None:
     repository = released.stand_in.repositories["acme/demo"]
     before = repository.branches["main"]
     tree = dict(repository.at("main").tree)
-    statement = tree["provenance.json"].data.replace(b'"seed": 0', b'"seed": 1')
+    statement = tree["provenance.json"].data.replace(b'"merge": 0', b'"merge": 1')
     tree["provenance.json"] = plain(statement)
     repository.add("main", before, "edited by hand", tree)
     try:
@@ -136,6 +144,47 @@ def test_it_is_reproduced_from_the_hub(released: Project) -> None:
     done = released.mergegate("reproduce", "acme/demo", "--parents", str(DEMO / "recipes"))
     assert done.returncode == 0, done.stderr
     assert "= model.safetensors" in done.stdout
+
+
+def test_parents_on_the_hub_are_in_card_and_provenance_and_are_fetched_again_at_their_commit(project: Project) -> None:
+    project.stand_in.set_faults([])
+    commits = {name: put_on_hub(project.stand_in, name) for name in ("base", "reverser")}
+    (project.root / "hub-parents.yaml").write_text(HUB_PARENTS.format(demo=DEMO))
+    done = project.mergegate("run", "hub-parents.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    release = project.root / "hub-parents" / "latest"
+    card = front_matter((release / "README.md").read_text()) or {}
+    assert (card["base_model"], card["base_model_relation"]) == (["acme/base", "acme/reverser"], "merge")
+    statement = json.loads((release / "provenance.json").read_text())
+    dependencies = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
+    assert [one["uri"] for one in dependencies] == [f"pkg:huggingface/acme/{n}@{c}" for n, c in commits.items()]
+
+    put_on_hub(project.stand_in, "base", "other weights since")
+    (project.root / "hf").rename(project.root / "hf-of-the-release")
+    again = project.mergegate("reproduce", "hub-parents/latest")
+    assert again.returncode == 0, again.stderr
+    assert "= model.safetensors" in again.stdout
+    del project.stand_in.repositories["acme/base"]
+    (project.root / "hf").rename(project.root / "hf-of-the-reproduction")
+    gone = project.mergegate("reproduce", "hub-parents/latest")
+    assert gone.returncode in (2, 3)
+    assert "acme/base" in gone.stderr
+    assert "Traceback" not in gone.stderr
+
+
+def put_on_hub(stand_in: LookAlike, name: str, title: str = "weights") -> str:
+    """A model of the demo family as a repository of acme; its commit."""
+    repository = stand_in.repositories.setdefault(f"acme/{name}", Repository(f"acme/{name}", private=True))
+    tree = dict(repository.at("main").tree)
+    for path in (DEMO / "models" / name).iterdir():
+        data = path.read_bytes() + (b"\0" if title != "weights" else b"")
+        if path.suffix == ".safetensors":
+            sha256 = hashlib.sha256(data).hexdigest()
+            stand_in.objects.place(sha256).write_bytes(data)
+            tree[path.name] = large(sha256, len(data), None)
+        else:
+            tree[path.name] = plain(path.read_bytes().replace(b"../base", b"acme/base"))
+    return repository.add("main", repository.branches["main"], title, tree).id
 
 
 def test_the_token_is_nowhere(released: Project) -> None:

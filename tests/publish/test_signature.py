@@ -1,70 +1,209 @@
-"""Signatures on a statement: the envelope is the one that the DSSE specification describes, and changes break it."""
+"""Signatures over the files of a release: what OpenSSF's own library writes is read, it reads ours, changes break both.
+
+The library is the oracle: it shares no code with us but the primitives of ``cryptography``.
+"""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+from release_samples import write_keys
 
 from merge_core.errors import InvalidInput
-from tasks.publish.signature import is_signed_by, sign, signed_statement
+from tasks.publish.signature import private_key, public_key, read_signature, sign
 
-STATEMENT = b'{"_type": "https://in-toto.io/Statement/v1"}\n'
+CURVES = [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()]
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> Ed25519PrivateKey:
-    made = Ed25519PrivateKey.generate()
-    save(made, tmp_path / "release.key")
-    (tmp_path / "release.pub").write_bytes(
-        made.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+def model(tmp_path: Path) -> Path:
+    """A directory whose names sort differently as text and as paths."""
+    place = tmp_path / "model"
+    for name in ("a/z.safetensors", "a b/x.json", "a.txt", "ä.md", ".eval_results/gsm8k.yaml"):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(name)
+    return place
+
+
+def hashes(model: Path) -> dict[str, str]:
+    return {
+        path.relative_to(model).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in model.rglob("*")
+        if path.is_file() and path.name != "model.sig"
+    }
+
+
+def library_verifies(model: Path, public: Path) -> bool:
+    """As ``model_signing verify key`` does."""
+    from model_signing import verifying
+
+    try:
+        verifying.Config().use_elliptic_key_verifier(public_key=public).verify(model, model / "model.sig")
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_the_library_verifies_what_we_sign_and_notices_every_change(
+    tmp_path: Path, model: Path, curve: ec.EllipticCurve
+) -> None:
+    private, public = write_keys(tmp_path, curve)
+    (model / "model.sig").write_text(sign("demo", hashes(model), private))
+    assert library_verifies(model, public)
+    (model / ".cache").mkdir()
+    (model / ".cache" / "left-by-a-download").touch()
+    (model / ".gitattributes").touch()
+    assert library_verifies(model, public)
+    _, stranger = write_keys(tmp_path, curve, "stranger")
+    assert not library_verifies(model, stranger)
+    (model / "a.txt").write_text("other")
+    assert not library_verifies(model, public)
+    (model / "a.txt").write_text("a.txt")
+    (model / "added.py").touch()
+    assert not library_verifies(model, public)
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_we_verify_what_the_library_signs(tmp_path: Path, model: Path, curve: ec.EllipticCurve) -> None:
+    from model_signing import hashing, signing
+
+    private, public = write_keys(tmp_path, curve)
+    ignoring = hashing.Config().set_ignored_paths(paths=["model.sig"])
+    signer = signing.Config().use_elliptic_key_signer(private_key=private).set_hashing_config(ignoring)
+    signer.sign(model, model / "model.sig")
+    signature = read_signature((model / "model.sig").read_bytes())
+    assert signature.files == hashes(model)
+    assert signature.is_by(public)
+    _, stranger = write_keys(tmp_path, curve, "stranger")
+    assert not signature.is_by(stranger)
+
+
+def test_the_librarys_own_commands_agree(tmp_path: Path, model: Path) -> None:
+    private, public = write_keys(tmp_path)
+
+    def command(*arguments: str | Path) -> int:
+        line = [sys.executable, "-m", "model_signing", *map(str, arguments)]
+        return subprocess.run(line, capture_output=True, check=False).returncode
+
+    where = ("--signature", model / "model.sig")
+    assert command("sign", "key", model, *where, "--private_key", private) == 0
+    assert read_signature((model / "model.sig").read_bytes()).is_by(public)
+    (model / "model.sig").write_text(sign("demo", hashes(model), private))
+    assert command("verify", "key", model, *where, "--public_key", public) == 0
+    (model / "a.txt").write_text("other")
+    assert command("verify", "key", model, *where, "--public_key", public) != 0
+
+
+def test_the_signature_is_over_the_pre_authentication_encoding(tmp_path: Path) -> None:
+    private, public = write_keys(tmp_path)
+    envelope = json.loads(sign("demo", {"a": "0" * 64}, private))["dsseEnvelope"]
+    payload, kind = base64.b64decode(envelope["payload"]), envelope["payloadType"]
+    encoded = f"DSSEv1 {len(kind)} {kind} {len(payload)} ".encode() + payload
+    from cryptography.hazmat.primitives import hashes as algorithms
+
+    signature = base64.b64decode(envelope["signatures"][0]["sig"])
+    public_key(public).verify(signature, encoded, ec.ECDSA(algorithms.SHA256()))
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=5), st.binary(min_size=32, max_size=32), max_size=4))
+def test_what_was_signed_is_what_is_read(key_file: Path, listed: dict[str, bytes]) -> None:
+    files = {name: digest.hex() for name, digest in listed.items()}
+    assert read_signature(sign("demo", files, key_file).encode()).files == files
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_keys(tmp_path_factory.mktemp("key"))[0]
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_signing_again_gives_the_same_bytes(tmp_path: Path, model: Path, curve: ec.EllipticCurve) -> None:
+    private, _ = write_keys(tmp_path, curve)
+    assert sign("demo", hashes(model), private) == sign("demo", hashes(model), private)
+
+
+def test_no_byte_of_a_signature_can_be_changed_unnoticed(tmp_path: Path) -> None:
+    private, public = write_keys(tmp_path)
+    original = sign("demo", {"model.safetensors": "0" * 64}, private).encode()
+    assert read_signature(original).is_by(public)
+    for place in range(len(original) - 1):  # the last is the end of the line, which may be any white space
+        for bit in (1, 4):
+            damaged = bytearray(original)
+            damaged[place] ^= bit
+            try:
+                assert not read_signature(bytes(damaged)).is_by(public), (place, original[place : place + 20])
+            except ValueError:
+                continue
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda b: b.update(mediaType="application/json"), "mediaType"),
+        (lambda b: b.update(more=1), "more"),
+        (lambda b: b["dsseEnvelope"].update(payloadType="text/plain"), "payloadType"),
+        (lambda b: b["dsseEnvelope"]["signatures"].append(b["dsseEnvelope"]["signatures"][0]), "signatures"),
+        (lambda b: b["dsseEnvelope"].update(payload="?"), "payload"),
+    ],
+)
+def test_a_bundle_of_another_form_is_none_of_ours(tmp_path: Path, change, why: str) -> None:
+    bundle = json.loads(sign("demo", {"a": "0" * 64}, write_keys(tmp_path)[0]))
+    change(bundle)
+    with pytest.raises(ValueError, match=why):
+        read_signature(json.dumps(bundle).encode())
+
+
+def test_files_signed_in_shards_are_said_to_be(tmp_path: Path, model: Path) -> None:
+    from model_signing import hashing, signing
+
+    private, _ = write_keys(tmp_path)
+    shards = hashing.Config().use_shard_serialization(shard_size=3).set_ignored_paths(paths=["model.sig"])
+    signing.Config().use_elliptic_key_signer(private_key=private).set_hashing_config(shards).sign(
+        model, model / "model.sig"
     )
-    return made
+    with pytest.raises(ValueError, match="no list of files by sha256"):
+        read_signature((model / "model.sig").read_bytes())
 
 
-def save(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey, file: Path) -> None:
-    file.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", "\ud800", '{"mediaType": 3}'])
+def test_what_is_no_bundle_is_said_in_words(text: str) -> None:
+    with pytest.raises(ValueError, match="no signature"):
+        read_signature(text.encode(errors="surrogatepass"))
 
 
-def test_the_signature_is_over_the_pre_authentication_encoding(tmp_path: Path, key: Ed25519PrivateKey) -> None:
-    envelope = json.loads(sign(STATEMENT, tmp_path / "release.key"))
-    kind = envelope["payloadType"]
-    encoded = f"DSSEv1 {len(kind)} {kind} {len(STATEMENT)} ".encode() + STATEMENT
-    key.public_key().verify(base64.b64decode(envelope["signatures"][0]["sig"]), encoded)
-    assert base64.b64decode(envelope["payload"]) == STATEMENT
-
-
-def test_signing_again_gives_the_same_bytes(tmp_path: Path, key: Ed25519PrivateKey) -> None:
-    assert sign(STATEMENT, tmp_path / "release.key") == sign(STATEMENT, tmp_path / "release.key")
-
-
-def test_only_the_key_that_signed_verifies(tmp_path: Path, key: Ed25519PrivateKey) -> None:
-    envelope = sign(STATEMENT, tmp_path / "release.key").encode()
-    assert is_signed_by(envelope, tmp_path / "release.pub")
-    save(Ed25519PrivateKey.generate(), tmp_path / "other.key")
-    assert not is_signed_by(sign(STATEMENT, tmp_path / "other.key").encode(), tmp_path / "release.pub")
-
-
-def test_another_payload_under_the_same_signature_does_not_verify(tmp_path: Path, key: Ed25519PrivateKey) -> None:
-    envelope = json.loads(sign(STATEMENT, tmp_path / "release.key"))
-    envelope["payload"] = base64.b64encode(STATEMENT.replace(b"v1", b"v2")).decode()
-    assert not is_signed_by(json.dumps(envelope).encode(), tmp_path / "release.pub")
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"payload": "?", "payloadType": "application/vnd.in-toto+json"}'])
-def test_what_is_no_envelope_is_signed_by_nobody(tmp_path: Path, key: Ed25519PrivateKey, text: str) -> None:
-    assert signed_statement(text.encode()) is None
-    assert not is_signed_by(text.encode(), tmp_path / "release.pub")
+def test_a_digest_over_all_files_that_is_not_theirs_is_said(tmp_path: Path) -> None:
+    bundle = json.loads(sign("demo", {"a": "0" * 64}, write_keys(tmp_path)[0]))
+    statement = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
+    statement["subject"][0]["digest"]["sha256"] = "1" * 64
+    bundle["dsseEnvelope"]["payload"] = base64.b64encode(json.dumps(statement).encode()).decode()
+    with pytest.raises(ValueError, match="its digest over all files"):
+        read_signature(json.dumps(bundle).encode())
 
 
 def test_another_kind_of_key_is_named_as_such(tmp_path: Path) -> None:
-    save(ec.generate_private_key(ec.SECP256R1()), tmp_path / "ec.key")
-    with pytest.raises(InvalidInput, match="no Ed25519 private key"):
-        sign(STATEMENT, tmp_path / "ec.key")
+    other = Ed25519PrivateKey.generate()
+    (tmp_path / "ed.key").write_bytes(
+        other.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    (tmp_path / "ed.pub").write_bytes(
+        other.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    koblitz, _ = write_keys(tmp_path, ec.SECP256K1(), "koblitz")
+    for file in (tmp_path / "ed.key", koblitz, tmp_path / "ed.pub"):
+        with pytest.raises(InvalidInput, match="openssl ecparam"):
+            private_key(file)
+    for file in (tmp_path / "ed.pub", koblitz, tmp_path / "nowhere"):
+        with pytest.raises(InvalidInput, match="openssl ecparam"):
+            public_key(file)

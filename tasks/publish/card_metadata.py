@@ -1,0 +1,148 @@
+"""The metadata of the model card, and the check that it says to others what it says to us, before anybody sees it.
+
+Sources: https://huggingface.co/docs/hub/model-cards (fields; ``base_model`` takes ids of the Hub only) and the model
+index of papers-with-code that the Hub still reads. Scores in [0, 1] are given in percent, as on the Hub's leaderboards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from merge_core.errors import Refused
+from tasks.evaluate import TaskScore
+from tasks.licenses.algebra import Combination
+from tasks.pin import Parent
+from tasks.publish.eval_results import BENCHMARKS
+from tasks.publish.provenance import hub_id
+from tasks.report.content import ReportContent
+
+Metadata = Mapping[str, object]
+
+# lm-eval's names on the left, the Hub's ids of metrics and words for people on the right.
+_METRICS = {
+    "acc": ("accuracy", "accuracy"),
+    "acc_norm": ("acc_norm", "normalized accuracy"),
+    "exact_match": ("exact_match", "exact match"),
+    "f1": ("f1", "F1"),
+    "word_perplexity": ("perplexity", "word perplexity"),
+}
+_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*?(?:\r?\n|\Z)", re.DOTALL)
+_LONGEST_FRONT_MATTER = 1 << 20  # characters
+
+
+def card_metadata(content: ReportContent, parents: Sequence[Parent], licence: Combination) -> dict[str, object]:
+    """What stands between the dashes, as plain data that YAML and JSON can hold."""
+    metadata: dict[str, object] = {**licence.card}
+    if languages := _common_languages(parents):
+        metadata["language"] = languages
+    metadata |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["merge", "mergegate"]}
+    # The Hub takes only its own ids as base_model; a path of the machine that merged would be refused there.
+    if hub := list(dict.fromkeys(hub_id(parent) for parent in parents if parent.revision is not None)):
+        metadata |= {"base_model": hub, "base_model_relation": "merge"}
+    merged = next(model for model in content.models if model.role == "merge")
+    if merged.scores and merged.scores.tasks:
+        metadata["model-index"] = [{"name": content.name, "results": _results(merged.scores.tasks)}]
+    return metadata
+
+
+def front_matter(text: str) -> dict[str, object] | None:
+    """The metadata of a card; None where there is none that can be read."""
+    found = _FRONT_MATTER.match(text[:_LONGEST_FRONT_MATTER])
+    try:
+        value = yaml.safe_load(found[1]) if found else None
+    except Exception:
+        # Not only YAMLError: on hostile input PyYAML also lets out ValueError, IndexError, RecursionError.
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def check_card(card: str, metadata: Metadata, names: Collection[str]) -> None:
+    """See, without the Hub, that a card says what it is meant to.
+
+    Args:
+        card: The text of README.md.
+        metadata: What its metadata was made from.
+        names: The other files of the release.
+
+    Raises:
+        Refused: when the Hub's own library reads other metadata out of it, an id is none, or a licence file is missing.
+    """
+    from huggingface_hub import ModelCard
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, not in the types
+
+    try:
+        read = ModelCard(card).data.to_dict()  # type: ignore[no-untyped-call]  # of a library without that type
+    except (ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise _bad_card(f"metadata that cannot be read: {error}") from None
+    if different := sorted(name for name in {*read, *metadata} if read.get(name) != metadata.get(name)):
+        name = different[0]
+        raise _bad_card(f"{name}: {metadata.get(name)!r} is read as {read.get(name)!r}")
+    base = metadata.get("base_model", [])
+    for model in map(str, base if isinstance(base, list) else [base]):
+        try:
+            validate_repo_id(model)
+        except HFValidationError:
+            raise _bad_card(f"base_model: {model!r} is no id on the Hub") from None
+    if not metadata.get("license"):
+        raise _bad_card("no licence")
+    if metadata["license"] == "other" and not metadata.get("license_name"):
+        raise _bad_card("license: other, without a license_name")
+    link = str(metadata.get("license_link", ""))
+    if link and "://" not in link and link not in names:
+        raise _bad_card(f"license_link: {link!r} is no file of the release")
+
+
+def _bad_card(found: str) -> Refused:
+    return Refused(
+        "README.md",
+        found=found,
+        expected="a model card that the Hub understands as it is meant",
+        remedy="correct the profile's name, or what the cards of the parents say, then run again; nothing was uploaded",
+    )
+
+
+def _results(scores: Sequence[TaskScore]) -> list[dict[str, object]]:
+    """One entry a dataset: the Hub's library takes all metrics of a dataset for one, whatever it is called."""
+    by_dataset: dict[str, list[TaskScore]] = {}
+    for score in scores:
+        benchmark = BENCHMARKS.get(score.task)
+        by_dataset.setdefault(benchmark.dataset if benchmark else score.task, []).append(score)
+    return [
+        {
+            "task": {"type": "text-generation", "name": "Text Generation"},
+            "dataset": {"name": of_dataset[0].task, "type": dataset},
+            "metrics": [_metric(score, of_dataset[0].task) for score in of_dataset],
+        }
+        for dataset, of_dataset in by_dataset.items()
+    ]
+
+
+def _metric(score: TaskScore, dataset: str) -> dict[str, object]:
+    metric, _, how = score.metric.partition(",")
+    kind, words = _METRICS.get(metric, (metric, metric.replace("_", " ")))
+    said = ", ".join([score.task] * (score.task != dataset) + [how] * (how not in ("", "none")))
+    in_percent = score.higher_is_better and 0 <= score.score <= 1
+    value = round(100 * score.score, 2) if in_percent else round(score.score, 4)
+    return {"type": kind, "value": value, "name": f"{words} ({said})" if said else words}
+
+
+def _common_languages(parents: Sequence[Parent]) -> list[str]:
+    """What every parent's card says, where all say the same; else nothing."""
+    said = {_languages(parent.directory) for parent in parents}
+    return list(said.pop()) if len(said) == 1 else []
+
+
+def _languages(directory: Path) -> tuple[str, ...]:
+    try:
+        with (directory / "README.md").open(encoding="utf-8", errors="replace") as file:
+            metadata = front_matter(file.read(_LONGEST_FRONT_MATTER)) or {}
+    except OSError:
+        return ()
+    value = metadata.get("language")
+    listed = value if isinstance(value, list) else [value]
+    return tuple(sorted({word for word in listed if isinstance(word, str) and re.fullmatch(r"[a-z]{2,3}", word)}))

@@ -1,0 +1,133 @@
+"""What the model card says of quality: every score with its interval, every verdict, perplexity. As Markdown."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+from tasks.evaluate import TaskScore
+from tasks.report import wording
+from tasks.report.content import ReportContent, ReportedModel
+from tasks.report.table import evaluated, likelihood, uses_bytes
+from tasks.statistics import z
+
+_CONFIDENCE = 0.95  # two-sided, of the intervals of single scores
+
+
+def quality(content: ReportContent) -> str:
+    """The section under 'Evidence': the verdict in a sentence, then the tables that there is something to put into."""
+    verdict = content.verdict
+    parts = [f"**{wording.title(verdict)}.** {escaped(wording.sentence(content))}"]
+    if others := verdict.reasons[1:]:
+        parts.append("\n".join(f"* {escaped(reason)}" for reason in others))
+    parts += [part for part in (_scores(content), _guards(content), _perplexity(content), _further(content)) if part]
+    return "\n\n".join(parts)
+
+
+def score_interval(score: TaskScore) -> tuple[float, float]:
+    """95 % interval of one score, in its own unit.
+
+    Wilson's for a share of right answers: it has a width even where all are right, and stays within [0, 1] (1927,
+    J. Am. Stat. Assoc. 22:209). For anything graded the normal one. NaN where there is no standard error.
+    """
+    quantile, p, n = z((1 + _CONFIDENCE) / 2), score.score, score.n
+    variance = p * (1 - p)
+    is_share = 0 <= p <= 1 and math.isclose(score.stderr**2 * (n - 1), variance, rel_tol=1e-6, abs_tol=1e-12)
+    if not is_share:
+        return p - quantile * score.stderr, p + quantile * score.stderr
+    square = quantile**2
+    centre = (p + square / (2 * n)) / (1 + square / n)
+    half = quantile * math.sqrt(variance / n + square / (4 * n * n)) / (1 + square / n)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def escaped(text: str) -> str:
+    """``text`` as Markdown that shows it literally, in one line."""
+    return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> str:
+    """A Markdown table of which the last ``numbers`` columns align right. Cells are shown literally."""
+    head = tuple(columns)
+    rule = [":--"] * (len(head) - numbers) + ["--:"] * numbers
+    lines = [tuple(map(escaped, head)), tuple(rule), *(tuple(map(escaped, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _scores(content: ReportContent) -> str:
+    models = evaluated(content)
+    if not models:
+        return ""
+    by_model = {m.name: {(s.task, s.metric): s for s in (m.scores.tasks if m.scores else ())} for m in models}
+    keys = dict.fromkeys(key for scores in by_model.values() for key in scores)
+    rows = []
+    for task, metric in keys:
+        cells = [by_model[model.name].get((task, metric)) for model in models]
+        documents = max(cell.n for cell in cells if cell)
+        rows.append((task, metric, f"{documents:,}", *(_cell(cell) if cell else "" for cell in cells)))
+    columns = ("task", "metric", "documents", *(_called(model) for model in models))
+    note = "Score with its 95 % interval; in points (0 to 100) where it is a share of right answers."
+    return f"### Scores\n\n{table(columns, rows, len(models) + 1)}\n\n{note}"
+
+
+def _called(model: ReportedModel) -> str:
+    return "this merge" if model.role == "merge" else model.name
+
+
+def _cell(score: TaskScore) -> str:
+    low, high = score_interval(score)
+    in_points = score.higher_is_better and 0 <= score.score <= 1
+    scale, decimals = (100.0, 1) if in_points else (1.0, 3)
+    shown = wording.number(scale * score.score, decimals)
+    return shown if math.isnan(low) else f"{shown} {wording.interval(scale * low, scale * high, decimals)}"
+
+
+def _guards(content: ReportContent) -> str:
+    guards = content.verdict.guards
+    if not guards:
+        return ""
+    rows = [
+        (guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), wording.limit(guard), guard.outcome)
+        for guard in guards
+    ]
+    found = table(("task", "held against", "documents", "drop", "limit", "verdict"), rows, 4)
+    confidence = f"{100 * guards[0].confidence:g}"
+    note = (
+        f"Drops in points on the same documents, with their interval ({confidence} % one-sided each way); a positive "
+        "drop is a loss."
+    )
+    return f"### Verdicts\n\n{found}\n\n{note}"
+
+
+def _perplexity(content: ReportContent) -> str:
+    drift = content.verdict.drift
+    read = tuple(model for model in content.models if model.likelihoods is not None)
+    if not read:
+        return ""
+    per_byte = uses_bytes(read, drift)
+    unit = "bits per byte" if per_byte else "perplexity"
+    rows = [
+        (_called(model), f"{model.likelihoods.documents:,}", likelihood(model.likelihoods, per_byte))
+        for model in read
+        if model.likelihoods
+    ]
+    parts = [f"### Perplexity\n\n{table(('model', 'documents', unit), rows, 2)}"]
+    if drift is not None:
+        parts.append(
+            f"{wording.TIMES} {wording.ratio(drift)} of {escaped(drift.reference)}, the better parent; the limit is "
+            f"{wording.plain(drift.max_ratio)}: {drift.outcome}."
+        )
+    return "\n\n".join(parts)
+
+
+def _further(content: ReportContent) -> str:
+    """What a judge and a server said, a line each."""
+    lines = []
+    if content.judge is not None:
+        lines.append(f"* Answers, judged by {escaped(content.judge.model)}: {escaped(content.judge.reason)}")
+    if content.served:
+        passed = sum(check.outcome == "pass" for check in content.served)
+        by = f" by {escaped(content.server)}" if content.server else ""
+        lines.append(f"* Served{by}: {passed} of {len(content.served)} checks passed.")
+    return "\n".join(lines)

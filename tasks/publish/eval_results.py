@@ -1,0 +1,78 @@
+"""Scores for the leaderboards of the Hub: ``.eval_results/NAME.yaml``, for tasks that are registered benchmarks there.
+
+A leaderboard compares models on the whole of a benchmark under its usual metric, so only that is written: nothing for a
+sample of the documents, nothing under another metric. Values are percentages, as on the leaderboards. Which benchmark a
+task is stands in ``BENCHMARKS``; whatever is not there is in the model index of the card alone.
+
+Sources: https://huggingface.co/docs/hub/eval-results; the ``eval.yaml`` of each dataset (ids of its tasks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from tasks.evaluate import TaskScore
+from tasks.report.content import ReportContent
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark that is registered on the Hub, as lm-eval's task of it."""
+
+    dataset: str  # its id on the Hub
+    task_id: str  # as its eval.yaml calls it
+    metric: str  # of lm-eval, by which models are compared
+    documents: int  # all of them
+
+
+_GPQA = Benchmark("Idavidrein/gpqa", "diamond", "exact_match,flexible-extract", 198)
+BENCHMARKS: dict[str, Benchmark] = {
+    "gsm8k": Benchmark("openai/gsm8k", "gsm8k", "exact_match,flexible-extract", 1319),
+    "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", "mmlu_pro", "exact_match,custom-extract", 12032),
+    "gpqa_diamond_cot_zeroshot": _GPQA,
+    "gpqa_diamond_cot_n_shot": _GPQA,
+    "gpqa_diamond_generative_n_shot": _GPQA,
+}
+
+
+def eval_results(content: ReportContent) -> dict[str, str]:
+    """The files by name, as YAML; none where no registered benchmark was measured whole."""
+    from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
+
+    files: dict[str, str] = {}
+    merged = next(model for model in content.models if model.role == "merge")
+    for score, benchmark in _registered(merged.scores.tasks if merged.scores else ()):
+        entry = EvalResultEntry(
+            dataset_id=benchmark.dataset,
+            task_id=benchmark.task_id,
+            value=round(100 * score.score, 2),
+            notes=_how(score, content),
+        )
+        name = f".eval_results/{benchmark.dataset.rpartition('/')[2].lower()}.yaml"
+        # Two variants of one benchmark: the first that the profile names is the one that counts.
+        files.setdefault(name, yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False))
+    return files
+
+
+def _registered(scores: Sequence[TaskScore]) -> Iterator[tuple[TaskScore, Benchmark]]:
+    for score in scores:
+        benchmark = BENCHMARKS.get(score.task)
+        if benchmark and (score.metric, score.n) == (benchmark.metric, benchmark.documents):
+            yield score, benchmark
+
+
+def _how(score: TaskScore, content: ReportContent) -> str:
+    """In words: by whom and how it was measured, and how sure it is."""
+    merged = next(model for model in content.models if model.role == "merge")
+    version = merged.scores.lm_eval_version if merged.scores else ""
+    scoring = content.scoring
+    parts = [f"lm-eval {version}, task {score.task}, {score.metric}, {score.n} documents"]
+    if scoring is not None:
+        shots = "few-shot as the task says" if scoring.num_fewshot is None else f"{scoring.num_fewshot}-shot"
+        template = "with" if scoring.chat_template else "without"
+        parts.append(f"{shots}, {template} chat template, {scoring.dtype}, backend {scoring.backend}")
+    parts.append(f"standard error {100 * score.stderr:.2f}; measured by the publisher with mergegate before release")
+    return "; ".join(parts)

@@ -1,0 +1,148 @@
+"""What a release is made from, small: a content, parents, licences, a key. As a run would put them together."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from tasks.evaluate import Scores, Scoring, TaskScore
+from tasks.gate import Verdict
+from tasks.licenses.algebra import combine
+from tasks.licenses.case import Parent as LicensedParent
+from tasks.licenses.check import Ancestor, LicenseVerdict
+from tasks.licenses.table import load_table
+from tasks.licenses.use import Use
+from tasks.merge import Numerics
+from tasks.pin import Parent
+from tasks.publish.content import ReleaseFile, written_file
+from tasks.report.content import Library, ReportContent, ReportedModel
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+RECIPE = """\
+merge_method: linear
+models:
+  - model: acme/general@main
+    parameters: {weight: 0.5}
+  - model: ../models/local_one
+    parameters: {weight: 0.5}
+dtype: bfloat16
+"""
+NUMERICS = Numerics(seed=3, device="cpu", where="cpu", versions={"torch": "2.13.0", "numba": "0.68.1"})
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def share(task: str, right: int, n: int, metric: str = "acc,none") -> TaskScore:
+    """A score that is a share of right answers, as the evaluation computes it."""
+    p = right / n
+    stderr = math.sqrt(p * (1 - p) / (n - 1))
+    return TaskScore(task=task, metric=metric, n=n, score=p, stderr=stderr, higher_is_better=True)
+
+
+def parents(root: Path) -> tuple[Parent, ...]:
+    """One on the Hub, one in a directory."""
+    for name in ("general", "local_one"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    return (
+        Parent(
+            name="general",
+            digest=sha("general"),
+            directory=root / "general",
+            ref="acme/general@main",
+            revision=COMMIT,
+            is_base=True,
+        ),
+        Parent(
+            name="local_one",
+            digest=sha("local"),
+            directory=root / "local_one",
+            ref="../models/local_one",
+            revision=None,
+        ),
+    )
+
+
+def content(scores: Sequence[TaskScore] = (), name: str = "demo", scoring: Scoring | None = None) -> ReportContent:
+    measured = Scores(model="x", tasks=tuple(scores), lm_eval_version="0.4.13") if scores else None
+    models = (
+        ReportedModel(
+            name="general",
+            role="base",
+            ref="acme/general@main",
+            revision=COMMIT,
+            digest=sha("general"),
+            licence="apache-2.0",
+            scores=measured,
+        ),
+        ReportedModel(
+            name="local_one",
+            role="parent",
+            ref="../models/local_one",
+            digest=sha("local"),
+            licence="mit",
+            scores=measured,
+        ),
+        ReportedModel(name="merge", role="merge", ref=name, digest=sha("merge"), licence="apache-2.0", scores=measured),
+    )
+    return ReportContent(
+        name=name,
+        method="linear of 2",
+        recipe=RECIPE,
+        models=models,
+        licence="apache-2.0",
+        verdict=Verdict(
+            outcome="pass",
+            publishable=True,
+            guards=(),
+            drift=None,
+            overall_drop=None,
+            overall_low=None,
+            overall_high=None,
+            on_inconclusive="block",
+            reasons=(),
+        ),
+        scoring=scoring or Scoring(seed=11),
+        files=(),
+        versions=(Library(name="mergegate", version="0.1.0"), Library(name="transformers", version="5.23.0")),
+        reproduce=("mergegate merge recipe.yaml OUT --seed 3",),
+    )
+
+
+def licence(
+    *ids: str,
+    name: str = "acme/demo",
+    accepted: dict[str, str] | None = None,
+    ancestors: tuple[Ancestor, ...] = (),
+    unread: dict[str, str] | None = None,
+) -> LicenseVerdict:
+    """The verdict over models under these licences, by the shipped table."""
+    shipped = load_table()
+    models = [LicensedParent(name=f"acme/{key}", license=shipped.lookup(key)) for key in ids]
+    use = Use(purpose="research", visibility="public", commercial_entity=False, name=name)
+    combination = combine(models, use, shipped, accepted or {})
+    licenses = {model.name: model.license.id for model in models}
+    return LicenseVerdict(combination=combination, licenses=licenses, ancestors=ancestors, unread=unread or {})
+
+
+def files() -> tuple[ReleaseFile, ...]:
+    return (written_file("model.safetensors", "weights"), written_file("licenses/mit.txt", "terms"))
+
+
+def write_keys(directory: Path, curve: ec.EllipticCurve | None = None, name: str = "release") -> tuple[Path, Path]:
+    """A new private and public key in PEM."""
+    key = ec.generate_private_key(curve or ec.SECP256R1())
+    private, public = directory / f"{name}.key", directory / f"{name}.pub"
+    private.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    public.write_bytes(
+        key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    return private, public

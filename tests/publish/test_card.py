@@ -1,0 +1,226 @@
+"""The model card: what machines read out of it is what was meant, and a person finds score, licence and doubt."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from hypothesis import given
+from hypothesis import strategies as st
+from release_samples import COMMIT, content, licence, parents, share
+from scipy.stats import binomtest
+
+from merge_core.errors import Refused
+from tasks.evaluate import TaskScore
+from tasks.licenses.check import Ancestor, LicenseVerdict
+from tasks.publish.card import Publication, model_card
+from tasks.publish.card_metadata import card_metadata, check_card, front_matter
+from tasks.publish.card_scores import score_interval
+from tasks.report.content import ReportContent
+
+HERE = Publication(place="acme/demo", signed=False, device="cpu", versions={"torch": "2.13.0"})
+SCORES = (
+    share("gsm8k", 700, 1319, "exact_match,flexible-extract"),
+    share("gsm8k", 650, 1319, "exact_match,strict-match"),
+    share("arc_easy", 300, 400),
+)
+
+
+def card_of(
+    root: Path,
+    said: ReportContent | None = None,
+    verdict: LicenseVerdict | None = None,
+    publication: Publication = HERE,
+    names: tuple[str, ...] = ("LICENSE", "licenses/apache-2.0.txt", "NOTICE"),
+) -> str:
+    """The card, after the check that a release makes."""
+    said, verdict = said or content(SCORES), verdict or licence("apache-2.0", "mit")
+    metadata = card_metadata(said, parents(root), verdict.combination)
+    card = model_card(said, metadata, verdict, (), names, publication)
+    check_card(card, metadata, names)
+    return card
+
+
+def test_the_hubs_library_reads_what_was_meant(tmp_path: Path) -> None:
+    data = ModelCard(card_of(tmp_path)).data
+    assert (data.license, data.base_model, data.base_model_relation) == ("apache-2.0", ["acme/general"], "merge")
+    assert (data.library_name, data.pipeline_tag, data.tags) == (
+        "transformers",
+        "text-generation",
+        ["merge", "mergegate"],
+    )
+    found = {(r.dataset_type, r.metric_type, r.metric_name): r.metric_value for r in data.eval_results}
+    assert found == {
+        ("openai/gsm8k", "exact_match", "exact match (flexible-extract)"): 53.07,
+        ("openai/gsm8k", "exact_match", "exact match (strict-match)"): 49.28,
+        ("arc_easy", "accuracy", "accuracy"): 75.0,
+    }
+
+
+@given(name=st.text(min_size=1, max_size=20), task=st.text(min_size=1, max_size=20), display=st.text(max_size=30))
+def test_no_name_can_break_the_metadata(
+    tmp_path_factory: pytest.TempPathFactory, name: str, task: str, display: str
+) -> None:
+    said = content((share(task, 1, 2),), name=name).model_copy(update={"recipe": f"# {display}\n```\n"})
+    root = tmp_path_factory.getbasetemp() / "names"
+    try:
+        card = card_of(root, said)
+    except Refused:
+        return  # said before anything is uploaded
+    assert front_matter(card) == ModelCard(card).data.to_dict()
+    assert said.recipe.strip() in card
+
+
+def test_ordinary_names_are_not_refused(tmp_path: Path) -> None:
+    for name in ("demo", "Support-Assistant_v1.2", "null", "1e3", "no", "a: b", "- x", "München"):
+        card_of(tmp_path, content((share(name, 1, 2),), name=name))
+
+
+def test_a_path_of_the_machine_is_no_base_model(tmp_path: Path) -> None:
+    one, other = parents(tmp_path)
+    local = card_metadata(content(), (other,), licence("mit").combination)
+    assert not {"base_model", "base_model_relation"} & set(local)
+    twice = one.model_copy(update={"ref": "acme/general@other"})
+    adapted = one.model_copy(update={"ref": "acme/tuned+acme/adapter"})
+    both = card_metadata(content(), (one, twice, adapted), licence("mit").combination)
+    assert both["base_model"] == ["acme/general", "acme/tuned"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("language: en", "language: [en]", ["en"]),
+        ("language: [de, en]", "language: [en, de]", ["de", "en"]),
+        ("language: en", "language: [en, de]", None),
+        ("language: en", "license: mit", None),
+        ("license: mit", "license: mit", None),
+        ("language: en", "language: {x: y}", None),
+        ("language: [", "language: [", None),
+        # YAML reads a bare 'no' as false: Norwegian is then not said, and not guessed.
+        ("language: no", "language: no", None),
+    ],
+)
+def test_a_language_is_named_where_all_parents_agree(
+    tmp_path: Path, first: str, second: str, expected: list[str] | None
+) -> None:
+    both = parents(tmp_path)
+    for parent, said in zip(both, (first, second), strict=True):
+        (parent.directory / "README.md").write_text(f"---\n{said}\n---\n# x\n")
+    assert card_metadata(content(), both, licence("mit").combination).get("language") == expected
+
+
+def test_a_score_that_is_no_share_keeps_its_scale(tmp_path: Path) -> None:
+    odd = TaskScore(task="wiki", metric="word_perplexity,none", n=9, score=0.51234, stderr=0.1, higher_is_better=False)
+    (result,) = ModelCard(card_of(tmp_path, content((odd,)))).data.eval_results
+    assert (result.metric_type, result.metric_value) == ("perplexity", 0.5123)
+
+
+@given(st.integers(0, 400), st.integers(2, 400))
+def test_the_interval_of_a_share_is_wilsons(right: int, n: int) -> None:
+    right = min(right, n)
+    low, high = score_interval(share("x", right, n))
+    expected = binomtest(right, n).proportion_ci(0.95, method="wilson")
+    assert math.isclose(low, expected.low, abs_tol=1e-9)
+    assert math.isclose(high, expected.high, abs_tol=1e-9)
+
+
+def test_a_graded_score_has_the_normal_interval(tmp_path: Path) -> None:
+    graded = TaskScore(task="x", metric="f1,none", n=100, score=0.5, stderr=0.01, higher_is_better=True)
+    low, high = score_interval(graded)
+    assert (round(low, 5), round(high, 5)) == (0.4804, 0.5196)
+    nothing = graded.model_copy(update={"stderr": math.nan})
+    assert "| x | f1,none | 100 | 50.0 | 50.0 | 50.0 |" in card_of(tmp_path, content((nothing,)))
+
+
+def test_every_score_stands_there_with_its_interval(tmp_path: Path) -> None:
+    assert "| arc\\_easy | acc,none | 400 | 75.0 \\[70.5, 79.0\\] |" in card_of(tmp_path)
+
+
+def test_what_a_licence_wants_displayed_stands_at_the_top(tmp_path: Path) -> None:
+    verdict = licence("llama3.1", "apache-2.0", name="acme/Llama-demo")
+    assert verdict.combination.status == "allowed"
+    card = card_of(tmp_path, verdict=verdict)
+    page = card.split("---\n", 2)[2]
+    assert page.index("**Built with Llama**") < page.index("A merge made without training")
+    assert "| Built with Llama | llama3.1 | It stands at the top of this page. | Show it, too," in page
+    assert "It stands in [NOTICE](NOTICE)." in page
+    assert "bind those to it to whom you pass the model on" in page
+    assert "**Statement of changes.**" in page
+
+
+def test_who_settled_a_doubt_and_why_is_named(tmp_path: Path) -> None:
+    doubtful = licence("other")
+    assert doubtful.combination.status == "review"
+    settled = licence("other", accepted={"acme/other": "alice: we have a contract"})
+    card = card_of(tmp_path, verdict=settled)
+    assert "| acme/other: alice: we have a contract |" in card
+    assert settled.combination.accepted
+
+
+def test_what_the_parents_go_back_to_is_named_and_what_could_not_be_read(tmp_path: Path) -> None:
+    old = Ancestor(name="acme/old", license="mit", revision=COMMIT, own_text="")
+    card = card_of(tmp_path, verdict=licence("mit", ancestors=(old,), unread={"acme/older": "no such repository"}))
+    assert f"| acme/old | mit | `{COMMIT}` |" in card
+    assert "acme/older (no such repository)" in card
+
+
+def test_a_text_that_is_not_there_is_left_to_do(tmp_path: Path) -> None:
+    verdict = licence("apache-2.0")
+    (asked,) = (item for item in verdict.combination.obligations if item.kind == "text")
+    metadata = card_metadata(content(), parents(tmp_path), verdict.combination)
+    card = model_card(content(), metadata, verdict, (asked,), ("LICENSE",), HERE)
+    assert "| ship the text of apache-2.0 | apache-2.0 |  | **Still to be done:**" in card
+    whole = model_card(content(), metadata, verdict, (), ("LICENSE", "licenses/apache-2.0.txt"), HERE)
+    assert "[licenses/apache-2.0.txt](licenses/apache-2.0.txt)" in whole
+    assert "Still to be done" not in whole
+
+
+def test_the_commands_are_those_for_where_it_stands(tmp_path: Path) -> None:
+    card = card_of(tmp_path, publication=replace(HERE, signed=True, device="cuda"))
+    assert "\nmergegate verify acme/demo --key release.pub " in card
+    assert "\nmodel_signing verify key . --signature model.sig --public_key release.pub " in card
+    assert "\nmergegate reproduce acme/demo --parents DIR " in card
+    assert "on cuda" in card
+    unsigned = card_of(tmp_path)
+    assert "--key" not in unsigned
+    assert "model.sig" not in unsigned
+    assert f"`{COMMIT}`" in unsigned
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"base_model": ["/home/me/models/base"]}, "is no id on the Hub"),
+        ({"base_model": ["a/b/c"]}, "is no id on the Hub"),
+        ({"license": "other"}, "without a license_name"),
+        ({"license": "other", "license_name": "x", "license_link": "LICENCE.txt"}, "is no file of the release"),
+        ({"license": None}, "no licence"),
+        ({"tags": ["merge", "merge"]}, "tags"),
+        ({"model-index": [{"name": "x", "results": [{"task": {}}]}]}, "metadata that cannot be read"),
+    ],
+)
+def test_a_card_that_says_something_else_than_meant_is_refused(
+    tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    import yaml
+
+    metadata = {**card_metadata(content(SCORES), parents(tmp_path), licence("mit").combination), **change}
+    card = f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n# demo\n"
+    with pytest.raises(Refused, match="nothing was uploaded") as refusal:
+        check_card(card, metadata, ("LICENSE",))
+    assert words in str(refusal.value)
+
+
+def test_metadata_edited_after_it_was_made_is_refused(tmp_path: Path) -> None:
+    card = card_of(tmp_path)
+    metadata = card_metadata(content(SCORES), parents(tmp_path), licence("apache-2.0", "mit").combination)
+    with pytest.raises(Refused, match=r"license: 'apache-2\.0' is read as 'mit'"):
+        check_card(card.replace("license: apache-2.0", "license: mit"), metadata, ())
+
+
+@pytest.mark.parametrize("text", ["", "# no metadata", "---\n[\n---\n", "---\n- a\n---\n", "x\n---\na: b\n---\n"])
+def test_a_card_without_metadata_has_none(text: str) -> None:
+    assert front_matter(text) is None

@@ -1,0 +1,190 @@
+"""Provenance and bill of materials: of the form that their specifications say, complete, and the same every time."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from release_samples import COMMIT, NUMERICS, RECIPE, content, files, licence, parents, sha, share
+
+from tasks.publish.bom import bill_of_materials
+from tasks.publish.card_metadata import card_metadata
+from tasks.publish.provenance import LISTING, provenance
+
+# Written down from the text of the specifications (in-toto Statement and ResourceDescriptor v1, SLSA provenance v1).
+# Closed, except for extension fields: those have an underscore after the name of whoever adds them.
+_EXTENSIONS = {"^mergegate_[a-zA-Z]+$": {}}
+_URI = {"type": "string", "pattern": "^[a-z][a-z0-9+.-]*:[^ ]+$"}
+_DIGEST = {
+    "type": "object",
+    "minProperties": 1,
+    "additionalProperties": False,
+    "properties": {
+        "sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+        "gitCommit": {"type": "string", "pattern": "^[0-9a-f]{40}$"},
+    },
+}
+_RESOURCE = {
+    "type": "object",
+    "anyOf": [{"required": ["uri"]}, {"required": ["digest"]}, {"required": ["content"]}],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "uri": _URI,
+        "digest": _DIGEST,
+        "mediaType": {"type": "string"},
+        "annotations": {"type": "object"},
+    },
+}
+_SCHEMA = {
+    "type": "object",
+    "required": ["_type", "subject", "predicateType", "predicate"],
+    "additionalProperties": False,
+    "properties": {
+        "_type": {"const": "https://in-toto.io/Statement/v1"},
+        "subject": {"type": "array", "minItems": 1, "items": {**_RESOURCE, "required": ["name", "digest"]}},
+        "predicateType": {"const": "https://slsa.dev/provenance/v1"},
+        "predicate": {
+            "type": "object",
+            "required": ["buildDefinition", "runDetails"],
+            "additionalProperties": False,
+            "patternProperties": _EXTENSIONS,
+            "properties": {
+                "buildDefinition": {
+                    "type": "object",
+                    "required": ["buildType", "externalParameters"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "buildType": _URI,
+                        "externalParameters": {"type": "object"},
+                        "internalParameters": {"type": "object"},
+                        "resolvedDependencies": {"type": "array", "items": _RESOURCE},
+                    },
+                },
+                "runDetails": {
+                    "type": "object",
+                    "required": ["builder"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "builder": {
+                            "type": "object",
+                            "required": ["id"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "id": _URI,
+                                "version": {"type": "object", "additionalProperties": {"type": "string"}},
+                                "builderDependencies": {"type": "array", "items": _RESOURCE},
+                            },
+                        },
+                        "metadata": {"type": "object"},
+                        "byproducts": {"type": "array", "items": _RESOURCE},
+                    },
+                },
+            },
+        },
+    },
+}
+
+
+def text_of(root: Path) -> str:
+    said, both = content((share("arc_easy", 300, 400),)), parents(root)
+    verdict = licence("other", "mit", accepted={"acme/other": "alice: we have a contract"})
+    return provenance(
+        files(),
+        recipe=list(yaml.safe_load_all(RECIPE)),
+        profile="demo",
+        numerics=NUMERICS,
+        evaluation_seed=11,
+        parents=both,
+        versions={library.name: library.version for library in said.versions},
+        verdict=said.verdict,
+        licence=verdict,
+        card=card_metadata(said, both, verdict.combination),
+    )
+
+
+@pytest.fixture
+def statement(tmp_path: Path) -> Any:
+    return json.loads(text_of(tmp_path))
+
+
+def test_it_has_the_form_of_the_specifications(statement: Any) -> None:
+    jsonschema.validate(statement, _SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "path", [("predicate", "verdict"), ("predicate", "buildDefinition", "x"), ("subject", 0, "size"), ("extra",)]
+)
+def test_the_form_admits_no_field_of_another_name(statement: Any, path: tuple[str | int, ...]) -> None:
+    place = statement
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = {}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(statement, _SCHEMA)
+
+
+def test_in_totos_own_types_read_it(statement: Any) -> None:
+    from google.protobuf import json_format
+    from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
+    from in_toto_attestation.v1 import statement_pb2
+
+    read = json_format.ParseDict(statement, statement_pb2.Statement())
+    assert [subject.name for subject in read.subject] == ["licenses/mit.txt", "model.safetensors"]
+    ours = {name: value for name, value in statement["predicate"].items() if not name.startswith("mergegate_")}
+    predicate = json_format.ParseDict(ours, provenance_pb2.Provenance())  # refuses what it does not know
+    build = predicate.build_definition
+    assert [dependency.uri for dependency in build.resolved_dependencies] == [
+        f"pkg:huggingface/acme/general@{COMMIT}",
+        f"urn:mergegate:checkpoint:{sha('local')}",
+    ]
+    assert build.resolved_dependencies[0].digest["gitCommit"] == COMMIT
+    assert build.resolved_dependencies[1].digest["sha256"] == sha("local")
+    assert build.resolved_dependencies[0].media_type == LISTING
+    assert build.external_parameters["profile"] == "demo"
+
+
+def test_it_says_by_what_the_weights_were_made(statement: Any) -> None:
+    build = statement["predicate"]["buildDefinition"]
+    assert build["externalParameters"] == {"recipe": list(yaml.safe_load_all(RECIPE)), "profile": "demo"}
+    inside = build["internalParameters"]
+    assert inside["seeds"] == {"merge": 3, "evaluation": 11}
+    assert inside["device"] == "cpu"
+    assert inside["versions"] == {"mergegate": "0.1.0", "transformers": "5.23.0", "torch": "2.13.0", "numba": "0.68.1"}
+    assert "float32" in inside["arithmetic"]
+
+
+def test_it_says_who_accepted_which_doubt(statement: Any) -> None:
+    said = statement["predicate"]["mergegate_licence"]
+    assert said["status"] == "allowed"
+    assert [one["by"] for one in said["accepted"]] == [["acme/other: alice: we have a contract"]]
+    assert all(one["rule"] and one["what"] for one in said["accepted"])
+
+
+def test_it_is_the_same_every_time_and_holds_no_path_of_the_machine(tmp_path: Path) -> None:
+    here, elsewhere = text_of(tmp_path / "here"), text_of(tmp_path / "elsewhere")
+    assert here == elsewhere
+    assert str(tmp_path) not in here
+    assert not re.search(r"\d{4}-\d\d-\d\dT", here)
+
+
+def test_the_bill_of_materials_passes_the_strict_schema_of_cyclonedx(tmp_path: Path) -> None:
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
+    validator = JsonStrictValidator(SchemaVersion.V1_6)
+    said = content((share("arc_easy", 300, 400), share("gsm8k", 700, 1319, "exact_match,flexible-extract")))
+    for card in ({"license": "mit"}, {"license": "other", "license_name": "a-and-b", "license_link": "LICENSE"}):
+        bom = bill_of_materials(files(), said, parents(tmp_path), card)
+        assert validator.validate_str(bom) is None
+    broken = json.loads(bom)
+    broken["metadata"]["component"]["type"] = "weights"
+    assert validator.validate_str(json.dumps(broken)) is not None
+    broken = json.loads(bom)
+    broken["metadata"]["more"] = 1
+    assert validator.validate_str(json.dumps(broken)) is not None
