@@ -16,7 +16,7 @@ from tasks.licenses.check import LicenseVerdict
 from tasks.merge import Merged
 from tasks.perplexity import Likelihoods
 from tasks.pin import Found, PinnedRecipe
-from tasks.serve.verdict import ServeVerdict
+from tasks.serve.verdict import Served
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Attempt:
     ensemble: Artifact[Likelihoods] | None = None
     answers: JudgeVerdict | None = None
     base: str | None = None  # commit of the champion on the Hub: what may be replaced
-    served: tuple[ServeVerdict, ...] = ()  # of the merge first, then of its parents
+    served: Served | None = None
 
     @property
     def is_good(self) -> bool:
@@ -54,7 +54,7 @@ class Attempt:
         if self.answers:
             verdict = verdict.and_also(self.answers.outcome, self.answers.publishable, self.answers.reason)
         if self.served:
-            served = self.served[0]
+            served = self.served.verdict
             verdict = verdict.and_also(served.outcome, served.outcome == "pass", f"served: {served.summary()}")
         return verdict
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
-from flows.profile import is_recipe, load_profile
+from flows.profile import Profile, is_recipe, load_profile
 from merge_core import Recipe, load_recipe
 from merge_core.errors import MergegateError
-from tasks.compat import Remark, check_compatibility, require_disk
+from tasks.compat import Compatibility, Remark, check_compatibility, remark_of
 from tasks.licenses.check import check_licenses, license_table, read_licenses
 from tasks.licenses.use import LicenseSettings
-from tasks.pin import Found, find_parents
+from tasks.machine import machine_remarks, this_machine
+from tasks.merge import MergeSettings, numerics
+from tasks.pin import Found, search_parents
+from tasks.publish.target import check_target
+from tasks.serve.stage import check_server
 from tasks.stage import store
 
 _STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
@@ -62,51 +67,96 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
 
 def _check_profile(file: Path) -> CheckReport:
     profile = load_profile(file)
-    reports = []
-    for candidate in profile.candidates():
-        found = find_parents(candidate.recipe)
+    candidates = profile.candidates()
+    search = search_parents([candidate.recipe for candidate in candidates])
+    reports = [_elsewhere(file, profile, search.problems)]
+    dtypes = _dtypes(profile)
+    for candidate, found in zip(candidates, search.found, strict=True):
+        licences = _license_remarks(found, profile.checks.license, profile.root, profile.name)
+        if len(found) < len(candidate.recipe.references()):
+            # Half a family may be forbidden, but neither allowed nor compared.
+            reports.append(CheckReport(file=str(file), remarks=tuple(licences[0]), summary=()))
+            continue
         if not candidate.remedy:
             profile.pin_evidence(found, store().hashes)
-        licences = _license_remarks(found, profile.checks.license, profile.root, profile.name)
-        reports.append(_report(file, candidate.recipe, found, licences))
+        reports.append(_report(file, candidate.recipe, found, licences, profile.merge, dtypes))
     return _joined(reports)
+
+
+def _elsewhere(file: Path, profile: Profile, problems: Sequence[MergegateError]) -> CheckReport:
+    """What is wrong outside the recipe: parents that cannot be had, a target that cannot be written, no server."""
+    remarks = [remark_of(problem) for problem in problems]
+    for check in (partial(check_target, profile.publish), partial(check_server, profile.serve)):
+        try:
+            check(profile.root)
+        except MergegateError as error:
+            remarks.append(remark_of(error))
+    return CheckReport(file=str(file), remarks=tuple(remarks), summary=())
+
+
+def _dtypes(profile: Profile) -> list[str]:
+    """In which the models will be loaded here to be measured."""
+    found = [str(profile.perplexity.dtype)] if profile.perplexity else []
+    if profile.evaluate and profile.evaluate.scoring.backend == "hf":
+        found.append(profile.evaluate.scoring.dtype)
+    return found
 
 
 def _joined(reports: Sequence[CheckReport]) -> CheckReport:
     """One report of a recipe and its remedies; what is found of several is said once."""
-    remarks = dict.fromkeys(remark for report in reports for remark in report.remarks)
     return CheckReport(
         file=reports[0].file,
-        remarks=tuple(sorted(remarks, key=lambda remark: _ORDER.index(remark.severity))),
+        remarks=_worst_first(remark for report in reports for remark in report.remarks),
         summary=tuple(dict.fromkeys(line for report in reports for line in report.summary)),
     )
 
 
 def _check_recipe(file: Path) -> CheckReport:
     recipe = load_recipe(file)
-    found = find_parents(recipe)
+    search = search_parents([recipe])
+    if search.problems:
+        remarks = tuple(remark_of(problem) for problem in search.problems)
+        return CheckReport(file=str(file), remarks=remarks, summary=())
+    (found,) = search.found
     # A recipe does not say what the merge is for: the strictest use is assumed, and its refusal is only a warning.
-    remarks, summary = _license_remarks(found, LicenseSettings(), file.parent, file.stem)
+    licences, summary = _license_remarks(found, LicenseSettings(), file.parent, file.stem)
     unsure = [
         remark.model_copy(update={"severity": "warn", "remedy": "say in a profile what the merge is for"})
-        for remark in remarks
+        for remark in licences
     ]
-    return _report(file, recipe, found, (unsure, summary))
+    return _report(file, recipe, found, (unsure, summary), MergeSettings(), ())
 
 
 def _report(
-    file: Path, recipe: Recipe, found: tuple[Found, ...], licences: tuple[list[Remark], list[str]]
+    file: Path,
+    recipe: Recipe,
+    found: tuple[Found, ...],
+    licences: tuple[list[Remark], list[str]],
+    merging: MergeSettings,
+    dtypes: Sequence[str],
 ) -> CheckReport:
-    compatibility = check_compatibility.work(file, recipe, (), found)
-    remarks, summary = [*compatibility.remarks, *licences[0]], licences[1]
+    remarks, summary = licences
     try:
-        require_disk(compatibility)
+        compatibility = check_compatibility.work(file, recipe, (), found)
     except MergegateError as error:
-        remarks.append(_blocking(error))
-    if not compatibility.blocking():
-        summary = [f"{recipe.summary()}: {compatibility.summary()}", *summary]
-    remarks.sort(key=lambda remark: _ORDER.index(remark.severity))
-    return CheckReport(file=str(file), remarks=tuple(remarks), summary=tuple(summary))
+        remarks = [*remarks, remark_of(error)]
+    else:
+        remarks = [*remarks, *compatibility.remarks, *_machine(compatibility, found, merging, dtypes)]
+        if not compatibility.blocking():
+            summary = [f"{recipe.summary()}: {compatibility.summary()}", *summary]
+    return CheckReport(file=str(file), remarks=_worst_first(remarks), summary=tuple(summary))
+
+
+def _machine(
+    compatibility: Compatibility, found: Sequence[Found], merging: MergeSettings, dtypes: Sequence[str]
+) -> tuple[Remark, ...]:
+    device = numerics(merging).where
+    machine = this_machine(compatibility, found, device)
+    return machine_remarks(compatibility, machine, device=device, dtypes=dtypes)
+
+
+def _worst_first(remarks: Iterable[Remark]) -> tuple[Remark, ...]:
+    return tuple(sorted(dict.fromkeys(remarks), key=lambda remark: _ORDER.index(remark.severity)))
 
 
 def _license_remarks(
@@ -115,8 +165,4 @@ def _license_remarks(
     table = license_table(settings, root)
     licence = check_licenses.work(root, read_licenses(found, table), settings.use(name), table, settings.accepted)
     refusal = licence.refusal()
-    return ([_blocking(refusal)], []) if refusal else ([], [f"licences: {licence.summary()}"])
-
-
-def _blocking(error: MergegateError) -> Remark:
-    return Remark(severity="block", where=error.where, found=error.found, expected=error.expected, remedy=error.remedy)
+    return ([remark_of(refusal)], []) if refusal else ([], [f"licences: {licence.summary()}"])

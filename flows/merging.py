@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,11 @@ from merge_core import load_recipe, open_checkpoint, plan_merge, preflight
 from merge_core import merge as merge_weights
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput, Refused
-from tasks.pin import find_parents
+from merge_core.hashing import HashMemo
+from tasks.home import home
+from tasks.hub.download import download
+from tasks.hub.snapshot import Snapshot
+from tasks.pin import find_parents, open_parent
 
 
 def merge_to(
@@ -31,24 +36,18 @@ def merge_to(
     if out.exists() and not share:
         raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
     recipe = load_recipe(recipe_file)
-    checkpoints = {parent.ref: open_checkpoint(parent.directory) for parent in find_parents(recipe)}
-    findings = preflight(recipe, checkpoints)
+    found = find_parents(recipe)
+    findings = preflight(recipe, {parent.ref: open_parent(parent) for parent in found})
     for finding in findings:
         if finding.severity == "block":
             raise Refused(finding.where, found=finding.found, expected=finding.expected, remedy=finding.remedy)
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
-    plan = plan_merge(recipe, checkpoints)
+    _fetch([parent.snapshot for parent in found if parent.snapshot], console)
+    plan = plan_merge(recipe, {parent.ref: open_checkpoint(parent.directory) for parent in found})
     place = out if share else out.with_name(f"{out.name}.partial")
     if not share:
         start_or_resume(place)
-    columns = (
-        TextColumn(recipe.summary()),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
+    with _bar(recipe.summary(), console) as bar:
         job = bar.add_task("merge", total=None)
         record = merge_weights(
             plan,
@@ -76,3 +75,19 @@ def merge_to(
         "files": dict(record.files),
         "findings": [f"{finding.severity}: {finding.where}: {finding.found}" for finding in record.findings],
     }
+
+
+def _fetch(snapshots: Sequence[Snapshot], console: Console) -> None:
+    """The weights of parents on the Hub, where they are not here yet; what was hashed is remembered where runs do."""
+    if not snapshots:
+        return
+    with _bar("fetch", console) as bar:
+        job = bar.add_task("fetch", total=None)
+        memo = HashMemo(home() / "store" / "hashes.sqlite")
+        come = download(snapshots, memo, lambda done, total: bar.update(job, completed=done, total=total))
+        bar.update(job, completed=come.bytes, total=come.bytes)
+
+
+def _bar(what: str, console: Console) -> Progress:
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)

@@ -27,16 +27,18 @@ from flows.profile import Evidence, Profile, load_profile
 from flows.progress import LogLines
 from merge_core.errors import MergegateError, Refused
 from tasks.champion import find_champion
-from tasks.compat import check_compatibility, metadata, require_disk
+from tasks.compat import check_compatibility, metadata
 from tasks.explain import explain_merge
+from tasks.fetch import fetch
 from tasks.licenses.check import check_licenses, license_table, read_licenses
+from tasks.machine import require_machine
 from tasks.merge import merge, merged_model, numerics
-from tasks.pin import Found, PinnedRecipe, find_parents, pin
+from tasks.pin import Found, PinnedRecipe, find_all_parents, pin
 from tasks.publish.release import publish
 from tasks.publish.target import check_target
 from tasks.references import needs_champion
 from tasks.report import write_report
-from tasks.serve.stage import serve_models
+from tasks.serve.stage import check_server, serve_models
 from tasks.stage import store
 from tasks.watching import announce, is_watched, watched_by
 
@@ -63,9 +65,11 @@ def make_release(profile: Profile) -> Outcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
     # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
     check_target(profile.publish, profile.root)
-    candidates = [(candidate, find_parents(candidate.recipe)) for candidate in profile.candidates()]
-    evidence = profile.pin_evidence(candidates[0][1], store().hashes)
-    examined = [examine(candidate, found, profile) for candidate, found in candidates]
+    check_server(profile.serve, profile.root)
+    candidates = profile.candidates()
+    parents = find_all_parents([candidate.recipe for candidate in candidates])
+    evidence = profile.pin_evidence(parents[0], store().hashes)
+    examined = [examine(candidate, found, profile) for candidate, found in zip(candidates, parents, strict=True)]
 
     attempt, earlier = first_that_passes(examined, profile, evidence)
     if isinstance(attempt, Champion):
@@ -80,7 +84,7 @@ def make_release(profile: Profile) -> Outcome:
         profile.root,
         content,
         attempt.pinned,
-        profile.merge.seed,
+        numerics(profile.merge),
         attempt.examined.licence,
         attempt.merged,
         report,
@@ -90,12 +94,12 @@ def make_release(profile: Profile) -> Outcome:
 
 
 def examine(candidate: Candidate, found: tuple[Found, ...], profile: Profile) -> Examined:
-    """See that the parents may be merged, and judged as the profile says: guards, licences, compatibility, disk."""
+    """See that the parents may be merged, and judged as the profile says: guards, licences, compatibility, machine."""
     profile.check_references(found)
     use, table = profile.checks.license.use(profile.name), license_table(profile.checks.license, profile.root)
     licence = check_licenses(read_licenses(found, table), use, table, profile.checks.license.accepted)
     compatibility = check_compatibility(candidate.recipe, metadata(found), found)
-    require_disk(compatibility.value)
+    require_machine(compatibility.value, found, numerics(profile.merge).where)
     return Examined(candidate, found, licence)
 
 
@@ -117,8 +121,9 @@ def first_that_passes(
 
 
 def make_attempt(examined: Examined, profile: Profile, evidence: Evidence) -> Attempt | Champion | Unhealthy:
-    """Merge, measure, judge, explain."""
+    """Fetch what is not here, merge, measure, judge, explain."""
     recipe = examined.candidate.recipe
+    fetch(examined.found, store().hashes)
     pinned = PinnedRecipe(recipe, pin(examined.found, store().hashes))
     try:
         merged = merge(pinned, numerics(profile.merge))

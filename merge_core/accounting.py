@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -14,19 +15,14 @@ if TYPE_CHECKING:
     from merge_core.plan import MergePlan
 
 
+# What GPTQ and AWQ, bitsandbytes, and compressed-tensors call what they pack weights into.
+_PACKED = re.compile(r"\.(qweight|qzeros|g_idx|absmax|quant_map|SCB|weight_packed|weight_scale)$|\.quant_state\.")
+
+
 def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
     """What a checkpoint's config says that its tensors do not."""
     config = checkpoint.config
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else "unknown"
-        yield Finding(
-            "block",
-            f"{name}: config.json: quantization_config",
-            found=f"a quantised model ({method})",
-            expected="unquantised weights",
-            remedy="merge the unquantised models, then quantise the result",
-        )
+    yield from _quantised(name, checkpoint)
     named, depths = layer_count(config), stacks(checkpoint.tensors)
     if named is not None and depths and named not in depths.values():
         yield Finding(
@@ -46,6 +42,27 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
                 expected=f"vocab_size {size} of config.json",
                 remedy="repair the config, or download the checkpoint again",
             )
+
+
+def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """A model whose weights are packed, as its config says, or as the names of its tensors do."""
+    where, found = "", ""
+    for key, part in (("", checkpoint.config), ("text_config.", checkpoint.config.get("text_config"))):
+        said = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if said:
+            method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else "unknown"
+            where, found = f"config.json: {key}quantization_config", f"a quantised model ({method})"
+    packed = next((tensor for tensor in checkpoint.tensors if _PACKED.search(tensor)), None)
+    if packed and not where:
+        where, found = packed, "a tensor of a quantised model"
+    if where:
+        yield Finding(
+            "block",
+            f"{name}: {where}",
+            found=found,
+            expected="unquantised weights",
+            remedy="merge the unquantised models, then quantise the result",
+        )
 
 
 def unconsumed(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known: set[str]) -> Iterator[Finding]:

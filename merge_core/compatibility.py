@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from merge_core.accounting import self_consistency, unconsumed
 from merge_core.architecture import ties_embeddings, vocabulary_size
-from merge_core.checkpoint import Checkpoint
+from merge_core.checkpoint import Checkpoint, read_json
 from merge_core.errors import InvalidInput
 from merge_core.findings import Finding, worst_first
-from merge_core.plan import assemble, donor_reference, planned_checkpoint
+from merge_core.plan import MergePlan, assemble, donor_reference, planned_checkpoint
 from merge_core.recipe import Recipe
 from merge_core.vocabulary import Vocabulary, differences, read_vocabulary
 
-# Config fields that change what the same weights compute.
+# Classes of transformers that do what the tokenizer.json says.
+_TOKENIZERS_WITHOUT_RULES = ("PreTrainedTokenizer", "TokenizersBackend")
+# Config fields that change what the same weights compute, or where a text ends.
 _MEANING = (
     "hidden_act",
     "hidden_activation",
@@ -27,6 +31,7 @@ _MEANING = (
     "rms_norm_eps",
     "layer_norm_eps",
     "sliding_window",
+    "eos_token_id",
 )
 
 
@@ -51,6 +56,7 @@ def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Fi
             known[str(step.recipe.name)] = planned_checkpoint(step)
         for part in (*plan.steps, plan):
             findings += unconsumed(part, known, {finding.where for finding in problems})
+            findings += _compare_templates(part, known)
     for document in (*recipe.steps, recipe):
         own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
         donor, aligned = str(donor_reference(document)), document.tokenizer is not None
@@ -60,6 +66,10 @@ def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Fi
             findings += self_consistency(name, checkpoint)
             if name != donor:
                 findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
+                if document.dtype is None and document.out_dtype is None:
+                    findings += _compare_formats(donor, own[donor], name, checkpoint)
+                if not aligned:
+                    findings += _compare_tokenizer_classes(donor, own[donor], name, checkpoint)
         if not aligned:
             findings += _compare_vocabularies(donor, own)
     return worst_first(findings)
@@ -109,6 +119,68 @@ def _compare_configs(
                 else "its embeddings serve as its output head in the merge"
             ),
         )
+
+
+def _compare_formats(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+    """Formats of the weights; where they differ the result gets the wider one, tensor by tensor."""
+    mine, theirs = _format(first), _format(other)
+    if mine and theirs and mine != theirs:
+        yield Finding(
+            "warn",
+            f"{name}: dtype",
+            found=f"{theirs} weights",
+            expected=f"{mine}, as in {donor}",
+            remedy="say dtype in the recipe: without it the result is written in the wider format",
+        )
+
+
+def _format(checkpoint: Checkpoint) -> str:
+    """Name of the floating-point format that holds most of a checkpoint's bytes."""
+    held: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype.kind == "float":
+            held[tensor.dtype.torch_name] += tensor.nbytes
+    return held.most_common(1)[0][0] if held else ""
+
+
+def _compare_tokenizer_classes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+    """Classes that cut text by different rules; those that read a ``tokenizer.json`` as it is have no rules of their
+    own."""
+    mine, theirs = _tokenizer_class(first.directory), _tokenizer_class(other.directory)
+    if mine and theirs and mine != theirs:
+        yield Finding(
+            "warn",
+            f"{name}: tokenizer_config.json: tokenizer_class",
+            found=theirs,
+            expected=f"{mine}, as in {donor}, whose tokenizer the result gets",
+            remedy="make sure that both cut text in the same way: equal ids do not say so",
+        )
+
+
+def _tokenizer_class(directory: Path) -> str:
+    try:
+        named = str(read_json(directory / "tokenizer_config.json").get("tokenizer_class") or "")
+    except InvalidInput:  # not there, which is no fault
+        return ""
+    plain = named.removesuffix("Fast")  # one class in two implementations
+    return "" if plain in _TOKENIZERS_WITHOUT_RULES else plain
+
+
+def _compare_templates(plan: MergePlan, known: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+    """Chat templates that the result does not get: who was trained on one is asked in another."""
+    if plan.chat_template is not None:
+        return  # The recipe says which.
+    result = plan.tokenizer.chat_template
+    for name in dict.fromkeys(item.model for job in plan.jobs for item in job.inputs):
+        template = known[name].chat_template if name in known else None
+        if template is not None and template != result:
+            yield Finding(
+                "warn",
+                f"{name}: chat template",
+                found="another than the result gets" if result else "the result gets none",
+                expected="the template that the model was trained with",
+                remedy="say chat_template in the recipe: auto, a known name, or the template itself",
+            )
 
 
 def _compare_vocabularies(donor: str, own: Mapping[str, Checkpoint]) -> Iterator[Finding]:

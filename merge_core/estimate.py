@@ -77,6 +77,8 @@ class Needs:
         passes: Most passes over one tensor.
         read_again: How many tensors may have left the page cache between passes.
         units: Arithmetic, see :mod:`merge_core.method_costs`.
+        block: Bytes of the largest block of one thread, in memory.
+        gpu_block: The same on a GPU, with what is computed from it.
         memory: Peak of anonymous memory, in bytes.
         gpu_memory: Peak of GPU memory, in bytes; 0 on a CPU.
         disk: Bytes on the output's disk: weights (a partial file becomes the final one, so they count once), results
@@ -97,6 +99,8 @@ class Needs:
     passes: int
     read_again: int
     units: float
+    block: int
+    gpu_block: int
     memory: int
     gpu_memory: int
     disk: int
@@ -140,7 +144,7 @@ def needs_of(plan: MergePlan, settings: Settings, *, cores: int, device: str, co
     jobs = [(part, job, _work(part, job)) for part in parts for job in part.jobs]
     again = [(job, work) for _, job, work in jobs if work.passes > 1]
     gone = [(job, work) for job, work in again if job.nbytes_in > _CACHED_BYTES]
-    threads = settings.threads or cores + 2
+    threads = engine_threads(settings, cores)
     block = max((_block_bytes(part, job, settings, 0) for part, job, _ in jobs), default=0)
     gpu = max((_block_bytes(part, job, settings, 4 * _GPU_TEMPORARIES) for part, job, _ in jobs), default=0)
     tensors, written = len(jobs), sum(part.bytes_written for part in parts)
@@ -158,11 +162,23 @@ def needs_of(plan: MergePlan, settings: Settings, *, cores: int, device: str, co
         passes=max((work.passes for _, _, work in jobs), default=0),
         read_again=len(gone),
         units=sum(job.output.numel * len(job.inputs) * work.units for _, job, work in jobs),
-        memory=_PROCESS_BYTES[kind] + WAITING_BYTES + threads * block,
+        block=block,
+        gpu_block=gpu,
+        memory=peak_memory(block, threads=threads, device=kind),
         gpu_memory=threads * gpu if kind == "cuda" else 0,
         disk=written + companion_bytes + _JOURNAL_BYTES_PER_TENSOR * tensors,
         assumed_cost=tuple(sorted({part.recipe.merge_method for part, _, work in jobs if not work.known})),
     )
+
+
+def engine_threads(settings: Settings, cores: int) -> int:
+    """Threads that the engine uses: some wait for the disk while others compute."""
+    return settings.threads or cores + 2
+
+
+def peak_memory(block: int, *, threads: int, device: str) -> int:
+    """Bytes of anonymous memory at the peak of a merge whose largest block has ``block`` bytes."""
+    return _PROCESS_BYTES[device.partition(":")[0]] + WAITING_BYTES + threads * block
 
 
 def duration(needs: Needs, rates: Rates, *, cores: int) -> Duration:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core import Checkpoint, Finding, Recipe, open_checkpoint, plan_merge, preflight
-from merge_core.errors import Refused
-from tasks.pin import MATTERS, Found
-from tasks.stage import StageValue, home, stage
+from merge_core import Checkpoint, Finding, MergePlan, Recipe, plan_merge, preflight
+from merge_core.errors import MergegateError, Refused
+from tasks.pin import Found, deciding_files, open_parent
+from tasks.stage import StageValue, stage
 
 _WEIGHTS = (".safetensors", ".bin")
 
 
 class Metadata(BaseModel):
-    """What the check reads of one parent, as its identity: names and sizes of all files, content of the small ones."""
+    """Identity of what the check reads of one parent: of a directory names and sizes of all files and content of the
+    small ones; of a commit on the Hub what it lists."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,12 +44,25 @@ class Remark(BaseModel):
 
 
 class Compatibility(StageValue):
-    """All findings at once, and the size of the job."""
+    """All findings at once, and the size of the job: bytes, all zero where something blocks.
+
+    Attributes:
+        disk: That the merged checkpoint takes, with results of steps until the end.
+        block: Of the engine's largest block, in memory; a merge holds several.
+        gpu_block: The same on a GPU.
+        largest_bytes: Weights of the largest model to be evaluated, as they are stored.
+        largest_parameters: Number of its parameters.
+    """
 
     remarks: tuple[Remark, ...]
     tensors: int
     bytes_read: int
     bytes_written: int
+    disk: int
+    block: int
+    gpu_block: int
+    largest_bytes: int
+    largest_parameters: int
 
     def blocking(self) -> tuple[Remark, ...]:
         return tuple(remark for remark in self.remarks if remark.severity == "block")
@@ -73,56 +86,83 @@ class Compatibility(StageValue):
 
 def metadata(parents: Sequence[Found]) -> tuple[Metadata, ...]:
     """Identity of what the check will read; no weight is read for it."""
-    return tuple(Metadata(ref=parent.ref, digest=_metadata_digest(parent.directory)) for parent in parents)
+    return tuple(Metadata(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 
-@stage("compat", version=1)
+@stage("compat", version=2)
 def check_compatibility(
     out: Path, recipe: Recipe, metadata: Sequence[Metadata], parents: Sequence[Found]
 ) -> Compatibility:
-    """Findings about the recipe and its parents; blocks before any weight is read."""
+    """Findings about the recipe and its parents; blocks before any weight is read, or downloaded.
+
+    Raises:
+        InvalidInput: for a parent that cannot be a checkpoint.
+        Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
+    """
     checkpoints = open_checkpoints(parents)
     findings = preflight(recipe, checkpoints)
     blocked = any(finding.severity == "block" for finding in findings)
     plan = None if blocked else plan_merge(recipe, checkpoints)
-    return Compatibility(
-        remarks=tuple(_remark(finding) for finding in findings),
-        tensors=len(plan.jobs) if plan else 0,
-        bytes_read=plan.bytes_read if plan else 0,
-        bytes_written=plan.bytes_written if plan else 0,
-    )
-
-
-def require_disk(compatibility: Compatibility, directory: Path | None = None) -> None:
-    """Refuse a merge that would fill the disk. Looks at the disk now, so it is no part of the cached check.
-
-    Raises:
-        Refused: when less is free than the merge writes, with a tenth to spare.
-    """
-    directory = directory or home()
-    directory.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(directory).free, round(1.1 * compatibility.bytes_written)
-    if free < needed:
-        raise Refused(
-            str(directory),
-            found=f"{free / 1e9:.1f} GB free",
-            expected=f"{needed / 1e9:.1f} GB for the merged checkpoint",
-            remedy="free some space, or point MERGEGATE_HOME to a larger disk",
-        )
+    return _compatibility([_remark(finding) for finding in findings], plan, checkpoints)
 
 
 def open_checkpoints(parents: Sequence[Found]) -> dict[str, Checkpoint]:
     """The parents' headers and configurations, by reference."""
-    return {parent.ref: open_checkpoint(parent.directory) for parent in parents}
+    return {parent.ref: open_parent(parent) for parent in parents}
 
 
-def _metadata_digest(directory: Path) -> str:
-    """sha256 over names and sizes, the small files' bytes, and the safetensors headers."""
+def remark_of(error: MergegateError) -> Remark:
+    """What was raised, as a finding that blocks."""
+    return Remark(severity="block", where=error.where, found=error.found, expected=error.expected, remedy=error.remedy)
+
+
+def _compatibility(
+    remarks: Sequence[Remark], plan: MergePlan | None, checkpoints: Mapping[str, Checkpoint]
+) -> Compatibility:
+    if plan is None:
+        return Compatibility(
+            remarks=tuple(remarks),
+            tensors=0,
+            bytes_read=0,
+            bytes_written=0,
+            disk=0,
+            block=0,
+            gpu_block=0,
+            largest_bytes=0,
+            largest_parameters=0,
+        )
+    from merge_core.estimate import needs_of
+    from merge_core.settings import Settings
+
+    companions = sum((plan.donor.directory / name).stat().st_size for name in plan.donor.companions)
+    # Neither disk nor blocks depend on the cores or the kind of device.
+    needs = needs_of(plan, Settings(), cores=1, device="cpu", companion_bytes=companions)
+    sizes = [(one.nbytes, sum(tensor.numel for tensor in one.tensors.values())) for one in checkpoints.values()]
+    largest = max([*sizes, (plan.bytes_written, plan.parameters)])
+    return Compatibility(
+        remarks=tuple(remarks),
+        tensors=len(plan.jobs),
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        disk=needs.disk,
+        block=needs.block,
+        gpu_block=needs.gpu_block,
+        largest_bytes=largest[0],
+        largest_parameters=largest[1],
+    )
+
+
+def _metadata_digest(parent: Found) -> str:
+    """sha256: of a directory over names and sizes, the small files' bytes, and headers; of a commit over its list."""
     running = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if not path.is_file() or path.suffix not in MATTERS:
-            continue
-        running.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+    if parent.snapshot:
+        listed = ((name, parent.snapshot.files[name]) for name in parent.snapshot.deciding)
+        for name, file in listed:
+            running.update(f"{name}\0{file.size}\0{file.sha256 or file.blob}\0".encode())
+        return running.hexdigest()
+    for name in deciding_files(parent.directory):
+        path = parent.directory / name
+        running.update(f"{name}\0{path.stat().st_size}\0".encode())
         running.update(_header(path) if path.suffix in _WEIGHTS else path.read_bytes())
     return running.hexdigest()
 

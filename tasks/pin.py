@@ -1,25 +1,34 @@
 """Pinning: from the names in a recipe to bytes that cannot change under the run.
 
-Two steps, because the cheap refusals come between them. ``find_parents`` turns each reference into a directory and, for
-the Hub, a commit; licences and headers are checked on that. ``pin`` then hashes the files that matter (each once, see
-``merge_core.hashing``) into the digest that every key speaks of.
+Two steps, because the cheap refusals come between them. ``find_parents`` turns each reference into a directory or, for
+the Hub, a commit with its small files; licences and headers (``open_parent``) are checked on that. When the weights
+have come (``tasks.fetch``), ``pin`` hashes the files that matter, each once (``merge_core.hashing``), into the digest
+that every key speaks of.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core import CheckpointRef, Recipe, resolve_local
-from merge_core.errors import InvalidInput
+from merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
+from merge_core.errors import InvalidInput, MergegateError
 from merge_core.hashing import HashMemo
 from merge_core.keys import NotInKey, merkle
+from tasks.checkpoint_files import files_beside, files_in, weight_files
+from tasks.hub.headers import open_snapshot
+from tasks.hub.refusals import all_at_once
+from tasks.hub.snapshot import Snapshot, find_snapshot
 from tasks.model import Model
+
+# Where a reference leads, or why nowhere.
+Located = tuple[Path, Snapshot | None] | MergegateError
 
 # What decides a checkpoint's behaviour: weights, configuration, tokenizer, templates, custom code. Cards and licences
 # are read by the licence check, which hashes them itself.
@@ -27,7 +36,7 @@ MATTERS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py", "
 
 
 class Found(BaseModel):
-    """A parent of the merge, found but not yet read."""
+    """A parent of the merge, found but not yet read. Of one on the Hub the weights need not be here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,6 +45,7 @@ class Found(BaseModel):
     directory: Annotated[Path, NotInKey]
     revision: str | None = None  # commit of a Hub repository; None for a local directory
     is_base: bool = False
+    snapshot: Annotated[Snapshot | None, NotInKey] = None  # of a Hub repository: what its commit lists
 
 
 class Parent(Model):
@@ -57,32 +67,73 @@ class PinnedRecipe:
         return _substitute(self.recipe.canonical(), {parent.ref: parent.digest for parent in self.parents})
 
 
+@dataclass(frozen=True)
+class Search:
+    """What came of looking for the parents of several recipes.
+
+    Args:
+        found: Of each recipe, in its order, those that were found.
+        problems: One for each parent that was not.
+    """
+
+    found: tuple[tuple[Found, ...], ...]
+    problems: tuple[MergegateError, ...]
+
+
+def search_parents(recipes: Sequence[Recipe]) -> Search:
+    """Look for every checkpoint that the recipes name, local ones relative to the recipe's directory.
+
+    Each reference is resolved once: recipes that name one branch get one commit, also when it moves meanwhile.
+    """
+    ask = cache(_snapshot)
+    located = {
+        (reference, recipe.directory): _locate(reference, recipe.directory, ask)
+        for recipe in recipes
+        for reference in recipe.references()
+    }
+    problems = [place for place in located.values() if isinstance(place, MergegateError)]
+    return Search(tuple(_found(recipe, located) for recipe in recipes), tuple(problems))
+
+
 def find_parents(recipe: Recipe) -> tuple[Found, ...]:
     """Every checkpoint that the recipe names, in its order; local ones relative to the recipe's directory.
 
     Raises:
-        InvalidInput: for a reference that is neither a local directory nor a repository that can be reached.
+        InvalidInput: for references that are neither local directories nor repositories.
+        Refused: for repositories that may not be read, or a Hub that cannot be reached.
     """
-    references = recipe.references()
-    names = _unique_names(references)
-    found = []
-    for reference, name in zip(references, names, strict=True):
-        directory, revision = _locate(reference, recipe.directory)
-        found.append(
-            Found(
-                name=name,
-                ref=str(reference),
-                directory=directory,
-                revision=revision,
-                is_base=recipe.base is not None and str(reference) == str(recipe.base),
-            )
-        )
-    return tuple(found)
+    return find_all_parents([recipe])[0]
+
+
+def find_all_parents(recipes: Sequence[Recipe]) -> tuple[tuple[Found, ...], ...]:
+    """As ``find_parents``, of several recipes: the same branch is the same commit in all of them."""
+    search = search_parents(recipes)
+    if search.problems:
+        raise all_at_once(search.problems)
+    return search.found
+
+
+def open_parent(parent: Found) -> Checkpoint:
+    """Configuration and headers of a parent, whether or not its weights are here.
+
+    Raises:
+        InvalidInput: for files that cannot be a checkpoint.
+        Refused: for headers that the Hub does not give.
+    """
+    return open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
 
 
 def pin(found: Sequence[Found], hashes: HashMemo) -> tuple[Parent, ...]:
-    """The same parents with the digest of their files that matter."""
-    return tuple(Parent(**parent.model_dump(), digest=checkpoint_digest(parent.directory, hashes)) for parent in found)
+    """The same parents with the digest of their files that matter, all of which must be here."""
+    return tuple(
+        Parent(
+            **parent.model_dump(exclude={"snapshot"}),
+            digest=_digest(parent.directory, parent.snapshot.deciding, hashes)
+            if parent.snapshot
+            else checkpoint_digest(parent.directory, hashes),
+        )
+        for parent in found
+    )
 
 
 def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
@@ -91,42 +142,61 @@ def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
     Raises:
         InvalidInput: for a directory without any such file.
     """
-    files = {
-        path.name: (path.stat().st_size, hashes.sha256(path))
-        for path in sorted(directory.iterdir())
-        if path.is_file() and path.suffix in MATTERS and not path.name.startswith(".")
-    }
+    return _digest(directory, deciding_files(directory), hashes)
+
+
+def deciding_files(directory: Path) -> tuple[str, ...]:
+    """Names of the files in ``directory`` that decide what the model there does."""
+    names = files_in(directory)
+    return tuple(sorted({*weight_files(names, directory), *files_beside(names)}))
+
+
+def _digest(directory: Path, names: Sequence[str], hashes: HashMemo) -> str:
+    files = {name: ((directory / name).stat().st_size, hashes.sha256(directory / name)) for name in names}
     if not files:
         raise InvalidInput(str(directory), found="no checkpoint files", expected="weights, config.json and a tokenizer")
     return merkle(files)
 
 
-def _locate(reference: CheckpointRef, root: Path | None) -> tuple[Path, str | None]:
-    local = resolve_local(reference, root)
-    return (local.resolve(), None) if local is not None else _download(reference)
-
-
-def _download(reference: CheckpointRef) -> tuple[Path, str]:
-    """Snapshot of a Hub repository at the commit that its revision means now."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # httpx or httpx2, as the library's version has it
-        HFValidationError,
-        HTTPError,
-        OfflineModeIsEnabled,
-    )
-
+def _locate(
+    reference: CheckpointRef, root: Path | None, ask: Callable[[str, str | None], Snapshot | MergegateError]
+) -> Located:
     try:
-        commit = HfApi().model_info(reference.path, revision=reference.revision).sha
-        if commit is None:
-            raise InvalidInput(str(reference), found="a repository without commits")
-        return Path(snapshot_download(reference.path, revision=commit)), commit
-    except (HTTPError, HFValidationError, OfflineModeIsEnabled, OSError) as error:
-        raise InvalidInput(
-            str(reference),
-            found=f"neither a directory here nor a repository that can be reached ({type(error).__name__})",
-            expected="a path relative to the recipe, or org/name on the Hub",
-            remedy="check the spelling, the network, and HF_TOKEN for a private or gated repository",
-        ) from error
+        local = resolve_local(reference, root)
+    except MergegateError as error:
+        return error
+    if local is not None:
+        return local.resolve(), None
+    answer = ask(reference.path, reference.revision)
+    return answer if isinstance(answer, MergegateError) else (answer.directory, answer)
+
+
+def _snapshot(repo: str, revision: str | None) -> Snapshot | MergegateError:
+    try:
+        return find_snapshot(repo, revision)
+    except MergegateError as error:
+        return error
+
+
+def _found(recipe: Recipe, located: Mapping[tuple[CheckpointRef, Path | None], Located]) -> tuple[Found, ...]:
+    references = recipe.references()
+    found = []
+    for reference, name in zip(references, _unique_names(references), strict=True):
+        place = located[reference, recipe.directory]
+        if isinstance(place, MergegateError):
+            continue
+        directory, snapshot = place
+        found.append(
+            Found(
+                name=name,
+                ref=str(reference),
+                directory=directory,
+                revision=snapshot.commit if snapshot else None,
+                is_base=recipe.base is not None and str(reference) == str(recipe.base),
+                snapshot=snapshot,
+            )
+        )
+    return tuple(found)
 
 
 def _substitute(value: object, digests: Mapping[str, str]) -> object:

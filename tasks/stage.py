@@ -20,7 +20,6 @@ import functools
 import inspect
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
@@ -35,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from merge_core.errors import MergegateError, Refused
 from merge_core.keys import stage_key
 from merge_core.store import Artifact, Store, StoreMiss
+from tasks.home import home as home  # where it has always been looked for
 from tasks.watching import told
 
 log = logging.getLogger(__name__)
@@ -60,11 +60,6 @@ class StageValue(BaseModel):
     def refuses(self) -> bool:
         """Whether this is a no, also where the flow still goes on to report it."""
         return self.refusal() is not None
-
-
-def home() -> Path:
-    """The project's own state: ``$MERGEGATE_HOME``, else ``.mergegate`` in the working directory. Always absolute."""
-    return Path(os.environ.get("MERGEGATE_HOME", ".mergegate")).absolute()
 
 
 def store() -> Store:

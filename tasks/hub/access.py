@@ -1,8 +1,9 @@
 """Reaching the Hub: where it is, with which token, and what its errors mean. The token is in no text that leaves here.
 
 ``HF_ENDPOINT`` and ``HF_TOKEN`` are read when they are needed and handed to the client, which itself would have read
-them once, when it was imported. Whether files travel by Xet or LFS is the client's to decide (``HF_HUB_DISABLE_XET=1``
-in the environment of the process chooses LFS).
+them once, when it was imported. For reading, a login of this machine (``hf auth login``) will do in place of
+``HF_TOKEN``; a token that writes must have been meant for it. Whether files travel by Xet or LFS is the client's to
+decide (``HF_HUB_DISABLE_XET=1`` in the environment of the process chooses LFS).
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
     Raises:
         InvalidInput: when there is no token and one is needed, or the environment forbids the network.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    if is_offline():
         raise InvalidInput(
             "HF_HUB_OFFLINE",
             found="the environment forbids the Hub",
             expected="a way to reach it",
-            remedy="unset HF_HUB_OFFLINE, or publish to a directory",
+            remedy="unset HF_HUB_OFFLINE, or publish to a directory" if writing else "unset HF_HUB_OFFLINE",
         )
     token = _from_block(token_block) if token_block else os.environ.get("HF_TOKEN", "").strip()
     if writing and not token:
@@ -89,7 +90,16 @@ def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
             expected="a token that may write to the repository",
             remedy="export HF_TOKEN, or name a Prefect Secret block in publish.token_block",
         )
+    if not (writing or token):
+        from huggingface_hub import get_token
+
+        token = get_token() or ""
     return HubAccess(os.environ.get("HF_ENDPOINT", _PUBLIC).rstrip("/"), token or None)
+
+
+def is_offline() -> bool:
+    """Whether the environment forbids to ask the Hub anything."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def _from_block(name: str) -> str:
@@ -111,8 +121,8 @@ def is_passing(error: BaseException) -> bool:
     """Whether the state should be read again and the next step tried: trouble on the way, not a no."""
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
 
-    for cause in _chain(error):
-        if (status := _status(cause)) is not None:
+    for cause in causes(error):
+        if (status := status_of(cause)) is not None:
             return status in _PASSING
         if isinstance(cause, json.JSONDecodeError):  # an error page where the client expected its answer
             return True
@@ -124,8 +134,8 @@ def is_passing(error: BaseException) -> bool:
 def said(error: BaseException, access: HubAccess) -> str:
     """What went wrong, in one line, without the token, addresses or request ids."""
     text = ""
-    for cause in _chain(error):
-        status = _status(cause)
+    for cause in causes(error):
+        status = status_of(cause)
         message = str(getattr(cause, "server_message", None) or "").strip()
         if status is not None:
             text = f"{status} {message}".strip()
@@ -135,13 +145,14 @@ def said(error: BaseException, access: HubAccess) -> str:
     return text.replace(access.token, "***") if access.token else text
 
 
-def _status(error: BaseException) -> int | None:
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that an error is about."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """The error and what it was raised from."""
+def causes(error: BaseException | None) -> list[BaseException]:
+    """The error, what it was raised from, and so on."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)

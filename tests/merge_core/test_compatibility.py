@@ -92,6 +92,78 @@ def test_quantised_payloads_are_found(tmp_path: Path) -> None:
     assert blocking(findings(tmp_path)) == ["b: lm_head.weight"]
 
 
+@pytest.mark.parametrize(
+    "packed", ["q_proj.qweight", "q_proj.weight.absmax", "q_proj.weight.quant_state.bitsandbytes__nf4", "q_proj.SCB"]
+)
+def test_packed_weights_are_found_by_their_names_where_the_config_is_silent(tmp_path: Path, packed: str) -> None:
+    name = f"model.layers.0.self_attn.{packed}"
+    pair(tmp_path, tensors={**random_tensors(1), name: torch.zeros(4, dtype=torch.int32)})
+    found = [
+        finding for finding in findings(tmp_path) if finding.where == f"b: {name}" and "quantised" in finding.found
+    ]
+    assert [finding.severity for finding in found] == ["block"]
+
+
+def test_a_quantised_text_part_is_found(tmp_path: Path) -> None:
+    pair(tmp_path, config={"text_config": {"quantization_config": {"quant_method": "awq"}}})
+    assert blocking(findings(tmp_path)) == ["b: config.json: text_config.quantization_config"]
+
+
+def test_mixed_formats_are_said_unless_the_recipe_says_which(tmp_path: Path) -> None:
+    pair(tmp_path, tensors={name: tensor.bfloat16() for name, tensor in random_tensors(1).items()})
+    (finding,) = findings(tmp_path)
+    assert (finding.severity, finding.where, finding.found) == ("warn", "b: dtype", "bfloat16 weights")
+    assert findings(tmp_path, LINEAR + "dtype: bfloat16\n") == ()
+    assert findings(tmp_path, LINEAR + "out_dtype: float32\n") == ()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differ"),
+    [
+        ("LlamaTokenizer", "GPT2Tokenizer", True),
+        ("LlamaTokenizer", "LlamaTokenizerFast", False),
+        ("LlamaTokenizer", "PreTrainedTokenizerFast", False),
+        ("LlamaTokenizer", None, False),
+    ],
+)
+def test_another_class_of_tokenizer_is_said(family: Path, first: str, second: str | None, differ: bool) -> None:
+    for name, kind in (("a", first), ("b", second)):
+        if kind:
+            (family / name / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    expected = [("warn", "b: tokenizer_config.json: tokenizer_class")] if differ else []
+    assert [(finding.severity, finding.where) for finding in findings(family)] == expected
+
+
+def test_a_chat_template_that_the_result_does_not_get_is_said(family: Path) -> None:
+    (family / "b" / "chat_template.jinja").write_text("{{ messages }}")
+    (finding,) = findings(family)
+    assert (finding.severity, finding.where) == ("warn", "b: chat template")
+    assert "none" in finding.found
+    (family / "a" / "chat_template.jinja").write_text("{{ 1 }}")
+    assert "another" in findings(family)[0].found
+    assert findings(family, LINEAR + "chat_template: auto\n") == ()
+    (family / "a" / "chat_template.jinja").write_text("{{ messages }}")
+    assert findings(family) == ()
+
+
+def test_another_end_of_text_is_said(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", random_tensors(0), config={"eos_token_id": 2})
+    save_checkpoint(tmp_path / "b", random_tensors(1), config={"eos_token_id": [2, 7]})
+    assert [(one.severity, one.where) for one in findings(tmp_path)] == [("warn", "b: config.json: eos_token_id")]
+
+
+@pytest.mark.parametrize(("donor_ties", "severity"), [(True, "block"), (False, "warn")])
+def test_a_head_that_is_tied_in_one_model_alone_is_found(tmp_path: Path, donor_ties: bool, severity: str) -> None:
+    for name, ties in (("a", donor_ties), ("b", not donor_ties)):
+        tensors = random_tensors(0 if name == "a" else 1)
+        if ties:
+            del tensors["lm_head.weight"]
+        save_checkpoint(tmp_path / name, tensors)
+    assert (severity, "b: config.json: tie_word_embeddings") in [
+        (finding.severity, finding.where) for finding in findings(tmp_path)
+    ]
+
+
 def test_everything_is_reported_at_once_and_the_worst_first(tmp_path: Path) -> None:
     pair(tmp_path, tokens=30, config={"architectures": ["X"], "quantization_config": {}, "rope_theta": 3})
     found = findings(tmp_path)

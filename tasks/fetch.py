@@ -1,0 +1,55 @@
+"""The fetch step: the weights of parents on the Hub, when licences and headers have let them through.
+
+Not cached as a stage: the Hub's own cache holds the files, and their hashes are remembered. With everything there it
+costs a look at each file; without parents on the Hub it does not happen at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from merge_core.hashing import HashMemo
+from tasks.hub.download import Downloaded, download
+from tasks.hub.snapshot import Snapshot
+from tasks.pin import Found
+from tasks.stage import step
+from tasks.units import size
+from tasks.watching import advance
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What came from the Hub, and from which commits."""
+
+    downloaded: Downloaded
+    commits: tuple[str, ...]  # name@commit
+
+    @property
+    def new(self) -> bool:
+        """Whether anything had to be downloaded."""
+        return self.downloaded.new_files > 0
+
+    def summary(self) -> str:
+        """``base@3f1c09a2, math@77a0b1ce · 2.5 GB in 4 files``."""
+        come = self.downloaded
+        said = f"{size(come.bytes)} in {come.new_files} files" if self.new else f"all {come.files} files were there"
+        return f"{', '.join(self.commits)} · {said}"
+
+
+def fetch(found: Sequence[Found], hashes: HashMemo) -> Fetched | None:
+    """Have the weights of ``found`` here, every file as the Hub lists it; None when no parent lies on the Hub.
+
+    Raises:
+        Refused: a file cannot be had, or is not what the Hub lists.
+    """
+    remote = [(parent.name, parent.snapshot) for parent in found if parent.snapshot]
+    if not remote:
+        return None
+    names = tuple(f"{name}@{snapshot.commit[:8]}" for name, snapshot in remote)
+    return _fetch(names, [snapshot for _, snapshot in remote], hashes)
+
+
+@step("fetch")
+def _fetch(names: tuple[str, ...], snapshots: Sequence[Snapshot], hashes: HashMemo) -> Fetched:
+    return Fetched(download(snapshots, hashes, lambda done, total: advance(done, total, "B")), names)

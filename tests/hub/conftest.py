@@ -1,0 +1,56 @@
+"""A Hub on loopback with a family of models on it, and this process allowed to reach it by the real client."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path += [str(Path(__file__).resolve().parents[1] / place) for place in ("publish", "merge_core")]
+
+from family import random_tensors, save_checkpoint
+from hub_family import CARD
+from hub_look_alike import LookAlike, hub
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """``base``, ``math`` and ``code`` as directories; base in shards, with files that no merge needs."""
+    place, base = tmp_path / "models", random_tensors(0)
+    save_checkpoint(place / "base", base, shards=2)
+    for seed, name in enumerate(("math", "code"), start=1):
+        save_checkpoint(place / name, random_tensors(seed, base))
+    for model in place.iterdir():
+        (model / "README.md").write_text(CARD)
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "onnx/model.bin"):
+        (place / "base" / name).parent.mkdir(exist_ok=True)
+        (place / "base" / name).write_bytes(b"\0" * 5000)
+    return place
+
+
+@pytest.fixture
+def server(tmp_path: Path, models: Path) -> Iterator[LookAlike]:
+    """The family as ``acme/base``, ``acme/math`` and ``acme/code``."""
+    with hub(tmp_path / "hub") as stand_in:
+        for model in models.iterdir():
+            stand_in.add_model(f"acme/{model.name}", model)
+        yield stand_in
+
+
+@pytest.fixture
+def online(server: LookAlike, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> LookAlike:
+    """The stand-in is the Hub, for this process, which has an empty cache and no token."""
+    from huggingface_hub import constants
+
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    # Read from the environment when the library was imported, long ago.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client waits between its attempts
+    return server

@@ -1,0 +1,315 @@
+"""Weights come when they are wanted, each compared with the Hub's own hash; what is here is not fetched again."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hub_family import RECIPE, go_offline, header_sizes, mergegate
+from hub_look_alike import WRITER, Fault, LookAlike, hub
+
+from merge_core import load_recipe, open_checkpoint
+from merge_core.errors import InvalidInput, Refused
+from merge_core.hashing import HashMemo
+from tasks.hub.download import Downloaded, download
+from tasks.hub.snapshot import Snapshot
+from tasks.pin import Found, checkpoint_digest, deciding_files, find_parents, open_parent, pin
+
+
+@pytest.fixture
+def memo(tmp_path: Path) -> HashMemo:
+    return HashMemo(tmp_path / "hashes.sqlite")
+
+
+def parents() -> tuple[Found, ...]:
+    return find_parents(load_recipe(RECIPE))
+
+
+def snapshots_of(found: tuple[Found, ...]) -> list[Snapshot]:
+    return [parent.snapshot for parent in found if parent.snapshot]
+
+
+def weights_of(models: Path) -> dict[str, int]:
+    """Sizes of the weight files that count, by sha256."""
+    files = models.glob("*/model*.safetensors")
+    return {hashlib.sha256(data).hexdigest(): len(data) for data in (file.read_bytes() for file in files)}
+
+
+def test_only_the_files_that_matter_come(online: LookAlike, models: Path, memo: HashMemo) -> None:
+    found = parents()
+    come = download(snapshots_of(found), memo)
+    weights = weights_of(models)
+    assert online.sent == weights
+    assert (come.new_files, come.bytes) == (len(weights), sum(weights.values()))
+    for parent in found:
+        assert open_parent(parent).nbytes == open_checkpoint(models / parent.name).nbytes
+
+
+def test_a_parent_on_the_hub_is_the_model_that_its_files_are(online: LookAlike, models: Path, memo: HashMemo) -> None:
+    found = parents()
+    download(snapshots_of(found), memo)
+    assert {parent.name: parent.digest for parent in pin(found, memo)} == {
+        path.name: checkpoint_digest(path, memo) for path in models.iterdir()
+    }
+
+
+def test_files_that_nobody_reads_do_not_make_another_model(models: Path, memo: HashMemo) -> None:
+    before = checkpoint_digest(models / "base", memo)
+    for name in ("pytorch_model.bin", "consolidated.safetensors"):
+        (models / "base" / name).unlink()
+    assert checkpoint_digest(models / "base", memo) == before
+    assert deciding_files(models / "base") == (
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    )
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "additional_chat_templates/tools.jinja"])
+def test_every_file_that_decides_makes_another_model(models: Path, memo: HashMemo, name: str) -> None:
+    before = checkpoint_digest(models / "base", memo)
+    (models / "base" / name).parent.mkdir(exist_ok=True)
+    (models / "base" / name).write_text("{}")
+    assert checkpoint_digest(models / "base", memo) != before
+
+
+def test_what_is_here_is_neither_fetched_nor_hashed_again(
+    online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = parents()
+    first = download(snapshots_of(found), memo)
+    online.log.clear()
+    monkeypatch.setattr("merge_core.hashing.sha256_file", lambda path: pytest.fail(f"{path} is read again"))
+    assert download(snapshots_of(found), memo) == Downloaded(first.files, 0, 0)
+    assert online.log == []
+
+
+def test_pinned_and_whole_in_the_cache_nothing_is_asked(online: LookAlike, memo: HashMemo) -> None:
+    commit = online.repositories["acme/base"].branches["main"]
+    recipe = load_recipe(f"merge_method: passthrough\nmodels: [{{model: acme/base@{commit}}}]\n")
+    download(snapshots_of(find_parents(recipe)), memo)
+    first = find_parents(recipe)
+    online.log.clear()
+    assert find_parents(recipe) == first
+    assert online.log == []
+
+
+def test_a_branch_whose_commit_is_whole_in_the_cache_costs_one_question(online: LookAlike, memo: HashMemo) -> None:
+    download(snapshots_of(parents()), memo)
+    online.log.clear()
+    assert len(parents()) == 3
+    assert sorted(entry.path for entry in online.log) == [
+        f"/api/models/acme/{name}" for name in ("base", "code", "math")
+    ]
+
+
+def test_it_all_works_offline_when_everything_is_there(
+    online: LookAlike, models: Path, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = RECIPE
+    for name in ("base", "math", "code"):
+        text = text.replace(f"acme/{name}", f"acme/{name}@{online.repositories[f'acme/{name}'].branches['main']}")
+    download(snapshots_of(find_parents(load_recipe(text))), memo)
+    go_offline(monkeypatch)
+    online.log.clear()
+    found = find_parents(load_recipe(text))
+    assert download(snapshots_of(found), memo).new_files == 0
+    assert len({parent.digest for parent in pin(found, memo)}) == 3
+    assert online.log == []
+
+
+def test_weights_that_are_not_there_are_said_offline(
+    online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = parents()
+    go_offline(monkeypatch)
+    with pytest.raises(InvalidInput, match="HF_HUB_OFFLINE"):
+        download(snapshots_of(found), memo)
+
+
+def test_a_file_that_is_not_what_the_hub_lists_is_refused_and_can_be_repaired(
+    online: LookAlike, models: Path, memo: HashMemo
+) -> None:
+    file = models / "math" / "model.safetensors"
+    whole = file.read_bytes()
+    stored = online.objects.place(hashlib.sha256(whole).hexdigest())
+    stored.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # of equal size: the client does not notice
+    found = parents()
+    with pytest.raises(Refused, match="sha256") as caught:
+        download(snapshots_of(found), memo)
+    assert caught.value.where.endswith(": model.safetensors")
+    assert "acme/math@" in caught.value.where
+    blob = Path(caught.value.remedy.partition("delete ")[2].partition(" and run")[0])
+    assert blob.is_file()
+
+    stored.write_bytes(whole)
+    with pytest.raises(Refused):
+        download(snapshots_of(found), memo)  # it still lies in the cache
+    blob.unlink()
+    assert download(snapshots_of(found), memo).new_files == 1
+
+
+def test_a_small_file_that_was_changed_in_the_cache_is_refused(online: LookAlike, memo: HashMemo) -> None:
+    found = parents()
+    (found[0].directory / "config.json").resolve().write_text("{}")
+    with pytest.raises(Refused, match="git's sha1"):
+        download(snapshots_of(found), memo)
+
+
+def test_every_damaged_file_is_named(online: LookAlike, memo: HashMemo) -> None:
+    found = parents()
+    snapshots = [
+        replace(one, files={name: replace(file, sha256="0" * 64, blob="0" * 40) for name, file in one.files.items()})
+        for one in snapshots_of(found)[:1]
+    ]
+    with pytest.raises(Refused) as caught:
+        download(snapshots, memo)
+    assert caught.value.found.count("also:") == len(snapshots[0].files) - 1
+
+
+def test_how_far_it_is_is_told_in_the_callers_context(online: LookAlike, memo: HashMemo, models: Path) -> None:
+    from contextvars import ContextVar
+
+    here: ContextVar[str] = ContextVar("here")
+    here.set("caller")
+    told: list[tuple[int, int, str]] = []
+    download(snapshots_of(parents()), memo, lambda done, total: told.append((done, total, here.get())))
+    total = sum(weights_of(models).values())
+    assert told[-1] == (total, total, "caller")
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+
+
+def test_weights_in_xet_come_by_xet(
+    online: LookAlike, models: Path, memo: HashMemo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import CommitOperationAdd, HfApi, constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    with hub(tmp_path / "xet", xet=True) as stand_in:
+        monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
+        api = HfApi(endpoint=stand_in.url, token=WRITER)
+        api.create_repo("acme/math", private=False)
+        files = [CommitOperationAdd(path.name, path) for path in (models / "math").iterdir()]
+        api.create_commit("acme/math", files, commit_message="upload")
+        file = models / "math" / "model.safetensors"
+        stored = stand_in.repository.at("main").tree["model.safetensors"]
+        assert stored.xet
+        assert stored.sha256
+        # Ranges are read over a bridge that speaks HTTP.
+        stand_in.objects.place(stored.sha256).write_bytes(file.read_bytes())
+        found = find_parents(load_recipe("merge_method: passthrough\nmodels: [{model: acme/math}]\n"))
+        assert open_parent(found[0]).tensors.keys() == open_checkpoint(models / "math").tensors.keys()
+        header = stand_in.sent[stored.sha256]
+        told: list[tuple[int, int]] = []
+        come = download(snapshots_of(found), memo, lambda done, total: told.append((done, total)))
+        assert stand_in.sent[stored.sha256] == header < stored.size
+    assert come.bytes == stored.size
+    assert told[-1] == (stored.size, stored.size)
+    assert (found[0].directory / "model.safetensors").read_bytes() == file.read_bytes()
+
+
+def test_a_repository_named_twice_is_fetched_once(online: LookAlike, memo: HashMemo, models: Path) -> None:
+    found = parents()
+    download([*snapshots_of(found), *snapshots_of(found)], memo)
+    assert online.sent == weights_of(models)
+
+
+@pytest.mark.parametrize("kind", ["fail", "drop"])
+def test_storage_that_fails_is_refused_with_what_to_do(online: LookAlike, memo: HashMemo, kind: str) -> None:
+    found = parents()
+    online.set_faults([Fault(kind, path="/_storage", times=1000)])
+    with pytest.raises(Refused) as caught:
+        download(snapshots_of(found), memo, wait=lambda seconds: None)
+    assert "run again" in caught.value.remedy
+
+
+def test_storage_that_fails_once_is_asked_again(online: LookAlike, memo: HashMemo) -> None:
+    found = parents()
+    online.set_faults([Fault("fail", path="/_storage", times=2), Fault("drop", path="/_storage", nth=4)])
+    waits: list[float] = []
+    assert download(snapshots_of(found), memo, wait=waits.append).new_files == 4
+    assert len(waits) == 2
+
+
+def test_access_that_was_taken_away_is_said(online: LookAlike, memo: HashMemo) -> None:
+    found = parents()
+    online.repositories["acme/math"].gated = "auto"
+    with pytest.raises(Refused, match="gated"):
+        download(snapshots_of(found), memo)
+
+
+def test_a_full_disk_is_said(online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    found = parents()
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
+    with pytest.raises(Refused, match="No space left") as caught:
+        download(snapshots_of(found), memo)
+    assert "HF_HOME" in caught.value.remedy
+
+
+def test_the_command_merges_parents_of_the_hub(online: LookAlike, models: Path, tmp_path: Path) -> None:
+    (tmp_path / "remote.yaml").write_text(RECIPE)
+    (tmp_path / "local.yaml").write_text(RECIPE.replace("acme/", f"{models}/"))
+    for name in ("remote", "local"):
+        result = mergegate("merge", str(tmp_path / f"{name}.yaml"), str(tmp_path / name), "--device", "cpu")
+        assert result.exit_code == 0, result.output
+    weights = [
+        [file.read_bytes() for file in sorted((tmp_path / name).glob("*.safetensors"))] for name in ("remote", "local")
+    ]
+    assert weights[0] == weights[1] != []
+
+
+def test_a_branch_that_moves_while_we_merge_is_merged_as_it_was(
+    online: LookAlike, models: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    mergegate("merge", str(tmp_path / "recipe.yaml"), str(tmp_path / "still"))
+
+    def move(request: object) -> None:
+        if getattr(request, "path", "").endswith("/api/models/acme/math"):
+            online.add_model("acme/math", models / "code")
+
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE = str(tmp_path / "another cache")  # put back by the fixture
+    online.after.append(move)
+    result = mergegate("merge", str(tmp_path / "recipe.yaml"), str(tmp_path / "moving"))
+    assert result.exit_code == 0, result.output
+    merged = [
+        [file.read_bytes() for file in sorted((tmp_path / name).glob("*.safetensors"))] for name in ("still", "moving")
+    ]
+    assert merged[0] == merged[1] != []
+
+
+def test_a_branch_that_has_moved_is_another_parent(online: LookAlike, models: Path, memo: HashMemo) -> None:
+    def digests() -> dict[str, tuple[str | None, str]]:
+        found = parents()
+        download(snapshots_of(found), memo)
+        return {parent.name: (parent.revision, parent.digest) for parent in pin(found, memo)}
+
+    before = digests()
+    online.add_model("acme/math", models / "code")
+    after = digests()
+    assert after["math"][1] == before["code"][1] != before["math"][1]
+    assert after["math"][0] != before["math"][0]
+    assert (after["base"], after["code"]) == (before["base"], before["code"])
+
+
+def test_a_merge_that_cannot_be_downloads_nothing(online: LookAlike, models: Path, tmp_path: Path) -> None:
+    from family import save_tokenizer
+
+    save_tokenizer(models / "math", [f"t{number}" for number in reversed(range(24))])
+    online.add_model("acme/math", models / "math")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    result = mergegate("merge", str(tmp_path / "recipe.yaml"), str(tmp_path / "out"))
+    assert result.exit_code == 3
+    assert "tokenizer.json" in result.stderr
+    assert online.sent == header_sizes(models)

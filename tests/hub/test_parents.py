@@ -1,0 +1,251 @@
+"""Parents on the Hub are found as commits with small files and headers; no weight is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hub_family import RECIPE, go_offline, header_sizes
+from hub_look_alike import READER, WRITER, Fault, LookAlike
+
+from merge_core import load_recipe, open_checkpoint
+from merge_core.errors import InvalidInput, MergegateError, Refused
+from tasks.pin import Found, find_all_parents, find_parents, open_parent, search_parents
+
+
+def found_of(text: str = RECIPE) -> dict[str, Found]:
+    return {parent.name: parent for parent in find_parents(load_recipe(text))}
+
+
+def problem(text: str) -> MergegateError:
+    with pytest.raises(MergegateError) as caught:
+        find_parents(load_recipe(text))
+    return caught.value
+
+
+def linear(*models: str) -> str:
+    listed = ", ".join(f"{{model: {model}, parameters: {{weight: 1}}}}" for model in models)
+    return f"merge_method: linear\nmodels: [{listed}]\n"
+
+
+def test_only_headers_of_weights_are_asked_for(online: LookAlike, models: Path) -> None:
+    for parent in found_of().values():
+        open_parent(parent)
+    assert online.sent == header_sizes(models)
+
+
+def test_a_checkpoint_read_from_afar_is_the_one_on_disk(online: LookAlike, models: Path) -> None:
+    for name, parent in found_of().items():
+        remote, local = open_parent(parent), open_checkpoint(models / name)
+        assert remote.config == local.config
+        shapes = [
+            {key: (tensor.shape, tensor.dtype, tensor.offset, tensor.file.name) for key, tensor in one.tensors.items()}
+            for one in (remote, local)
+        ]
+        assert shapes[0] == shapes[1]
+
+
+def test_a_parent_is_the_commit_that_its_branch_meant(online: LookAlike) -> None:
+    assert {name: parent.revision for name, parent in found_of().items()} == {
+        repo.partition("/")[2]: repository.branches["main"] for repo, repository in online.repositories.items()
+    }
+
+
+def test_cards_and_licences_come_and_files_of_other_libraries_do_not(online: LookAlike, models: Path) -> None:
+    (models / "base" / "LICENSE.txt").write_text("terms")
+    (models / "base" / "additional_chat_templates").mkdir()
+    (models / "base" / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    online.add_model("acme/base", models / "base")
+    base = found_of()["base"]
+    here = {path.relative_to(base.directory).as_posix() for path in base.directory.rglob("*") if path.is_file()}
+    assert here == {
+        "README.md",
+        "LICENSE.txt",
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        "additional_chat_templates/tools.jinja",
+    }
+    assert base.snapshot
+    assert set(base.snapshot.missing()) == {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+
+
+def test_one_branch_is_one_commit_in_all_recipes_of_a_run(online: LookAlike, models: Path) -> None:
+    before = online.repositories["acme/math"].branches["main"]
+
+    def move(request: object) -> None:
+        if getattr(request, "path", "").endswith("/api/models/acme/math"):
+            online.add_model("acme/math", models / "code")
+
+    online.after.append(move)
+    recipes = [load_recipe(RECIPE), load_recipe(RECIPE.replace("0.5", "0.7")), load_recipe(linear("acme/math"))]
+    found = find_all_parents(recipes)
+    assert {parent.revision for parents in found for parent in parents if parent.name == "math"} == {before}
+    assert online.repositories["acme/math"].branches["main"] != before
+
+
+def test_files_of_a_commit_are_not_asked_for_twice(online: LookAlike) -> None:
+    found_of()
+    online.log.clear()
+    found_of()
+    assert online.log
+    assert not any("/resolve/" in entry.path for entry in online.log)
+
+
+def test_a_branch_cannot_be_told_offline_and_the_cached_commit_is_named(
+    online: LookAlike, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = found_of()["math"].revision
+    go_offline(monkeypatch)
+    error = problem(linear("acme/math"))
+    assert isinstance(error, InvalidInput)
+    assert "HF_HUB_OFFLINE forbids" in error.found
+    assert f"acme/math@{commit}" in error.remedy
+
+
+def test_a_commit_that_is_not_in_the_cache_is_said_offline(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_offline(monkeypatch)
+    error = problem(linear(f"acme/math@{'0' * 40}"))
+    assert isinstance(error, InvalidInput)
+    assert "nor whole in the Hub's cache" in error.found
+
+
+def test_headers_that_are_not_here_are_said_offline(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = found_of(linear("acme/math"))["math"]
+    go_offline(monkeypatch)
+    with pytest.raises(InvalidInput, match="HF_HUB_OFFLINE"):
+        open_parent(parent)
+
+
+def test_a_gated_repository_names_the_page_where_access_is_asked_for(online: LookAlike) -> None:
+    online.repositories["acme/math"].gated = "manual"
+    error = problem(RECIPE)
+    assert isinstance(error, Refused)
+    assert error.where == "acme/math"
+    assert "gated" in error.found
+    assert f"{online.url}/acme/math" in error.remedy
+    assert "HF_TOKEN" in error.remedy
+
+
+def test_access_that_has_ended_is_noticed_although_small_files_are_cached(online: LookAlike) -> None:
+    found_of()
+    online.repositories["acme/math"].gated = "manual"
+    assert "gated" in problem(RECIPE).found
+
+
+def test_a_hub_that_cannot_say_who_may_read_is_believed(online: LookAlike) -> None:
+    online.set_faults([Fault("fail", path="/auth-check", status=404, times=1000)])
+    assert len(found_of()) == 3
+
+
+def test_a_gated_repository_of_ours_can_be_read(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+    online.repositories["acme/math"].gated = "manual"
+    monkeypatch.setenv("HF_TOKEN", READER)
+    open_parent(found_of()["math"])
+
+
+def test_a_private_repository_asks_for_a_token(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+    online.repositories["acme/math"].private = True
+    error = problem(RECIPE)
+    assert isinstance(error, InvalidInput)
+    assert error.where == "acme/math"
+    assert "export HF_TOKEN" in error.remedy
+    monkeypatch.setenv("HF_TOKEN", READER)
+    assert found_of()["math"].revision == online.repositories["acme/math"].branches["main"]
+
+
+def test_a_login_of_this_machine_will_do_for_reading(
+    online: LookAlike, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    online.repositories["acme/math"].private = True
+    (tmp_path / "login").write_text(READER)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "login"))
+    assert found_of()["math"].revision
+
+
+def test_a_token_that_the_hub_does_not_know_is_said_once(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_expired")
+    error = problem(RECIPE)
+    assert (error.where, error.exit_code) == ("HF_TOKEN", 2)
+    assert f"{online.url}/settings/tokens" in error.remedy
+    assert "also" not in error.found
+    assert "hf_expired" not in str(error)
+
+
+def test_a_branch_that_is_not_there_is_said(online: LookAlike) -> None:
+    error = problem(linear("acme/math@v7"))
+    assert isinstance(error, InvalidInput)
+    assert error.where == "acme/math@v7"
+    assert "no such branch, tag or commit" in error.found
+
+
+def test_a_repository_without_a_model_is_said(online: LookAlike, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.json").write_text("{}")
+    online.add_model("acme/notes", tmp_path / "empty")
+    assert problem(linear("acme/notes")).found == "no config.json"
+
+
+def test_every_parent_has_its_own_problem(online: LookAlike) -> None:
+    online.repositories["acme/math"].gated = "auto"
+    del online.repositories["acme/code"]
+    recipe = load_recipe(RECIPE)
+    search = search_parents([recipe])
+    assert [problem.where for problem in search.problems] == ["acme/math", "acme/code"]
+    assert [parent.name for parent in search.found[0]] == ["base"]
+    with pytest.raises(MergegateError, match="also: acme/code"):
+        find_parents(recipe)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_hub_that_is_sick_is_no_crash(online: LookAlike, status: int) -> None:
+    online.set_faults([Fault("fail", path="/api/models", status=status, times=1000)])
+    error = problem(linear("acme/math"))
+    assert isinstance(error, Refused)
+    assert str(status) in error.found
+    assert "run again later" in error.remedy
+
+
+def test_a_hub_that_hangs_up_is_no_crash(online: LookAlike) -> None:
+    online.set_faults([Fault("drop", times=1000)])
+    error = problem(linear("acme/math"))
+    assert isinstance(error, Refused)
+    assert "cannot be had from the Hub: Server disconnected" in error.found
+
+
+def test_a_hub_that_gives_no_headers_is_no_crash(online: LookAlike) -> None:
+    parent = found_of(linear("acme/math"))["math"]
+    online.set_faults([Fault("fail", path="/resolve/", status=502, times=1000)])
+    with pytest.raises(Refused, match="502"):
+        open_parent(parent)
+
+
+def test_pickled_weights_cannot_be_looked_into_from_afar(online: LookAlike, models: Path) -> None:
+    (models / "code" / "model.safetensors").rename(models / "code" / "pytorch_model.bin")
+    commit = online.add_model("acme/code", models / "code").id
+    with pytest.raises(Refused, match="pickled only") as caught:
+        open_parent(found_of()["code"])
+    assert f"hf download acme/code --revision {commit}" in caught.value.remedy
+    assert not online.sent
+
+
+def test_an_index_that_reaches_outside_is_refused(online: LookAlike, models: Path) -> None:
+    index = models / "base" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["lm_head.weight"] = "../math/model.safetensors"
+    index.write_text(json.dumps(content))
+    online.add_model("acme/base", models / "base")
+    with pytest.raises(InvalidInput, match="inside the checkpoint") as caught:
+        open_parent(found_of()["base"])
+    assert caught.value.where.startswith("acme/base@")
+
+
+def test_the_token_is_sent_to_the_hub_and_not_to_storage(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    for parent in found_of().values():
+        open_parent(parent)
+    assert {entry.path.startswith("/_storage") for entry in online.log if entry.authorised} == {False}
+    assert any(entry.path.startswith("/_storage") for entry in online.log)

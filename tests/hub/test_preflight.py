@@ -1,0 +1,127 @@
+"""``mergegate check`` and ``run`` on parents that lie on the Hub: what is refused is refused before a weight comes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family import save_tokenizer
+from hub_family import RECIPE, header_sizes, mergegate, write_profile
+from hub_look_alike import READER, WRITER, LookAlike
+
+NO_DERIVATIVES = "---\nlicense: cc-by-nd-4.0\n---\n"
+
+
+def checked(file: Path) -> tuple[int, list[dict[str, Any]]]:
+    result = mergegate("check", str(file), "--json")
+    return result.exit_code, json.loads(result.stdout)["remarks"]
+
+
+def blocking(remarks: list[dict[str, Any]]) -> list[str]:
+    return [remark["where"] for remark in remarks if remark["severity"] == "block"]
+
+
+def forbid(online: LookAlike, models: Path) -> None:
+    (models / "math" / "README.md").write_text(NO_DERIVATIVES)
+    online.add_model("acme/math", models / "math")
+
+
+def test_a_family_on_the_hub_passes_the_check_by_its_headers(online: LookAlike, models: Path, tmp_path: Path) -> None:
+    code, remarks = checked(write_profile(tmp_path))
+    assert (code, blocking(remarks)) == (0, [])
+    assert online.sent == header_sizes(models)
+
+
+def test_a_forbidden_licence_on_the_hub_blocks_the_check(online: LookAlike, models: Path, tmp_path: Path) -> None:
+    forbid(online, models)
+    code, remarks = checked(write_profile(tmp_path))
+    assert code == 3
+    assert any("cc-by-nd-4.0" in remark["found"] for remark in remarks)
+
+
+def test_a_forbidden_licence_ends_the_run_before_even_a_header_is_asked_for(
+    online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
+) -> None:
+    forbid(online, models)
+    result = mergegate("run", str(write_profile(tmp_path)), "--json")
+    assert result.exit_code == 3
+    assert "cc-by-nd-4.0" in json.loads(result.stdout)["message"]
+    assert not online.sent
+
+
+def test_a_wrong_tokenizer_ends_the_run_before_a_weight_is_asked_for(
+    online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
+) -> None:
+    save_tokenizer(models / "math", [f"t{number}" for number in reversed(range(24))])
+    online.add_model("acme/math", models / "math")
+    result = mergegate("run", str(write_profile(tmp_path)), "--json")
+    assert result.exit_code == 3
+    assert "tokenizer.json" in json.loads(result.stdout)["message"]
+    assert online.sent == header_sizes(models)
+
+
+def test_all_that_is_wrong_is_said_at_once(
+    online: LookAlike, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online.repositories["acme/code"].gated = "manual"
+    forbid(online, models)
+    monkeypatch.setenv("HF_TOKEN", "hf_somebody_else")
+    recipe = RECIPE.replace("acme/base", "acme/bass")
+    target = {"to": "hub", "repo": "acme/demo", "visibility": "public"}
+    code, remarks = checked(write_profile(tmp_path, recipe=recipe, publish=target))
+    assert code == 3
+    places = blocking(remarks)
+    assert {"acme/bass", "acme/code", "publish.repo: acme/demo"} <= set(places)
+    assert any(place.startswith("licences") for place in places)
+    assert all(remark["remedy"] for remark in remarks if remark["severity"] == "block")
+
+
+def test_a_target_that_may_not_be_written_ends_the_run_before_anything_is_looked_at(
+    online: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: None
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", READER)
+    profile = write_profile(tmp_path, publish={"to": "hub", "repo": "acme/demo"})
+    result = mergegate("run", str(profile), "--json")
+    assert result.exit_code == 3
+    assert "the token may only read" in json.loads(result.stdout)["message"]
+    assert not any("resolve" in entry.path for entry in online.log)
+
+
+def test_the_check_of_a_good_target_changes_nothing_there(
+    online: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    profile = write_profile(tmp_path, publish={"to": "hub", "repo": "acme/demo"})
+    code, remarks = checked(profile)
+    assert (code, blocking(remarks)) == (0, [])
+    assert {entry.method for entry in online.log} <= {"GET", "HEAD"}
+
+
+def test_a_recipe_alone_is_checked_too(online: LookAlike, tmp_path: Path) -> None:
+    online.repositories["acme/code"].private = True
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    code, remarks = checked(tmp_path / "recipe.yaml")
+    assert (code, blocking(remarks)) == (3, ["acme/code"])
+
+
+def test_pickled_weights_are_a_finding(online: LookAlike, models: Path, tmp_path: Path) -> None:
+    (models / "code" / "model.safetensors").rename(models / "code" / "pytorch_model.bin")
+    online.add_model("acme/code", models / "code")
+    code, remarks = checked(write_profile(tmp_path))
+    assert (code, blocking(remarks)) == (3, ["acme/code: pytorch_model.bin"])
+
+
+def test_a_disk_that_cannot_hold_what_has_to_come_blocks(
+    online: LookAlike, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    real = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type(real)(total=1000, used=0, free=1000))
+    code, remarks = checked(write_profile(tmp_path))
+    assert code == 3
+    (finding,) = [remark for remark in remarks if remark["severity"] == "block"]
+    assert "weights from the Hub" in finding["expected"]
+    assert "the merged checkpoint" in finding["expected"]

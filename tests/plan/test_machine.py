@@ -1,0 +1,115 @@
+"""What a machine lacks for a run: pure decisions on given numbers, and this machine's own numbers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from merge_core.errors import Refused
+from tasks import machine
+from tasks.compat import Compatibility
+from tasks.machine import Capacity, Disk, Machine, machine_remarks, require_machine, this_machine
+
+GB = 10**9
+JOB = Compatibility(
+    remarks=(),
+    tensors=10,
+    bytes_read=6 * GB,
+    bytes_written=2 * GB,
+    disk=2 * GB,
+    block=1 << 23,
+    gpu_block=1 << 26,
+    largest_bytes=2 * GB,
+    largest_parameters=GB,
+)
+ROOM = Disk(Path("/state"), 100 * GB, {"the merged checkpoint": 2 * GB})
+MUCH = Capacity(64 * GB, 60 * GB)
+
+
+def found(
+    *, disks: tuple[Disk, ...] = (ROOM,), memory: Capacity | None = MUCH, gpu: Capacity | None = None, dtypes: str = ""
+) -> list[tuple[str, str]]:
+    device = "cuda:0" if gpu else "cpu"
+    there = Machine(cores=8, disks=disks, memory=memory, gpu=gpu)
+    remarks = machine_remarks(JOB, there, device=device, dtypes=dtypes.split())
+    assert all(remark.found and remark.expected and remark.remedy for remark in remarks)
+    return [(remark.severity, remark.where) for remark in remarks]
+
+
+def test_nothing_is_said_of_a_machine_that_has_enough() -> None:
+    assert found(gpu=Capacity(80 * GB, 79 * GB), dtypes="auto float32") == []
+
+
+@pytest.mark.parametrize(("free", "enough"), [(2_199_999_999, False), (2_200_000_000, True)])
+def test_a_disk_must_hold_the_merge_with_a_tenth_to_spare(free: int, enough: bool) -> None:
+    disk = Disk(Path("/state"), free, {"the merged checkpoint": 2 * GB})
+    assert found(disks=(disk,)) == ([] if enough else [("block", "/state")])
+
+
+def test_what_has_to_be_downloaded_counts_on_its_disk() -> None:
+    both = Disk(Path("/state"), 7 * GB, {"the merged checkpoint": 2 * GB, "weights from the Hub": 6 * GB})
+    assert found(disks=(both,)) == [("block", "/state")]
+    apart = Disk(Path("/cache"), 7 * GB, {"weights from the Hub": 6 * GB})
+    assert found(disks=(ROOM, apart)) == []
+    assert found(disks=(ROOM, Disk(Path("/cache"), 6 * GB, apart.writes))) == [("block", "/cache")]
+
+
+def test_memory_that_will_never_suffice_blocks_and_that_which_may_warns() -> None:
+    # 256 MiB for the process, what waits to be written, and ten blocks of 8 MiB: between 0.3 and 1 GB.
+    assert found(memory=Capacity(GB // 4, GB // 4)) == [("block", "memory")]
+    assert found(memory=Capacity(4 * GB, GB // 4)) == [("warn", "memory")]
+    assert found(memory=Capacity(4 * GB, 2 * GB)) == []
+
+
+def test_memory_of_the_gpu_is_looked_at_where_it_merges() -> None:
+    assert found(gpu=Capacity(GB // 2, GB // 2)) == [("block", "memory of cuda:0")]
+    assert found(gpu=Capacity(8 * GB, GB // 2)) == [("warn", "memory of cuda:0")]
+
+
+@pytest.mark.parametrize(("dtypes", "enough"), [("auto", True), ("bfloat16", True), ("float32", False), ("", True)])
+def test_the_largest_model_must_fit_to_be_evaluated(dtypes: str, enough: bool) -> None:
+    available = Capacity(64 * GB, 4 * GB)  # 2 GB as stored or in bfloat16, 4 GB in float32, and a third more
+    assert found(memory=available, dtypes=dtypes) == ([] if enough else [("warn", "memory")])
+
+
+def test_a_system_that_does_not_say_is_believed() -> None:
+    assert found(memory=None, dtypes="float32") == []
+
+
+def test_of_a_merge_that_cannot_be_nothing_is_known() -> None:
+    from tasks.compat import Remark
+
+    remark = Remark(severity="block", where="x", found="y", expected="", remedy="")
+    blocked = JOB.model_copy(update={"remarks": (remark,)})
+    empty = Machine(cores=1, disks=(Disk(Path("/"), 0, {"x": 1}),), memory=Capacity(1, 1))
+    assert machine_remarks(blocked, empty, device="cpu") == ()
+
+
+def test_this_machine_has_a_disk_and_memory(home: Path) -> None:
+    there = this_machine(JOB, (), "cpu")
+    assert there.gpu is None
+    (disk,) = there.disks
+    assert home.is_relative_to(disk.place)
+    assert disk.writes == {"the merged checkpoint": JOB.disk}
+    assert there.memory
+    assert 0 < there.memory.available <= there.memory.total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_container_has_what_its_limit_leaves_and_cached_files_are_free(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("4000\n")
+    (tmp_path / "memory.current").write_text("3500\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 2000\nactive_file 1000\n")
+    assert machine._control_group(tmp_path) == Capacity(4000, 3500)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine._control_group(tmp_path) is None
+    assert machine._control_group(tmp_path / "nowhere") is None
+
+
+def test_a_run_that_cannot_be_is_refused(home: Path) -> None:
+    endless = JOB.model_copy(update={"disk": 10**18})
+    with pytest.raises(Refused, match="free") as caught:
+        require_machine(endless, (), "cpu")
+    assert "MERGEGATE_HOME" in caught.value.remedy
+    require_machine(JOB.model_copy(update={"disk": 1}), (), "cpu")
