@@ -72,6 +72,8 @@ def _check_profile(file: Path) -> CheckReport:
     reports = [_elsewhere(file, profile, search.problems)]
     dtypes = _dtypes(profile)
     for candidate, found in zip(candidates, search.found, strict=True):
+        if not found:
+            continue  # why not is among the problems
         licences = _license_remarks(found, profile.checks.license, profile.root, profile.name)
         if len(found) < len(candidate.recipe.references()):
             # Half a family may be forbidden, but neither allowed nor compared.

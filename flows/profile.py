@@ -219,7 +219,7 @@ def _explain(error: ValidationError, where: str) -> InvalidInput:
     faults = [(_place(fault["loc"]), *_fault(fault)) for fault in error.errors() if fault["loc"] not in inside]
     if len(faults) == 1:
         (place, found, remedy) = faults[0]
-        return InvalidInput(f"{where}: {place}", found=found, remedy=remedy)
+        return InvalidInput(f"{where}: {place}" if place else where, found=found, remedy=remedy)
     lines = "".join(f"\n  {place}: {found}" + (f"; {remedy}" if remedy else "") for place, found, remedy in faults)
     return InvalidInput(where, found=f"{len(faults)} faults{lines}")
 
@@ -232,7 +232,10 @@ def _fault(fault: Any) -> tuple[str, str]:
     if fault["type"] == "missing":
         return "is missing", "add it"
     message = str(fault["msg"]).removeprefix("Value error, ")
-    return f"{fault['input']!r}: {message[:1].lower()}{message[1:]}", ""
+    message = message[:1].lower() + message[1:]
+    # Of a whole section the place says enough: nobody wants it back as a dict.
+    is_section = isinstance(fault["input"], Mapping | BaseModel)
+    return message if is_section else f"{fault['input']!r}: {message}", ""
 
 
 def _place(location: tuple[int | str, ...]) -> str:

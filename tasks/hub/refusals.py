@@ -85,7 +85,7 @@ def refusal_of(where: str, repo: str, error: Exception, access: HubAccess | None
         where,
         found=f"not here, and cannot be had from the Hub: {said(error, access)}",
         expected="a directory here, or an answer from the Hub",
-        remedy="run again later: what has been downloaded stays",
+        remedy="check spelling and network, or run again later: what has been downloaded stays",
     )
 
 

@@ -77,6 +77,12 @@ def test_a_value_that_cannot_be_is_refused_with_its_place(change: dict[str, obje
         parse_profile({**GOOD, **change}, "profile.yaml")
 
 
+def test_a_fault_of_the_whole_profile_does_not_repeat_it() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        parse_profile({**GOOD, "perplexity": None, "evaluate": None}, "profile.yaml")
+    assert str(caught.value) == "profile.yaml: publish needs evidence: add perplexity, evaluate, or both"
+
+
 def test_all_faults_are_named_at_once() -> None:
     with pytest.raises(InvalidInput, match="2 faults") as caught:
         parse_profile(

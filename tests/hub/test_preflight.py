@@ -78,6 +78,12 @@ def test_all_that_is_wrong_is_said_at_once(
     assert all(remark["remedy"] for remark in remarks if remark["severity"] == "block")
 
 
+def test_when_no_parent_can_be_had_each_is_a_finding(online: LookAlike, tmp_path: Path) -> None:
+    online.repositories.clear()
+    code, remarks = checked(write_profile(tmp_path))
+    assert (code, blocking(remarks)) == (3, ["acme/math", "acme/code", "acme/base"])
+
+
 def test_a_target_that_may_not_be_written_ends_the_run_before_anything_is_looked_at(
     online: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: None
 ) -> None:
