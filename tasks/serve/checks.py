@@ -224,13 +224,13 @@ def _deterministic(first: Sequence[Completion], again: Sequence[Completion]) -> 
 
 
 def _loops(said: Sequence[Completion]) -> Check:
-    name, expected = "no loop", f"at most half of them over {_LOOPED:.0%} one pattern"
+    name, expected = "no loop", f"at most half of them over {100 * _LOOPED:.0f} % one pattern"
     if all(len(completion.identity) < 2 <= completion.tokens for completion in said):
         return Check(name=name, outcome="not offered", seen="the server tells no tokens apart", expected=expected)
     # What ended by itself after a few tokens is no loop.
     shares = [looped_share(each.identity) if len(each.identity) >= _SHORT else 0.0 for each in said]
     loops = [share for share in shares if share > _LOOPED]
-    seen = f"{len(loops)} of {len(shares)}; {max(shares):.0%} at most"
+    seen = f"{len(loops)} of {len(shares)}; {100 * max(shares):.0f} % at most"
     if 2 * len(loops) > len(shares):
         return _failed(name, seen, expected, _BROKEN_MODEL)
     return Check(name=name, outcome="pass", seen=seen, expected=expected)

@@ -89,7 +89,7 @@ def test_a_good_model_passes_every_check(smoke: Smoke) -> None:
     [
         ("nan", "finite logprobs", "are no numbers"),
         ("empty", "text", "nothing after 2 of 2 prompts"),
-        ("loop", "no loop", "2 of 2; 100% at most"),
+        ("loop", "no loop", "2 of 2; 100 % at most"),
         ("moody", "greedy twice", "then"),
         ("shifted", "parity", "0.2000 on average"),
         ("other ids", "tokenizer", "id 0 is"),

@@ -100,7 +100,7 @@ def test_a_merge_with_a_zeroed_norm_is_refused_for_its_silence(merge: Path, tmp_
     verdict = smoke(broken, tmp_path / "server.log")
     seen = failures(verdict)
     assert seen["text"] == "nothing after 4 of 4 prompts"
-    assert seen["no loop"] == "4 of 4; 100% at most"
+    assert seen["no loop"] == "4 of 4; 100 % at most"
 
 
 def test_nothing_of_vllm_survives_a_flow_that_is_killed(merge: Path, tmp_path: Path, traces: Traces) -> None:
