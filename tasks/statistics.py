@@ -11,6 +11,7 @@ for few clusters; Connor 1987 (Biometrics 43:207) for sample sizes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
@@ -229,6 +230,19 @@ def documents_needed(variance: float, distance: float, confidence: float, power:
     """
     spread = z(confidence) * math.sqrt(variance + distance**2) + z(power) * math.sqrt(variance)
     return math.ceil((spread / distance) ** 2)
+
+
+def graded_documents_needed(variance: float, distance: float, confidence: float) -> int:
+    """``documents_needed`` for ``graded_difference``: its interval is never narrower than that of so many documents
+    that all agree, whatever the variance.
+
+    Args:
+        distance: In (0, 1).
+    """
+    agreeing = bisect_left(
+        range(1 << 30), True, lo=1, key=lambda n: binary_difference(0, 0, n, confidence).high <= distance
+    )
+    return max(agreeing, documents_needed(variance, distance, confidence))
 
 
 def detectable_difference(variance: float, n: int, confidence: float, power: float = POWER) -> float:

@@ -18,7 +18,7 @@ from merge_core.errors import InvalidInput
 from tasks.gate import OnInconclusive
 from tasks.judge.settings import JudgeRule
 from tasks.regression import Outcome, decide
-from tasks.statistics import Difference, documents_needed, graded_difference
+from tasks.statistics import Difference, graded_difference, graded_documents_needed
 
 Order = Literal["reference first", "merge first"]
 Winner = Literal["reference", "merge", "tie"]
@@ -146,7 +146,8 @@ def judge_answers(
     if outcome == "inconclusive":
         distance = drop if drop > rule.max_shortfall else rule.upper_limit - drop
         if distance > 0:
-            needed = documents_needed(shortfall.variance, distance / 100, rule.confidence)
+            # Of the lead in [-1, 1], of which the shortfall is half.
+            needed = graded_documents_needed(4 * shortfall.variance, 2 * distance / 100, rule.confidence)
     reason = _sentence(reference.name, shortfall, rule, outcome, len({pair.prompt for pair in pairs}), needed)
     if consistency is not None and consistency < rule.min_consistency:
         outcome, needed = "inconclusive", None

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from demo_project import Printed, Project
+from optional_stages import asks_a_judge, profile, says, served_by_a_stand_in, serving
 
 from tasks.compat import check_compatibility
+from tasks.ensemble import ensemble
 from tasks.evaluate import evaluate
-from tasks.explain import explain
+from tasks.explain import explain, flips
 from tasks.gate import gate
+from tasks.judge.answers import answer
+from tasks.judge.stage import judge
 from tasks.licenses.check import check_licenses
 from tasks.merge import merge
 from tasks.perplexity import perplexity
 from tasks.report import write_report
+from tasks.serve.stage import measure, serve
 from tasks.stage import Stage
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = (check_licenses, check_compatibility, merge, perplexity, evaluate, gate, explain, write_report)
+OPTIONAL = (flips, ensemble, answer, judge, serve, measure)
 
 
 # Durations, versions, and what hangs on single documents: another processor may answer one of 400 differently.
@@ -33,6 +40,7 @@ PASSING = (
     | {f"overall_{part}" for part in ("drop", "low", "high")}
     | {"detectable_drop", "loglik"}
     | {"moved", "opposed", "pair_moved", "pair_opposed"}
+    | {"measured", "seen", "when", "machine", "url", "examples", "characters", "identical"}
 )
 
 
@@ -47,11 +55,10 @@ def rounded(value: object) -> object:
     return value
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_a_stage_makes_what_its_version_promises(stage: Stage, released: tuple[Project, Printed]) -> None:  # type: ignore[type-arg]
-    project, _ = released
+def check(stage: Stage, home: Path) -> None:  # type: ignore[type-arg]
+    """Compare all that ``stage`` has made in the store of ``home`` with the golden file of its version."""
     made = []
-    for artifact in sorted((project.home / "store" / stage.name).iterdir()):
+    for artifact in sorted((home / "store" / stage.name).iterdir()):
         manifest = json.loads((artifact / "manifest.json").read_text())
         made.append(
             {"files": sorted(manifest["files"]), "value": rounded(json.loads((artifact / "value.json").read_text()))}
@@ -66,3 +73,32 @@ def test_a_stage_makes_what_its_version_promises(stage: Stage, released: tuple[P
         golden.write_text(text)
     assert golden.is_file(), f"no golden file for version {stage.version}: run with UPDATE_GOLDEN=1 and look at it"
     assert text == golden.read_text(), f"{stage.name} means something else now: bump its version"
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_stage_makes_what_its_version_promises(stage: Stage, released: tuple[Project, Printed]) -> None:  # type: ignore[type-arg]
+    check(stage, released[0].home)
+
+
+@pytest.fixture(scope="module")
+def with_everything(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> Project:
+    """The demo with all that a profile can ask for; and a merge that lost something."""
+    root = tmp_path_factory.mktemp("everything") / "project"
+    shutil.copytree(demo_release, root, symlinks=True)
+    project = Project(root)
+    stand_in = served_by_a_stand_in("--model", "{model}")
+    with serving(lambda body: says("tie")) as asked:
+        more = {
+            "judge": {**asks_a_judge(project, asked.url), "on_inconclusive": "warn"},
+            "serve": stand_in,
+            "perplexity": {"ensemble": True},
+        }
+        result = project.mergegate("run", profile(project, "everything", **more), "--json")
+    assert result.exit_code == 0, result.output
+    assert project.mergegate("run", "profiles/demo-refused.yaml").exit_code == 3
+    return project
+
+
+@pytest.mark.parametrize("stage", OPTIONAL, ids=lambda stage: stage.name)
+def test_an_optional_stage_makes_what_its_version_promises(stage: Stage, with_everything: Project) -> None:  # type: ignore[type-arg]
+    check(stage, with_everything.home)

@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from demo_project import Printed, Project
+from optional_stages import asks_a_judge, profile, says, served_by_a_stand_in, serving
 from typer.testing import Result
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.append(str(TESTS / "judge"))
-
-from judge_server import Response, completion, serving  # noqa: E402  # from the tests of the judge
-
 Released = tuple[Project, Printed]
-STAND_IN = TESTS / "serve" / "stand_in.py"
-
-
-def says(verdict: str) -> Response:
-    return completion(
-        {"reasoning": "so", "correctness": verdict, "relevance": "tie", "clarity": "tie", "verdict": verdict}
-    )
-
-
-def profile(project: Project, name: str, **keys: Any) -> str:
-    """The demo's profile with more in it, and a target of its own."""
-    content = yaml.safe_load((project.root / "profiles" / "demo.yaml").read_text())
-    content["publish"]["path"] = f"../releases/{name}"
-    perplexity = keys.pop("perplexity", {})
-    content["perplexity"].update(perplexity)
-    content.update(name=name, **keys)
-    (project.root / "profiles" / f"{name}.yaml").write_text(yaml.safe_dump(content))
-    return f"profiles/{name}.yaml"
-
-
-def judge(project: Project, url: str) -> dict[str, Any]:
-    prompts = [{"prompt": f"rev: {word}>"} for word in ("abcd", "pig", "cat", "red", "dog", "tree", "old", "sun")]
-    (project.root / "profiles" / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
-    return {
-        "url": url,
-        "model": "judge-1",
-        "prompts": "prompts.jsonl",
-        "guarded_by": "shifter",
-        "chat_template": False,
-        "max_new_tokens": 6,
-    }
 
 
 def outcome(result: Result) -> dict[str, Any]:
@@ -68,7 +32,7 @@ def test_the_report_says_how_much_of_the_ensemble_the_merge_keeps(released: Rele
 def test_a_judge_who_always_likes_the_first_answer_decides_nothing(released: Released) -> None:
     project, _ = released
     with serving(lambda body: says("A")) as asked:
-        biased = project.mergegate("run", profile(project, "judged", judge=judge(project, asked.url)), "--json")
+        biased = project.mergegate("run", profile(project, "judged", judge=asks_a_judge(project, asked.url)), "--json")
     # Not one win survives the swap.
     assert biased.exit_code == 3, biased.output
     content = outcome(biased)["content"]
@@ -80,7 +44,7 @@ def test_a_judge_who_always_likes_the_first_answer_decides_nothing(released: Rel
 
 
 def test_a_judge_that_is_held_against_no_parent_is_found_at_once(project: Project) -> None:
-    name = profile(project, "unknown", judge={**judge(project, "http://localhost:1/v1"), "guarded_by": "shiftr"})
+    name = profile(project, "unknown", judge={**asks_a_judge(project, "http://localhost:1/v1"), "guarded_by": "shiftr"})
     result = project.mergegate("run", name)
     assert result.exit_code == 2
     assert "judge.guarded_by" in result.output
@@ -92,7 +56,7 @@ def test_a_judge_is_not_asked_about_a_merge_that_the_gate_refuses(released: Rele
     recipe = {"recipe": "demo/recipes/linear.yaml"}
     guards = {"evaluate": yaml.safe_load((project.root / "profiles" / "demo-refused.yaml").read_text())["evaluate"]}
     with serving(lambda body: says("tie")) as asked:
-        name = profile(project, "not-asked", judge=judge(project, asked.url), **recipe, **guards)
+        name = profile(project, "not-asked", judge=asks_a_judge(project, asked.url), **recipe, **guards)
         assert project.mergegate("run", name).exit_code == 3
     assert asked.bodies == []
 
@@ -111,14 +75,7 @@ def test_a_merge_is_released_only_if_its_server_answers_as_the_model_does(
 ) -> None:
     """Without a model the stand-in says canned things: what it serves is not the merge."""
     project, _ = released
-    serve = {
-        "command": [sys.executable, str(STAND_IN), "--port", "{port}", "--name", "{name}", *arguments],
-        "prompts": ["rev: abcd>"],
-        "texts": ["the old pig sees the red cat."],
-        "max_tokens": 16,
-        "version": str(code),
-        "parents": True,
-    }
+    serve = served_by_a_stand_in(*arguments, version=str(code))
     name = f"served-{code}"
     result = project.mergegate("run", profile(project, name, serve=serve), "--json")
     assert result.exit_code == code, result.output

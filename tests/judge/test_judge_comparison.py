@@ -115,6 +115,14 @@ def test_few_prompts_decide_nothing_and_say_how_many_would() -> None:
     assert f"undecided after 80 prompts; about {found.prompts_needed:,} would decide it" in found.reason
 
 
+def test_ties_alone_decide_when_there_are_as_many_as_were_said_to_be_needed() -> None:
+    few = verdict(many(0, 8, 0))
+    assert few.outcome == "inconclusive"
+    assert few.prompts_needed is not None
+    assert verdict(many(0, few.prompts_needed, 0)).outcome == "pass"
+    assert verdict(many(0, few.prompts_needed - 1, 0)).outcome == "inconclusive"
+
+
 @pytest.mark.parametrize(("policy", "publishable"), [("block", False), ("warn", True), ("pass", True)])
 def test_the_profile_says_what_follows_from_inconclusive(policy: str, publishable: bool) -> None:
     assert verdict(many(9, 60, 11), on_inconclusive=policy).publishable is publishable

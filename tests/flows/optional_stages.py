@@ -1,0 +1,60 @@
+"""Profiles that ask for more than perplexity and tasks, and the servers that they ask it of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from demo_project import Project
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS / "judge"))
+
+from judge_server import Response, completion, serving  # noqa: E402, F401  # from the tests of the judge, which use it too
+
+STAND_IN = TESTS / "serve" / "stand_in.py"
+
+
+def says(verdict: str) -> Response:
+    return completion(
+        {"reasoning": "so", "correctness": verdict, "relevance": "tie", "clarity": "tie", "verdict": verdict}
+    )
+
+
+def profile(project: Project, name: str, **keys: Any) -> str:
+    """The demo's profile with more in it, and a target of its own."""
+    content = yaml.safe_load((project.root / "profiles" / "demo.yaml").read_text())
+    content["publish"]["path"] = f"../releases/{name}"
+    perplexity = keys.pop("perplexity", {})
+    content["perplexity"].update(perplexity)
+    content.update(name=name, **keys)
+    (project.root / "profiles" / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    return f"profiles/{name}.yaml"
+
+
+def asks_a_judge(project: Project, url: str) -> dict[str, Any]:
+    prompts = [{"prompt": f"rev: {word}>"} for word in ("abcd", "pig", "cat", "red", "dog", "tree", "old", "sun")]
+    (project.root / "profiles" / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    return {
+        "url": url,
+        "model": "judge-1",
+        "prompts": "prompts.jsonl",
+        "guarded_by": "shifter",
+        "chat_template": False,
+        "max_new_tokens": 6,
+    }
+
+
+def served_by_a_stand_in(*arguments: str, version: str = "1") -> dict[str, Any]:
+    """``serve`` of a profile. The stand-in answers as the model does that it is given with ``--model``."""
+    return {
+        "command": [sys.executable, str(STAND_IN), "--port", "{port}", "--name", "{name}", *arguments],
+        "prompts": ["rev: abcd>"],
+        "texts": ["the old pig sees the red cat."],
+        "max_tokens": 16,
+        "version": version,
+        "parents": True,
+    }
