@@ -62,13 +62,14 @@ def run(
 
         console = _console(as_json)
         progress = Progress(console)
-        loaded = load_profile(profile)
-        progress.headline(loaded.headline(), f"profile {profile}")
+        progress.headline(load_profile(profile).headline(), f"profile {profile}")
         with ExitStack() as stack:
             with console.status("starting Prefect's API"):
                 stack.enter_context(local_api())
             with progress.watching():
-                state = release(loaded, return_state=True)
+                state = release(
+                    profile, return_state=True
+                )  # Prefect keeps what it is given: a name, not what stands in it
         outcome = state.result(raise_on_failure=False)
         if not isinstance(outcome, Outcome):
             raise RuntimeError(f"the run ended without an outcome: {outcome!r}")

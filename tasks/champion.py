@@ -10,7 +10,7 @@ from merge_core.keys import NotInKey, merkle
 from merge_core.store import MANIFEST, VALUE
 from tasks.guards import CHAMPION
 from tasks.model import Model
-from tasks.pin import MATTERS
+from tasks.pin import deciding_files
 from tasks.publish.content import ABOUT
 from tasks.publish.directory import LATEST
 from tasks.publish.hub_current import current_release
@@ -56,8 +56,5 @@ def _released(target: Target | None, root: Path) -> tuple[Path, str | None] | No
 
 def _checkpoint(directory: Path, hashes: HashMemo) -> dict[str, tuple[int, str]]:
     """Size and sha256 of every file that decides what the model does, by name."""
-    return {
-        path.name: (path.stat().st_size, hashes.sha256(path))
-        for path in sorted(directory.iterdir())
-        if path.is_file() and path.suffix in MATTERS and path.name not in _BOOKKEEPING and path.name[0] != "."
-    }
+    names = [name for name in deciding_files(directory) if name not in _BOOKKEEPING]
+    return {name: ((directory / name).stat().st_size, hashes.sha256(directory / name)) for name in names}

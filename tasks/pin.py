@@ -30,10 +30,6 @@ from tasks.model import Model
 # Where a reference leads, or why nowhere.
 Located = tuple[Path, Snapshot | None] | MergegateError
 
-# What decides a checkpoint's behaviour: weights, configuration, tokenizer, templates, custom code. Cards and licences
-# are read by the licence check, which hashes them itself.
-MATTERS = (".safetensors", ".bin", ".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
-
 
 class Found(BaseModel):
     """A parent of the merge, found but not yet read. Of one on the Hub the weights need not be here."""

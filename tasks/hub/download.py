@@ -6,7 +6,6 @@ here, once (``HashMemo``), while the others are still coming.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from typing import Any
 from merge_core.errors import MergegateError, Refused
 from merge_core.hashing import HashMemo
 from tasks.hub.access import HubAccess, causes, hub_access, is_offline, status_of
-from tasks.hub.file import RemoteFile
+from tasks.hub.file import RemoteFile, git_blob
 from tasks.hub.refusals import all_at_once, refusal_of, trouble
 from tasks.hub.snapshot import Snapshot
 
@@ -114,7 +113,7 @@ def _wrong(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, hashes: 
     if file.sha256 is not None:
         kind, seen, listed = "sha256", hashes.sha256(path), file.sha256
     else:
-        kind, seen, listed = "git's sha1", _blob_id(path), file.blob
+        kind, seen, listed = "git's sha1", git_blob(path.read_bytes()), file.blob
     if seen == listed:
         return None
     return Refused(
@@ -123,12 +122,6 @@ def _wrong(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, hashes: 
         expected=f"{listed[:16]}…, as the Hub lists it",
         remedy=f"it was damaged on its way or on this disk: delete {path.resolve()} and run again",
     )
-
-
-def _blob_id(path: Path) -> str:
-    """git's name for a file: sha1 over a header and the bytes. Only small files have no other hash."""
-    data = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def _bar(total: int, on_progress: Progress) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 
@@ -16,3 +17,8 @@ class RemoteFile:
     size: int
     blob: str
     sha256: str | None = None
+
+
+def git_blob(data: bytes) -> str:
+    """git's id of a file with this content: 40 hex digits, sha1 over a header and the bytes."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

@@ -74,9 +74,10 @@ def _headers(
 
     try:
         with ThreadPoolExecutor(_CONNECTIONS) as threads:
-            return {directory / size[0]: found for size, found in zip(sizes, threads.map(header, sizes), strict=True)}
+            found = list(threads.map(header, sizes))
     except trouble() as error:
         raise refusal_of(f"{repo}@{commit[:12]}", repo, error, access) from error
+    return {directory / name: tensors for (name, _), tensors in zip(sizes, found, strict=True)}
 
 
 def _ranged(url: str, start: int, count: int, access: HubAccess) -> bytes:

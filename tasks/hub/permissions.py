@@ -110,9 +110,7 @@ def require_writing(repo: str, access: HubAccess) -> None:
     try:
         access.api().auth_check(repo, write=True)
     except trouble() as error:
-        if (
-            status_of(error) == 404
-        ):  # it will be made; a private one of somebody else's cannot be in a namespace of ours
+        if status_of(error) == 404:  # it will be made: in a namespace of ours nothing is hidden from us
             return
         if status_of(error) in (401, 403):
             raise Refused(

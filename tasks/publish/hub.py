@@ -11,7 +11,6 @@ request carries the token.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 from merge_core.errors import Refused
 from merge_core.hashing import HashMemo
 from tasks.hub.access import HubAccess, is_passing, said
-from tasks.hub.file import RemoteFile
+from tasks.hub.file import RemoteFile, git_blob
 from tasks.publish.content import CARD, ReleaseFile
 from tasks.publish.hub_state import (
     MAIN,
@@ -305,11 +304,6 @@ def _wanted(file: ReleaseFile) -> WantedFile:
     if file.size <= _LARGEST_BLOB:
         blob = git_blob(file.source if isinstance(file.source, bytes) else file.source.read_bytes())
     return WantedFile(file.size, file.sha256, blob)
-
-
-def git_blob(data: bytes) -> str:
-    """git's id of a file with this content: 40 hex digits, sha1 over a header and the bytes."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 def _require_gated(file: ReleaseFile, hashes: HashMemo) -> None:

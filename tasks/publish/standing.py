@@ -16,7 +16,7 @@ from typing import Protocol
 from merge_core.errors import InvalidInput, Refused
 from merge_core.hashing import sha256_file
 from tasks.hub.access import HubAccess, is_passing, said
-from tasks.publish.hub import git_blob
+from tasks.hub.file import git_blob
 from tasks.publish.hub_state import KEPT
 from tasks.publish.sums import sha256_of
 
