@@ -16,6 +16,7 @@ from pathlib import Path
 from merge_core.errors import InvalidInput
 from tasks.checkpoint_files import files_about, files_beside, weight_files
 from tasks.hub.access import HubAccess, hub_access, is_offline, status_of
+from tasks.hub.cache import snapshots
 from tasks.hub.file import RemoteFile
 from tasks.hub.refusals import refusal_of, trouble, unreachable_offline
 
@@ -118,7 +119,7 @@ def _whole_in_cache(repo: str, commit: str) -> Snapshot | None:
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    directory = _place(repo) / commit
+    directory = snapshots(repo) / commit
     try:
         tree = get_cached_repo_tree(repo, revision=commit)
     except CachedRepoTreeNotFoundError:
@@ -154,16 +155,9 @@ def _bring(repo: str, commit: str, names: list[str], access: HubAccess) -> Path:
     )
 
 
-def _place(repo: str) -> Path:
-    """Where the cache keeps the snapshots of a repository, each under its commit."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "snapshots"
-
-
 def _not_offline(repo: str, revision: str | None) -> InvalidInput:
     """What to say when only the Hub could tell which commit is meant."""
-    newest = max(_place(repo).glob("*"), key=lambda place: place.stat().st_mtime, default=Path("<40 hex digits>"))
+    newest = max(snapshots(repo).glob("*"), key=lambda place: place.stat().st_mtime, default=Path("<40 hex digits>"))
     return InvalidInput(
         repo,
         found=f"no such directory here, and HF_HUB_OFFLINE forbids to ask the Hub which commit {revision or 'main'} is",

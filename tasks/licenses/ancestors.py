@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from tasks.hub.access import HubAccess, hub_access, is_offline
+from tasks.hub.cache import snapshots
 from tasks.licenses.resolve import LICENSE_FILE, NotRead, Place
 
 _PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/")
@@ -87,7 +88,7 @@ def _ask(access: HubAccess, repository: str) -> Place | NotRead:
                 return NotRead("it is gated: ask for access, and set HF_TOKEN")
             # The Hub tells the metadata of a card also to those who may not see the repository.
             card = info.card_data.to_dict()  # type: ignore[no-untyped-call]  # the library leaves it untyped
-            return Place(_snapshot(repository, info.sha), info.sha, card)
+            return Place(snapshots(repository) / info.sha, info.sha, card)
         return Place(directory, info.sha)
     except (RepositoryNotFoundError, HFValidationError):
         return NotRead("it is not on the Hub, or private")
@@ -107,7 +108,7 @@ def _download(access: HubAccess, repository: str, commit: str, names: list[str])
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented, not in the types
 
     disable_progress_bars()
-    directory = _snapshot(repository, commit)
+    directory = snapshots(repository) / commit
     for name in names:
         if (name == "README.md" or LICENSE_FILE.fullmatch(name)) and not (directory / name).is_file():
             # The download itself tries five times and waits in between; this asks once whether it can succeed.
@@ -117,22 +118,10 @@ def _download(access: HubAccess, repository: str, commit: str, names: list[str])
     return directory
 
 
-def _snapshot(repository: str, commit: str) -> Path:
-    """Where the Hub's cache keeps a commit, whether anything of it is there or not."""
-    return _snapshots(repository) / commit
-
-
-def _snapshots(repository: str) -> Path:
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repository, repo_type="model") / "snapshots"
-
-
 def _cached(repository: str) -> Place | None:
     """The commit of `repository` that was downloaded last, if its card is among what was."""
     try:
-        there = [place for place in _snapshots(repository).iterdir() if (place / "README.md").is_file()]
+        there = [place for place in snapshots(repository).iterdir() if (place / "README.md").is_file()]
         newest = max(there, key=lambda place: (place.stat().st_mtime_ns, place.name), default=None)
     except OSError:
         return None
