@@ -15,6 +15,7 @@ from flows.profile import Profile, is_recipe, load_profile
 from merge_core import Recipe, load_recipe
 from merge_core.errors import MergegateError
 from tasks.compat import Compatibility, Remark, check_compatibility, remark_of
+from tasks.licenses.ancestors import Ask, hub_ancestors
 from tasks.licenses.check import check_licenses, license_table, read_licenses
 from tasks.licenses.use import LicenseSettings
 from tasks.machine import machine_remarks, this_machine
@@ -70,11 +71,11 @@ def _check_profile(file: Path) -> CheckReport:
     candidates = profile.candidates()
     search = search_parents([candidate.recipe for candidate in candidates])
     reports = [_elsewhere(file, profile, search.problems)]
-    dtypes = _dtypes(profile)
+    dtypes, ask = _dtypes(profile), hub_ancestors()
     for candidate, found in zip(candidates, search.found, strict=True):
         if not found:
             continue  # why not is among the problems
-        licences = _license_remarks(found, profile.checks.license, profile.root, profile.name)
+        licences = _license_remarks(found, profile.checks.license, profile.root, profile.name, ask)
         if len(found) < len(candidate.recipe.references()):
             # Half a family may be forbidden, but neither allowed nor compared.
             reports.append(CheckReport(file=str(file), remarks=tuple(licences[0]), summary=()))
@@ -121,7 +122,7 @@ def _check_recipe(file: Path) -> CheckReport:
         return CheckReport(file=str(file), remarks=remarks, summary=())
     (found,) = search.found
     # A recipe does not say what the merge is for: the strictest use is assumed, and its refusal is only a warning.
-    licences, summary = _license_remarks(found, LicenseSettings(), file.parent, file.stem)
+    licences, summary = _license_remarks(found, LicenseSettings(), file.parent, file.stem, hub_ancestors())
     unsure = [
         remark.model_copy(update={"severity": "warn", "remedy": "say in a profile what the merge is for"})
         for remark in licences
@@ -162,9 +163,9 @@ def _worst_first(remarks: Iterable[Remark]) -> tuple[Remark, ...]:
 
 
 def _license_remarks(
-    found: tuple[Found, ...], settings: LicenseSettings, root: Path, name: str
+    found: tuple[Found, ...], settings: LicenseSettings, root: Path, name: str, ask: Ask
 ) -> tuple[list[Remark], list[str]]:
     table = license_table(settings, root)
-    licence = check_licenses.work(root, read_licenses(found, table), settings.use(name), table, settings.accepted)
+    licence = check_licenses.work(root, read_licenses(found, table, ask), settings.use(name), table, settings.accepted)
     refusal = licence.refusal()
     return ([remark_of(refusal)], []) if refusal else ([], [f"licences: {licence.summary()}"])

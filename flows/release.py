@@ -30,6 +30,7 @@ from tasks.champion import find_champion
 from tasks.compat import check_compatibility, metadata
 from tasks.explain import explain_merge
 from tasks.fetch import fetch
+from tasks.licenses.ancestors import Ask, hub_ancestors
 from tasks.licenses.check import check_licenses, license_table, read_licenses
 from tasks.machine import require_machine
 from tasks.merge import merge, merged_model, numerics
@@ -69,7 +70,8 @@ def make_release(profile: Profile) -> Outcome:
     candidates = profile.candidates()
     parents = find_all_parents([candidate.recipe for candidate in candidates])
     evidence = profile.pin_evidence(parents[0], store().hashes)
-    examined = [examine(candidate, found, profile) for candidate, found in zip(candidates, parents, strict=True)]
+    ask = hub_ancestors()
+    examined = [examine(candidate, found, profile, ask) for candidate, found in zip(candidates, parents, strict=True)]
 
     attempt, earlier = first_that_passes(examined, profile, evidence)
     if isinstance(attempt, Champion):
@@ -93,11 +95,11 @@ def make_release(profile: Profile) -> Outcome:
     return judged(content, report, released)
 
 
-def examine(candidate: Candidate, found: tuple[Found, ...], profile: Profile) -> Examined:
+def examine(candidate: Candidate, found: tuple[Found, ...], profile: Profile, ask: Ask) -> Examined:
     """See that the parents may be merged, and judged as the profile says: guards, licences, compatibility, machine."""
     profile.check_references(found)
     use, table = profile.checks.license.use(profile.name), license_table(profile.checks.license, profile.root)
-    licence = check_licenses(read_licenses(found, table), use, table, profile.checks.license.accepted)
+    licence = check_licenses(read_licenses(found, table, ask), use, table, profile.checks.license.accepted)
     compatibility = check_compatibility(candidate.recipe, metadata(found), found)
     require_machine(compatibility.value, found, numerics(profile.merge).where)
     return Examined(candidate, found, licence)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import Refused
 from merge_core.keys import NotInKey
 from tasks.licenses.algebra import Combination, combine
-from tasks.licenses.ancestors import hub_ancestors
+from tasks.licenses.ancestors import Ask, hub_ancestors
 from tasks.licenses.case import Parent
 from tasks.licenses.resolve import NotRead, Place, lineage
 from tasks.licenses.table import LicenseTable, load_table
@@ -119,10 +119,13 @@ def check_licenses(
     )
 
 
-def read_licenses(parents: Sequence[Found], table: LicenseTable) -> Declared:
+def read_licenses(parents: Sequence[Found], table: LicenseTable, ask: Ask | None = None) -> Declared:
     """What the cards of the parents and of their readable ancestors declare, be they here or on the Hub.
 
     Reads cards and licence files only, and raises nothing: what cannot be read counts as unread.
+
+    Args:
+        ask: How ancestors on the Hub are read; it remembers, so a recipe and its remedies share one. None: a new one.
     """
     known = {
         key: Place(parent.directory, parent.revision)
@@ -130,7 +133,7 @@ def read_licenses(parents: Sequence[Found], table: LicenseTable) -> Declared:
         for key in (parent.ref.partition("@")[0], parent.ref, parent.name)
     }
     names = {parent.directory.resolve(): parent.name for parent in parents}
-    ask = hub_ancestors()
+    ask = ask or hub_ancestors()
 
     def find(name: str, descendant: Place) -> Place | NotRead:
         return known.get(name) or ask(name)

@@ -62,6 +62,19 @@ def test_a_wrong_tokenizer_ends_the_run_before_a_weight_is_asked_for(
     assert online.sent == header_sizes(models)
 
 
+def test_an_ancestor_is_asked_for_once_however_many_remedies_there_are(
+    online: LookAlike, models: Path, tmp_path: Path
+) -> None:
+    online.add_model("acme/elder", models / "base")
+    (models / "math" / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: acme/elder\n---\n")
+    online.add_model("acme/math", models / "math")
+    code, remarks = checked(write_profile(tmp_path, remedies=[{"density": 0.4}, {"density": 0.3}]))
+    assert (code, blocking(remarks)) == (0, [])
+    assert [entry.path for entry in online.log if entry.path.startswith("/api/models/acme/elder")] == [
+        "/api/models/acme/elder"
+    ]
+
+
 def test_all_that_is_wrong_is_said_at_once(
     online: LookAlike, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
