@@ -26,7 +26,7 @@ from tasks.pin import checkpoint_digest
 from tasks.publish.content import PROVENANCE, RECIPE
 from tasks.publish.standing import Standing
 from tasks.publish.sums import sha256_of
-from tasks.publish.verify import Verified
+from tasks.publish.verify import Files, Verified
 from tasks.runtime import device_kind
 from tasks.versions import versions
 
@@ -83,7 +83,7 @@ def reproduce(
         for path in sorted(out.rglob("*"))
         if path.is_file()
     }
-    _require_equal(release, made, made_by, device)
+    _require_equal(verified, made, made_by, device)
     return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), record.seconds, device)
 
 
@@ -136,14 +136,14 @@ def _device(made_on: str) -> str:
     return made_on if made_on == "cpu" or device_kind() == made_on else "cpu"
 
 
-def _require_equal(release: Standing, made: Mapping[str, tuple[int, str]], made_by: _MadeBy, device: str) -> None:
-    released = release.files()
+def _require_equal(verified: Verified, made: Files, made_by: _MadeBy, device: str) -> None:
+    released = verified.listing
     weights = {name for name in released if name.endswith(_WEIGHTS)}
     other = sorted(name for name in weights | set(made) if made.get(name) != released.get(name))
     if not other:
         return
     raise Refused(
-        f"{release.where}: {other[0]}",
+        f"{verified.where}: {other[0]}",
         found=f"made again, {len(other)} of {len(weights | set(made))} files are others: {', '.join(other[:5])}",
         expected="the same bytes",
         remedy=_remedy(made_by, device),

@@ -30,6 +30,8 @@ from tasks.publish.standing import Standing
 from tasks.publish.sums import parse_sums, sums_text, version_of
 
 Signed = Literal["valid", "not checked", "none"]
+Files = Mapping[str, tuple[int, str]]
+"""Name -> size in bytes, sha256."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,20 @@ class Verified:
     """A release in which everything agrees. ``version`` is None where its name is not its content."""
 
     where: str
-    files: int
-    bytes: int
+    listing: Files
     version: str | None
     signed: Signed
     statement: Mapping[str, Any]  # provenance.json, an in-toto statement
+
+    @property
+    def files(self) -> int:
+        """How many there are."""
+        return len(self.listing)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(size for size, _ in self.listing.values())
 
 
 def verify(release: Standing, key: Path | None = None) -> Verified:
@@ -76,11 +87,7 @@ def verify(release: Standing, key: Path | None = None) -> Verified:
             remedy="do not use it; get it again from where it was published, or publish it anew",
         )
     signed: Signed = "none" if SIGNATURE not in files else "valid" if key else "not checked"
-    size = sum(size for size, _ in files.values())
-    return Verified(release.where, len(files), size, release.version, signed, statement)
-
-
-Files = Mapping[str, tuple[int, str]]
+    return Verified(release.where, files, release.version, signed, statement)
 
 
 def _statement(release: Standing, files: Files) -> Mapping[str, Any]:
