@@ -10,8 +10,9 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,25 +55,13 @@ def run(
     """Make a release: check, merge, evaluate, gate, publish. What is already there is not made again."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.local_api import local_api
-        from flows.outcome import Outcome
         from flows.profile import load_profile
-        from flows.progress import Progress
         from flows.release import release
 
         console = _console(as_json)
-        progress = Progress(console)
-        progress.headline(load_profile(profile).headline(), f"profile {profile}")
-        with ExitStack() as stack:
-            with console.status("starting Prefect's API"):
-                stack.enter_context(local_api())
-            with progress.watching():
-                state = release(
-                    profile, return_state=True
-                )  # Prefect keeps what it is given: a name, not what stands in it
-        outcome = state.result(raise_on_failure=False)
-        if not isinstance(outcome, Outcome):
-            raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
+        # Prefect keeps what a flow is given: the name of the file, not what stands in it.
+        flow = partial(release, profile, return_state=True)
+        outcome = _watched(flow, load_profile(profile).headline(), profile, console)
         _print_outcome(console, outcome, as_json)
     raise typer.Exit(outcome.exit_code)
 
@@ -169,21 +158,10 @@ def compare(
     with _refusals(as_json):
         _prepare_environment()
         from flows.comparing import compare as compare_checkpoints
-        from flows.local_api import local_api
-        from flows.outcome import Outcome
-        from flows.progress import Progress
 
         console = _console(as_json)
-        progress = Progress(console)
-        progress.headline(f"{Path(candidate).name} against {Path(reference).name}", f"profile {profile}")
-        with ExitStack() as stack:
-            with console.status("starting Prefect's API"):
-                stack.enter_context(local_api())
-            with progress.watching():
-                state = compare_checkpoints(reference, candidate, profile, return_state=True)
-        outcome = state.result(raise_on_failure=False)
-        if not isinstance(outcome, Outcome):
-            raise RuntimeError(f"the comparison ended without an outcome: {outcome!r}")
+        flow = partial(compare_checkpoints, reference, candidate, profile, return_state=True)
+        outcome = _watched(flow, f"{Path(candidate).name} against {Path(reference).name}", profile, console)
         _print_outcome(console, outcome, as_json)
     raise typer.Exit(outcome.exit_code)
 
@@ -260,6 +238,25 @@ def _console(as_json: bool) -> Any:
     from rich.console import Console
 
     return Console(quiet=as_json, highlight=False, soft_wrap=True)
+
+
+def _watched(flow: Callable[[], Any], headline: str, profile: Path, console: Any) -> Any:
+    """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs."""
+    from flows.local_api import local_api
+    from flows.outcome import Outcome
+    from flows.progress import Progress
+
+    progress = Progress(console)
+    progress.headline(headline, f"profile {profile}")
+    with ExitStack() as stack:
+        with console.status("starting Prefect's API"):
+            stack.enter_context(local_api())
+        with progress.watching():
+            state = flow()
+    outcome = state.result(raise_on_failure=False)
+    if not isinstance(outcome, Outcome):
+        raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
+    return outcome
 
 
 def _print_outcome(console: Any, outcome: Any, as_json: bool) -> None:

@@ -62,14 +62,7 @@ def smoke_checkpoint(
         return verdict(model.name, kind.label, found)  # no server is needed to refuse it
     longest = context_of(settings, checkpoint)
     on_progress(1, "what transformers says")
-    reference = make_reference(
-        model,
-        settings.texts,
-        settings.prompts[0],
-        dtype=dtype_of(settings, checkpoint),
-        device=device,
-        longest=longest,
-    )
+    reference = _reference(model, checkpoint, settings, device, longest)
     answered, measured = _serve(checkpoint, reference, longest, settings, kind, log, on_progress)
     measured = measured.model_copy(update={"when": today(), "machine": machine_name(device)})
     return verdict(model.name, kind.label, [*found, *answered], measured)
@@ -115,20 +108,19 @@ def smoke_url(
         opened = open_checkpoint(checkpoint.directory)
         found = static_checks(opened, must_chat=settings.chat)
         if not any(check.outcome == "fail" for check in found):
-            reference = make_reference(
-                checkpoint,
-                settings.texts,
-                settings.prompts[0],
-                dtype=dtype_of(settings, opened),
-                device=device,
-                longest=longest or context_of(settings, opened),
-            )
+            reference = _reference(checkpoint, opened, settings, device, longest or context_of(settings, opened))
     interview = Interview(Asked(client, name, settings, reference, longest), on_progress)
     try:
         interview.hold()
     except Unreachable as why:
         interview.silence(str(why))
     return verdict(name, url, [*found, *interview.checks], _measured(interview).model_copy(update={"when": today()}))
+
+
+def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
+    """What transformers says to what the server will be asked, in the dtype that it is served in."""
+    dtype = dtype_of(settings, checkpoint)
+    return make_reference(model, settings.texts, settings.prompts[0], dtype=dtype, device=device, longest=longest)
 
 
 class Interview:
