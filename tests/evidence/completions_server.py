@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 import torch
+from loopback import answering
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.model import Model
@@ -65,14 +66,8 @@ def serving(models: Mapping[str, Model], habit: Habit = "scores prompts") -> Ite
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server = Server(f"http://127.0.0.1:{http.server_address[1]}/v1")
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with answering(http):
         yield server
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()
 
 
 def _choice(network: Any, tokenizer: Any, prompt: list[int], body: dict[str, Any], habit: Habit) -> dict[str, Any]:

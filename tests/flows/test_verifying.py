@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from demo_project import PROFILES, Printed, Project
+from signing_keys import write_keys
 
 from flows.release import release as release_flow
 from merge_core.errors import InvalidInput, Refused
@@ -38,19 +37,7 @@ def release(released: Released, tmp_path: Path) -> Path:
 @pytest.fixture
 def keys(tmp_path: Path) -> tuple[Path, Path]:
     """A private and a public key."""
-    return write_keys(tmp_path, "release")
-
-
-def write_keys(directory: Path, name: str) -> tuple[Path, Path]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    private, public = directory / f"{name}.key", directory / f"{name}.pub"
-    private.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    public.write_bytes(
-        key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    )
-    return private, public
+    return write_keys(tmp_path)
 
 
 def files_of(release: Path) -> list[Path]:
@@ -234,7 +221,7 @@ def test_a_signature_holds_what_nothing_else_can(released: Released, release: Pa
     edit_provenance(elsewhere)
     write_sums(elsewhere)
     assert "provenance.json: sha256 is" in refusal_of(elsewhere)
-    stranger, _ = write_keys(elsewhere.parent, "stranger")
+    stranger, _ = write_keys(elsewhere.parent, name="stranger")
     sign_it(elsewhere, stranger)
     assert "model.sig: not signed with the key release.pub" in refusal_of(elsewhere, public)
     (elsewhere / SIGNATURE).unlink()

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from loopback import answering
+
 
 @dataclass(frozen=True)
 class Response:
@@ -66,11 +68,5 @@ def serving(script: Script) -> Iterator[Asked]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     asked = Asked(f"http://127.0.0.1:{server.server_address[1]}/v1")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
+    with answering(server):
         yield asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

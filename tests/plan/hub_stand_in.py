@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from loopback import answering
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -44,15 +46,8 @@ class StandIn(ThreadingHTTPServer):
 @contextmanager
 def serving(repositories: Mapping[str, Path], *, honours_ranges: bool = True) -> Iterator[StandIn]:
     """A stand-in that answers for as long as the block runs."""
-    server = StandIn(repositories, honours_ranges=honours_ranges)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
+    with answering(StandIn(repositories, honours_ranges=honours_ranges)) as server:
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 class _Answer(BaseHTTPRequestHandler):

@@ -27,6 +27,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 from look_alike_repository import LARGE, Commit, Denied, Objects, Repository, Stored, plain, pointer
+from loopback import answering
 
 WRITER, READER, STRANGER = "hf_writer_of_acme", "hf_reader_of_acme", "hf_somebody_else"
 NARROW, NARROW_READER = "hf_writer_of_acme_alone", "hf_fine_grained_reader"
@@ -499,12 +500,5 @@ class _Conversation(BaseHTTPRequestHandler):
 @contextmanager
 def hub(root: Path, *, xet: bool = False, part_size: int = 0, page: int = 1000) -> Iterator[LookAlike]:
     """A stand-in that answers for as long as the block runs."""
-    server = LookAlike(root, xet=xet, part_size=part_size, page=page)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
+    with answering(LookAlike(root, xet=xet, part_size=part_size, page=page)) as server:
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

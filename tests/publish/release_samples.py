@@ -1,4 +1,4 @@
-"""What a release is made from, small: a content, parents, licences, a key. As a run would put them together."""
+"""What a release is made from, small: a content, parents, licences. As a run would put them together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
-
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from tasks.evaluate import Scores, Scoring, TaskScore
 from tasks.gate import Verdict
@@ -133,16 +130,3 @@ def licence(
 
 def files() -> tuple[ReleaseFile, ...]:
     return (written_file("model.safetensors", "weights"), written_file("licenses/mit.txt", "terms"))
-
-
-def write_keys(directory: Path, curve: ec.EllipticCurve | None = None, name: str = "release") -> tuple[Path, Path]:
-    """A new private and public key in PEM."""
-    key = ec.generate_private_key(curve or ec.SECP256R1())
-    private, public = directory / f"{name}.key", directory / f"{name}.pub"
-    private.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    public.write_bytes(
-        key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    )
-    return private, public

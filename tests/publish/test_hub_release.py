@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hub_look_alike import WRITER, Fault, LookAlike, hub
 from look_alike_repository import Repository, large, plain
-from release_samples import write_keys
+from signing_keys import write_keys
 
 from tasks.publish.card_metadata import front_matter
 

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
-from release_samples import write_keys
+from signing_keys import write_keys
 
 from merge_core.errors import InvalidInput
 from tasks.publish.signature import private_key, public_key, read_signature, sign

@@ -229,15 +229,10 @@ class _Answer(BaseHTTPRequestHandler):
 @contextmanager
 def standing_in(answers: Canned | Tiny, *faults: str, name: str = "tiny") -> Iterator[StandIn]:
     """The server in a thread of this process, for as long as the block runs."""
-    server = StandIn(answers, name, *faults)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
+    from loopback import answering  # not at the top: as a script this file stands alone
+
+    with answering(StandIn(answers, name, *faults)) as server:
         yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def main() -> None:
