@@ -1,10 +1,10 @@
-"""Arithmetic of every merge method, in units of a plain reference loop: the table in ``merge_core/method_costs.py``.
+"""Arithmetic of every merge method, in units of a plain loop: the table in ``merge_core/forecast/method_costs.py``.
 
     .venv/bin/python benchmarks/method_costs.py
 
 Passes run on one thread over random bfloat16 blocks in memory, with the kernels that the engine would take. A unit is
-the time that :func:`merge_core.probe.reference_pass` takes per element on the same machine at the same moment, so the
-table holds (roughly) on machines of other speeds.
+the time that :func:`merge_core.forecast.probe.reference_pass` takes per element on the same machine at the same moment,
+so the table holds (roughly) on machines of other speeds.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from merge_core.merge_methods import methods
-from merge_core.merge_methods.contract import REQUIRED, Block, Fold, Map, Method, StoredBlock, TensorTask
-from merge_core.merge_methods.masks import mask_key
-from merge_core.probe import reference_pass
+from merge_core.forecast.probe import reference_pass
+from merge_core.methods.contract import REQUIRED, Block, Fold, Map, Method, StoredBlock, TensorTask
+from merge_core.methods.masks import mask_key
+from merge_core.methods.registry import merge_methods
 
 ROWS, COLUMNS = 512, 4096
 ELEMENTS = ROWS * COLUMNS
@@ -31,7 +31,7 @@ def main() -> None:
     """Print one line per method: units per input element in its folds (together) and in its map."""
     torch.set_num_threads(1)
     print(f"{'method':<18}{'folds':>6}{'fold units':>12}{'map units':>12}   kernels")
-    for name, method in sorted(methods().items()):
+    for name, method in sorted(merge_methods().items()):
         inputs = {"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1}.get(name, 4)
         folds, fold_time, map_time, fused = measured(method, inputs)
         unit = min(unit_time() for _ in range(5))

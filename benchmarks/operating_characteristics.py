@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.sampling import looks
-from tasks.sequential import plan_looks
-from tasks.statistics import score_statistic, z
+from tasks.evaluation.sampling import looks
+from tasks.gate.sequential import plan_looks
+from tasks.gate.statistics import normal_quantile, score_statistic
 
 CONFIDENCE = 0.95
 MAX_DROP, MARGIN = 0.02, 0.03  # the defaults: 2 points, and one more to pass
@@ -46,7 +46,7 @@ def decide(
     lost: NDArray[np.float64], won: NDArray[np.float64], n: int, confidence: float, last: bool
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Whether each sample passes, and whether it fails, at one look, which may be the last."""
-    quantile, drop = z(confidence), (lost - won) / n
+    quantile, drop = normal_quantile(confidence), (lost - won) / n
     p_lost, p_won = (lost + 1) / (n + 2), (won + 1) / (n + 2)
     centre = p_lost - p_won
     half = quantile * np.sqrt((p_lost + p_won - centre**2) / (n + 2))

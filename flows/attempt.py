@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.candidates import Candidate
-from flows.judging import Judged
+from flows.judging import Assessment
 from merge_core.errors import Refused
 from merge_core.store import Artifact
+from tasks.checkpoints import PinnedRecipe, ResolvedCheckpoint
 from tasks.explain import Explanation
-from tasks.gate import Verdict
+from tasks.gate import GateVerdict
 from tasks.judge import JudgeVerdict
-from tasks.licenses.check import LicenseVerdict
 from tasks.merge import Merged
 from tasks.perplexity import Likelihoods
-from tasks.pin import Found, PinnedRecipe
-from tasks.serve.verdict import Served
+from tasks.preflight.licenses import LicenseVerdict
+from tasks.serve import ServedModels
 
 
 @dataclass(frozen=True)
-class Examined:
+class ClearedCandidate:
     """A recipe that may be merged, as far as licences, headers and disk tell. No weight has been read."""
 
     candidate: Candidate
-    found: tuple[Found, ...]
+    found: tuple[ResolvedCheckpoint, ...]
     licence: Artifact[LicenseVerdict]
 
 
@@ -32,15 +32,15 @@ class Examined:
 class Attempt:
     """A merge with all that was found out about it."""
 
-    examined: Examined
+    examined: ClearedCandidate
     pinned: PinnedRecipe
     merged: Artifact[Merged]
-    judged: Judged
+    judged: Assessment
     explanation: Explanation
     ensemble: Artifact[Likelihoods] | None = None
     answers: JudgeVerdict | None = None
     base: str | None = None  # commit of the champion on the Hub: what may be replaced
-    served: Served | None = None
+    served: ServedModels | None = None
 
     @property
     def is_good(self) -> bool:
@@ -48,7 +48,7 @@ class Attempt:
         return self.verdict.publishable
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> GateVerdict:
         """Of the gate, and of all that came after it."""
         verdict = self.judged.verdict.value
         if self.answers:
@@ -60,18 +60,18 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Champion:
+class AlreadyReleased:
     """A recipe whose merge is what is released today: there is nothing to hold it against."""
 
-    examined: Examined
+    examined: ClearedCandidate
     location: Path
     is_good: bool = True
 
 
 @dataclass(frozen=True)
-class Unhealthy:
+class FailedMerge:
     """A recipe whose merge was no model (NaN, zeros): there was nothing to judge."""
 
-    examined: Examined
+    examined: ClearedCandidate
     refusal: Refused
     is_good: bool = False

@@ -11,7 +11,7 @@ import yaml
 
 from merge_core import Recipe, load_recipe
 from merge_core.errors import InvalidInput
-from merge_core.variation import varied
+from merge_core.recipe import apply_overrides
 
 # In a profile: a file, or the same inline; a remedy may also be changes of the profile's own recipe.
 Written = Path | dict[str, Any]
@@ -38,7 +38,7 @@ class Candidate:
         return documents[0] if len(documents) == 1 else None
 
 
-def candidates(own: Written, remedies: Sequence[Written], root: Path, where: str) -> tuple[Candidate, ...]:
+def candidate_recipes(own: Written, remedies: Sequence[Written], root: Path, where: str) -> tuple[Candidate, ...]:
     """The recipe ``own`` and its remedies; relative paths are relative to ``root``.
 
     Raises:
@@ -60,7 +60,7 @@ def candidates(own: Written, remedies: Sequence[Written], root: Path, where: str
                     expected="changes of one document",
                     remedy="name a whole recipe",
                 )
-            changed = varied(first.document, remedy, place)
+            changed = apply_overrides(first.document, remedy, place)
             words = ", ".join(f"{name}: {value}" for name, value in remedy.items())
             found.append(_inline(changed, words, first.recipe.directory or root, place))
     return tuple(found)

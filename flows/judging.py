@@ -8,30 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flows.profile import Answers, Evidence
+from flows.profile import Evidence, JudgeQuestions
 from merge_core.store import Artifact
-from tasks.ensemble import ensemble
-from tasks.evaluate import EvalTask, Scores, document_count, evaluate_to
-from tasks.gate import Verdict, drift, gate, undecided
-from tasks.guards import CHAMPION
+from tasks.checkpoints import Model, PinnedCheckpoint
+from tasks.evaluation import EvalTask, Scores, document_count, evaluate_to, looks
+from tasks.gate import CHAMPION, GateVerdict, gate, needs_champion, perplexity_drift, undecided_tasks
 from tasks.judge import JudgeVerdict, judge_models
-from tasks.model import Model
-from tasks.perplexity import Likelihoods, perplexity
-from tasks.pin import Parent
-from tasks.references import needs_champion
-from tasks.runtime import runtime
-from tasks.sampling import looks
+from tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
+from tasks.stage import runtime
 
 
-class Judged(NamedTuple):
+class Assessment(NamedTuple):
     """A verdict with the evidence that led to it."""
 
     scores: dict[str, list[Artifact[Scores]]]  # by model; of a task as many parts as were evaluated
     likelihoods: dict[str, Artifact[Likelihoods]]  # by model
-    verdict: Artifact[Verdict]
+    verdict: Artifact[GateVerdict]
 
 
-def judge_merge(merge: Model, parents: Sequence[Model], champion: Model | None, evidence: Evidence) -> Judged:
+def assess_merge(merge: Model, parents: Sequence[Model], champion: Model | None, evidence: Evidence) -> Assessment:
     """Measure all models as far as it takes to decide about the merge, and decide.
 
     Args:
@@ -39,7 +34,9 @@ def judge_merge(merge: Model, parents: Sequence[Model], champion: Model | None, 
     """
     # Perplexity takes seconds and sees a broken merge at once; then the costly tasks are not worth running.
     likelihoods = measure_perplexity((*parents, merge), evidence)
-    broken = evidence.limits and drift(likelihoods, evidence.limits, evidence.rule.confidence, merge.name).broken
+    broken = (
+        evidence.limits and perplexity_drift(likelihoods, evidence.limits, evidence.rule.confidence, merge.name).broken
+    )
     plan = {} if broken else {task.name: planned_looks(task, evidence) for task in evidence.tasks}
     models = (*parents, champion, merge) if champion else (*parents, merge)
     seen = {task: planned[0] for task, planned in plan.items()}
@@ -55,23 +52,23 @@ def judge_merge(merge: Model, parents: Sequence[Model], champion: Model | None, 
             schedule=plan,
             first_release=champion is None and needs_champion(evidence.guards),
         )
-        if not (tasks := undecided(verdict.value)):
-            return Judged(scores, likelihoods, verdict)
+        if not (tasks := undecided_tasks(verdict.value)):
+            return Assessment(scores, likelihoods, verdict)
         seen |= {task: next(look for look in plan[task] if look > seen[task]) for task in tasks}
 
 
-def judge_answers(merge: Model, parents: Sequence[Model], answers: Answers) -> JudgeVerdict:
+def compare_answers(merge: Model, parents: Sequence[Model], answers: JudgeQuestions) -> JudgeVerdict:
     """Have a judge compare the answers of the merge with those of the parent that the profile names."""
     reference = next(parent for parent in parents if parent.name == answers.settings.guarded_by)
     return judge_models(reference, merge, answers.prompts, answers.settings, runtime()).verdict
 
 
-def ensemble_of(parents: Sequence[Parent], evidence: Evidence) -> Artifact[Likelihoods] | None:
+def ensemble_of(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:
     """The held-out text under all parents together; None where the profile does not ask, or there is one only."""
     members = tuple(parent for parent in parents if not parent.is_base)
     if not evidence.ensemble or evidence.documents is None or evidence.windows is None or len(members) < 2:
         return None
-    return ensemble(members, evidence.documents, evidence.windows, runtime())
+    return ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
 
 
 def planned_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:

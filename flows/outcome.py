@@ -9,44 +9,44 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from flows.attempt import Attempt, Champion, Unhealthy
+from flows.attempt import AlreadyReleased, Attempt, FailedMerge
 from flows.profile import Profile
 from merge_core.errors import MergegateError, Refused
 from merge_core.store import Artifact
-from tasks.evaluate import joined
+from tasks.evaluation import join_parts
 from tasks.gate import Outcome as GateOutcome
 from tasks.judge import JudgeVerdict
 from tasks.merge import MERGED
-from tasks.publish.content import stored_files
-from tasks.publish.release import Release
-from tasks.report import Report, ReportContent, render
-from tasks.report.content import Attempt as ReportedAttempt
-from tasks.report.content import (
+from tasks.publish import Release, stored_files
+from tasks.report import (
     Library,
     MergedFile,
+    Report,
+    ReportContent,
+    ReportedAttempt,
+    ReportedCheck,
     ReportedJudge,
     ReportedModel,
-    ServedCheck,
-    ServedModel,
+    ReportedServing,
     StoredArtifact,
+    as_markdown,
+    render,
 )
-from tasks.report.table import as_markdown
-from tasks.serve.verdict import Served
-from tasks.stage import home
-from tasks.versions import versions
+from tasks.serve import ServedModels
+from tasks.stage import home, versions
 
-Status = Literal["released", "nothing new", "passed", "refused", "invalid"]
+RunStatus = Literal["released", "nothing new", "passed", "refused", "invalid"]
 
-_EXIT_CODES: dict[Status, int] = {"released": 0, "nothing new": 0, "passed": 0, "invalid": 2, "refused": 3}
+_EXIT_CODES: dict[RunStatus, int] = {"released": 0, "nothing new": 0, "passed": 0, "invalid": 2, "refused": 3}
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
 
 
-class Outcome(BaseModel):
+class RunOutcome(BaseModel):
     """The end of a run: what came out, or why nothing did."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    status: Status
+    status: RunStatus
     message: str  # what a person reads first
     version: str | None = None
     location: Path | str | None = None  # of the release: a directory, or an address
@@ -59,23 +59,25 @@ class Outcome(BaseModel):
         return _EXIT_CODES[self.status]
 
 
-def stopped(error: MergegateError) -> Outcome:
+def stopped_outcome(error: MergegateError) -> RunOutcome:
     """The end of a run that a check refused, or whose input could not mean anything."""
-    return Outcome(status="refused" if isinstance(error, Refused) else "invalid", message=str(error))
+    return RunOutcome(status="refused" if isinstance(error, Refused) else "invalid", message=str(error))
 
 
-def judged(content: ReportContent, report: Artifact[Report], release: Release | None) -> Outcome:
+def reported_outcome(content: ReportContent, report: Artifact[Report], release: Release | None) -> RunOutcome:
     """The end of a run that reached the gate. Without a release it was refused, or nothing was to be published."""
     page = _keep_page(content, report)
     if release is None:
         if content.verdict.publishable:
-            return Outcome(status="passed", message=f"{content.name} passed the gate", report=page, content=content)
+            return RunOutcome(status="passed", message=f"{content.name} passed the gate", report=page, content=content)
         why = "\n".join((*content.verdict.reasons, *_to_try(content)))
-        return Outcome(status="refused", message=f"{content.name} is not released\n{why}", report=page, content=content)
+        return RunOutcome(
+            status="refused", message=f"{content.name} is not released\n{why}", report=page, content=content
+        )
     what = (
         f"released {release.name} {release.version}" if release.new else f"nothing new: {release.version} is released"
     )
-    return Outcome(
+    return RunOutcome(
         status="released" if release.new else "nothing new",
         message=what,
         version=release.version,
@@ -91,10 +93,10 @@ def _to_try(content: ReportContent) -> tuple[str, ...]:
     return tuple(f"to try: {remedy.text()}: {remedy.reason}" for remedy in remedies[:1])
 
 
-def still_champion(name: str, attempt: Champion) -> Outcome:
+def already_released(name: str, attempt: AlreadyReleased) -> RunOutcome:
     """The end of a run whose merge is what is released today, in a profile that holds merges against that."""
     location = attempt.location
-    return Outcome(
+    return RunOutcome(
         status="nothing new",
         message=f"nothing new: {location.name} is released",
         version=location.name,
@@ -103,7 +105,7 @@ def still_champion(name: str, attempt: Champion) -> Outcome:
     )
 
 
-def show_in_prefect(outcome: Outcome, name: str) -> None:
+def show_in_prefect(outcome: RunOutcome, name: str) -> None:
     """Keep the end of the run as a Markdown artifact of the Prefect run, where its UI shows it."""
     from prefect.artifacts import create_markdown_artifact
 
@@ -114,7 +116,7 @@ def show_in_prefect(outcome: Outcome, name: str) -> None:
     create_markdown_artifact(text, key=key, description=outcome.message.splitlines()[0])
 
 
-def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | Unhealthy]) -> ReportContent:
+def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> ReportContent:
     """All that was found out about an attempt, as the report, the card and the final table want it.
 
     Args:
@@ -123,7 +125,7 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
     licence, merged, judged = attempt.examined.licence.value, attempt.merged, attempt.judged
 
     def measured(name: str) -> dict[str, object]:
-        together = joined(judged.scores[name]) if judged.scores.get(name) else None
+        together = join_parts(judged.scores[name]) if judged.scores.get(name) else None
         likelihoods = judged.likelihoods[name].value if name in judged.likelihoods else None
         return {"scores": together, "likelihoods": likelihoods}
 
@@ -165,19 +167,19 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
     )
 
 
-def _serving(served: Served | None) -> dict[str, Any]:
+def _serving(served: ServedModels | None) -> dict[str, Any]:
     if served is None:
         return {}
     verdict = served.verdict
     return {
         "server": verdict.server,
-        "served": tuple(ServedCheck(**check.model_dump()) for check in verdict.checks),
+        "served": tuple(ReportedCheck(**check.model_dump()) for check in verdict.checks),
         "serving": (
             *(
-                ServedModel(name=name, measured=parent.measured, problem=parent.problem)
+                ReportedServing(name=name, measured=parent.measured, problem=parent.problem)
                 for name, parent in served.parents.items()
             ),
-            ServedModel(name=MERGED, measured=verdict.measured),
+            ReportedServing(name=MERGED, measured=verdict.measured),
         ),
     }
 
@@ -187,10 +189,10 @@ def _reported(answers: JudgeVerdict) -> ReportedJudge:
     return ReportedJudge(model=answers.judge, **fields)
 
 
-def _tried(attempt: Attempt | Unhealthy) -> ReportedAttempt:
+def _tried(attempt: Attempt | FailedMerge) -> ReportedAttempt:
     candidate = attempt.examined.candidate
     outcome: GateOutcome
-    if isinstance(attempt, Unhealthy):
+    if isinstance(attempt, FailedMerge):
         outcome, reason, digest = "fail", str(attempt.refusal.found), ""
     else:
         verdict = attempt.verdict

@@ -16,34 +16,33 @@ from typing import Any, NamedTuple, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from flows.candidates import Candidate, Written, candidates
+from flows.candidates import Candidate, Written, candidate_recipes
 from merge_core.errors import InvalidInput, suggest
-from merge_core.hashing import HashMemo
-from tasks.evaluate import EvalTask, EvaluateSettings, Scoring, pin_tasks
-from tasks.gate import check_guards
-from tasks.guards import GateRule, Guard
+from merge_core.store import HashMemo
+from tasks.checkpoints import ResolvedCheckpoint
+from tasks.evaluation import EvalTask, Scoring
+from tasks.gate import EvaluateSettings, GateRule, Guard, check_guards, pin_tasks
 from tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
-from tasks.licenses.use import LicenseSettings
 from tasks.merge import MergeSettings
-from tasks.perplexity import Documents, DriftLimits, PerplexitySettings, Windows, pin_documents
-from tasks.pin import Found
-from tasks.publish.settings import TARGETS, HubTarget, Target
-from tasks.serve.settings import ServeSettings
+from tasks.perplexity import DriftLimits, HeldOutText, PerplexitySettings, WindowSettings, pin_documents
+from tasks.preflight.licenses import LicenseSettings
+from tasks.publish.targets import TARGETS, HubTarget, Target
+from tasks.serve import ServeSettings
 
 
-class Settings(BaseModel):
+class ProfileSection(BaseModel):
     """A group of settings: frozen, and no key that it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Checks(Settings):
+class Checks(ProfileSection):
     """What is checked before any weight is read."""
 
     license: LicenseSettings = LicenseSettings()
 
 
-class Answers(NamedTuple):
+class JudgeQuestions(NamedTuple):
     """What a judge is asked, pinned by content, and how."""
 
     prompts: JudgePrompts
@@ -57,14 +56,14 @@ class Evidence(NamedTuple):
     scoring: Scoring = Scoring()
     guards: tuple[Guard, ...] = ()
     rule: GateRule = GateRule()
-    documents: Documents | None = None
-    windows: Windows | None = None
+    documents: HeldOutText | None = None
+    windows: WindowSettings | None = None
     limits: DriftLimits | None = None
     ensemble: bool = False
-    answers: Answers | None = None
+    answers: JudgeQuestions | None = None
 
 
-class Profile(Settings):
+class Profile(ProfileSection):
     """How a merge is released: recipe, checks, evidence, target."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the release.")
@@ -106,9 +105,9 @@ class Profile(Settings):
         Raises:
             InvalidInput: for a recipe that cannot mean anything, or a change that does not fit the recipe.
         """
-        return candidates(self.recipe, self.remedies, self.root, f"profile {self.name}")
+        return candidate_recipes(self.recipe, self.remedies, self.root, f"profile {self.name}")
 
-    def check_references(self, parents: Sequence[Found]) -> None:
+    def check_references(self, parents: Sequence[ResolvedCheckpoint]) -> None:
         """See that every guard, and the judge, holds the merge against a model that there is.
 
         Raises:
@@ -124,7 +123,7 @@ class Profile(Settings):
                 remedy=suggest(self.judge.guarded_by, names),
             )
 
-    def pin_evidence(self, parents: Sequence[Found], hashes: HashMemo) -> Evidence:
+    def pin_evidence(self, parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Evidence:
         """Tasks and documents by content, after seeing that every guard names a parent.
 
         Raises:
@@ -147,7 +146,7 @@ class Profile(Settings):
             )
         if self.judge:
             prompts = pin_prompts(self.judge, self.root, hashes)
-            evidence = evidence._replace(answers=Answers(prompts, self.judge))
+            evidence = evidence._replace(answers=JudgeQuestions(prompts, self.judge))
         return evidence
 
 

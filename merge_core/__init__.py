@@ -3,7 +3,7 @@
     recipe = load_recipe(Path("ties.yaml"))
     checkpoints = {str(ref): open_checkpoint(resolve_local(ref, recipe.directory)) for ref in recipe.references()}
     findings = preflight(recipe, checkpoints)
-    record = merge(plan_merge(recipe, checkpoints), Path("out"))
+    record = merge_weights(plan_merge(recipe, checkpoints), Path("out"))
 
 Names are loaded when they are first used: importing this package costs nothing.
 """
@@ -15,32 +15,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from merge_core.checkpoint import Checkpoint, open_checkpoint
-    from merge_core.compatibility import preflight
-    from merge_core.engine import MergeRecord, Settings, merge
-    from merge_core.findings import Finding
-    from merge_core.merge_methods import methods
-    from merge_core.merge_methods.contract import Method, Parameter
-    from merge_core.plan import MergePlan, plan_merge
-    from merge_core.recipe import Recipe, load_recipe
-    from merge_core.reference import CheckpointRef, resolve_local
+    from merge_core.engine import EngineSettings, MergeRecord, merge_weights
+    from merge_core.errors import Finding
+    from merge_core.methods import Method, Parameter, merge_methods
+    from merge_core.plan import MergePlan, plan_merge, preflight
+    from merge_core.recipe import CheckpointRef, Recipe, load_recipe, resolve_local
 
 _HOMES = {
     "Checkpoint": "checkpoint",
     "open_checkpoint": "checkpoint",
     "MergeRecord": "engine",
-    "Settings": "engine",
-    "merge": "engine",
-    "Finding": "findings",
-    "methods": "merge_methods",
-    "Method": "merge_methods.contract",
-    "Parameter": "merge_methods.contract",
+    "EngineSettings": "engine",
+    "merge_weights": "engine",
+    "Finding": "errors",
+    "merge_methods": "methods",
+    "Method": "methods",
+    "Parameter": "methods",
     "MergePlan": "plan",
     "plan_merge": "plan",
-    "preflight": "compatibility",
+    "preflight": "plan",
     "Recipe": "recipe",
     "load_recipe": "recipe",
-    "CheckpointRef": "reference",
-    "resolve_local": "reference",
+    "CheckpointRef": "recipe",
+    "resolve_local": "recipe",
 }
 
 
@@ -53,16 +50,16 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Checkpoint",
     "CheckpointRef",
+    "EngineSettings",
     "Finding",
     "MergePlan",
     "MergeRecord",
     "Method",
     "Parameter",
     "Recipe",
-    "Settings",
     "load_recipe",
-    "merge",
-    "methods",
+    "merge_methods",
+    "merge_weights",
     "open_checkpoint",
     "plan_merge",
     "preflight",

@@ -7,7 +7,9 @@ the *remedy*. The command line turns the type into an exit code and prints the m
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal
 
 
 class MergegateError(Exception):
@@ -49,6 +51,38 @@ class Refused(MergegateError):
     """A check or a gate said no to something well formed: a licence, a vocabulary, a lost skill."""
 
     exit_code = 3
+
+
+Severity = Literal["block", "warn", "info"]
+_WORST_FIRST = ("block", "warn", "info")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found where, what was expected, and what to do about it.
+
+    Args:
+        severity: ``block``: the result would be wrong or impossible; ``warn``: it may not be what was meant; ``info``.
+        where: Model, file, field or tensor.
+        found: What is there.
+        expected: What should be there.
+        remedy: What to do.
+    """
+
+    severity: Severity
+    where: str
+    found: str
+    expected: str = ""
+    remedy: str = ""
+
+    def error(self) -> InvalidInput:
+        """The finding as an exception."""
+        return InvalidInput(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
+
+
+def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings by severity; those of equal severity stay in their order, repeated ones are dropped."""
+    return tuple(sorted(dict.fromkeys(findings), key=lambda finding: _WORST_FIRST.index(finding.severity)))
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -7,19 +7,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core import merge as merge_weights
-from merge_core import open_checkpoint, plan_merge
+from merge_core import merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import Refused
-from merge_core.keys import NotInKey
-from merge_core.store import Artifact
-from tasks.model import Model
-from tasks.pin import PinnedRecipe
-from tasks.runtime import device_kind
-from tasks.stage import StageValue, stage
-from tasks.units import size
-from tasks.versions import versions
-from tasks.watching import advance
+from merge_core.store import Artifact, NotInKey
+from merge_core.units import format_bytes
+from tasks.checkpoints import Model, PinnedRecipe
+from tasks.stage import StageValue, advance, device_kind, stage, versions
 
 MERGED = "merge"  # what the merged model is called beside its parents
 
@@ -57,7 +51,7 @@ class Merged(StageValue):
 
     def summary(self) -> str:
         rate = self.bytes_written / max(self.seconds, 1e-6)
-        written = f"{size(self.bytes_written)} · {size(rate)}/s · {self.tensors} tensors"
+        written = f"{format_bytes(self.bytes_written)} · {format_bytes(rate)}/s · {self.tensors} tensors"
         return written + (f" · {len(self.warnings)} warnings" if self.warnings else "")
 
 

@@ -12,7 +12,13 @@ al. 2024 (arXiv 2406.07791) on the bias for a position, which is why every pair 
 
 from tasks.judge.comparison import JudgeVerdict
 from tasks.judge.prompts import JudgePrompts, pin_prompts
-from tasks.judge.settings import JudgeRule, JudgeSettings
-from tasks.judge.stage import Judged, judge_models
+from tasks.judge.settings import JudgeSettings
+from tasks.judge.stage import judge_models
 
-__all__ = ["JudgePrompts", "JudgeRule", "JudgeSettings", "JudgeVerdict", "Judged", "judge_models", "pin_prompts"]
+__all__ = [
+    "JudgePrompts",
+    "JudgeSettings",
+    "JudgeVerdict",
+    "judge_models",
+    "pin_prompts",
+]

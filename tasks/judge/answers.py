@@ -13,19 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from merge_core.errors import InvalidInput
-from merge_core.keys import NotInKey
+from merge_core.store import NotInKey
+from tasks.checkpoints import LoadedModel, Model, load_model
 from tasks.judge.prompts import Prompt, Prompts, read_prompts
 from tasks.judge.settings import Generation
-from tasks.loaded import Loaded, in_memory
-from tasks.model import Model
-from tasks.runtime import Runtime
-from tasks.stage import StageValue, stage
-from tasks.watching import advance
+from tasks.stage import Runtime, StageValue, advance, stage
 
 FILE = "answers.jsonl"
 
 
-class Answers(StageValue):
+class AnswerSummary(StageValue):
     """Answers of one model. The artifact holds ``answers.jsonl``: ``id``, ``answers`` and ``cut_off`` by turn."""
 
     model: Annotated[str, NotInKey]
@@ -49,18 +46,18 @@ class Answered:
 
 
 @stage("answer", version=1, subject="model")
-def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, runtime: Runtime) -> Answers:
+def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, runtime: Runtime) -> AnswerSummary:
     """Answer every prompt with ``model``, turn by turn, in ``answers.jsonl``.
 
     Raises:
         InvalidInput: when the model cannot be loaded, has no chat template, or a prompt does not fit into its context.
     """
     asked = read_prompts(prompts)
-    with in_memory(model, dtype=generation.dtype, device=runtime.device) as loaded:
+    with load_model(model, dtype=generation.dtype, device=runtime.device) as loaded:
         answered = _converse(loaded, model.name, asked, generation)
     rows = ({"id": a.id, "answers": a.answers, "cut_off": a.cut_off} for a in answered)
     (out / FILE).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return Answers(
+    return AnswerSummary(
         model=model.name,
         prompts=len(answered),
         answers=sum(len(a.answers) for a in answered),
@@ -83,7 +80,7 @@ class _Question(NamedTuple):
     tokens: list[int]
 
 
-def _converse(loaded: Loaded, name: str, asked: Sequence[Prompt], generation: Generation) -> list[Answered]:
+def _converse(loaded: LoadedModel, name: str, asked: Sequence[Prompt], generation: Generation) -> list[Answered]:
     if generation.chat_template and not loaded.tokenizer.chat_template:
         raise InvalidInput(
             "judge.chat_template",
@@ -133,7 +130,7 @@ def _batches(questions: Sequence[_Question], size: int) -> Iterator[list[_Questi
         yield ordered[start : start + size]
 
 
-def _generate(loaded: Loaded, batch: Sequence[_Question], most: int, where: str) -> list[tuple[str, bool]]:
+def _generate(loaded: LoadedModel, batch: Sequence[_Question], most: int, where: str) -> list[tuple[str, bool]]:
     """The greedy answer to each question, and whether it was cut off at ``most`` tokens or the end of the context."""
     import torch
     import transformers

@@ -2,8 +2,8 @@
 
 Every pair of answers is judged in both orders, and a win counts only if it survives the swap; all else is a tie. A
 prompt scores 1, 1/2 or 0 (the mean of its turns), prompts are the independent units, and the interval is Student's over
-them. The rule is the gate's (``tasks.regression``), on the points by which the win rate falls short of even. A judge
-that contradicts itself too often decides nothing.
+them. The rule is the gate's (``tasks.gate.regression``), on the points by which the win rate falls short of even. A
+judge that contradicts itself too often decides nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from tasks.gate import OnInconclusive
+from tasks.gate import Difference, OnInconclusive, Outcome, decide_guard, graded_difference, graded_documents_needed
 from tasks.judge.settings import JudgeRule
-from tasks.regression import Outcome, decide
-from tasks.statistics import Difference, graded_difference, graded_documents_needed
 
 Order = Literal["reference first", "merge first"]
 Winner = Literal["reference", "merge", "tie"]
@@ -123,7 +121,7 @@ def settle(judgements: Iterable[Judgement], identical: Iterable[tuple[str, int]]
     return (*settled, *(Pair(prompt, turn, "tie", None) for prompt, turn in identical))
 
 
-def judge_answers(
+def answers_verdict(
     judge: str,
     reference: Answering,
     merge: Answering,
@@ -141,7 +139,7 @@ def judge_answers(
     judged = [pair for pair in pairs if pair.consistent is not None]
     consistency = sum(bool(pair.consistent) for pair in judged) / len(judged) if judged else None
     drop, low, high = (100 * value for value in (shortfall.mean, shortfall.low, shortfall.high))
-    outcome = decide(drop, low, high, rule.max_shortfall, rule.upper_limit)
+    outcome = decide_guard(drop, low, high, rule.max_shortfall, rule.upper_limit)
     needed = None
     if outcome == "inconclusive":
         distance = drop if drop > rule.max_shortfall else rule.upper_limit - drop

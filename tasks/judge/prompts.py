@@ -15,9 +15,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from merge_core.keys import NotInKey
-from tasks.json_lines import parse_line, place
+from merge_core.parsing import line_place, parse_line
+from merge_core.store import HashMemo, NotInKey
 from tasks.judge.settings import JudgeSettings
 
 
@@ -124,7 +123,7 @@ def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
-        yield place(path, number), {"id": number, **parse_line(line, path, number)}
+        yield line_place(path, number), {"id": number, **parse_line(line, path, number)}
 
 
 def _prompt(line: Mapping[str, Any], where: str) -> Prompt:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import httpx
 
 from merge_core.errors import InvalidInput
-from tasks.judge.settings import Server
+from tasks.judge.settings import JudgeServer
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 _MAY_PASS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -43,7 +43,7 @@ class ChatServer:
 
     def __init__(
         self,
-        server: Server,
+        server: JudgeServer,
         *,
         sleep: Callable[[float], None] = time.sleep,
         now: Callable[[], float] = time.time,
@@ -149,7 +149,7 @@ class ChatServer:
         return 0.0
 
 
-def _key(server: Server) -> str | None:
+def _key(server: JudgeServer) -> str | None:
     if server.api_key_env is None:
         return None
     key = os.environ.get(server.api_key_env, "").strip()

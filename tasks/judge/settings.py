@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from merge_core.keys import NotInKey
-from tasks.guards import MARGIN_ABOVE_MAX_DROP
+from merge_core.store import NotInKey
+from tasks.gate import MARGIN_ABOVE_MAX_DROP
 
 DIMENSIONS: Mapping[str, str] = {
     "correctness": "Facts, reasoning and results are right, and agree with the reference answer where there is one.",
@@ -78,7 +78,7 @@ class JudgeRule(BaseModel):
         return self.margin if self.margin is not None else self.max_shortfall + MARGIN_ABOVE_MAX_DROP
 
 
-class Server(BaseModel):
+class JudgeServer(BaseModel):
     """Where the judge is asked, and how patiently. None of it decides a judgement; no secret is ever in it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -102,7 +102,7 @@ class Server(BaseModel):
         return url
 
 
-class JudgeSettings(Generation, Judging, JudgeRule, Server):
+class JudgeSettings(Generation, Judging, JudgeRule, JudgeServer):
     """Who answers what, who judges and when it passes, in a profile under ``judge``."""
 
     prompts: Path = Field(description="jsonl: prompt (or turns), and reference where there is one; or MT-Bench's.")
@@ -127,9 +127,9 @@ class JudgeSettings(Generation, Judging, JudgeRule, Server):
         return _part(JudgeRule, self)
 
     @property
-    def server(self) -> Server:
+    def server(self) -> JudgeServer:
         """The part that decides nothing."""
-        return _part(Server, self)
+        return _part(JudgeServer, self)
 
 
 P = TypeVar("P", bound=BaseModel)

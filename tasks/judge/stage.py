@@ -16,16 +16,14 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from merge_core.store import Artifact
-from tasks.judge.answers import Answered, Answers, answer, read_answers
-from tasks.judge.comparison import ORDERS, Answering, Judgement, JudgeVerdict, Order, Winner, judge_answers, settle
+from tasks.checkpoints import Model
+from tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
+from tasks.judge.comparison import ORDERS, Answering, Judgement, JudgeVerdict, Order, Winner, answers_verdict, settle
 from tasks.judge.prompts import JudgePrompts, Prompt, Prompts, References, read_prompts
 from tasks.judge.rubric import INSTRUCTIONS, Choice, Exchange, messages, parse, response_format
 from tasks.judge.server import ChatServer
-from tasks.judge.settings import JudgeSettings, Judging, Server
-from tasks.model import Model
-from tasks.runtime import Runtime
-from tasks.stage import StageValue, stage
-from tasks.watching import advance
+from tasks.judge.settings import JudgeServer, JudgeSettings, Judging
+from tasks.stage import Runtime, StageValue, advance, stage
 
 PAIRS, FILE, _UNFINISHED = "pairs.jsonl", "judgements.jsonl", "judgements.unfinished.jsonl"
 
@@ -45,7 +43,7 @@ class Judgements(StageValue):
         return f"{self.wins} won, {self.ties} tied, {self.losses} lost of {self.prompts} prompts"
 
 
-class Judged(NamedTuple):
+class JudgedAnswers(NamedTuple):
     """A verdict with the evidence that led to it."""
 
     verdict: JudgeVerdict
@@ -65,7 +63,7 @@ class _Question(NamedTuple):
 
 def judge_models(
     reference: Model, merge: Model, prompts: JudgePrompts, settings: JudgeSettings, runtime: Runtime
-) -> Judged:
+) -> JudgedAnswers:
     """Have both models answer, have the answers judged, and decide. Answers and judgements are cached by content; a
     changed threshold asks nobody anything.
 
@@ -76,7 +74,7 @@ def judge_models(
     theirs = answer(merge, prompts.prompts, settings.generation, runtime)
     judging, server = settings.judging, settings.server
     judgements = judge(ours, theirs, prompts.prompts, prompts.references, judging, server, INSTRUCTIONS)
-    verdict = judge_answers(
+    verdict = answers_verdict(
         settings.model,
         Answering(reference.name, ours.value.characters, ours.value.cut_off),
         Answering(merge.name, theirs.value.characters, theirs.value.cut_off),
@@ -84,18 +82,18 @@ def judge_models(
         judgements.value.identical,
         settings.rule,
     )
-    return Judged(verdict, judgements)
+    return JudgedAnswers(verdict, judgements)
 
 
 @stage("judge", version=1, resumable=True)
 def judge(
     out: Path,
-    reference: Artifact[Answers],
-    merge: Artifact[Answers],
+    reference: Artifact[AnswerSummary],
+    merge: Artifact[AnswerSummary],
     prompts: Prompts,
     references: References | None,
     judging: Judging,
-    server: Server,
+    server: JudgeServer,
     instructions: str,
 ) -> Judgements:
     """Ask the judge about every pair of answers in both orders.
@@ -150,7 +148,7 @@ def _questions(
 
 
 def _ask_all(
-    unfinished: Path, questions: Sequence[_Question], judging: Judging, server: Server, instructions: str
+    unfinished: Path, questions: Sequence[_Question], judging: Judging, server: JudgeServer, instructions: str
 ) -> dict[tuple[str, int, Order], Judgement]:
     """Every judgement; those that an earlier attempt wrote down are taken from there."""
     said = {(j.prompt, j.turn, j.order): j for j in _earlier(unfinished)}

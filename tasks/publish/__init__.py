@@ -1,1 +1,29 @@
-"""Publishing: what a release consists of, and how it comes to stand complete at its target."""
+"""Publishing: what a release consists of, and the step that brings it to its target, whole or not at all."""
+
+from tasks.publish.card_metadata import front_matter
+from tasks.publish.card_scores import escaped
+from tasks.publish.content import ABOUT, BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS, stored_files
+from tasks.publish.signature import public_key, read_signature
+from tasks.publish.step import Release, publish
+from tasks.publish.sums import checksums_text, parse_checksums, sha256_of, version_of
+
+__all__ = [
+    "ABOUT",
+    "BOM",
+    "CARD",
+    "PROVENANCE",
+    "RECIPE",
+    "SIGNATURE",
+    "SUMS",
+    "Release",
+    "checksums_text",
+    "escaped",
+    "front_matter",
+    "parse_checksums",
+    "public_key",
+    "publish",
+    "read_signature",
+    "sha256_of",
+    "stored_files",
+    "version_of",
+]

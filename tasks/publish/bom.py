@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from tasks.pin import Parent
+from tasks.checkpoints import PinnedCheckpoint
 from tasks.publish.content import ReleaseFile
 from tasks.report import ReportContent
 
 
 def bill_of_materials(
-    files: Sequence[ReleaseFile], content: ReportContent, parents: Sequence[Parent], licence: Mapping[str, object]
+    files: Sequence[ReleaseFile],
+    content: ReportContent,
+    parents: Sequence[PinnedCheckpoint],
+    licence: Mapping[str, object],
 ) -> str:
     """``bom.json`` over ``files``.
 
@@ -63,7 +66,7 @@ def bill_of_materials(
     return json.dumps(bom, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _ancestor(parent: Parent, licence: str) -> dict[str, object]:
+def _ancestor(parent: PinnedCheckpoint, licence: str) -> dict[str, object]:
     return {
         "type": "machine-learning-model",
         "bom-ref": f"parent:{parent.name}",

@@ -8,11 +8,10 @@ from urllib.parse import quote
 
 import yaml
 
-from tasks.licenses.check import LicenseVerdict
-from tasks.licenses.outcome import Obligation, ObligationKind
-from tasks.publish.card_metadata import Metadata
-from tasks.publish.card_scores import escaped, quality, table
-from tasks.report.content import ReportContent
+from tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
+from tasks.publish.card_metadata import CardMetadata
+from tasks.publish.card_scores import escaped, markdown_table, quality_section
+from tasks.report import ReportContent
 
 # By kind of obligation: what this release does about it, and what is left for whoever passes the model on.
 _DONE: dict[ObligationKind, str] = {
@@ -45,7 +44,7 @@ class Publication:
 
 def model_card(
     content: ReportContent,
-    metadata: Metadata,
+    metadata: CardMetadata,
     licence: LicenseVerdict,
     missing: Sequence[Obligation],
     files: Sequence[str],
@@ -67,7 +66,7 @@ def model_card(
         "**Statement of changes.** The weights are not those of any model named below: they were computed from them by "
         "the recipe below and replace theirs. Configuration and tokenizer are taken over or adapted.",
         f"## Made from\n\n{_sources(content, licence)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
-        f"## Evidence\n\n{quality(content)}",
+        f"## Evidence\n\n{quality_section(content)}",
         f"## Licence\n\n{_licence(licence, missing, files)}",
         f"## Verify and reproduce\n\n{_commands(content, publication)}",
     ]
@@ -117,7 +116,9 @@ def _licence(licence: LicenseVerdict, missing: Sequence[Obligation], files: Sequ
         parts.append("No obligations.")
     if accepted := [reason for reason in combination.reasons if reason.accepted]:
         said = [(reason.sentence, "; ".join(reason.accepted)) for reason in accepted]
-        parts.append(f"Doubts that a person has settled:\n\n{table(('doubt', 'accepted (what: who: why)'), said, 0)}")
+        parts.append(
+            f"Doubts that a person has settled:\n\n{markdown_table(('doubt', 'accepted (what: who: why)'), said, 0)}"
+        )
     return "\n\n".join(parts)
 
 

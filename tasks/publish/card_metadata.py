@@ -13,14 +13,14 @@ from pathlib import Path
 import yaml
 
 from merge_core.errors import Refused
-from tasks.evaluate import TaskScore
-from tasks.licenses.algebra import Combination
-from tasks.pin import Parent
+from tasks.checkpoints import PinnedCheckpoint
+from tasks.evaluation import TaskScore
+from tasks.preflight.licenses import Combination
 from tasks.publish.eval_results import BENCHMARKS
 from tasks.publish.provenance import hub_id
-from tasks.report.content import ReportContent
+from tasks.report import ReportContent
 
-Metadata = Mapping[str, object]
+CardMetadata = Mapping[str, object]
 
 # lm-eval's names on the left, the Hub's ids of metrics and words for people on the right.
 _METRICS = {
@@ -34,7 +34,9 @@ _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*?(?:\r?\n|\Z)", re.DOTALL
 _LONGEST_FRONT_MATTER = 1 << 20  # characters
 
 
-def card_metadata(content: ReportContent, parents: Sequence[Parent], licence: Combination) -> dict[str, object]:
+def card_metadata(
+    content: ReportContent, parents: Sequence[PinnedCheckpoint], licence: Combination
+) -> dict[str, object]:
     """What stands between the dashes, as plain data that YAML and JSON can hold."""
     metadata: dict[str, object] = {**licence.card}
     if languages := _common_languages(parents):
@@ -60,7 +62,7 @@ def front_matter(text: str) -> dict[str, object] | None:
     return value if isinstance(value, dict) else None
 
 
-def check_card(card: str, metadata: Metadata, names: Collection[str]) -> None:
+def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> None:
     """See, without the Hub, that a card says what it is meant to.
 
     Args:
@@ -131,7 +133,7 @@ def _metric(score: TaskScore, dataset: str) -> dict[str, object]:
     return {"type": kind, "value": value, "name": f"{words} ({said})" if said else words}
 
 
-def _common_languages(parents: Sequence[Parent]) -> list[str]:
+def _common_languages(parents: Sequence[PinnedCheckpoint]) -> list[str]:
     """What every parent's card says, where all say the same; else nothing."""
     said = {_languages(parent.directory) for parent in parents}
     return list(said.pop()) if len(said) == 1 else []

@@ -6,16 +6,14 @@ import math
 import re
 from collections.abc import Iterable
 
-from tasks.evaluate import TaskScore
-from tasks.report import wording
-from tasks.report.content import ReportContent, ReportedModel
-from tasks.report.table import evaluated, likelihood, uses_bytes
-from tasks.statistics import z
+from tasks.evaluation import TaskScore
+from tasks.gate import normal_quantile
+from tasks.report import ReportContent, ReportedModel, evaluated, likelihood, uses_bytes, wording
 
 _CONFIDENCE = 0.95  # two-sided, of the intervals of single scores
 
 
-def quality(content: ReportContent) -> str:
+def quality_section(content: ReportContent) -> str:
     """The section under 'Evidence': the verdict in a sentence, then the tables that there is something to put into."""
     verdict = content.verdict
     parts = [f"**{wording.title(verdict)}.** {escaped(wording.sentence(content))}"]
@@ -31,7 +29,7 @@ def score_interval(score: TaskScore) -> tuple[float, float]:
     Wilson's for a share of right answers: it has a width even where all are right, and stays within [0, 1] (1927,
     J. Am. Stat. Assoc. 22:209). For anything graded the normal one. NaN where there is no standard error.
     """
-    quantile, p, n = z((1 + _CONFIDENCE) / 2), score.score, score.n
+    quantile, p, n = normal_quantile((1 + _CONFIDENCE) / 2), score.score, score.n
     variance = p * (1 - p)
     is_share = 0 <= p <= 1 and math.isclose(score.stderr**2 * (n - 1), variance, rel_tol=1e-6, abs_tol=1e-12)
     if not is_share:
@@ -47,7 +45,7 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> str:
+def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> str:
     """A Markdown table of which the last ``numbers`` columns align right. Cells are shown literally."""
     head = tuple(columns)
     rule = [":--"] * (len(head) - numbers) + ["--:"] * numbers
@@ -68,7 +66,7 @@ def _scores(content: ReportContent) -> str:
         rows.append((task, metric, f"{documents:,}", *(_cell(cell) if cell else "" for cell in cells)))
     columns = ("task", "metric", "documents", *(_called(model) for model in models))
     note = "Score with its 95 % interval; in points (0 to 100) where it is a share of right answers."
-    return f"### Scores\n\n{table(columns, rows, len(models) + 1)}\n\n{note}"
+    return f"### Scores\n\n{markdown_table(columns, rows, len(models) + 1)}\n\n{note}"
 
 
 def _called(model: ReportedModel) -> str:
@@ -91,7 +89,7 @@ def _guards(content: ReportContent) -> str:
         (guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), wording.limit(guard), guard.outcome)
         for guard in guards
     ]
-    found = table(("task", "held against", "documents", "drop", "limit", "verdict"), rows, 4)
+    found = markdown_table(("task", "held against", "documents", "drop", "limit", "verdict"), rows, 4)
     confidence = f"{100 * guards[0].confidence:g}"
     note = (
         f"Drops in points on the same documents, with their interval ({confidence} % one-sided each way); a positive "
@@ -112,11 +110,11 @@ def _perplexity(content: ReportContent) -> str:
         for model in read
         if model.likelihoods
     ]
-    parts = [f"### Perplexity\n\n{table(('model', 'documents', unit), rows, 2)}"]
+    parts = [f"### Perplexity\n\n{markdown_table(('model', 'documents', unit), rows, 2)}"]
     if drift is not None:
         parts.append(
-            f"{wording.TIMES} {wording.ratio(drift)} of {escaped(drift.reference)}, the better parent; the limit is "
-            f"{wording.plain(drift.max_ratio)}: {drift.outcome}."
+            f"{wording.TIMES} {wording.format_ratio(drift)} of {escaped(drift.reference)}, the better parent; "
+            f"the limit is {wording.plain(drift.max_ratio)}: {drift.outcome}."
         )
     return "\n\n".join(parts)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core.keys import merkle
-from merge_core.store import MANIFEST, VALUE, Artifact
+from merge_core.store import MANIFEST, VALUE, Artifact, merkle
 
 CARD = "README.md"
 RECIPE = "recipe.yaml"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import yaml
 
-from tasks.evaluate import TaskScore
-from tasks.report.content import ReportContent
+from tasks.evaluation import TaskScore
+from tasks.report import ReportContent
 
 
 @dataclass(frozen=True)

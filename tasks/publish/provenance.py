@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from merge_core.reference import parse_reference
-from tasks.gate import Verdict
-from tasks.licenses.check import LicenseVerdict
+from merge_core.recipe import parse_reference
+from tasks.checkpoints import PinnedCheckpoint
+from tasks.gate import GateVerdict
 from tasks.merge import Numerics
-from tasks.pin import Parent
+from tasks.preflight.licenses import LicenseVerdict
 from tasks.publish.content import ReleaseFile
 
 _BUILD_TYPE = "urn:mergegate:merge:v1"
@@ -31,9 +31,9 @@ def provenance(
     profile: str,
     numerics: Numerics,
     evaluation_seed: int | None,
-    parents: Sequence[Parent],
+    parents: Sequence[PinnedCheckpoint],
     versions: Mapping[str, str],
-    verdict: Verdict,
+    verdict: GateVerdict,
     licence: LicenseVerdict,
     card: Mapping[str, object],
 ) -> str:
@@ -74,7 +74,7 @@ def provenance(
     return json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _dependency(parent: Parent) -> dict[str, object]:
+def _dependency(parent: PinnedCheckpoint) -> dict[str, object]:
     digest = {"sha256": parent.digest}
     uri = f"urn:mergegate:checkpoint:{parent.digest}"
     if parent.revision:
@@ -89,7 +89,7 @@ def _dependency(parent: Parent) -> dict[str, object]:
     }
 
 
-def hub_id(parent: Parent) -> str:
+def hub_id(parent: PinnedCheckpoint) -> str:
     """``org/name`` of a parent that lies on the Hub."""
     return parse_reference(parent.ref, parent.name).path
 

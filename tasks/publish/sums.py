@@ -10,21 +10,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from merge_core.keys import merkle
+from merge_core.store import merkle
 from tasks.publish.content import ReleaseFile
 
 
-def sums(files: Iterable[ReleaseFile]) -> str:
+def checksums(files: Iterable[ReleaseFile]) -> str:
     """The text of the file, sorted by name."""
-    return sums_text({file.name: file.sha256 for file in files})
+    return checksums_text({file.name: file.sha256 for file in files})
 
 
-def sums_text(hashes: Mapping[str, str]) -> str:
+def checksums_text(hashes: Mapping[str, str]) -> str:
     """The same from name -> sha256."""
     return "".join(f"{sha256}  {name}\n" for name, sha256 in sorted(hashes.items()))
 
 
-def parse_sums(text: str) -> dict[str, str]:
+def parse_checksums(text: str) -> dict[str, str]:
     """name -> sha256. Lines of another form are no entries: whoever compares finds their files unlisted."""
     entries = (line.split("  ", 1) for line in text.splitlines())
     return {entry[1]: entry[0] for entry in entries if len(entry) == 2}

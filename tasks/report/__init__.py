@@ -1,69 +1,48 @@
 """The report of a run: ``report.html``, one self-contained page for a person, and ``report.json`` for machines.
 
-artifact = write_report(ReportContent(...))     # the cached stage
-html = render(content)                          # the page alone
-as_markdown(content), final_table(content)      # the same content for Prefect and for the terminal
+::
+
+    artifact = write_report(ReportContent(...))     # the cached stage
+    html = render(content)                          # the page alone
+    as_markdown(content), final_table(content)      # the same content for Prefect and for the terminal
 """
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
-
-from merge_core.keys import canonical
+from tasks.report import wording
 from tasks.report.content import (
-    Attempt,
     Library,
     MergedFile,
     ReportContent,
+    ReportedAttempt,
+    ReportedCheck,
     ReportedJudge,
     ReportedModel,
-    ServedCheck,
-    ServedModel,
+    ReportedServing,
     StoredArtifact,
 )
 from tasks.report.page import render
-from tasks.report.table import as_markdown, final_table
-from tasks.report.wording import sentence, title
-from tasks.stage import StageValue, stage
+from tasks.report.serving import Costs, costs
+from tasks.report.stage import Report, write_report
+from tasks.report.table import as_markdown, evaluated, final_table, likelihood, uses_bytes
 
 __all__ = [
-    "Attempt",
+    "Costs",
     "Library",
     "MergedFile",
     "Report",
     "ReportContent",
+    "ReportedAttempt",
+    "ReportedCheck",
     "ReportedJudge",
     "ReportedModel",
-    "ServedCheck",
-    "ServedModel",
+    "ReportedServing",
     "StoredArtifact",
     "as_markdown",
+    "costs",
+    "evaluated",
     "final_table",
+    "likelihood",
     "render",
+    "uses_bytes",
+    "wording",
     "write_report",
 ]
-
-PAGE, DATA = "report.html", "report.json"
-
-
-class Report(StageValue):
-    """What a report says in a line. The artifact holds ``report.html`` and ``report.json``."""
-
-    headline: str
-
-    def summary(self) -> str:
-        return f"{PAGE}: {self.headline.partition(':')[0]}"
-
-
-@stage("report", version=2)
-def write_report(out: Path, content: ReportContent) -> Report:
-    """Write the report into ``out``. The bytes depend on nothing but what is in the stage's key.
-
-    ``report.json`` is the canonical form of ``content``, with sorted keys: what does not count for a key (paths, names
-    from the run that measured, what serving took) is not in it either.
-    """
-    data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    (out / DATA).write_bytes(f"{data}\n".encode())
-    (out / PAGE).write_bytes(render(content.as_released()).encode())
-    return Report(headline=" ".join(f"{title(content.verdict).lower()}: {sentence(content)}".split()))

@@ -10,12 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.keys import NotInKey
-from tasks.evaluate import Scores, Scoring
+from merge_core.store import NotInKey
+from tasks.evaluation import Scores, Scoring
 from tasks.explain import Explanation
-from tasks.gate import Outcome, Verdict
-from tasks.perplexity import Likelihoods, Windows
-from tasks.serve.measured import Measured
+from tasks.gate import GateVerdict, Outcome
+from tasks.perplexity import Likelihoods, WindowSettings
+from tasks.serve import ServingCost
 
 
 class _Part(BaseModel):
@@ -54,7 +54,7 @@ class Library(_Part):
     version: str
 
 
-class Attempt(_Part):
+class ReportedAttempt(_Part):
     """One recipe that was merged and judged in this run: as it was written, or with a remedy."""
 
     recipe: str  # 'ties of 2 over base'
@@ -84,7 +84,7 @@ class ReportedJudge(_Part):
     reason: str  # a sentence
 
 
-class ServedCheck(_Part):
+class ReportedCheck(_Part):
     """What was asked of the served model, and whether the answer was right."""
 
     name: str
@@ -95,11 +95,11 @@ class ServedCheck(_Part):
     seen: Annotated[str, NotInKey] = ""
 
 
-class ServedModel(_Part):
+class ReportedServing(_Part):
     """What serving a model took."""
 
     name: str
-    measured: Measured
+    measured: ServingCost
     problem: str = ""  # why nothing was measured
 
 
@@ -120,18 +120,20 @@ class ReportContent(_Part):
     models: tuple[ReportedModel, ...]  # parents in the recipe's order, the merge among them
     licence: str = ""  # that the merge may carry: 'apache-2.0'; empty where none was looked at
     obligations: tuple[str, ...] = ()  # what it asks of a publisher, a sentence each
-    verdict: Verdict
+    verdict: GateVerdict
     scoring: Scoring | None = None  # how the models were scored
-    windows: Windows | None = None  # how the held-out text was read
+    windows: WindowSettings | None = None  # how the held-out text was read
     files: tuple[MergedFile, ...]
     versions: tuple[Library, ...]
     reproduce: tuple[str, ...]  # shell commands
     explanation: Explanation | None = None
-    attempts: tuple[Attempt, ...] = ()  # in the order in which they were tried; the last is what this report is about
+    attempts: tuple[
+        ReportedAttempt, ...
+    ] = ()  # in the order in which they were tried; the last is what this report is about
     judge: ReportedJudge | None = None
-    served: tuple[ServedCheck, ...] = ()  # in the order in which they were made; empty where it was not served
+    served: tuple[ReportedCheck, ...] = ()  # in the order in which they were made; empty where it was not served
     server: str = ""  # 'vllm 0.33.0'
-    serving: Annotated[tuple[ServedModel, ...], NotInKey] = ()  # parents in the recipe's order, then the merge
+    serving: Annotated[tuple[ReportedServing, ...], NotInKey] = ()  # parents in the recipe's order, then the merge
     ensemble: Likelihoods | None = None  # of the parents together, on the same text
     artifacts: tuple[StoredArtifact, ...] = ()
 

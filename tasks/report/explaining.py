@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merge_core.tally import Tally
-from tasks.ensemble import gain_kept
-from tasks.explain import Explanation
-from tasks.remedies import CHANCE, movement
+from merge_core.analysis import Tally
+from tasks.explain import CHANCE, Explanation, movement
+from tasks.perplexity import gain_kept
 from tasks.report.content import ReportContent, ReportedJudge
 from tasks.report.wording import NONE, interval, number, plain
 

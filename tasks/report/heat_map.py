@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from merge_core.interference import Interference, Spot
-from merge_core.tensor_kinds import KINDS, Kind
+from merge_core.analysis import Interference, Spot
+from merge_core.architecture import KINDS, TensorKind
 from tasks.explain import Explanation
 from tasks.report.content import ReportContent
 from tasks.report.svg import Ink, drawing, inline
@@ -51,7 +51,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Map:
-    columns: tuple[Kind, ...]
+    columns: tuple[TensorKind, ...]
     rows: tuple[_Row, ...]
     low: float
     high: float

@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.evaluate import Scoring
-from tasks.perplexity import Windows
+from merge_core.units import format_bytes
+from tasks.evaluation import Scoring
+from tasks.perplexity import WindowSettings
 from tasks.report import explaining, heat_map, plots, serving, table, wording
 from tasks.report.content import ReportContent
-from tasks.units import size
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -29,7 +29,7 @@ def render(content: ReportContent) -> str:
         content=content,
         verdict=verdict,
         wording=wording,
-        size=size,
+        size=format_bytes,
         costs=serving.costs(content),
         sentence=wording.sentence(content),
         style=Markup((HERE / "style.css").read_text(encoding="utf-8")),
@@ -89,5 +89,5 @@ def _scored_how(scoring: Scoring) -> str:
     return ", ".join(parts)
 
 
-def _read_how(windows: Windows) -> str:
+def _read_how(windows: WindowSettings) -> str:
     return f"windows of {windows.max_length} tokens, dtype {windows.dtype}, batches of {windows.batch_size}"

@@ -51,7 +51,7 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
     line = Line(
         label="merge",
         detail=f"against {drift.reference}",
-        numbers=wording.ratio(drift),
+        numbers=wording.format_ratio(drift),
         outcome=drift.outcome,
         word="warning" if drift.warning and drift.outcome == "pass" else drift.outcome,
         estimate=drift.ratio,

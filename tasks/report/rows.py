@@ -199,7 +199,7 @@ def _ruler(
 
 
 def _tick(x: float) -> str:
-    return wording.magnitude(x) if abs(x) >= 1e4 else wording.plain(round(x, 6) + 0.0)
+    return wording.format_magnitude(x) if abs(x) >= 1e4 else wording.plain(round(x, 6) + 0.0)
 
 
 def _limits(axes: Axes, top: float, bottom: float, line: Line, end: float) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tasks.report.content import ReportContent
-from tasks.serve.measured import Measured
+from tasks.serve import ServingCost
 
-_COLUMNS: tuple[tuple[str, Callable[[Measured], str]], ...] = (
+_COLUMNS: tuple[tuple[str, Callable[[ServingCost], str]], ...] = (
     ("Ready after", lambda measured: measured.ready),
     ("First token", lambda measured: measured.first_token),
     ("Tokens/s", lambda measured: measured.throughput.removesuffix(" tokens/s")),

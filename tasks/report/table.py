@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tasks.evaluate import TaskScore
+from tasks.evaluation import TaskScore
 from tasks.gate import DriftVerdict, GuardVerdict, Outcome
 from tasks.perplexity import Likelihoods
 from tasks.report import wording
@@ -136,7 +136,7 @@ def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ..
     if drift is None:
         return Row((label, *values, "", "", ""))
     verdict = "pass, warning" if drift.warning and drift.outcome == "pass" else drift.outcome
-    change = f"{wording.TIMES} {wording.ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
+    change = f"{wording.TIMES} {wording.format_ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
     return Row((label, *values, change, f"{wording.TIMES} {wording.plain(drift.max_ratio)}", verdict), drift.outcome)
 
 
@@ -151,7 +151,7 @@ def likelihood(measured: Likelihoods | None, per_byte: bool) -> str:
     """A perplexity (or bits per byte) as text, empty when it was not measured."""
     if measured is None:
         return ""
-    return wording.magnitude(measured.bits_per_byte if per_byte else measured.perplexity)
+    return wording.format_magnitude(measured.bits_per_byte if per_byte else measured.perplexity)
 
 
 def as_markdown(content: ReportContent) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.gate import DriftVerdict, GuardVerdict, Outcome, Verdict
+from tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, Outcome
 from tasks.report.content import ReportContent
 
 MINUS, TIMES, NONE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
@@ -63,7 +63,7 @@ def limit(guard: GuardVerdict) -> str:
     return f"{plain(guard.max_drop)}, margin {plain(guard.margin)}"
 
 
-def ratio(drift: DriftVerdict) -> str:
+def format_ratio(drift: DriftVerdict) -> str:
     """'1.003 [0.998, 1.008]', or that there is none."""
     if drift.ratio is None:
         return NOT_FINITE
@@ -75,7 +75,7 @@ def ratio(drift: DriftVerdict) -> str:
     return f"{number(drift.ratio, decimals)} {interval(drift.low, drift.high, decimals)}"
 
 
-def magnitude(value: float | None) -> str:
+def format_magnitude(value: float | None) -> str:
     """A perplexity or bits per byte, whatever its size."""
     if value is None:
         return NOT_FINITE
@@ -90,7 +90,7 @@ def _scientific(value: float) -> str:
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
-def title(verdict: Verdict) -> str:
+def title(verdict: GateVerdict) -> str:
     """The one big word."""
     return {"pass": "Passed", "fail": "Refused", "inconclusive": "Inconclusive"}[verdict.outcome]
 
@@ -118,7 +118,7 @@ def sentence(content: ReportContent) -> str:
     return " ".join(part for part in (_guards_passed(verdict), *notes, _drift_passed(verdict.drift)) if part)
 
 
-def _guards_passed(verdict: Verdict) -> str:
+def _guards_passed(verdict: GateVerdict) -> str:
     if not verdict.guards:
         return "" if verdict.notes else "No task is guarded."
     closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)

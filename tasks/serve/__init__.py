@@ -4,3 +4,23 @@ A checkpoint that loads is not a model that answers. ``static_checks`` finds wha
 ``process`` starts a server in an environment of its own and ends it whatever happens; ``checks`` asks it;
 ``smoke`` puts them in order; ``stage`` makes that a cached stage of the release.
 """
+
+from tasks.serve.launch import find_server
+from tasks.serve.measured import ServingCost
+from tasks.serve.settings import ServeSettings
+from tasks.serve.smoke import STEPS, smoke_checkpoint, smoke_url
+from tasks.serve.stage import check_server, serve_models
+from tasks.serve.verdict import ServedModels, ServeVerdict
+
+__all__ = [
+    "STEPS",
+    "ServeSettings",
+    "ServeVerdict",
+    "ServedModels",
+    "ServingCost",
+    "check_server",
+    "find_server",
+    "serve_models",
+    "smoke_checkpoint",
+    "smoke_url",
+]

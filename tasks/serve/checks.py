@@ -27,7 +27,7 @@ _BROKEN_MODEL = "look for NaN, zeroed or exchanged weights; compare with the par
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServedSubject:
     """A running server and what is known about its model.
 
     Args:
@@ -52,10 +52,10 @@ class Asked:
         return self.client.request("/v1/completions", body | (dict(extension) if self.extended else {}))
 
 
-Ask = Callable[[Asked], list[Check]]
+ServerQuestion = Callable[[ServedSubject], list[Check]]
 
 
-def takes_extensions(asked: Asked) -> bool:
+def takes_extensions(asked: ServedSubject) -> bool:
     """Whether vLLM's fields are taken or overlooked; also the request that warms the server up."""
     answer = asked.complete("a", 1, extension={"return_token_ids": True})
     return not (
@@ -65,7 +65,7 @@ def takes_extensions(asked: Asked) -> bool:
     )
 
 
-def ask_generation(asked: Asked) -> list[Check]:
+def ask_generation(asked: ServedSubject) -> list[Check]:
     """Every prompt twice, greedily: there is text, it is the same, its numbers are numbers, and it goes somewhere."""
     first: list[Completion] = []
     again: list[Completion] = []
@@ -81,7 +81,7 @@ def ask_generation(asked: Asked) -> list[Check]:
     return [_finite(first), _text(first), _deterministic(first, again), _loops(first)]
 
 
-def ask_parity(asked: Asked) -> list[Check]:
+def ask_parity(asked: ServedSubject) -> list[Check]:
     """The likelihood of fixed texts, token by token, against transformers: the strongest check there is."""
     name, limit = "parity", asked.settings.max_difference
     expected = f"≤ {limit:g} nats a token from transformers"
@@ -105,7 +105,7 @@ def ask_parity(asked: Asked) -> list[Check]:
     return [Check(name=name, outcome="fail", seen=seen_text, expected=expected, remedy=remedy)]
 
 
-def ask_tokenizer(asked: Asked) -> list[Check]:
+def ask_tokenizer(asked: ServedSubject) -> list[Check]:
     """Whether the server cuts a text into the tokens that the checkpoint's tokenizer finds."""
     if asked.reference is None or not asked.reference.texts:
         return []
@@ -115,7 +115,7 @@ def ask_tokenizer(asked: Asked) -> list[Check]:
     return [_ids_agree("tokenizer", ids, ours, text.ids)]
 
 
-def ask_chat(asked: Asked) -> list[Check]:
+def ask_chat(asked: ServedSubject) -> list[Check]:
     """Whether a chat is rendered as the checkpoint's own template says, and answered."""
     wanted, chat = asked.settings.chat, asked.reference.chat if asked.reference else None
     if wanted is False:
@@ -148,7 +148,7 @@ def ask_chat(asked: Asked) -> list[Check]:
     return checks
 
 
-def ask_end(asked: Asked) -> list[Check]:
+def ask_end(asked: ServedSubject) -> list[Check]:
     """Whether a sequence ends where it should: at every id that ends one, after a turn, and after ``stops``."""
     checks = []
     reference = asked.reference
@@ -166,7 +166,7 @@ def ask_end(asked: Asked) -> list[Check]:
     return checks
 
 
-def ask_too_long(asked: Asked) -> list[Check]:
+def ask_too_long(asked: ServedSubject) -> list[Check]:
     """Whether a prompt that does not fit is refused cleanly, and the next one is answered."""
     name, expected = "over-long prompt", "HTTP 4xx, then an answer"
     if asked.longest is None:
@@ -242,7 +242,7 @@ def _no_answer(prompt: str, answer: Answer) -> Check:
     return _failed("text", f"after {_quoted(prompt)}: {answer.complaint}", "HTTP 200", _BROKEN_MODEL)
 
 
-def _prompt_logprobs(asked: Asked, ids: Sequence[int]) -> tuple[Answer, tuple[float, ...] | None]:
+def _prompt_logprobs(asked: ServedSubject, ids: Sequence[int]) -> tuple[Answer, tuple[float, ...] | None]:
     """Log-probabilities of the prompt's own tokens but the first, in vLLM's way or the old way of OpenAI."""
     answer = asked.complete(list(ids), 1, extension={"prompt_logprobs": 0})
     completion = completion_of(answer)
@@ -255,7 +255,7 @@ def _prompt_logprobs(asked: Asked, ids: Sequence[int]) -> tuple[Answer, tuple[fl
     return echoed, numbers[1 : len(ids)]
 
 
-def _tokenized(asked: Asked, **what: Any) -> list[int] | None:
+def _tokenized(asked: ServedSubject, **what: Any) -> list[int] | None:
     answer = asked.client.request("/tokenize", {"model": asked.model, **what})
     ids = answer.body.get("tokens") if answer.status == 200 and isinstance(answer.body, dict) else None
     return ids if isinstance(ids, list) else None
@@ -272,7 +272,7 @@ def _ids_agree(name: str, offered: list[int] | None, theirs: tuple[int, ...], ou
     return Check(name=name, outcome="pass", seen=f"{len(theirs)} ids agree", expected=expected)
 
 
-def _end_tokens(asked: Asked, reference: Reference) -> Check:
+def _end_tokens(asked: ServedSubject, reference: Reference) -> Check:
     name, field = "end of sequence", "generation_config.json: eos_token_id"
     if not reference.ends:
         seen, remedy = "nothing says which token ends a sequence", "set eos_token_id, as the parents have it"
@@ -298,7 +298,7 @@ def _end_tokens(asked: Asked, reference: Reference) -> Check:
     return Check(name=name, outcome="pass", seen=f"stops at {', '.join(map(str, reference.ends))}", expected="stop")
 
 
-def _overlooks_bias(asked: Asked, biased: Completion) -> bool:
+def _overlooks_bias(asked: ServedSubject, biased: Completion) -> bool:
     """Whether a continuation is what it would have been without any bias: then no end was made certain."""
     plain = completion_of(asked.complete(asked.settings.prompts[0], 4, seed=0))
     return plain is not None and plain.identity == biased.identity

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.probe import usable_cores
-from tasks.units import short_time, size
+from merge_core.forecast import usable_cores
+from merge_core.units import format_bytes, format_short_time
 
 
-class Measured(BaseModel):
+class ServingCost(BaseModel):
     """What serving a model costs. None: not measured, or not to be measured from here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,23 +41,23 @@ class Measured(BaseModel):
 
     @property
     def ready(self) -> str:
-        return "" if self.seconds_to_ready is None else short_time(self.seconds_to_ready)
+        return "" if self.seconds_to_ready is None else format_short_time(self.seconds_to_ready)
 
     @property
     def first_token(self) -> str:
-        return "" if self.seconds_to_first_token is None else short_time(self.seconds_to_first_token)
+        return "" if self.seconds_to_first_token is None else format_short_time(self.seconds_to_first_token)
 
     @property
     def throughput(self) -> str:
-        return "" if self.tokens_per_second is None else rate(self.tokens_per_second)
+        return "" if self.tokens_per_second is None else token_rate(self.tokens_per_second)
 
     @property
     def memory(self) -> str:
-        return "" if self.peak_memory is None else size(self.peak_memory)
+        return "" if self.peak_memory is None else format_bytes(self.peak_memory)
 
     @property
     def gpu_memory(self) -> str:
-        return "" if self.peak_gpu_memory is None else size(self.peak_gpu_memory)
+        return "" if self.peak_gpu_memory is None else format_bytes(self.peak_gpu_memory)
 
     @property
     def occasion(self) -> str:
@@ -77,10 +77,10 @@ class Measured(BaseModel):
         return " · ".join(part for part in parts if part)
 
 
-NOTHING = Measured()
+NOTHING = ServingCost()
 
 
-def rate(tokens_per_second: float) -> str:
+def token_rate(tokens_per_second: float) -> str:
     """'410 tokens/s', '3.2 tokens/s'."""
     digits = f"{tokens_per_second:,.0f}" if tokens_per_second >= 10 else f"{tokens_per_second:.2g}"
     return f"{digits} tokens/s"

@@ -28,7 +28,7 @@ from typing import Any, Self
 from tasks.serve import supervisor
 from tasks.serve.client import Client, Unreachable
 from tasks.serve.launch import Launch
-from tasks.serve.log import Blame, blame, port_was_taken, root_cause
+from tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
 from tasks.serve.settings import ServeSettings
 
 GRACE = 20.0  # seconds that a server has to end by itself
@@ -45,7 +45,7 @@ class ServerEnded(Exception):
         self.cause, self.blame, self.returncode = cause, blame, returncode
 
 
-class Server:
+class ServerProcess:
     """One server. Entering starts it, leaving ends it; neither waits for it to be ready."""
 
     def __init__(self, launch: Launch, log: Path, settings: ServeSettings, grace: float = GRACE) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.loaded import Loaded, in_memory, release
-from tasks.model import Model
+from tasks.checkpoints import LoadedModel, Model, load_model, unload
 
 _ANSWER = "yes"  # of an assistant, in a conversation that is rendered to see how a turn ends
 
@@ -73,7 +72,7 @@ def make_reference(
     Raises:
         InvalidInput: when transformers cannot load it, or memory does not suffice.
     """
-    with in_memory(model, dtype=dtype, device=device) as loaded:
+    with load_model(model, dtype=dtype, device=device) as loaded:
         scored = tuple(_scored(loaded, text, longest) for text in texts)
         reference = Reference(
             texts=tuple(text for text in scored if len(text.ids) > 1),
@@ -81,11 +80,11 @@ def make_reference(
             ends=_ends(model.directory, loaded.tokenizer),
         )
         del loaded  # nothing here may hold on to it
-    release()
+    unload()
     return reference
 
 
-def _scored(loaded: Loaded, text: str, longest: int) -> ScoredText:
+def _scored(loaded: LoadedModel, text: str, longest: int) -> ScoredText:
     import torch
 
     ids = [int(token) for token in loaded.tokenizer(text)["input_ids"]][: longest - 1]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from merge_core.keys import NotInKey
+from merge_core.store import NotInKey
 
 PLACES = ("{model}", "{port}", "{name}")  # what a configured command may leave to us
 

@@ -8,21 +8,21 @@ from pathlib import Path
 
 from merge_core.checkpoint import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput
-from tasks.model import Model
+from tasks.checkpoints import Model
 from tasks.serve import checks
-from tasks.serve.checks import Ask, Asked
+from tasks.serve.checks import ServedSubject, ServerQuestion
 from tasks.serve.client import Client, Unreachable, models_of
 from tasks.serve.launch import ServerKind, context_of, dtype_of, launch
-from tasks.serve.measured import Measured, machine_name, today
-from tasks.serve.process import Server, ServerEnded
+from tasks.serve.measured import ServingCost, machine_name, today
+from tasks.serve.process import ServerEnded, ServerProcess
 from tasks.serve.reference import Reference, make_reference
 from tasks.serve.settings import ServeSettings
 from tasks.serve.speed import Speed, measure_speed
 from tasks.serve.static_checks import static_checks
-from tasks.serve.verdict import Check, MachineFailed, ServeVerdict, WronglyConfigured, verdict
+from tasks.serve.verdict import Check, MachineFailed, ServeVerdict, WronglyConfigured, serve_verdict
 
 LOG = "server.log"
-_QUESTIONS: tuple[tuple[str, Ask], ...] = (
+_QUESTIONS: tuple[tuple[str, ServerQuestion], ...] = (
     ("text", checks.ask_generation),
     ("parity", checks.ask_parity),
     ("tokenizer", checks.ask_tokenizer),
@@ -32,7 +32,7 @@ _QUESTIONS: tuple[tuple[str, Ask], ...] = (
 )
 STEPS = len(_QUESTIONS) + 4  # static, reference, ready, throughput
 
-Progress = Callable[[int, str], None]  # told how many of ``STEPS`` are done, and what is being done now
+OnStep = Callable[[int, str], None]  # told how many of ``STEPS`` are done, and what is being done now
 
 
 def smoke_checkpoint(
@@ -42,7 +42,7 @@ def smoke_checkpoint(
     *,
     device: str,
     log: Path,
-    on_progress: Progress = lambda done, doing: None,
+    on_progress: OnStep = lambda done, doing: None,
 ) -> ServeVerdict:
     """Serve ``model`` and ask it.
 
@@ -59,13 +59,13 @@ def smoke_checkpoint(
     checkpoint = open_checkpoint(model.directory)
     found = static_checks(checkpoint, must_chat=settings.chat)
     if any(check.outcome == "fail" for check in found):
-        return verdict(model.name, kind.label, found)  # no server is needed to refuse it
+        return serve_verdict(model.name, kind.label, found)  # no server is needed to refuse it
     longest = context_of(settings, checkpoint)
     on_progress(1, "what transformers says")
     reference = _reference(model, checkpoint, settings, device, longest)
     answered, measured = _serve(checkpoint, reference, longest, settings, kind, log, on_progress)
     measured = measured.model_copy(update={"when": today(), "machine": machine_name(device)})
-    return verdict(model.name, kind.label, [*found, *answered], measured)
+    return serve_verdict(model.name, kind.label, [*found, *answered], measured)
 
 
 def smoke_url(
@@ -76,7 +76,7 @@ def smoke_url(
     checkpoint: Model | None = None,
     device: str = "cpu",
     key: str = "",
-    on_progress: Progress = lambda done, doing: None,
+    on_progress: OnStep = lambda done, doing: None,
 ) -> ServeVerdict:
     """Ask a server that runs already.
 
@@ -109,12 +109,14 @@ def smoke_url(
         found = static_checks(opened, must_chat=settings.chat)
         if not any(check.outcome == "fail" for check in found):
             reference = _reference(checkpoint, opened, settings, device, longest or context_of(settings, opened))
-    interview = Interview(Asked(client, name, settings, reference, longest), on_progress)
+    interview = ServerProbe(ServedSubject(client, name, settings, reference, longest), on_progress)
     try:
         interview.hold()
     except Unreachable as why:
         interview.silence(str(why))
-    return verdict(name, url, [*found, *interview.checks], _measured(interview).model_copy(update={"when": today()}))
+    return serve_verdict(
+        name, url, [*found, *interview.checks], _measured(interview).model_copy(update={"when": today()})
+    )
 
 
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
@@ -123,16 +125,16 @@ def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, de
     return make_reference(model, settings.texts, settings.prompts[0], dtype=dtype, device=device, longest=longest)
 
 
-class Interview:
+class ServerProbe:
     """A running server is asked one question after the other; what was found out so far is there at any time."""
 
-    def __init__(self, asked: Asked, on_progress: Progress = lambda done, doing: None) -> None:
+    def __init__(self, asked: ServedSubject, on_progress: OnStep = lambda done, doing: None) -> None:
         self._asked, self._on_progress = asked, on_progress
         self.question = "a first answer"  # that is being asked, or was asked last
         self.checks: list[Check] = []
         self.speed = Speed()
 
-    def hold(self, server: Server | None = None) -> None:
+    def hold(self, server: ServerProcess | None = None) -> None:
         """Ask everything.
 
         Raises:
@@ -185,10 +187,10 @@ def _serve(
     settings: ServeSettings,
     kind: ServerKind,
     log: Path,
-    on_progress: Progress,
-) -> tuple[list[Check], Measured]:
-    server = Server(launch(settings, kind, checkpoint), log, settings)
-    interview: Interview | None = None
+    on_progress: OnStep,
+) -> tuple[list[Check], ServingCost]:
+    server = ServerProcess(launch(settings, kind, checkpoint), log, settings)
+    interview: ServerProbe | None = None
     found: list[Check] = []
     expected = f"an answer within {settings.ready_within:g} s"
     try:
@@ -197,7 +199,7 @@ def _serve(
             seen = f"after {server.seconds_to_ready or 0:.1f} s"
             found = [Check(name="ready", outcome="pass", seen=seen, expected=expected)]
             client = Client(server.url, settings.answer_within)
-            interview = Interview(Asked(client, server.model, settings, reference, longest), on_progress)
+            interview = ServerProbe(ServedSubject(client, server.model, settings, reference, longest), on_progress)
             interview.hold(server)
     except ServerEnded as end:
         _unless_the_model(end, kind, log)
@@ -214,10 +216,10 @@ def _serve(
     return [*found, *(interview.checks if interview else ())], _measured(interview, server)
 
 
-def _measured(interview: Interview | None, server: Server | None = None) -> Measured:
+def _measured(interview: ServerProbe | None, server: ServerProcess | None = None) -> ServingCost:
     """What is known of a server that has been asked; of one of ours when it has ended."""
     speed = interview.speed if interview else Speed()
-    return Measured(
+    return ServingCost(
         seconds_to_ready=server.seconds_to_ready if server else None,
         seconds_to_first_token=speed.seconds_to_first_token,
         tokens_per_second=speed.tokens_per_second,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tasks.serve.checks import Asked
+from tasks.serve.checks import ServedSubject
 from tasks.serve.client import Answer, completion_of
-from tasks.serve.measured import rate
+from tasks.serve.measured import token_rate
 from tasks.serve.verdict import Check
 
 _TRIES = 3  # the quickest counts: what else the machine does is not the model's fault
@@ -27,7 +27,7 @@ class Speed:
     tokens_per_second: float | None = None
 
 
-def measure_speed(asked: Asked) -> tuple[list[Check], Speed]:
+def measure_speed(asked: ServedSubject) -> tuple[list[Check], Speed]:
     """The speed of one stream, and the check of it: against the profile's floor, if it has one."""
     floor = asked.settings.min_tokens_per_second
     expected = f"≥ {floor:g} tokens/s" if floor is not None else ""
@@ -47,14 +47,14 @@ def measure_speed(asked: Asked) -> tuple[list[Check], Speed]:
         if time.monotonic() - began > _ENOUGH:
             break
     speed = Speed(min(first, default=None), max(rates))
-    seen = rate(max(rates))
+    seen = token_rate(max(rates))
     if floor is not None and max(rates) < floor:
         remedy = "another machine, or a lower serve.min_tokens_per_second"
         return [Check(name="throughput", outcome="fail", seen=seen, expected=expected, remedy=remedy)], speed
     return [Check(name="throughput", outcome="pass", seen=seen, expected=expected)], speed
 
 
-def _timed(asked: Asked, tokens: int) -> tuple[Answer, float]:
+def _timed(asked: ServedSubject, tokens: int) -> tuple[Answer, float]:
     """A continuation of exactly so many tokens, where the server can be told not to stop; and its seconds."""
     began = time.monotonic()
     answer = asked.complete(asked.settings.prompts[0], tokens, extension={"ignore_eos": True})

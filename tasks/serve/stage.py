@@ -16,15 +16,13 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import MergegateError
-from merge_core.keys import NotInKey
-from tasks.model import Model
-from tasks.runtime import Runtime, runtime
+from merge_core.store import NotInKey
+from tasks.checkpoints import Model
 from tasks.serve.launch import ServerKind, find_server
 from tasks.serve.settings import ServeSettings
 from tasks.serve.smoke import LOG, STEPS, smoke_checkpoint
-from tasks.serve.verdict import MachineFailed, Measurement, Served, ServeVerdict
-from tasks.stage import home, stage
-from tasks.watching import advance
+from tasks.serve.verdict import MachineFailed, Measurement, ServedModels, ServeVerdict
+from tasks.stage import Runtime, advance, home, runtime, stage
 
 
 class ServerVersion(BaseModel):
@@ -59,7 +57,7 @@ def check_server(settings: ServeSettings | None, root: Path) -> None:
 
 def serve_models(
     settings: ServeSettings | None, root: Path, merge: Model, parents: Sequence[Model] = ()
-) -> Served | None:
+) -> ServedModels | None:
     """Verdict on the merge, and what its parents cost where they are to be measured; None without settings.
 
     Parents are there to be compared with: what one of them does, or that it cannot be served here, refuses nothing.
@@ -73,15 +71,15 @@ def serve_models(
     server = server_of(settings, root)
     verdict = serve(merge, settings, server, runtime()).value
     if not settings.parents or verdict.refuses():
-        return Served(verdict)
+        return ServedModels(verdict)
     # A base model need not chat.
     settings = settings.model_copy(update={"chat": None})
-    return Served(verdict, {parent.name: _measurement(parent, settings, server) for parent in parents})
+    return ServedModels(verdict, {parent.name: _measurement(parent, settings, server) for parent in parents})
 
 
 def _measurement(parent: Model, settings: ServeSettings, server: ServerVersion) -> Measurement:
     try:
-        return measure(parent, settings, server, runtime()).value
+        return measure_parent(parent, settings, server, runtime()).value
     except MergegateError as error:
         return Measurement(model=parent.name, server=server.label, problem=error.found.splitlines()[0])
 
@@ -99,7 +97,9 @@ def serve(out: Path, model: Model, settings: ServeSettings, server: ServerVersio
 
 
 @stage("measure", version=1, subject="model")
-def measure(out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime) -> Measurement:
+def measure_parent(
+    out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime
+) -> Measurement:
     """Serve ``model`` and ask it the same, only to know what that costs. Raises as ``serve``."""
     verdict = _smoke(out, model, settings, server, runtime)
     known = verdict.measured.tokens_per_second is not None

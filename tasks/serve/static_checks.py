@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.checkpoint import Checkpoint, read_json
-from merge_core.dtypes import EXPONENTS
+from merge_core.checkpoint import EXPONENTS, Checkpoint, StoredTensor, read_into, read_vocabulary
 from merge_core.errors import InvalidInput
-from merge_core.safetensors_file import StoredTensor, read_into
-from merge_core.vocabulary import read_vocabulary
+from merge_core.parsing import read_json
+from merge_core.units import format_bytes
 from tasks.serve.verdict import Check
-from tasks.units import size
 
 _BLOCK = 1 << 24  # bytes of weights looked at at once
 _RESAVE = "merge again, or copy what is missing from a parent"
@@ -132,7 +130,9 @@ def check_finite(checkpoint: Checkpoint) -> Check:
             expected="finite numbers",
             remedy="check the parents for NaN, and the range of the recipe's dtype",
         )
-    return Check(name="finite weights", outcome="pass", seen=f"{size(read)}, all finite", expected="only numbers")
+    return Check(
+        name="finite weights", outcome="pass", seen=f"{format_bytes(read)}, all finite", expected="only numbers"
+    )
 
 
 class _UnknownArchitecture(Exception):

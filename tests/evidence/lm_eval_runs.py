@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tasks.task_definition import read_definition
+from tasks.evaluation.task_definition import read_definition
 
 
 def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Path, **options: Any) -> Path:

@@ -14,18 +14,18 @@ from pydantic import ValidationError
 from tiny_models import Prefix, make_model, write_choices
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from merge_core.keys import digest
-from tasks import backends, evaluation_process
-from tasks.harness import score
-from tasks.loaded import release
-from tasks.model import Model
-from tasks.outcomes import DocumentOutcome
-from tasks.sampling import Part
-from tasks.scoring import Scoring, ServedModel, ServerSettings
-from tasks.task_definition import EvalTask, pin_task
+from merge_core.store.hashing import HashMemo
+from merge_core.store.keys import digest
+from tasks.checkpoints.model import Model
+from tasks.checkpoints.model_cache import unload
+from tasks.evaluation import backends, process
+from tasks.evaluation.document_scores import DocumentScore
+from tasks.evaluation.harness import score_documents
+from tasks.evaluation.sampling import DocumentRange
+from tasks.evaluation.scoring import ModelEndpoint, Scoring, ServerSettings
+from tasks.evaluation.task_definition import EvalTask, pin_task
 
-WHOLE = Part(first=0, last=40)
+WHOLE = DocumentRange(first=0, last=40)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(backends, "_engine", None)
     yield
-    release()
+    unload()
 
 
 @pytest.fixture
@@ -51,8 +51,10 @@ def task(tmp_path: Path) -> EvalTask:
     return pin(write_choices(tmp_path / "tasks"))
 
 
-def outcomes_by(model: Model, task: EvalTask, **scoring: object) -> tuple[DocumentOutcome, ...]:
-    return score(model, task, Scoring.model_validate(scoring), WHOLE, "cpu", lambda done, total: None).outcomes
+def outcomes_by(model: Model, task: EvalTask, **scoring: object) -> tuple[DocumentScore, ...]:
+    return score_documents(
+        model, task, Scoring.model_validate(scoring), WHOLE, "cpu", lambda done, total: None
+    ).outcomes
 
 
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, bool]]]:
@@ -112,7 +114,7 @@ def test_a_server_is_asked_by_the_name_it_knows_and_with_tokens(model: Model, ta
                 "batch_size": 4,
             }
         )
-        score(model, task, settings, WHOLE, "cpu", lambda *how_far: told.append(how_far))
+        score_documents(model, task, settings, WHOLE, "cpu", lambda *how_far: told.append(how_far))
     assert {body["model"] for body in server.asked} == {"acme/merge-7"}
     assert all(isinstance(token, int) for body in server.asked for prompt in body["prompt"] for token in prompt)
     # One begin of text, not two: the tokenizer adds its own.
@@ -158,8 +160,8 @@ def test_a_server_that_stops_answering_is_named(model: Model, task: EvalTask, mo
 def test_the_process_that_scores_asks_servers_too(model: Model, task: EvalTask) -> None:
     with serving({"merge": model}) as server:
         settings = Scoring(backend="served", server=ServerSettings(url=server.url))
-        there = evaluation_process.score(model, task, settings, WHOLE, "cpu", lambda done, total: None)
-    evaluation_process.release()
+        there = process.score_in_child(model, task, settings, WHOLE, "cpu", lambda done, total: None)
+    process.end_child()
     assert there.outcomes == outcomes_by(model, task)
 
 
@@ -167,9 +169,9 @@ def test_addresses_are_of_each_model_or_of_all() -> None:
     settings = ServerSettings.model_validate(
         {"url": "http://a/v1", "models": {"base": "b", "merge": {"url": "http://c/v1", "model": "d"}}}
     )
-    assert settings.at("base") == ServedModel(url="http://a/v1", model="b")
-    assert settings.at("merge") == ServedModel(url="http://c/v1", model="d")
-    assert settings.at("other") == ServedModel(url="http://a/v1", model="other")
+    assert settings.at("base") == ModelEndpoint(url="http://a/v1", model="b")
+    assert settings.at("merge") == ModelEndpoint(url="http://c/v1", model="d")
+    assert settings.at("other") == ModelEndpoint(url="http://a/v1", model="other")
     with pytest.raises(InvalidInput, match="no address for 'other'"):
         ServerSettings(models={"base": "b"}).at("other")
 

@@ -14,14 +14,14 @@ from tiny_models import CPU, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from tasks.ensemble import ensemble, gain_kept
-from tasks.model import Model
-from tasks.perplexity import (
-    Documents,
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.model import Model
+from tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
+from tasks.perplexity.stage import (
+    HeldOutText,
     Likelihoods,
     PerplexitySettings,
-    Windows,
+    WindowSettings,
     perplexity,
     pin_documents,
     read_documents,
@@ -31,14 +31,14 @@ TEXTS = [". ".join(words(5, seed)) + "." for seed in range(6)] + ["a", "ab " * 4
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> Documents:
+def documents(tmp_path: Path) -> HeldOutText:
     path = write_jsonl(tmp_path / "text.jsonl", ({"text": text} for text in TEXTS))
     return pin_documents(PerplexitySettings(documents=path), tmp_path, HashMemo(tmp_path / "h.db"))
 
 
-def measure(models: tuple[Model, ...], documents: Documents, out: Path, **windows: object) -> Likelihoods:
+def measure(models: tuple[Model, ...], documents: HeldOutText, out: Path, **windows: object) -> Likelihoods:
     out.mkdir(exist_ok=True)
-    return ensemble.work(out, models, documents, Windows(**windows), CPU)
+    return ensemble_likelihoods.work(out, models, documents, WindowSettings(**windows), CPU)
 
 
 def probabilities(model: Model, plain: list[int], length: int) -> np.ndarray:
@@ -56,7 +56,7 @@ def probabilities(model: Model, plain: list[int], length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [7, 64])
-def test_it_is_the_mean_of_what_plain_transformers_say(tmp_path: Path, documents: Documents, length: int) -> None:
+def test_it_is_the_mean_of_what_plain_transformers_say(tmp_path: Path, documents: HeldOutText, length: int) -> None:
     models = tuple(make_model(tmp_path / f"m{seed}", seed=seed) for seed in range(3))
     value = measure(models, documents, tmp_path / "out", max_length=length, batch_size=3)
     tokenizer = AutoTokenizer.from_pretrained(models[0].directory)
@@ -72,21 +72,21 @@ def test_it_is_the_mean_of_what_plain_transformers_say(tmp_path: Path, documents
     assert value.perplexity == pytest.approx(math.exp(-everything.mean()), rel=1e-5)
 
 
-def test_the_ensemble_of_a_model_with_itself_is_the_model(tmp_path: Path, documents: Documents) -> None:
+def test_the_ensemble_of_a_model_with_itself_is_the_model(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (tmp_path / "one").mkdir()
-    alone = perplexity.work(tmp_path / "one", model, documents, Windows(), CPU)
+    alone = perplexity.work(tmp_path / "one", model, documents, WindowSettings(), CPU)
     twice = measure((model, model), documents, tmp_path / "two")
     assert twice.perplexity == pytest.approx(alone.perplexity, rel=1e-9)
     assert twice.vocabulary == alone.vocabulary
 
 
-def test_the_ensemble_is_at_least_as_good_as_its_members_are_on_average(tmp_path: Path, documents: Documents) -> None:
+def test_the_ensemble_is_at_least_as_good_as_its_members_are_on_average(tmp_path: Path, documents: HeldOutText) -> None:
     models = tuple(make_model(tmp_path / f"m{seed}", seed=seed) for seed in range(2))
     losses = []
     for model in models:
         (tmp_path / f"out-{model.name}").mkdir()
-        value = perplexity.work(tmp_path / f"out-{model.name}", model, documents, Windows(), CPU)
+        value = perplexity.work(tmp_path / f"out-{model.name}", model, documents, WindowSettings(), CPU)
         assert value.loglik is not None
         losses.append(-value.loglik)
     together = measure(models, documents, tmp_path / "out")
@@ -94,14 +94,14 @@ def test_the_ensemble_is_at_least_as_good_as_its_members_are_on_average(tmp_path
     assert -together.loglik <= sum(losses) / 2  # Jensen
 
 
-def test_models_of_different_tokenizers_have_no_ensemble(tmp_path: Path, documents: Documents) -> None:
+def test_models_of_different_tokenizers_have_no_ensemble(tmp_path: Path, documents: HeldOutText) -> None:
     models = (make_model(tmp_path / "a"), make_model(tmp_path / "b", prefix="eos only"))
     with pytest.raises(InvalidInput, match="different tokenizers") as caught:
         measure(models, documents, tmp_path / "out")
     assert "ensemble: false" in caught.value.remedy
 
 
-def test_one_model_is_no_ensemble(tmp_path: Path, documents: Documents) -> None:
+def test_one_model_is_no_ensemble(tmp_path: Path, documents: HeldOutText) -> None:
     with pytest.raises(InvalidInput, match="1 model"):
         measure((make_model(tmp_path / "a"),), documents, tmp_path / "out")
 

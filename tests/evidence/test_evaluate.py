@@ -16,23 +16,24 @@ from tiny_models import Prefix, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from tasks import outcomes
-from tasks.evaluate import EvaluateSettings, default_metric, table
-from tasks.guards import Guard
-from tasks.harness import count, score
-from tasks.loaded import release
-from tasks.model import Model
-from tasks.outcomes import DocumentOutcome
-from tasks.sampling import Part
-from tasks.scoring import Scoring
-from tasks.task_definition import EvalTask, pin_task
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.model import Model
+from tasks.checkpoints.model_cache import unload
+from tasks.evaluation import document_scores
+from tasks.evaluation.document_scores import DocumentScore
+from tasks.evaluation.harness import count_documents, score_documents
+from tasks.evaluation.sampling import DocumentRange
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.stage import default_metric, score_table
+from tasks.evaluation.task_definition import EvalTask, pin_task
+from tasks.gate.guards import Guard
+from tasks.gate.settings import EvaluateSettings
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_in_memory() -> Iterator[None]:
     yield
-    release()
+    unload()
 
 
 @pytest.fixture
@@ -51,11 +52,13 @@ def task(tmp_path: Path) -> EvalTask:
 
 def measure(
     model: Model, task: EvalTask, *, part: tuple[int, int] | None = None, **scoring: object
-) -> tuple[DocumentOutcome, ...]:
+) -> tuple[DocumentScore, ...]:
     """Outcomes of all documents, or of a part of them, scored in this process."""
-    first, last = part or (0, count(task))
+    first, last = part or (0, count_documents(task))
     settings = Scoring.model_validate(scoring)
-    return score(model, task, settings, Part(first=first, last=last), "cpu", lambda done, total: None).outcomes
+    return score_documents(
+        model, task, settings, DocumentRange(first=first, last=last), "cpu", lambda done, total: None
+    ).outcomes
 
 
 def documents_of(task: EvalTask) -> list[dict[str, Any]]:
@@ -89,7 +92,7 @@ def test_every_document_is_scored_as_plain_transformers_do(tmp_path: Path, task:
         wanted.append(float(max(range(2), key=logliks.__getitem__) == document["right"]))
     assert 0.2 < sum(wanted) / len(wanted) < 0.8  # neither all right nor all wrong: this can fail
     assert [o.outcome for o in found] == wanted
-    (total,) = table("letters", found, {"acc,none": True})
+    (total,) = score_table("letters", found, {"acc,none": True})
     assert (total.task, total.metric, total.n) == ("letters", "acc,none", 40)
     assert total.score == pytest.approx(sum(wanted) / 40)
     p = total.score
@@ -237,8 +240,8 @@ def test_data_that_change_after_they_were_pinned_are_noticed(tmp_path: Path, mod
 
 def test_progress_is_told_up_to_the_last_request(model: Model, task: EvalTask) -> None:
     told: list[tuple[int, int]] = []
-    whole = Part(first=0, last=40)
-    score(model, task, Scoring(batch_size=8), whole, "cpu", lambda done, total: told.append((done, total)))
+    whole = DocumentRange(first=0, last=40)
+    score_documents(model, task, Scoring(batch_size=8), whole, "cpu", lambda done, total: told.append((done, total)))
     assert told[-1] == (80, 80)  # two choices a document
     assert told == sorted(told)
 
@@ -249,7 +252,7 @@ def test_few_shot_examples_change_the_prompts_and_their_hashes(tmp_path: Path, m
     assert [o.doc_hash for o in plain] == [o.doc_hash for o in shot]
     assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in shot}
     with pytest.raises(InvalidInput, match="another prompt on each side"):
-        outcomes.pair(plain, shot, "acc,none", "letters")
+        document_scores.pair_documents(plain, shot, "acc,none", "letters")
 
 
 def test_few_shot_examples_are_drawn_alike_for_every_model_and_follow_the_seed(tmp_path: Path, model: Model) -> None:

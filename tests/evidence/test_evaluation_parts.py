@@ -13,17 +13,18 @@ from tiny_models import CPU, make_model, words, write_choices
 from traps import asked, ends, in_another_process, write_trap
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from merge_core.store import Artifact
-from tasks import evaluation_process, outcomes
-from tasks.evaluate import Scores, document_count, evaluate_to, joined, pin_tasks
-from tasks.guards import Guard
-from tasks.model import Model
-from tasks.sampling import ordered
-from tasks.scoring import Scoring
-from tasks.stage import store
-from tasks.task_definition import EvalTask, pin_task
-from tasks.watching import Ending, watched_by
+from merge_core.store.hashing import HashMemo
+from merge_core.store.store import Artifact
+from tasks.checkpoints.model import Model
+from tasks.evaluation import document_scores, process
+from tasks.evaluation.sampling import ordered
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.stage import Scores, document_count, evaluate_to, join_parts
+from tasks.evaluation.task_definition import EvalTask, pin_task
+from tasks.gate.guards import Guard
+from tasks.gate.settings import pin_tasks
+from tasks.stage.progress import StageStatus, watched_by
+from tasks.stage.stages import store
 
 FIRST_TEN = Scoring(documents=10)  # of the 40 documents: 10, 10 more, 20 more
 
@@ -36,7 +37,7 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def one_process_for_all() -> Iterator[None]:
     yield
-    evaluation_process.release()
+    process.end_child()
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def task(tmp_path: Path) -> EvalTask:
 
 class Watching:
     def __init__(self) -> None:
-        self.endings: list[Ending] = []
+        self.endings: list[StageStatus] = []
         self.summaries: list[str] = []
         self.how_far: list[tuple[int, int]] = []
 
@@ -61,7 +62,7 @@ class Watching:
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
         self.how_far.append((done, total))
 
-    def ended(self, stage: str, subject: str, ending: Ending, seconds: float, summary: str) -> None:
+    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
         self.endings.append(ending)
         self.summaries.append(summary)
 
@@ -96,7 +97,11 @@ def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTas
     assert [a.key for a in everything[:2]] == [a.key for a in twenty]
     assert twenty[0].key == ten[0].key
     assert len(made()) == 3
-    rows = [row for part in everything for row in outcomes.read(part.directory / outcomes.FILE)]
+    rows = [
+        row
+        for part in everything
+        for row in document_scores.read_document_scores(part.directory / document_scores.SCORES_FILE)
+    ]
     assert sorted(row.doc_id for row in rows) == list(range(40))
 
 
@@ -106,14 +111,16 @@ def test_joined_parts_score_as_all_their_documents(model: Model, task: EvalTask)
         lambda: evaluate_to(model, task, FIRST_TEN, None, CPU), lambda: evaluate_to(model, task, Scoring(), None, CPU)
     )
     assert [len(parts), len(whole)] == [3, 1]
-    scores = [row.outcome for row in outcomes.read(whole[0].directory / outcomes.FILE)]
-    (together,) = joined(parts).tasks
+    scores = [
+        row.outcome for row in document_scores.read_document_scores(whole[0].directory / document_scores.SCORES_FILE)
+    ]
+    (together,) = join_parts(parts).tasks
     assert (together.task, together.metric, together.n) == ("letters", "acc,none", 40)
     assert together.score == pytest.approx(np.mean(scores))
     assert together.stderr == pytest.approx(np.std(scores, ddof=1) / np.sqrt(40))
     assert [score.n for part in parts for score in part.value.tasks] == [10, 10, 20]
-    assert joined([*parts, *whole[:0]]).part is None
-    assert joined(whole) == whole[0].value
+    assert join_parts([*parts, *whole[:0]]).part is None
+    assert join_parts(whole) == whole[0].value
     assert watching.summaries == [f"letters {100 * together.score:.1f}"] * 2  # a person sees tasks, not parts
 
 
@@ -123,7 +130,7 @@ def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask
     older = parts[0].value.model_copy(update={"lm_eval_version": "0.4.2"})
     other = Artifact("evaluate", parts[0].key, parts[0].digest, parts[0].directory, older, parts[0].files)
     with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.2"):
-        joined([other, parts[1]])
+        join_parts([other, parts[1]])
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
@@ -186,11 +193,11 @@ from pathlib import Path
 from flows.local_api import configure, local_api
 configure(Path(os.environ["PREFECT_HOME"]))
 from prefect import flow
-from tasks.evaluate import evaluate_to
-from tasks.model import Model
-from tasks.runtime import Runtime
-from tasks.scoring import Scoring
-from tasks.task_definition import EvalTask
+from tasks.evaluation.stage import evaluate_to
+from tasks.checkpoints import Model
+from tasks.stage import Runtime
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.task_definition import EvalTask
 
 @flow
 def run():

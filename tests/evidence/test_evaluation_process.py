@@ -13,25 +13,26 @@ from tiny_models import make_model, words, write_choices
 from traps import PROJECT, asked, ends, in_another_process, write_trap
 
 from merge_core.errors import InvalidInput, Refused
-from merge_core.hashing import HashMemo
-from tasks import evaluation_process, harness, loaded
-from tasks.model import Model
-from tasks.sampling import Part, ordered
-from tasks.scoring import Scoring
-from tasks.task_definition import EvalTask, pin_task
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints import model_cache
+from tasks.checkpoints.model import Model
+from tasks.evaluation import harness, process
+from tasks.evaluation.sampling import DocumentRange, ordered
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.task_definition import EvalTask, pin_task
 
 
 @pytest.fixture(autouse=True)
 def few_threads_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     yield
-    loaded.release()
+    model_cache.unload()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process_for_all() -> Iterator[None]:
     yield
-    evaluation_process.release()
+    process.end_child()
 
 
 @pytest.fixture
@@ -42,19 +43,19 @@ def model(tmp_path: Path) -> Model:
 def silent(done: int, total: int) -> None: ...
 
 
-def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> harness.Scored:
+def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> harness.ScoredDocuments:
     settings = Scoring.model_validate(scoring)
-    return evaluation_process.score(model, task, settings, Part(first=first, last=last), "cpu", silent)
+    return process.score_in_child(model, task, settings, DocumentRange(first=first, last=last), "cpu", silent)
 
 
 def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
-    part, told = Part(first=5, last=25), list[tuple[int, int]]()
-    there = evaluation_process.score(model, task, Scoring(), part, "cpu", lambda *how_far: told.append(how_far))
-    assert there == harness.score(model, task, Scoring(), part, "cpu", silent)
+    part, told = DocumentRange(first=5, last=25), list[tuple[int, int]]()
+    there = process.score_in_child(model, task, Scoring(), part, "cpu", lambda *how_far: told.append(how_far))
+    assert there == harness.score_documents(model, task, Scoring(), part, "cpu", silent)
     assert told[-1] == (40, 40)  # two choices a document
-    assert evaluation_process.count(task) == 40
+    assert process.count_in_child(task) == 40
 
 
 def test_the_process_stays_for_the_next_part(tmp_path: Path, model: Model) -> None:
@@ -128,7 +129,7 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "tasks" / "prompts.py").write_text("import time\ntime.sleep(1000)\n")
     task = pin_task("trap.yaml", tmp_path / "tasks", HashMemo(tmp_path / "hashes.db"))
     with pytest.raises(Refused, match="not done after 2 s"):
-        evaluation_process.count(task, 2)
+        process.count_in_child(task, 2)
 
 
 def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_path: Path, model: Model) -> None:
@@ -139,27 +140,28 @@ def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_p
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluation_process.score(model, task, Scoring(), Part(first=0, last=10), "cpu", stop)
+        process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=10), "cpu", stop)
     assert len(score(model, task, 10, 15).outcomes) == 5
 
 
 def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     score(model, task, 0, 5)
-    with loaded.in_memory(model, dtype="auto", device="cpu"):
+    with model_cache.load_model(model, dtype="auto", device="cpu"):
         assert all(ends(process) for process in {process for process, _ in asked(task)})
 
 
 FLOW = """
 from pathlib import Path
-from tasks import evaluation_process
-from tasks.model import Model
-from tasks.sampling import Part, ordered
-from tasks.scoring import Scoring
-from tasks.task_definition import EvalTask
+from tasks.evaluation import process as evaluation_process
+from tasks.checkpoints import Model
+from tasks.evaluation.sampling import DocumentRange, ordered
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.task_definition import EvalTask
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
-scored = evaluation_process.score(model, task, Scoring(), Part(first=0, last=20), "cpu", lambda *_: None)
+quiet = lambda *_: None
+scored = evaluation_process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu", quiet)
 print(len(scored.outcomes))
 """
 

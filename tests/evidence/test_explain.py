@@ -15,16 +15,18 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model, write_choices
 
 from merge_core import load_recipe
-from merge_core.hashing import HashMemo
-from merge_core.store import Artifact
-from tasks import outcomes
-from tasks.document_texts import document_texts
-from tasks.evaluate import EvalTask, Scores, TaskScore, pin_task
-from tasks.explain import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips, origin_of
-from tasks.gate import GuardVerdict, Verdict
-from tasks.model import Model
-from tasks.outcomes import DocumentOutcome
-from tasks.pin import Parent, PinnedRecipe
+from merge_core.store.hashing import HashMemo
+from merge_core.store.store import Artifact
+from tasks.checkpoints.model import Model
+from tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
+from tasks.evaluation import document_scores
+from tasks.evaluation.document_scores import DocumentScore
+from tasks.evaluation.stage import Scores, TaskScore
+from tasks.evaluation.task_definition import EvalTask, pin_task
+from tasks.evaluation.task_texts import document_texts
+from tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips, origin_of
+from tasks.gate.regression import GuardVerdict
+from tasks.gate.stage import GateVerdict
 
 METRIC = "acc,none"
 Scored = Callable[..., Artifact[Scores]]
@@ -47,7 +49,7 @@ def scored(tmp_path: Path, documents: Sequence[Mapping[str, Any]]) -> Scored:
 
     def write(name: str, wrong: set[int], part: range = range(30)) -> Artifact[Scores]:
         rows = [
-            DocumentOutcome(
+            DocumentScore(
                 task="letters",
                 metric=METRIC,
                 doc_id=at,
@@ -60,7 +62,7 @@ def scored(tmp_path: Path, documents: Sequence[Mapping[str, Any]]) -> Scored:
         ]
         directory = tmp_path / f"scores-{name}-{part.start}"
         directory.mkdir()
-        outcomes.write(directory / outcomes.FILE, rows)
+        document_scores.write_document_scores(directory / document_scores.SCORES_FILE, rows)
         table = TaskScore(task="letters", metric=METRIC, n=len(part), score=0.5, stderr=0.1, higher_is_better=True)
         value = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
         digest = hashlib.sha256(f"{sorted(wrong)}{part}".encode()).hexdigest()
@@ -113,8 +115,10 @@ def test_a_text_that_is_not_what_was_asked_is_not_shown(
     task: EvalTask, documents: list[dict[str, Any]], scored: Scored, tmp_path: Path
 ) -> None:
     theirs = scored("a", set())
-    rows = outcomes.read(theirs.directory / outcomes.FILE)
-    outcomes.write(theirs.directory / outcomes.FILE, [row._replace(doc_hash="another") for row in rows])
+    rows = document_scores.read_document_scores(theirs.directory / document_scores.SCORES_FILE)
+    document_scores.write_document_scores(
+        theirs.directory / document_scores.SCORES_FILE, [row._replace(doc_hash="another") for row in rows]
+    )
     found = lost(task, tmp_path / "out", [theirs], [scored("merge", {3})])
     (flip,) = found.examples
     assert (flip.doc_id, flip.prompt, flip.target) == (3, None, None)
@@ -130,8 +134,9 @@ def test_long_prompts_keep_both_their_ends_and_the_artifact_all(tmp_path: Path) 
     for name, value in (("a", 1.0), ("merge", 0.0)):
         (tmp_path / name).mkdir()
         doc_hash = hashlib.sha256(json.dumps(row, indent=2).encode()).hexdigest()
-        outcomes.write(
-            tmp_path / name / outcomes.FILE, [DocumentOutcome("letters", METRIC, 0, doc_hash, "p", "t", value)]
+        document_scores.write_document_scores(
+            tmp_path / name / document_scores.SCORES_FILE,
+            [DocumentScore("letters", METRIC, 0, doc_hash, "p", "t", value)],
         )
         table = TaskScore(task="letters", metric=METRIC, n=1, score=value, stderr=0.0, higher_is_better=True)
         scores = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
@@ -173,7 +178,7 @@ def test_documents_that_are_gone_have_no_text(task: EvalTask) -> None:
 
 
 @pytest.fixture
-def parents(tmp_path: Path) -> tuple[Parent, ...]:
+def parents(tmp_path: Path) -> tuple[PinnedCheckpoint, ...]:
     """A base, and two parents that move it in opposite directions."""
     base = make_model(tmp_path / "base")
     weights = load_file(base.directory / "model.safetensors")
@@ -189,12 +194,14 @@ def parents(tmp_path: Path) -> tuple[Parent, ...]:
             save_file(moved, directory / "model.safetensors", metadata={"format": "pt"})
         digest = hashlib.sha256(name.encode()).hexdigest()
         found.append(
-            Parent(name=name, digest=digest, directory=directory, ref=f"family/{name}", is_base=name == "base")
+            PinnedCheckpoint(
+                name=name, digest=digest, directory=directory, ref=f"family/{name}", is_base=name == "base"
+            )
         )
     return tuple(found)
 
 
-def test_weights_are_explained_layer_by_layer(parents: tuple[Parent, ...], tmp_path: Path) -> None:
+def test_weights_are_explained_layer_by_layer(parents: tuple[PinnedCheckpoint, ...], tmp_path: Path) -> None:
     base, a, b, merge = parents
     (tmp_path / "out").mkdir()
     found = explain.work(tmp_path / "out", base, (a, b), merge)
@@ -209,7 +216,7 @@ def test_weights_are_explained_layer_by_layer(parents: tuple[Parent, ...], tmp_p
     assert type(found).model_validate_json(found.model_dump_json()) == found
 
 
-def test_without_a_base_task_vectors_begin_at_the_first_parent(parents: tuple[Parent, ...]) -> None:
+def test_without_a_base_task_vectors_begin_at_the_first_parent(parents: tuple[PinnedCheckpoint, ...]) -> None:
     base, *others = parents
     plain = [parent.model_copy(update={"is_base": False}) for parent in others]
     assert origin_of([plain[0], base, plain[1]]) == (base, (plain[0], plain[1]))
@@ -223,18 +230,20 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def verdict(outcome: str) -> Verdict:
+def verdict(outcome: str) -> GateVerdict:
     guard = GuardVerdict(
         task="letters", metric=METRIC, reference="a", reference_score=1.0, merge_score=0.9, n=30, lost=3, won=0,
         drop=10.0, low=2.0, high=18.0, confidence=0.95, max_drop=2, margin=3, outcome=outcome, reason="letters: lost",
     )  # fmt: skip
-    return Verdict(
+    return GateVerdict(
         outcome=outcome, publishable=outcome == "pass", guards=(guard,), drift=None, overall_drop=10.0, overall_low=2.0,
         overall_high=18.0, on_inconclusive="block", reasons=() if outcome == "pass" else (guard.reason,),
     )  # fmt: skip
 
 
-def explained(parents: tuple[Parent, ...], task: EvalTask, scored: Scored, outcome: str = "fail") -> Explanation:
+def explained(
+    parents: tuple[PinnedCheckpoint, ...], task: EvalTask, scored: Scored, outcome: str = "fail"
+) -> Explanation:
     *ancestors, merge = parents
     scores = {"a": [scored("a", set())], "merge": [scored("merge", {3, 4, 5})]}
     pinned = PinnedRecipe(load_recipe(RECIPE), tuple(ancestors))
@@ -244,7 +253,7 @@ def explained(parents: tuple[Parent, ...], task: EvalTask, scored: Scored, outco
 
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_a_refused_merge_is_explained_by_weights_documents_and_remedies(
-    parents: tuple[Parent, ...], task: EvalTask, scored: Scored
+    parents: tuple[PinnedCheckpoint, ...], task: EvalTask, scored: Scored
 ) -> None:
     found = explained(parents, task, scored)
     assert (found.origin, found.origin_is_base, found.vectors) == ("base", True, ("a", "b"))
@@ -257,7 +266,7 @@ def test_a_refused_merge_is_explained_by_weights_documents_and_remedies(
 
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_what_cannot_be_found_out_is_left_out_and_stops_nothing(
-    parents: tuple[Parent, ...], task: EvalTask, scored: Scored, tmp_path: Path
+    parents: tuple[PinnedCheckpoint, ...], task: EvalTask, scored: Scored, tmp_path: Path
 ) -> None:
     (tmp_path / "data" / "letters.jsonl").write_text("changed\n")
     (parents[1].directory / "model.safetensors").write_bytes(b"damaged")
@@ -267,7 +276,7 @@ def test_what_cannot_be_found_out_is_left_out_and_stops_nothing(
 
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_of_a_merge_that_passed_the_weights_are_shown_and_nothing_is_lost_or_to_be_tried(
-    parents: tuple[Parent, ...], task: EvalTask, scored: Scored
+    parents: tuple[PinnedCheckpoint, ...], task: EvalTask, scored: Scored
 ) -> None:
     found = explained(parents, task, scored, "pass")
     assert found.interference is not None

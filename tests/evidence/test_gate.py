@@ -10,18 +10,18 @@ from gate_samples import GUARD, PARENT, likelihoods, part, read, right_on, score
 from prefect import flow
 
 from merge_core.errors import InvalidInput
-from tasks.drift import judge_drift
-from tasks.evaluate import EvaluateSettings
-from tasks.gate import Verdict, gate, judge
-from tasks.guards import GateRule
-from tasks.perplexity import DriftLimits
+from tasks.gate.drift import judge_drift
+from tasks.gate.guards import GateRule
+from tasks.gate.settings import EvaluateSettings
+from tasks.gate.stage import GateVerdict, gate, gate_verdict
+from tasks.perplexity.stage import DriftLimits
 
 LIMITS = DriftLimits()
 
 
 def test_the_worst_guard_decides_and_is_named_first() -> None:
     drifted = judge_drift({"base": PARENT}, worse(math.log(1.03)), LIMITS, 0.95)
-    verdict = judge([verdict_of(0, 0, 400), verdict_of(1, 1, 40), verdict_of(43, 0, 300)], drifted, "pass")
+    verdict = gate_verdict([verdict_of(0, 0, 400), verdict_of(1, 1, 40), verdict_of(43, 0, 300)], drifted, "pass")
     assert (verdict.outcome, verdict.publishable) == ("fail", False)
     assert [reason.split(" [")[0] for reason in verdict.reasons] == [
         "reverse: 14.3 points below reverser",
@@ -34,13 +34,13 @@ def test_the_worst_guard_decides_and_is_named_first() -> None:
 
 @pytest.mark.parametrize(("policy", "publishable"), [("block", False), ("warn", True), ("pass", True)])
 def test_the_profile_says_what_an_open_question_means(policy: str, publishable: bool) -> None:
-    verdict = judge([verdict_of(1, 1, 40)], None, policy)  # type: ignore[arg-type]  # parametrised
+    verdict = gate_verdict([verdict_of(1, 1, 40)], None, policy)  # type: ignore[arg-type]  # parametrised
     assert (verdict.outcome, verdict.publishable) == ("inconclusive", publishable)
     assert verdict.reasons
 
 
 def test_a_clean_merge_is_publishable_without_reasons() -> None:
-    verdict = judge([verdict_of(0, 0, 400)], judge_drift({"base": PARENT}, worse(0.0), LIMITS, 0.95), "block")
+    verdict = gate_verdict([verdict_of(0, 0, 400)], judge_drift({"base": PARENT}, worse(0.0), LIMITS, 0.95), "block")
     assert (verdict.outcome, verdict.publishable, verdict.reasons) == ("pass", True, ())
 
 
@@ -55,7 +55,7 @@ def test_a_clean_merge_is_publishable_without_reasons() -> None:
 def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
     outcome: str, publishable: bool, reasons: tuple[str, ...]
 ) -> None:
-    verdict = judge([verdict_of(1, 1, 40)], None, "warn")
+    verdict = gate_verdict([verdict_of(1, 1, 40)], None, "warn")
     further = verdict.and_also(outcome, outcome == "pass", "judge: undecided")  # type: ignore[arg-type]  # parametrised
     assert further.publishable == publishable
     assert [reason.partition(" ")[0] for reason in further.reasons] == [reason.partition(" ")[0] for reason in reasons]
@@ -65,7 +65,7 @@ def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
 def test_the_overall_drop_is_the_mean_over_tasks_and_surer_than_each() -> None:
     one = verdict_of(8, 0, 400)
     two = verdict_of(0, 0, 400, GUARD.model_copy(update={"task": "shift"}))
-    verdict = judge([one, two], None, "block")
+    verdict = gate_verdict([one, two], None, "block")
     assert verdict.overall_drop == pytest.approx((one.drop + two.drop) / 2)
     assert verdict.overall_low is not None
     assert verdict.overall_high is not None
@@ -76,14 +76,14 @@ def test_the_overall_drop_is_the_mean_over_tasks_and_surer_than_each() -> None:
 
 def test_guards_of_one_task_make_its_mean_no_surer() -> None:
     one = verdict_of(8, 0, 400)
-    verdict = judge([one, one], None, "block")
+    verdict = gate_verdict([one, one], None, "block")
     assert (verdict.overall_low, verdict.overall_high) == pytest.approx((one.low, one.high))
 
 
 def test_a_verdict_survives_its_json() -> None:
     broken = judge_drift({"base": PARENT}, likelihoods([math.nan] * 500), LIMITS, 0.95)
-    verdict = judge([verdict_of(43, 0, 300)], broken, "block")
-    assert Verdict.model_validate_json(verdict.model_dump_json()) == verdict
+    verdict = gate_verdict([verdict_of(43, 0, 300)], broken, "block")
+    assert GateVerdict.model_validate_json(verdict.model_dump_json()) == verdict
 
 
 def test_every_setting_of_the_rule_reaches_the_gate() -> None:

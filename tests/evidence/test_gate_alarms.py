@@ -10,12 +10,12 @@ from gate_samples import GUARD, paired
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-from tasks.regression import Measured, alarm_confidences, judge_guards, measure
+from tasks.gate.regression import GuardEvidence, alarm_confidences, judge_guards, measure_guard
 
 
-def measured(lost: int, won: int, n: int, task: str = "reverse", candidates: int = 1) -> Measured:
+def measured(lost: int, won: int, n: int, task: str = "reverse", candidates: int = 1) -> GuardEvidence:
     guard = GUARD.model_copy(update={"task": task})
-    return measure(guard, "acc,none", paired(lost, won, n), True, candidates=candidates)
+    return measure_guard(guard, "acc,none", paired(lost, won, n), True, candidates=candidates)
 
 
 def p_value(lost: int, won: int, n: int) -> float:
@@ -80,7 +80,7 @@ def test_a_harmless_merge_sets_off_no_more_alarms_on_many_tasks_than_on_one(guar
         some = []
         for _ in range(guards):
             lost, won = (int(count) for count in rng.multinomial(300, [0.05, 0.05, 0.9])[:2])
-            some.append(measure(strict, "acc,none", paired(lost, won, 300), True))
+            some.append(measure_guard(strict, "acc,none", paired(lost, won, 300), True))
         alarmed += any(verdict.outcome == "fail" for verdict in judge_guards(some, 0.95))
         uncorrected += any(one.interval(0.95).low > 0 for one in some)
     assert alarmed / runs <= 0.05 + 3 * (0.05 * 0.95 / runs) ** 0.5

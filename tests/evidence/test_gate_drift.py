@@ -8,8 +8,8 @@ import pytest
 from gate_samples import PARENT, likelihoods, worse
 
 from merge_core.errors import InvalidInput
-from tasks.drift import judge_drift
-from tasks.perplexity import DriftLimits
+from tasks.gate.drift import judge_drift
+from tasks.perplexity.stage import DriftLimits
 
 LIMITS = DriftLimits()
 

@@ -8,9 +8,9 @@ import pytest
 from gate_samples import GUARD, outcome, paired, verdict_of
 
 from merge_core.errors import InvalidInput
-from tasks import outcomes
-from tasks.outcomes import DocumentOutcome, Paired, pair
-from tasks.regression import judge_guard
+from tasks.evaluation import document_scores
+from tasks.evaluation.document_scores import DocumentScore, Paired, pair_documents
+from tasks.gate.regression import judge_guard
 
 
 def test_a_lost_skill_fails_and_says_so() -> None:
@@ -78,13 +78,13 @@ def test_the_margin_is_what_the_profile_says() -> None:
 
 
 def test_documents_are_paired_by_identity_not_by_order() -> None:
-    found = pair([outcome(1, 0.0), outcome(2)], [outcome(2, 0.0), outcome(1)], "acc,none", "x")
+    found = pair_documents([outcome(1, 0.0), outcome(2)], [outcome(2, 0.0), outcome(1)], "acc,none", "x")
     assert found == Paired((("reverse", 1), ("reverse", 2)), (0.0, 1.0), (1.0, 0.0), ("", ""))
 
 
 def test_other_metrics_take_no_part() -> None:
     other = outcome(1, 0.5)._replace(metric="f1,none")
-    assert pair([outcome(1), other], [outcome(1), other], "acc,none", "x").reference == (1.0,)
+    assert pair_documents([outcome(1), other], [outcome(1), other], "acc,none", "x").reference == (1.0,)
 
 
 @pytest.mark.parametrize(
@@ -97,23 +97,23 @@ def test_other_metrics_take_no_part() -> None:
         ([outcome(1), outcome(2), outcome(3)], "document 3 of reverse scored on one side only"),
     ],
 )
-def test_what_was_asked_differently_is_not_compared(merge: list[DocumentOutcome], complaint: str) -> None:
+def test_what_was_asked_differently_is_not_compared(merge: list[DocumentScore], complaint: str) -> None:
     with pytest.raises(InvalidInput, match=complaint):
-        pair([outcome(1), outcome(2)], merge, "acc,none", "reverse: merge against reverser")
+        pair_documents([outcome(1), outcome(2)], merge, "acc,none", "reverse: merge against reverser")
 
 
 def test_outcomes_survive_the_disk(tmp_path: Path) -> None:
     written = (outcome(1, 0.25), outcome(2))
-    outcomes.write(tmp_path / outcomes.FILE, written)
-    assert outcomes.read(tmp_path / outcomes.FILE) == written
+    document_scores.write_document_scores(tmp_path / document_scores.SCORES_FILE, written)
+    assert document_scores.read_document_scores(tmp_path / document_scores.SCORES_FILE) == written
 
 
 def test_outcomes_stored_before_there_were_clusters_are_read(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    outcomes.write(tmp_path / "now", [outcome(1)])
+    document_scores.write_document_scores(tmp_path / "now", [outcome(1)])
     pq.write_table(pq.read_table(tmp_path / "now").drop_columns(["cluster"]), tmp_path / "then")
-    assert outcomes.read(tmp_path / "then") == (outcome(1),)
+    assert document_scores.read_document_scores(tmp_path / "then") == (outcome(1),)
 
 
 # --- clusters

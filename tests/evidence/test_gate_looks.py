@@ -8,22 +8,22 @@ import pytest
 from gate_samples import GUARD, paired, part, right_on, verdict_of
 
 from merge_core.errors import InvalidInput
-from tasks.gate import gate, judge, undecided
-from tasks.guards import GateRule, Guard
-from tasks.regression import GuardVerdict, decide, judge_guards, measure
-from tasks.sequential import plan_looks
-from tasks.statistics import binary_difference
+from tasks.gate.guards import GateRule, Guard
+from tasks.gate.regression import GuardVerdict, decide_guard, judge_guards, measure_guard
+from tasks.gate.sequential import plan_looks
+from tasks.gate.stage import gate, gate_verdict, undecided_tasks
+from tasks.gate.statistics import binary_difference
 
 PLAN = (500, 1000, 1319)
 
 
 def at_look(lost: int, won: int, n: int, guard: Guard = GUARD) -> GuardVerdict:
-    measured = measure(guard, "acc,none", paired(lost, won, n), True, schedule=PLAN)
+    measured = measure_guard(guard, "acc,none", paired(lost, won, n), True, schedule=PLAN)
     return judge_guards([measured], 0.95)[0]
 
 
 def test_one_look_is_judged_as_if_there_were_no_looks() -> None:
-    measured = measure(GUARD, "acc,none", paired(43, 0, 300), True, schedule=(300,))
+    measured = measure_guard(GUARD, "acc,none", paired(43, 0, 300), True, schedule=(300,))
     assert judge_guards([measured], 0.95) == (verdict_of(43, 0, 300),)
 
 
@@ -56,8 +56,8 @@ def test_the_last_look_has_no_documents_left() -> None:
 
 @pytest.mark.parametrize(("drop", "outcome"), [(3.5, "inconclusive"), (4.5, "fail")])
 def test_before_the_last_look_failing_takes_a_drop_over_the_margin(drop: float, outcome: str) -> None:
-    assert decide(drop, 0.5, 6.0, 3.0, 4.0, last_look=False) == outcome
-    assert decide(drop, 0.5, 6.0, 3.0, 4.0, last_look=True) == "fail"
+    assert decide_guard(drop, 0.5, 6.0, 3.0, 4.0, last_look=False) == outcome
+    assert decide_guard(drop, 0.5, 6.0, 3.0, 4.0, last_look=True) == "fail"
 
 
 def test_more_documents_than_the_task_has_are_named_where_those_do_not_suffice() -> None:
@@ -76,17 +76,17 @@ def test_the_detectable_drop_is_that_of_the_look() -> None:
 
 def test_tasks_that_more_documents_would_serve_are_named_once() -> None:
     again = GUARD.model_copy(update={"guarded_by": "shifter"})
-    verdict = judge([at_look(34, 34, 500), at_look(34, 33, 500, again), at_look(0, 0, 500)], None, "block")
-    assert undecided(verdict) == ("reverse",)
+    verdict = gate_verdict([at_look(34, 34, 500), at_look(34, 33, 500, again), at_look(0, 0, 500)], None, "block")
+    assert undecided_tasks(verdict) == ("reverse",)
 
 
 def test_after_a_failure_nothing_more_need_be_known() -> None:
     other = GUARD.model_copy(update={"task": "copy"})
-    assert undecided(judge([at_look(100, 2, 500), at_look(34, 34, 500, other)], None, "block")) == ()
+    assert undecided_tasks(gate_verdict([at_look(100, 2, 500), at_look(34, 34, 500, other)], None, "block")) == ()
 
 
 def test_without_documents_left_nothing_can_be_extended() -> None:
-    assert undecided(judge([verdict_of(1, 1, 40)], None, "block")) == ()
+    assert undecided_tasks(gate_verdict([verdict_of(1, 1, 40)], None, "block")) == ()
 
 
 def test_the_stage_knows_the_look_by_the_documents_scored(tmp_path: Path) -> None:

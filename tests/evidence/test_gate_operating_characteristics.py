@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from gate_samples import paired
 
-from tasks.guards import Guard
-from tasks.regression import judge_guards, measure
-from tasks.sampling import looks
+from tasks.evaluation.sampling import looks
+from tasks.gate.guards import Guard
+from tasks.gate.regression import judge_guards, measure_guard
 
 PROJECT = Path(__file__).resolve().parents[2]
 RUNS = 2000
@@ -70,7 +70,7 @@ def test_the_script_decides_as_the_gate_does(script: ModuleType, n: int) -> None
     counts = np.random.default_rng(4).multinomial(n, [0.055, 0.035, 0.91], size=60).astype(float)
     outcomes = []
     for lost, won, _ in counts:
-        evidence = measure(guard, "acc,none", paired(int(lost), int(won), n), True, schedule=schedule)
+        evidence = measure_guard(guard, "acc,none", paired(int(lost), int(won), n), True, schedule=schedule)
         verdict = judge_guards([evidence], 0.95)[0]
         assert verdict.look is not None
         last = verdict.look.number == verdict.look.of

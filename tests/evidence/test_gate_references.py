@@ -10,16 +10,16 @@ import pytest
 from gate_samples import GUARD, part, right_on, scores
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from tasks.champion import find_champion
-from tasks.gate import gate
-from tasks.guards import BEST_PARENT, CHAMPION, GateRule, Guard
-from tasks.model import Model
-from tasks.outcomes import Paired
-from tasks.publish.settings import DirectoryTarget
-from tasks.references import check_guards, needs_champion
-from tasks.regression import judge_guards, measure
-from tasks.statistics import selection_bias
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.model import Model
+from tasks.evaluation.document_scores import Paired
+from tasks.gate.guards import BEST_PARENT, CHAMPION, GateRule, Guard
+from tasks.gate.references import check_guards, needs_champion
+from tasks.gate.regression import judge_guards, measure_guard
+from tasks.gate.stage import gate
+from tasks.gate.statistics import selection_bias
+from tasks.publish.targets.settings import DirectoryTarget
+from tasks.releases.champion import find_champion
 
 BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})
 REIGNING = GUARD.model_copy(update={"guarded_by": CHAMPION})
@@ -76,7 +76,7 @@ def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> No
         chosen = max(parents, key=np.sum)
         pair = Paired(tuple(("reverse", doc) for doc in range(n)), tuple(chosen), tuple(merge))
         bias = selection_bias([parent.tolist() for parent in parents])
-        guard = measure(strict, "acc,none", pair, True, candidates=3, selection_bias=bias)
+        guard = measure_guard(strict, "acc,none", pair, True, candidates=3, selection_bias=bias)
         alarms += judge_guards([guard], 0.95)[0].outcome == "fail"
         naive += guard.interval(0.95).low > 0
     assert alarms / runs <= 0.05 + 3 * (0.05 * 0.95 / runs) ** 0.5

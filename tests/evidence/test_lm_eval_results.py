@@ -15,15 +15,15 @@ from lm_eval_runs import prepare, run_lm_eval
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from tasks.harness import count, score
-from tasks.lm_eval_results import TaskResults, check_alike, differences, find_results, read_task
-from tasks.loaded import release
-from tasks.model import Model
-from tasks.outcomes import DocumentOutcome
-from tasks.sampling import Part
-from tasks.scoring import Scoring
-from tasks.task_definition import pin_task
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.model import Model
+from tasks.checkpoints.model_cache import unload
+from tasks.evaluation.document_scores import DocumentScore
+from tasks.evaluation.harness import count_documents, score_documents
+from tasks.evaluation.lm_eval_results import TaskResults, check_alike, find_results, precision_differences, read_task
+from tasks.evaluation.sampling import DocumentRange
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.task_definition import pin_task
 
 GENERATED = """task: endings
 dataset_path: json
@@ -89,15 +89,15 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentOutcome, ...]:
+def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentScore, ...]:
     """What mergegate's own scoring says of the same model and task."""
     model = Model(name="m", digest=str(directory), directory=directory)
     task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
     try:
-        every = Part(first=0, last=count(task))
-        return score(model, task, Scoring(), every, CPU.device, lambda done, total: None).outcomes
+        every = DocumentRange(first=0, last=count_documents(task))
+        return score_documents(model, task, Scoring(), every, CPU.device, lambda done, total: None).outcomes
     finally:
-        release()
+        unload()
 
 
 @pytest.mark.parametrize("task", ["letters", "numbers", "endings"])
@@ -244,14 +244,14 @@ def test_another_condition_on_each_side_is_refused(
 def test_equal_conditions_compare(written: Path) -> None:
     ours, theirs = (read(written / name, "letters") for name in ("one", "other"))
     check_alike(ours, theirs, "letters")
-    assert differences(ours, theirs) == ()
+    assert precision_differences(ours, theirs) == ()
 
 
 def test_another_batch_size_is_worth_a_word(copied: Path, written: Path) -> None:
     rewrite(the(copied, "results_*.json"), lambda content: content["config"].update(batch_size=4))
     ours, theirs = read(written / "one", "letters"), read(copied, "letters")
     check_alike(ours, theirs, "letters")
-    assert differences(ours, theirs) == ("batch_size 16 and 4",)
+    assert precision_differences(ours, theirs) == ("batch_size 16 and 4",)
 
 
 @pytest.mark.slow

@@ -17,13 +17,13 @@ from tiny_models import CPU, Prefix, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from tasks.model import Model
-from tasks.perplexity import (
-    Documents,
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.model import Model
+from tasks.perplexity.stage import (
+    HeldOutText,
     Likelihoods,
     PerplexitySettings,
-    Windows,
+    WindowSettings,
     perplexity,
     pin_documents,
     read_documents,
@@ -36,17 +36,17 @@ PREFIXES: tuple[Prefix, ...] = ("bos added by the tokenizer", "eos only", "neith
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> Documents:
+def documents(tmp_path: Path) -> HeldOutText:
     return pin(write_jsonl(tmp_path / "text.jsonl", ({"text": text} for text in TEXTS)))
 
 
-def pin(path: Path, **settings: object) -> Documents:
+def pin(path: Path, **settings: object) -> HeldOutText:
     return pin_documents(PerplexitySettings(documents=path, **settings), path.parent, HashMemo(path.parent / "h.db"))
 
 
-def measure(model: Model, documents: Documents, out: Path, **windows: object) -> tuple[Likelihoods, list[float]]:
+def measure(model: Model, documents: HeldOutText, out: Path, **windows: object) -> tuple[Likelihoods, list[float]]:
     out.mkdir(exist_ok=True)
-    value = perplexity.work(out, model, documents, Windows(**windows), CPU)
+    value = perplexity.work(out, model, documents, WindowSettings(**windows), CPU)
     return value, [document.loglik for document in read_documents(out)]
 
 
@@ -67,7 +67,7 @@ def reference_loglik(network: Any, plain: list[int], length: int, prefix: int | 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("length", [7, 64])
-def test_it_is_what_plain_transformers_say(tmp_path: Path, documents: Documents, prefix: Prefix, length: int) -> None:
+def test_it_is_what_plain_transformers_say(tmp_path: Path, documents: HeldOutText, prefix: Prefix, length: int) -> None:
     model = make_model(tmp_path / "m", prefix=prefix)
     value, logliks = measure(model, documents, tmp_path / "out", max_length=length, batch_size=3)
     first = None if prefix == "neither" else 1  # both '<s>' and, without it, '</s>' have id 1 here
@@ -101,7 +101,7 @@ def test_the_demo_models_have_the_perplexity_that_plain_transformers_give(tmp_pa
     held_out = pin_documents(settings, DEMO, HashMemo(tmp_path / "memo.db"))
     out = tmp_path / "out"
     out.mkdir()
-    value = perplexity.work(out, model, held_out, Windows(documents=40, dtype="float32"), CPU)
+    value = perplexity.work(out, model, held_out, WindowSettings(documents=40, dtype="float32"), CPU)
     network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     texts = [json.loads(line)["text"] for line in held_out.path.read_text().splitlines()[:40]]
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -113,7 +113,7 @@ def test_the_demo_models_have_the_perplexity_that_plain_transformers_give(tmp_pa
 
 
 @pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
-def test_it_is_what_lm_eval_says_without_its_second_bos(tmp_path: Path, documents: Documents, prefix: Prefix) -> None:
+def test_it_is_what_lm_eval_says_without_its_second_bos(tmp_path: Path, documents: HeldOutText, prefix: Prefix) -> None:
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -124,14 +124,14 @@ def test_it_is_what_lm_eval_says_without_its_second_bos(tmp_path: Path, document
     assert logliks == pytest.approx(lm.loglikelihood_rolling(requests, disable_tqdm=True), rel=1e-5)
 
 
-def test_the_batch_size_moves_nothing_but_last_digits(tmp_path: Path, documents: Documents) -> None:
+def test_the_batch_size_moves_nothing_but_last_digits(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     _, one = measure(model, documents, tmp_path / "one", batch_size=1)
     _, many = measure(model, documents, tmp_path / "many", batch_size=16)
     assert one == pytest.approx(many, rel=1e-5)
 
 
-def test_a_bf16_model_is_summed_in_float32(tmp_path: Path, documents: Documents) -> None:
+def test_a_bf16_model_is_summed_in_float32(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m", dtype=torch.bfloat16)
     _, logliks = measure(model, documents, tmp_path / "out", batch_size=1)
     network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16)
@@ -141,12 +141,12 @@ def test_a_bf16_model_is_summed_in_float32(tmp_path: Path, documents: Documents)
     assert logliks == pytest.approx(wanted, rel=1e-5)  # rounding each log-probability to bf16 moves them by 1e-3
 
 
-def test_windows_never_exceed_what_the_model_was_made_for(tmp_path: Path, documents: Documents) -> None:
+def test_windows_never_exceed_what_the_model_was_made_for(tmp_path: Path, documents: HeldOutText) -> None:
     value, _ = measure(make_model(tmp_path / "m"), documents, tmp_path / "out", max_length=2048)
     assert value.window == 64
 
 
-def test_a_broken_model_has_no_perplexity_and_says_which_documents(tmp_path: Path, documents: Documents) -> None:
+def test_a_broken_model_has_no_perplexity_and_says_which_documents(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     weights = load_file(model.directory / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
@@ -158,7 +158,9 @@ def test_a_broken_model_has_no_perplexity_and_says_which_documents(tmp_path: Pat
     assert Likelihoods.model_validate_json(value.model_dump_json()) == value
 
 
-def test_one_tokenizer_has_one_vocabulary_digest_and_another_has_another(tmp_path: Path, documents: Documents) -> None:
+def test_one_tokenizer_has_one_vocabulary_digest_and_another_has_another(
+    tmp_path: Path, documents: HeldOutText
+) -> None:
     found = [
         measure(make_model(tmp_path / name, seed=seed, prefix=prefix), documents, tmp_path / f"out-{name}")[
             0
@@ -168,7 +170,7 @@ def test_one_tokenizer_has_one_vocabulary_digest_and_another_has_another(tmp_pat
     assert found[0] == found[1] != found[2]
 
 
-def test_a_missing_tensor_is_not_filled_with_random_numbers(tmp_path: Path, documents: Documents) -> None:
+def test_a_missing_tensor_is_not_filled_with_random_numbers(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     weights = load_file(model.directory / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -177,7 +179,7 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(tmp_path: Path, docu
         measure(model, documents, tmp_path / "out")
 
 
-def test_damaged_weights_are_named_with_the_checkpoint(tmp_path: Path, documents: Documents) -> None:
+def test_damaged_weights_are_named_with_the_checkpoint(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (model.directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
     with pytest.raises(InvalidInput, match="cannot be loaded") as caught:
@@ -185,7 +187,7 @@ def test_damaged_weights_are_named_with_the_checkpoint(tmp_path: Path, documents
     assert str(model.directory) in caught.value.where
 
 
-def test_code_of_a_checkpoint_is_never_run(tmp_path: Path, documents: Documents) -> None:
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     config = json.loads((model.directory / "config.json").read_text())
     config |= {"model_type": "foreign", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
@@ -196,7 +198,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path, documents: Documents)
     assert not (tmp_path / "ran").exists()
 
 
-def test_documents_that_changed_after_they_were_pinned_are_noticed(documents: Documents) -> None:
+def test_documents_that_changed_after_they_were_pinned_are_noticed(documents: HeldOutText) -> None:
     documents.path.write_text('{"text": "another"}\n')
     with pytest.raises(InvalidInput, match="changed while the run was going on"):
         read_texts(documents, None)

@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from merge_core import load_recipe
-from merge_core.tally import Tally
-from merge_core.variation import varied
-from tasks.gate import DriftVerdict, GuardVerdict, Verdict
-from tasks.remedies import Diagnosis, Remedy, movement, suggest_remedies
+from merge_core.analysis.tally import Tally
+from merge_core.recipe.overrides import apply_overrides
+from tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies
+from tasks.gate.drift import DriftVerdict
+from tasks.gate.regression import GuardVerdict
+from tasks.gate.stage import GateVerdict
 
 
 def tally(
@@ -54,8 +56,8 @@ def guard(task: str = "reversing", reference: str = "a", drop: float = 9.0) -> G
     )  # fmt: skip
 
 
-def refused(*guards: GuardVerdict, drift: DriftVerdict | None = None, outcome: str = "fail") -> Verdict:
-    return Verdict.model_validate(
+def refused(*guards: GuardVerdict, drift: DriftVerdict | None = None, outcome: str = "fail") -> GateVerdict:
+    return GateVerdict.model_validate(
         {
             "outcome": outcome, "publishable": False, "guards": [g.model_dump() for g in guards],
             "drift": drift.model_dump() if drift else None, "overall_drop": None, "overall_low": None,
@@ -86,7 +88,7 @@ def recipe(method: str, *, names: Sequence[str] = "ab", base: bool = True, **par
 
 
 def suggestions(
-    found: dict[str, Any], whole: Tally, verdict: Verdict | None = None, **about: Any
+    found: dict[str, Any], whole: Tally, verdict: GateVerdict | None = None, **about: Any
 ) -> tuple[Remedy, ...]:
     names = "abcd"[: whole.vectors]
     given_by = {
@@ -99,7 +101,9 @@ def suggestions(
     return suggest_remedies(Diagnosis(recipe=found, whole=whole, verdict=verdict or refused(guard()), **given_by))
 
 
-def changes(found: dict[str, Any], whole: Tally, verdict: Verdict | None = None, **about: Any) -> list[dict[str, Any]]:
+def changes(
+    found: dict[str, Any], whole: Tally, verdict: GateVerdict | None = None, **about: Any
+) -> list[dict[str, Any]]:
     return [remedy.change for remedy in suggestions(found, whole, verdict, **about)]
 
 
@@ -222,7 +226,7 @@ def test_every_suggestion_makes_a_recipe_that_can_be_read_and_is_another(
     load_recipe(found)
     whole = tally({(0, 2): cosine, (1, 2): cosine}, vectors=vectors, conflict=conflict, merge=shares[:vectors])
     for remedy in suggestions(found, whole, refused(guard(), drift=RISEN)):
-        changed = load_recipe(varied(found, remedy.change, "remedy"))
+        changed = load_recipe(apply_overrides(found, remedy.change, "remedy"))
         assert changed.canonical() != load_recipe(found).canonical()
         assert remedy.reason.endswith(".")
         assert yaml.safe_load(remedy.text()) == remedy.change

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tasks.sampling import PIECE, Part, chosen, looks, ordered, parts
+from tasks.evaluation.sampling import CHUNK_SIZE, DocumentRange, document_ranges, documents_in, looks, ordered
 
 totals = st.integers(1, 20_000)
 firsts = st.none() | st.integers(1, 30_000)
@@ -48,10 +48,10 @@ def test_no_documents_are_no_look(total: int, first: int | None) -> None:
 
 @given(totals, firsts)
 def test_parts_follow_each_other_are_small_and_end_at_every_look(total: int, first: int | None) -> None:
-    found = parts(total, first)
+    found = document_ranges(total, first)
     assert [part.first for part in found] == [0, *(part.last for part in found[:-1])]
     assert found[-1].last == total
-    assert all(0 < part.last - part.first <= PIECE for part in found)
+    assert all(0 < part.last - part.first <= CHUNK_SIZE for part in found)
     assert set(looks(total, first)) <= {part.last for part in found}
 
 
@@ -60,15 +60,15 @@ def test_parts_share_out_every_document_once(sizes: dict[str, int], seed: int, d
     total = sum(sizes.values())
     found = [
         (task, doc)
-        for part in parts(total, data.draw(st.none() | st.integers(1, total)))
-        for task, docs in chosen(sizes, seed, part).items()
+        for part in document_ranges(total, data.draw(st.none() | st.integers(1, total)))
+        for task, docs in documents_in(sizes, seed, part).items()
         for doc in docs
     ]
     assert sorted(found) == [(task, doc) for task in sorted(sizes) for doc in range(sizes[task])]
 
 
 def test_documents_of_a_group_are_mixed_and_ascend_within_each_task() -> None:
-    found = chosen({"a": 500, "b": 500}, 0, Part(first=0, last=200))
+    found = documents_in({"a": 500, "b": 500}, 0, DocumentRange(first=0, last=200))
     assert 60 < len(found["a"]) < 140  # a fair coin, 200 times
     assert all(docs == sorted(docs) for docs in found.values())
 
@@ -85,4 +85,4 @@ ORDER = (3, 2, 0, 5, 4, 1, 6, 7)
 @pytest.mark.parametrize(("first", "last"), [(5, 5), (6, 5), (-1, 5)])
 def test_an_empty_part_is_none(first: int, last: int) -> None:
     with pytest.raises(ValidationError):
-        Part(first=first, last=last)
+        DocumentRange(first=first, last=last)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from tasks.regression import decide
-from tasks.statistics import (
+from tasks.gate.regression import decide_guard
+from tasks.gate.statistics import (
     binary_bounds,
     binary_difference,
     clustered_difference,
@@ -252,7 +252,7 @@ def test_the_rule_decides_as_often_as_is_claimed(
     lost, won = counts[:, 0].astype(float), counts[:, 1].astype(float)
     found = {"pass": 0, "inconclusive": 0, "fail": 0}
     for seen, low, high in zip((lost - won) / n, *binary_bounds(lost, won, n, 0.95), strict=True):
-        found[decide(100 * seen, 100 * low, 100 * high, 2.0, 3.0)] += 1
+        found[decide_guard(100 * seen, 100 * low, 100 * high, 2.0, 3.0)] += 1
     assert [count / 4000 for count in found.values()] == pytest.approx(wanted, abs=0.035)
     if drop == 0.03:
         assert found["pass"] / 4000 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 4000)

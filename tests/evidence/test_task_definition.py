@@ -9,11 +9,11 @@ import pytest
 from tiny_models import write_choices, write_jsonl
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from tasks import task_definition
-from tasks.evaluate import pin_tasks
-from tasks.guards import Guard
-from tasks.task_definition import EvalTask, pin_task, read_definition
+from merge_core.store.hashing import HashMemo
+from tasks.evaluation import task_definition
+from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
+from tasks.gate.guards import Guard
+from tasks.gate.settings import pin_tasks
 
 
 def pin(root: Path, task: str = "letters.yaml") -> EvalTask:

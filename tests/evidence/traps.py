@@ -12,9 +12,9 @@ from pathlib import Path
 
 from tiny_models import words, write_choices
 
-from merge_core.hashing import HashMemo
-from tasks.sampling import ordered
-from tasks.task_definition import EvalTask, pin_task
+from merge_core.store.hashing import HashMemo
+from tasks.evaluation.sampling import ordered
+from tasks.evaluation.task_definition import EvalTask, pin_task
 
 PROJECT = Path(__file__).resolve().parents[2]
 

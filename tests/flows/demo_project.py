@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from flows.cli import app
+from flows.cli.app import app
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.candidates import candidates
+from flows.candidates import candidate_recipes
 from merge_core.errors import InvalidInput
 
 LINEAR: dict[str, Any] = {
@@ -28,7 +28,7 @@ def test_a_remedy_may_change_the_recipe_or_be_another_one(tmp_path: Path, recipe
     (tmp_path / "slerp.yaml").write_text(
         "merge_method: slerp\nmodels: [{model: a}, {model: b}]\nparameters: {t: 0.5}\n"
     )
-    found = candidates(
+    found = candidate_recipes(
         recipe,
         [
             {"merge_method": "ties", "base_model": "base", "density": 0.5},
@@ -53,12 +53,12 @@ def test_a_remedy_may_change_the_recipe_or_be_another_one(tmp_path: Path, recipe
 
 
 def test_a_changed_recipe_finds_its_models_where_the_first_one_does(tmp_path: Path, recipe: Path) -> None:
-    first, second = candidates(recipe, [{"dtype": "float32"}], tmp_path, "profile x")
+    first, second = candidate_recipes(recipe, [{"dtype": "float32"}], tmp_path, "profile x")
     assert first.recipe.directory == second.recipe.directory == tmp_path / "recipes"
 
 
 def test_the_text_is_the_recipe_that_was_tried(tmp_path: Path, recipe: Path) -> None:
-    first, second = candidates(recipe, [{"weight": 1.0}], tmp_path, "profile x")
+    first, second = candidate_recipes(recipe, [{"weight": 1.0}], tmp_path, "profile x")
     assert first.text == (tmp_path / recipe).read_text()
     assert yaml.safe_load(second.text) == {
         "merge_method": "linear",
@@ -69,11 +69,11 @@ def test_the_text_is_the_recipe_that_was_tried(tmp_path: Path, recipe: Path) -> 
 
 def test_a_misspelt_remedy_says_which_one(tmp_path: Path, recipe: Path) -> None:
     with pytest.raises(InvalidInput, match=r"profile x: remedies\[1\]"):
-        candidates(recipe, [{"dtype": "float32"}, {"wieght": 1}], tmp_path, "profile x")
+        candidate_recipes(recipe, [{"dtype": "float32"}, {"wieght": 1}], tmp_path, "profile x")
 
 
 def test_several_documents_cannot_be_changed_in_part(tmp_path: Path) -> None:
     documents = [{"name": "one", **LINEAR}, {**LINEAR, "models": [{"model": "one", "parameters": {"weight": 1}}]}]
     (tmp_path / "steps.yaml").write_text(yaml.safe_dump_all(documents))
     with pytest.raises(InvalidInput, match="changes of a recipe of several documents"):
-        candidates(Path("steps.yaml"), [{"dtype": "float32"}], tmp_path, "profile x")
+        candidate_recipes(Path("steps.yaml"), [{"dtype": "float32"}], tmp_path, "profile x")

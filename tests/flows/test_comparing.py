@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from demo_project import PROFILES, Project, make_project
 
-from flows.comparing import find_checkpoints
+from flows.compare import find_checkpoints
 from merge_core.errors import InvalidInput
 
 MODELS = PROFILES / "demo" / "models"

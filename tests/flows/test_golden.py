@@ -15,23 +15,23 @@ import pytest
 from demo_project import Printed, Project
 from optional_stages import asks_a_judge, profile, says, served_by_a_stand_in, serving
 
-from tasks.compat import check_compatibility
-from tasks.ensemble import ensemble
-from tasks.evaluate import evaluate
-from tasks.explain import explain, flips
-from tasks.gate import gate
+from tasks.evaluation.stage import evaluate
+from tasks.explain.stage import explain, flips
+from tasks.gate.stage import gate
 from tasks.judge.answers import answer
 from tasks.judge.stage import judge
-from tasks.licenses.check import check_licenses
 from tasks.merge import merge
-from tasks.perplexity import perplexity
-from tasks.report import write_report
-from tasks.serve.stage import measure, serve
-from tasks.stage import Stage
+from tasks.perplexity.ensemble import ensemble_likelihoods
+from tasks.perplexity.stage import perplexity
+from tasks.preflight.compat import check_compatibility
+from tasks.preflight.licenses.check import check_licenses
+from tasks.report.stage import write_report
+from tasks.serve.stage import measure_parent, serve
+from tasks.stage.stages import Stage
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = (check_licenses, check_compatibility, merge, perplexity, evaluate, gate, explain, write_report)
-OPTIONAL = (flips, ensemble, answer, judge, serve, measure)
+OPTIONAL = (flips, ensemble_likelihoods, answer, judge, serve, measure_parent)
 
 
 # Durations, versions, and what hangs on single documents: another processor may answer one of 400 differently.

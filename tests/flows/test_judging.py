@@ -9,17 +9,19 @@ import pytest
 from prefect import flow
 
 from flows import judging
-from flows.judging import Judged, judge_merge
+from flows.judging import Assessment, assess_merge
 from flows.profile import Evidence
-from merge_core.keys import digest
-from merge_core.store import Artifact
-from tasks import outcomes
-from tasks.evaluate import EvalTask, Scores, Scoring, TaskScore
-from tasks.guards import CHAMPION, GateRule, Guard
-from tasks.model import Model
-from tasks.outcomes import DocumentOutcome
-from tasks.runtime import Runtime
-from tasks.sampling import parts
+from merge_core.store.keys import digest
+from merge_core.store.store import Artifact
+from tasks.checkpoints.model import Model
+from tasks.evaluation import document_scores
+from tasks.evaluation.document_scores import DocumentScore
+from tasks.evaluation.sampling import document_ranges
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.stage import Scores, TaskScore
+from tasks.evaluation.task_definition import EvalTask
+from tasks.gate.guards import CHAMPION, GateRule, Guard
+from tasks.stage.environment import Runtime
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 
@@ -43,24 +45,24 @@ class Bench:
     ) -> list[Artifact[Scores]]:
         assert documents is not None
         self.asked.append((model.name, task.name, documents))
-        wanted = [part for part in parts(SIZE, scoring.documents) if part.first < documents]
+        wanted = [part for part in document_ranges(SIZE, scoring.documents) if part.first < documents]
         return [self._part(model.name, task.name, part.first, part.last) for part in wanted]
 
     def _part(self, name: str, task: str, first: int, last: int) -> Artifact[Scores]:
         directory = self.place / f"{name}-{task}-{first}"
         directory.mkdir(exist_ok=True)
         scored = [
-            DocumentOutcome(task, "acc,none", doc, f"d{doc}", "p", "t", float(self.right(name, task, doc)))
+            DocumentScore(task, "acc,none", doc, f"d{doc}", "p", "t", float(self.right(name, task, doc)))
             for doc in range(first, last)
         ]
-        outcomes.write(directory / outcomes.FILE, scored)
+        document_scores.write_document_scores(directory / document_scores.SCORES_FILE, scored)
         table = TaskScore(task=task, metric="acc,none", n=last - first, score=0.5, stderr=0.0, higher_is_better=True)
         value = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
         return Artifact("evaluate", str(directory), digest([list(o) for o in scored]), directory, value, {})
 
 
 @pytest.fixture
-def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Judged, Bench]]:
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Assessment, Bench]]:
     """Judge with a stand-in for the evaluation."""
 
     def run(
@@ -70,7 +72,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         first: int | None = 500,
         rule: GateRule | None = None,
         champion: Model | None = None,
-    ) -> tuple[Judged, Bench]:
+    ) -> tuple[Assessment, Bench]:
         bench = Bench(tmp_path, right)
         monkeypatch.setattr(judging, "evaluate_to", bench.evaluate_to)
         monkeypatch.setattr(judging, "document_count", lambda task, time_limit: SIZE)
@@ -78,8 +80,8 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         evidence = Evidence(tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule())
 
         @flow
-        def judge() -> Judged:
-            return judge_merge(model("merge"), (model("base"), model("reverser")), champion, evidence)
+        def judge() -> Assessment:
+            return assess_merge(model("merge"), (model("base"), model("reverser")), champion, evidence)
 
         return judge(), bench
 
@@ -94,14 +96,14 @@ def sometimes_wrong(name: str, task: str, doc: int) -> bool:
     return task == "copy" or (doc % 20 != 3 if name == "merge" else doc % 20 != 7)
 
 
-def test_only_the_undecided_task_is_extended(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+def test_only_the_undecided_task_is_extended(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     result, bench = judged(sometimes_wrong, guards=(COPY, REVERSE))
     assert result.verdict.value.outcome == "pass"
     assert [guard.n for guard in result.verdict.value.guards] == [500, 1000]
     assert max(documents for _, task, documents in bench.asked if task == "copy") == 500
 
 
-def test_a_failure_ends_it_at_the_first_look(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+def test_a_failure_ends_it_at_the_first_look(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     def lost(name: str, task: str, doc: int) -> bool:
         return doc % 3 != 0 if name == "merge" and task == "copy" else sometimes_wrong(name, task, doc)
 
@@ -110,7 +112,7 @@ def test_a_failure_ends_it_at_the_first_look(judged: Callable[..., tuple[Judged,
     assert {documents for *_, documents in bench.asked} == {500}
 
 
-def test_what_no_look_decides_ends_with_the_last_one(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+def test_what_no_look_decides_ends_with_the_last_one(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     def noisy(name: str, task: str, doc: int) -> bool:
         return doc % 2 == (name == "merge")  # they agree on nothing, and neither is better
 
@@ -120,7 +122,7 @@ def test_what_no_look_decides_ends_with_the_last_one(judged: Callable[..., tuple
     assert result.verdict.value.guards[0].documents_left == 0
 
 
-def test_without_extension_the_first_look_is_the_only_one(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+def test_without_extension_the_first_look_is_the_only_one(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     result, bench = judged(sometimes_wrong, guards=(REVERSE,), rule=GateRule(extend=False))
     guard = result.verdict.value.guards[0]
     assert guard.look is not None
@@ -128,19 +130,19 @@ def test_without_extension_the_first_look_is_the_only_one(judged: Callable[..., 
     assert {documents for *_, documents in bench.asked} == {500}
 
 
-def test_all_documents_at_once_are_one_look(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+def test_all_documents_at_once_are_one_look(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     _, bench = judged(sometimes_wrong, guards=(REVERSE,), first=None)
     assert {documents for *_, documents in bench.asked} == {SIZE}
 
 
-def test_the_champion_is_scored_where_a_guard_asks_for_it(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+def test_the_champion_is_scored_where_a_guard_asks_for_it(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     reigning = REVERSE.model_copy(update={"guarded_by": CHAMPION})
     result, bench = judged(sometimes_wrong, guards=(COPY, reigning), champion=model(CHAMPION))
     assert {task for name, task, _ in bench.asked if name == CHAMPION} == {"reverse"}
     assert [guard.reference for guard in result.verdict.value.guards] == ["base", CHAMPION]
 
 
-def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., tuple[Judged, Bench]]) -> None:
+def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     reigning = REVERSE.model_copy(update={"guarded_by": CHAMPION})
     result, _ = judged(sometimes_wrong, guards=(COPY, reigning))
     assert result.verdict.value.publishable

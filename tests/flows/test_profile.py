@@ -9,8 +9,8 @@ import yaml
 
 from flows.profile import Profile, is_recipe, load_profile, parse_profile
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from tasks.pin import find_parents
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.pin import resolve_parents
 
 PROFILES = sorted((Path(__file__).resolve().parents[2] / "profiles").glob("*.yaml"))
 
@@ -26,7 +26,7 @@ GOOD: dict[str, object] = {
 @pytest.mark.parametrize("file", PROFILES, ids=lambda file: file.stem)
 def test_every_shipped_profile_is_valid_and_what_it_names_is_there(file: Path, tmp_path: Path) -> None:
     profile = load_profile(file)
-    evidence = profile.pin_evidence(find_parents(profile.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite"))
+    evidence = profile.pin_evidence(resolve_parents(profile.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite"))
     assert len(evidence.guards) == len(evidence.tasks) == 3
     assert evidence.documents is not None
 
@@ -122,7 +122,7 @@ def test_a_guard_that_names_no_parent_is_refused_with_a_suggestion(tmp_path: Pat
     data["evaluate"]["tasks"][1]["guarded_by"] = "revreser"
     profile = parse_profile({**data, "root": str(demo.parent)}, "demo.yaml")
     with pytest.raises(InvalidInput, match=r"(?s)tasks\[1\].guarded_by.*did you mean 'reverser'"):
-        profile.pin_evidence(find_parents(profile.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite"))
+        profile.pin_evidence(resolve_parents(profile.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite"))
 
 
 def test_a_profile_survives_the_way_through_prefect_as_json() -> None:

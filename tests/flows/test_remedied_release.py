@@ -10,12 +10,12 @@ import pytest
 import yaml
 from demo_project import Printed, Project
 
-from flows.judging import judge_merge
+from flows.judging import assess_merge
 from flows.profile import load_profile
-from merge_core.hashing import HashMemo
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.model import Model
+from tasks.checkpoints.pin import pin_checkpoints, resolve_parents
 from tasks.merge import MERGED
-from tasks.model import Model
-from tasks.pin import find_parents, pin
 
 Released = tuple[Project, Printed]
 
@@ -127,11 +127,11 @@ def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(re
         patch.setenv("MERGEGATE_HOME", str(project.home))
         hashes = HashMemo(project.root / "memo.sqlite")
         profile = load_profile(project.root / "profiles" / "demo.yaml")
-        found = find_parents(profile.candidates()[0].recipe)
+        found = resolve_parents(profile.candidates()[0].recipe)
         evidence = profile.pin_evidence(found, hashes)
-        parents = pin(found, hashes)
+        parents = pin_checkpoints(found, hashes)
         verdicts = {
-            place.name: judge_merge(
+            place.name: assess_merge(
                 Model(name=MERGED, digest=hashes.sha256(place / "model.safetensors"), directory=place),
                 parents,
                 None,

@@ -10,10 +10,10 @@ import pytest
 from prefect import flow
 
 from merge_core.errors import InvalidInput, Refused
-from merge_core.store import Artifact
-from tasks.model import Model
-from tasks.stage import StageValue, stage, step, store
-from tasks.watching import Ending, advance, watched_by
+from merge_core.store.store import Artifact
+from tasks.checkpoints.model import Model
+from tasks.stage.progress import StageStatus, advance, watched_by
+from tasks.stage.stages import StageValue, stage, step, store
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 
@@ -51,7 +51,7 @@ class Spy:
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
         self.seen.append(("advanced", stage, subject, done, total, unit))
 
-    def ended(self, stage: str, subject: str, ending: Ending, seconds: float, summary: str) -> None:
+    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
         self.seen.append(("ended", stage, subject, ending, summary))
 
 

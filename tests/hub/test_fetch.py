@@ -12,10 +12,17 @@ from hub_look_alike import WRITER, Fault, LookAlike, hub
 
 from merge_core import load_recipe, open_checkpoint
 from merge_core.errors import InvalidInput, Refused
-from merge_core.hashing import HashMemo
-from tasks.hub.download import Downloaded, download
-from tasks.hub.snapshot import Snapshot
-from tasks.pin import Found, checkpoint_digest, deciding_files, find_parents, open_parent, pin
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.hub.download import Downloaded, download_snapshots
+from tasks.checkpoints.hub.snapshot import Snapshot
+from tasks.checkpoints.pin import (
+    ResolvedCheckpoint,
+    checkpoint_digest,
+    deciding_files,
+    open_parent,
+    pin_checkpoints,
+    resolve_parents,
+)
 
 
 @pytest.fixture
@@ -23,11 +30,11 @@ def memo(tmp_path: Path) -> HashMemo:
     return HashMemo(tmp_path / "hashes.sqlite")
 
 
-def parents() -> tuple[Found, ...]:
-    return find_parents(load_recipe(RECIPE))
+def parents() -> tuple[ResolvedCheckpoint, ...]:
+    return resolve_parents(load_recipe(RECIPE))
 
 
-def snapshots_of(found: tuple[Found, ...]) -> list[Snapshot]:
+def snapshots_of(found: tuple[ResolvedCheckpoint, ...]) -> list[Snapshot]:
     return [parent.snapshot for parent in found if parent.snapshot]
 
 
@@ -39,7 +46,7 @@ def weights_of(models: Path) -> dict[str, int]:
 
 def test_only_the_files_that_matter_come(online: LookAlike, models: Path, memo: HashMemo) -> None:
     found = parents()
-    come = download(snapshots_of(found), memo)
+    come = download_snapshots(snapshots_of(found), memo)
     weights = weights_of(models)
     assert online.sent == weights
     assert (come.new_files, come.bytes) == (len(weights), sum(weights.values()))
@@ -49,8 +56,8 @@ def test_only_the_files_that_matter_come(online: LookAlike, models: Path, memo: 
 
 def test_a_parent_on_the_hub_is_the_model_that_its_files_are(online: LookAlike, models: Path, memo: HashMemo) -> None:
     found = parents()
-    download(snapshots_of(found), memo)
-    assert {parent.name: parent.digest for parent in pin(found, memo)} == {
+    download_snapshots(snapshots_of(found), memo)
+    assert {parent.name: parent.digest for parent in pin_checkpoints(found, memo)} == {
         path.name: checkpoint_digest(path, memo) for path in models.iterdir()
     }
 
@@ -81,25 +88,25 @@ def test_what_is_here_is_neither_fetched_nor_hashed_again(
     online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = parents()
-    first = download(snapshots_of(found), memo)
+    first = download_snapshots(snapshots_of(found), memo)
     online.log.clear()
-    monkeypatch.setattr("merge_core.hashing.sha256_file", lambda path: pytest.fail(f"{path} is read again"))
-    assert download(snapshots_of(found), memo) == Downloaded(first.files, 0, 0)
+    monkeypatch.setattr("merge_core.store.hashing.sha256_file", lambda path: pytest.fail(f"{path} is read again"))
+    assert download_snapshots(snapshots_of(found), memo) == Downloaded(first.files, 0, 0)
     assert online.log == []
 
 
 def test_pinned_and_whole_in_the_cache_nothing_is_asked(online: LookAlike, memo: HashMemo) -> None:
     commit = online.repositories["acme/base"].branches["main"]
     recipe = load_recipe(f"merge_method: passthrough\nmodels: [{{model: acme/base@{commit}}}]\n")
-    download(snapshots_of(find_parents(recipe)), memo)
-    first = find_parents(recipe)
+    download_snapshots(snapshots_of(resolve_parents(recipe)), memo)
+    first = resolve_parents(recipe)
     online.log.clear()
-    assert find_parents(recipe) == first
+    assert resolve_parents(recipe) == first
     assert online.log == []
 
 
 def test_a_branch_whose_commit_is_whole_in_the_cache_costs_one_question(online: LookAlike, memo: HashMemo) -> None:
-    download(snapshots_of(parents()), memo)
+    download_snapshots(snapshots_of(parents()), memo)
     online.log.clear()
     assert len(parents()) == 3
     assert sorted(entry.path for entry in online.log) == [
@@ -113,12 +120,12 @@ def test_it_all_works_offline_when_everything_is_there(
     text = RECIPE
     for name in ("base", "math", "code"):
         text = text.replace(f"acme/{name}", f"acme/{name}@{online.repositories[f'acme/{name}'].branches['main']}")
-    download(snapshots_of(find_parents(load_recipe(text))), memo)
+    download_snapshots(snapshots_of(resolve_parents(load_recipe(text))), memo)
     go_offline(monkeypatch)
     online.log.clear()
-    found = find_parents(load_recipe(text))
-    assert download(snapshots_of(found), memo).new_files == 0
-    assert len({parent.digest for parent in pin(found, memo)}) == 3
+    found = resolve_parents(load_recipe(text))
+    assert download_snapshots(snapshots_of(found), memo).new_files == 0
+    assert len({parent.digest for parent in pin_checkpoints(found, memo)}) == 3
     assert online.log == []
 
 
@@ -128,7 +135,7 @@ def test_weights_that_are_not_there_are_said_offline(
     found = parents()
     go_offline(monkeypatch)
     with pytest.raises(InvalidInput, match="HF_HUB_OFFLINE"):
-        download(snapshots_of(found), memo)
+        download_snapshots(snapshots_of(found), memo)
 
 
 def test_a_file_that_is_not_what_the_hub_lists_is_refused_and_can_be_repaired(
@@ -140,7 +147,7 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused_and_can_be_repaired(
     stored.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # of equal size: the client does not notice
     found = parents()
     with pytest.raises(Refused, match="sha256") as caught:
-        download(snapshots_of(found), memo)
+        download_snapshots(snapshots_of(found), memo)
     assert caught.value.where.endswith(": model.safetensors")
     assert "acme/math@" in caught.value.where
     blob = Path(caught.value.remedy.partition("delete ")[2].partition(" and run")[0])
@@ -148,16 +155,16 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused_and_can_be_repaired(
 
     stored.write_bytes(whole)
     with pytest.raises(Refused):
-        download(snapshots_of(found), memo)  # it still lies in the cache
+        download_snapshots(snapshots_of(found), memo)  # it still lies in the cache
     blob.unlink()
-    assert download(snapshots_of(found), memo).new_files == 1
+    assert download_snapshots(snapshots_of(found), memo).new_files == 1
 
 
 def test_a_small_file_that_was_changed_in_the_cache_is_refused(online: LookAlike, memo: HashMemo) -> None:
     found = parents()
     (found[0].directory / "config.json").resolve().write_text("{}")
     with pytest.raises(Refused, match="git's sha1"):
-        download(snapshots_of(found), memo)
+        download_snapshots(snapshots_of(found), memo)
 
 
 def test_every_damaged_file_is_named(online: LookAlike, memo: HashMemo) -> None:
@@ -167,7 +174,7 @@ def test_every_damaged_file_is_named(online: LookAlike, memo: HashMemo) -> None:
         for one in snapshots_of(found)[:1]
     ]
     with pytest.raises(Refused) as caught:
-        download(snapshots, memo)
+        download_snapshots(snapshots, memo)
     assert caught.value.found.count("also:") == len(snapshots[0].files) - 1
 
 
@@ -177,7 +184,7 @@ def test_how_far_it_is_is_told_in_the_callers_context(online: LookAlike, memo: H
     here: ContextVar[str] = ContextVar("here")
     here.set("caller")
     told: list[tuple[int, int, str]] = []
-    download(snapshots_of(parents()), memo, lambda done, total: told.append((done, total, here.get())))
+    download_snapshots(snapshots_of(parents()), memo, lambda done, total: told.append((done, total, here.get())))
     total = sum(weights_of(models).values())
     assert told[-1] == (total, total, "caller")
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
@@ -201,11 +208,11 @@ def test_weights_in_xet_come_by_xet(
         assert stored.sha256
         # Ranges are read over a bridge that speaks HTTP.
         stand_in.objects.place(stored.sha256).write_bytes(file.read_bytes())
-        found = find_parents(load_recipe("merge_method: passthrough\nmodels: [{model: acme/math}]\n"))
+        found = resolve_parents(load_recipe("merge_method: passthrough\nmodels: [{model: acme/math}]\n"))
         assert open_parent(found[0]).tensors.keys() == open_checkpoint(models / "math").tensors.keys()
         header = stand_in.sent[stored.sha256]
         told: list[tuple[int, int]] = []
-        come = download(snapshots_of(found), memo, lambda done, total: told.append((done, total)))
+        come = download_snapshots(snapshots_of(found), memo, lambda done, total: told.append((done, total)))
         assert stand_in.sent[stored.sha256] == header < stored.size
     assert come.bytes == stored.size
     assert told[-1] == (stored.size, stored.size)
@@ -214,7 +221,7 @@ def test_weights_in_xet_come_by_xet(
 
 def test_a_repository_named_twice_is_fetched_once(online: LookAlike, memo: HashMemo, models: Path) -> None:
     found = parents()
-    download([*snapshots_of(found), *snapshots_of(found)], memo)
+    download_snapshots([*snapshots_of(found), *snapshots_of(found)], memo)
     assert online.sent == weights_of(models)
 
 
@@ -223,7 +230,7 @@ def test_storage_that_fails_is_refused_with_what_to_do(online: LookAlike, memo: 
     found = parents()
     online.set_faults([Fault(kind, path="/_storage", times=1000)])
     with pytest.raises(Refused) as caught:
-        download(snapshots_of(found), memo, wait=lambda seconds: None)
+        download_snapshots(snapshots_of(found), memo, wait=lambda seconds: None)
     assert "run again" in caught.value.remedy
 
 
@@ -231,7 +238,7 @@ def test_storage_that_fails_once_is_asked_again(online: LookAlike, memo: HashMem
     found = parents()
     online.set_faults([Fault("fail", path="/_storage", times=2), Fault("drop", path="/_storage", nth=4)])
     waits: list[float] = []
-    assert download(snapshots_of(found), memo, wait=waits.append).new_files == 4
+    assert download_snapshots(snapshots_of(found), memo, wait=waits.append).new_files == 4
     assert len(waits) == 2
 
 
@@ -239,7 +246,7 @@ def test_access_that_was_taken_away_is_said(online: LookAlike, memo: HashMemo) -
     found = parents()
     online.repositories["acme/math"].gated = "auto"
     with pytest.raises(Refused, match="gated"):
-        download(snapshots_of(found), memo)
+        download_snapshots(snapshots_of(found), memo)
 
 
 def test_a_full_disk_is_said(online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +258,7 @@ def test_a_full_disk_is_said(online: LookAlike, memo: HashMemo, monkeypatch: pyt
     found = parents()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
     with pytest.raises(Refused, match="No space left") as caught:
-        download(snapshots_of(found), memo)
+        download_snapshots(snapshots_of(found), memo)
     assert "HF_HOME" in caught.value.remedy
 
 
@@ -292,8 +299,8 @@ def test_a_branch_that_moves_while_we_merge_is_merged_as_it_was(
 def test_a_branch_that_has_moved_is_another_parent(online: LookAlike, models: Path, memo: HashMemo) -> None:
     def digests() -> dict[str, tuple[str | None, str]]:
         found = parents()
-        download(snapshots_of(found), memo)
-        return {parent.name: (parent.revision, parent.digest) for parent in pin(found, memo)}
+        download_snapshots(snapshots_of(found), memo)
+        return {parent.name: (parent.revision, parent.digest) for parent in pin_checkpoints(found, memo)}
 
     before = digests()
     online.add_model("acme/math", models / "code")

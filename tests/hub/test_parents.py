@@ -11,16 +11,22 @@ from hub_look_alike import READER, WRITER, Fault, LookAlike
 
 from merge_core import load_recipe, open_checkpoint
 from merge_core.errors import InvalidInput, MergegateError, Refused
-from tasks.pin import Found, find_all_parents, find_parents, open_parent, search_parents
+from tasks.checkpoints.pin import (
+    ResolvedCheckpoint,
+    open_parent,
+    resolve_all_parents,
+    resolve_parents,
+    search_parents,
+)
 
 
-def found_of(text: str = RECIPE) -> dict[str, Found]:
-    return {parent.name: parent for parent in find_parents(load_recipe(text))}
+def found_of(text: str = RECIPE) -> dict[str, ResolvedCheckpoint]:
+    return {parent.name: parent for parent in resolve_parents(load_recipe(text))}
 
 
 def problem(text: str) -> MergegateError:
     with pytest.raises(MergegateError) as caught:
-        find_parents(load_recipe(text))
+        resolve_parents(load_recipe(text))
     return caught.value
 
 
@@ -80,7 +86,7 @@ def test_one_branch_is_one_commit_in_all_recipes_of_a_run(online: LookAlike, mod
 
     online.after.append(move)
     recipes = [load_recipe(RECIPE), load_recipe(RECIPE.replace("0.5", "0.7")), load_recipe(linear("acme/math"))]
-    found = find_all_parents(recipes)
+    found = resolve_all_parents(recipes)
     assert {parent.revision for parents in found for parent in parents if parent.name == "math"} == {before}
     assert online.repositories["acme/math"].branches["main"] != before
 
@@ -197,7 +203,7 @@ def test_every_parent_has_its_own_problem(online: LookAlike) -> None:
     assert [problem.where for problem in search.problems] == ["acme/math", "acme/code"]
     assert [parent.name for parent in search.found[0]] == ["base"]
     with pytest.raises(MergegateError, match="also: acme/code"):
-        find_parents(recipe)
+        resolve_parents(recipe)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

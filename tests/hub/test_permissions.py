@@ -9,9 +9,9 @@ import pytest
 from hub_look_alike import NARROW, NARROW_READER, READER, STRANGER, WRITER, Fault, LookAlike
 
 from merge_core.errors import InvalidInput, Refused
-from tasks.hub.permissions import Account, parse_account, why_not
-from tasks.publish.settings import DirectoryTarget, HubTarget
-from tasks.publish.target import check_target
+from tasks.checkpoints.hub.permissions import Account, parse_account, why_not
+from tasks.publish.targets.check import check_target
+from tasks.publish.targets.settings import DirectoryTarget, HubTarget
 
 HUB = "https://hub.example"
 

@@ -13,12 +13,12 @@ from tiny_models import CPU, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import sha256_file
-from tasks.judge.answers import Answered, Answers, answer, read_answers
+from merge_core.store.hashing import sha256_file
+from tasks.checkpoints.model import Model
+from tasks.checkpoints.model_cache import unload
+from tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
 from tasks.judge.prompts import Prompts
 from tasks.judge.settings import Generation
-from tasks.loaded import release
-from tasks.model import Model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}. {% endfor %}a:"
 
@@ -26,7 +26,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}. {% en
 @pytest.fixture(autouse=True)
 def nothing_stays_in_memory() -> Iterator[None]:
     yield
-    release()
+    unload()
 
 
 @pytest.fixture
@@ -34,7 +34,9 @@ def model(tmp_path: Path) -> Model:
     return make_model(tmp_path / "model", seed=3)
 
 
-def ask(tmp_path: Path, model: Model, turns: list[list[str]], **generation: Any) -> tuple[Answers, dict[str, Answered]]:
+def ask(
+    tmp_path: Path, model: Model, turns: list[list[str]], **generation: Any
+) -> tuple[AnswerSummary, dict[str, Answered]]:
     path = write_jsonl(tmp_path / "prompts.jsonl", ({"turns": turn} for turn in turns))
     prompts = Prompts(path=path, sha256=sha256_file(path))
     settings = Generation.model_validate({"max_new_tokens": 8, "chat_template": False, **generation})
@@ -97,7 +99,7 @@ def test_the_models_own_sampling_and_penalties_play_no_part(tmp_path: Path, mode
     config = json.loads((model.directory / "generation_config.json").read_text())
     config |= {"do_sample": True, "temperature": 9.0, "top_k": 0, "repetition_penalty": 9.0, "num_beams": 3}
     (model.directory / "generation_config.json").write_text(json.dumps(config))
-    release()
+    unload()
     assert ask(tmp_path, model, asked)[1] == plain
 
 

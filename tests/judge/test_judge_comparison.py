@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from scipy import stats
 
 from merge_core.errors import InvalidInput
-from tasks.judge import JudgeRule, JudgeSettings, JudgeVerdict
-from tasks.judge.comparison import Answering, Judgement, Order, Winner, judge_answers, settle
+from tasks.judge.comparison import Answering, Judgement, JudgeVerdict, Order, Winner, answers_verdict, settle
+from tasks.judge.settings import JudgeRule, JudgeSettings
 
 SAID: list[Winner | None] = ["reference", "merge", "tie", None]
 
@@ -39,7 +39,7 @@ def both(prompt: str, first: Winner | None, second: Winner | None, turn: int = 0
 
 def verdict(judgements: Iterable[Judgement], identical: Iterable[tuple[str, int]] = (), **rule: object) -> JudgeVerdict:
     ours, theirs = Answering("base", 1000, 1), Answering("merge", 1500, 2)
-    return judge_answers("j", ours, theirs, list(judgements), list(identical), JudgeRule.model_validate(rule))
+    return answers_verdict("j", ours, theirs, list(judgements), list(identical), JudgeRule.model_validate(rule))
 
 
 def many(wins: int, ties: int, losses: int) -> list[Judgement]:

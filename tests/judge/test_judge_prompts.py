@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
-from tasks.judge.prompts import Prompt, read_prompts
+from merge_core.store.hashing import HashMemo
+from tasks.judge.prompts import JudgePrompts, Prompt, pin_prompts, read_prompts
+from tasks.judge.settings import JudgeSettings
 
 MT_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Start every sentence with A."]},

@@ -12,7 +12,7 @@ from judge_server import Asked, Response, completion, serving
 from merge_core.errors import InvalidInput
 from tasks.judge.rubric import response_format
 from tasks.judge.server import ChatServer, Reply
-from tasks.judge.settings import Server
+from tasks.judge.settings import JudgeServer
 
 MESSAGES = [{"role": "user", "content": "which?"}]
 FORMAT = response_format({"clarity": "It is clear."})
@@ -27,7 +27,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ask(asked: Asked, waits: list[float] | None = None, **server: Any) -> Reply:
     waits = [] if waits is None else waits
-    with ChatServer(Server(url=asked.url, **server), sleep=waits.append, now=lambda: NOW) as connection:
+    with ChatServer(JudgeServer(url=asked.url, **server), sleep=waits.append, now=lambda: NOW) as connection:
         return connection.ask("judge", MESSAGES, FORMAT, 100)
 
 
@@ -135,7 +135,7 @@ def test_a_server_that_knows_no_schemas_is_asked_without_from_then_on(status: in
     def script(body: dict[str, Any]) -> Response:
         return Response(status, "unknown field") if "response_format" in body else completion("plain")
 
-    with serving(script) as asked, ChatServer(Server(url=asked.url)) as connection:
+    with serving(script) as asked, ChatServer(JudgeServer(url=asked.url)) as connection:
         replies = [connection.ask("judge", MESSAGES, FORMAT, None).text for _ in range(2)]
     assert replies == ["plain", "plain"]
     assert ["response_format" in body for body in asked.bodies] == [True, False, False]

@@ -14,10 +14,12 @@ from prefect import flow
 from tiny_models import CPU, make_model, words, write_jsonl
 
 from merge_core.errors import InvalidInput
-from merge_core.hashing import HashMemo
-from tasks.judge import Judged, JudgeSettings, judge_models, pin_prompts
-from tasks.model import Model
-from tasks.watching import Ending, watched_by
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.model import Model
+from tasks.judge.prompts import pin_prompts
+from tasks.judge.settings import JudgeSettings
+from tasks.judge.stage import JudgedAnswers, judge_models
+from tasks.stage.progress import StageStatus, watched_by
 
 PROMPTS = 24
 
@@ -35,7 +37,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, home: Path, prefect_api: None) -> Non
         monkeypatch.delenv(name, raising=False)
 
 
-def run(tmp_path: Path, models: tuple[Model, Model], url: str, **settings: Any) -> Judged:
+def run(tmp_path: Path, models: tuple[Model, Model], url: str, **settings: Any) -> JudgedAnswers:
     rows = ({"prompt": word, "reference": f"ref-{word}"} for word in words(PROMPTS, seed=9))
     write_jsonl(tmp_path / "prompts.jsonl", rows)
     given = {"url": url, "model": "judge", "prompts": "prompts.jsonl", "guarded_by": "base", "attempts": 1}
@@ -43,7 +45,7 @@ def run(tmp_path: Path, models: tuple[Model, Model], url: str, **settings: Any) 
     chosen = JudgeSettings.model_validate({**given, **plain, **settings})
 
     @flow
-    def one_judge() -> Judged:
+    def one_judge() -> JudgedAnswers:
         prompts = pin_prompts(chosen, tmp_path, HashMemo(tmp_path / "hashes.db"))
         return judge_models(*models, prompts, chosen, CPU)
 
@@ -75,7 +77,7 @@ def prefers(better: Callable[[str, str], bool]) -> Callable[[dict[str, Any]], Re
 alphabetical = prefers(lambda a, b: a < b)
 
 
-def lines(judged: Judged, name: str) -> list[dict[str, Any]]:
+def lines(judged: JudgedAnswers, name: str) -> list[dict[str, Any]]:
     text = (judged.judgements.directory / name).read_text()
     return [json.loads(line) for line in text.splitlines()]
 
@@ -151,7 +153,7 @@ def test_nothing_is_asked_twice_and_a_threshold_asks_nobody(tmp_path: Path, mode
 
 
 def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_path_factory: Any) -> None:
-    ended: list[tuple[str, str, Ending]] = []
+    ended: list[tuple[str, str, StageStatus]] = []
 
     class Listener:
         def __getattr__(self, name: str) -> Callable[..., None]:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tasks.licenses.algebra import Combination, combine
-from tasks.licenses.case import Licensed, Parent, Unread
-from tasks.licenses.rules import weaker
-from tasks.licenses.table import License, load_table
-from tasks.licenses.use import LicenseSettings, Use
+from tasks.preflight.licenses.algebra import Combination, combine_licenses
+from tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
+from tasks.preflight.licenses.rules import weaker
+from tasks.preflight.licenses.table import License, load_table
+from tasks.preflight.licenses.use import LicenseSettings, Use
 
 TABLE = load_table()
 RANK = {"allowed": 0, "review": 1, "blocked": 2}
@@ -37,12 +37,12 @@ LLAMA_STUDY = _use(purpose="research", name="Llama-mix")
 
 
 def _judge(licenses: str, use: Use = SELL, **accepted: str) -> Combination:
-    return combine([TABLE.licenses[key] for key in licenses.split()], use, TABLE, accepted)
+    return combine_licenses([TABLE.licenses[key] for key in licenses.split()], use, TABLE, accepted)
 
 
-def _parent(name: str, license: str, *ancestors: Licensed, unread: tuple[str, ...] = ()) -> Parent:
+def _parent(name: str, license: str, *ancestors: Licensed, unread: tuple[str, ...] = ()) -> LicensedParent:
     gone = tuple(Unread(name=one) for one in unread)
-    return Parent(name=name, license=TABLE.licenses[license], ancestors=ancestors, unread=gone)
+    return LicensedParent(name=name, license=TABLE.licenses[license], ancestors=ancestors, unread=gone)
 
 
 def _rules(combination: Combination, status: str) -> set[str]:
@@ -192,7 +192,7 @@ MODELS = st.builds(
     contradicted=st.none() | st.sampled_from(list(TABLE.licenses.values())),
 )
 PARENTS = st.builds(
-    Parent,
+    LicensedParent,
     name=st.sampled_from(["acme/a", "acme/b", "acme/c"]),
     license=st.sampled_from(list(TABLE.licenses.values())),
     ancestors=st.lists(MODELS, max_size=2).map(tuple),
@@ -216,52 +216,57 @@ ACCEPTED = st.dictionaries(
 @unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED, data=st.data())
 def test_the_order_of_the_parents_does_not_matter(
-    parents: list[License | Parent], use: Use, accepted: dict[str, str], data: st.DataObject
+    parents: list[License | LicensedParent], use: Use, accepted: dict[str, str], data: st.DataObject
 ) -> None:
     other = data.draw(st.permutations(parents))
-    assert combine(parents, use, TABLE, accepted) == combine(other, use, TABLE, accepted)
+    assert combine_licenses(parents, use, TABLE, accepted) == combine_licenses(other, use, TABLE, accepted)
 
 
 @unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED)
 def test_naming_a_parent_twice_does_not_matter(
-    parents: list[License | Parent], use: Use, accepted: dict[str, str]
+    parents: list[License | LicensedParent], use: Use, accepted: dict[str, str]
 ) -> None:
-    assert combine(parents, use, TABLE, accepted) == combine([*parents, *parents], use, TABLE, accepted)
+    assert combine_licenses(parents, use, TABLE, accepted) == combine_licenses(
+        [*parents, *parents], use, TABLE, accepted
+    )
 
 
 @unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), more=ANYTHING, use=USES, accepted=ACCEPTED)
 def test_adding_a_parent_never_improves_the_status(
-    parents: list[License | Parent], more: License | Parent, use: Use, accepted: dict[str, str]
+    parents: list[License | LicensedParent], more: License | LicensedParent, use: Use, accepted: dict[str, str]
 ) -> None:
-    before, after = combine(parents, use, TABLE, accepted), combine([*parents, more], use, TABLE, accepted)
+    before, after = (
+        combine_licenses(parents, use, TABLE, accepted),
+        combine_licenses([*parents, more], use, TABLE, accepted),
+    )
     assert RANK[after.status] >= RANK[before.status]
 
 
 @unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES, accepted=ACCEPTED)
 def test_acceptance_never_lifts_a_block_nor_makes_one(
-    parents: list[License | Parent], use: Use, accepted: dict[str, str]
+    parents: list[License | LicensedParent], use: Use, accepted: dict[str, str]
 ) -> None:
-    plain, eased = combine(parents, use, TABLE), combine(parents, use, TABLE, accepted)
+    plain, eased = combine_licenses(parents, use, TABLE), combine_licenses(parents, use, TABLE, accepted)
     assert (plain.status == "blocked") == (eased.status == "blocked")
     assert RANK[eased.status] <= RANK[plain.status]
 
 
 @unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
-def test_private_research_is_never_judged_harder(parents: list[License | Parent], use: Use) -> None:
+def test_private_research_is_never_judged_harder(parents: list[License | LicensedParent], use: Use) -> None:
     least = use.model_copy(update={"purpose": "research", "visibility": "private", "commercial_entity": False})
-    assert RANK[combine(parents, least, TABLE).status] <= RANK[combine(parents, use, TABLE).status]
+    assert RANK[combine_licenses(parents, least, TABLE).status] <= RANK[combine_licenses(parents, use, TABLE).status]
 
 
 @unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
 def test_the_status_is_that_of_the_first_reason_and_every_stop_says_what_to_do(
-    parents: list[License | Parent], use: Use
+    parents: list[License | LicensedParent], use: Use
 ) -> None:
-    verdict = combine(parents, use, TABLE)
+    verdict = combine_licenses(parents, use, TABLE)
     assert verdict.status == verdict.reasons[0].status
     assert RANK[verdict.status] == max(RANK[reason.status] for reason in verdict.reasons)
     assert all(reason.remedy for reason in verdict.reasons if reason.status != "allowed")
@@ -269,14 +274,14 @@ def test_the_status_is_that_of_the_first_reason_and_every_stop_says_what_to_do(
 
 def test_a_merge_without_parents_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(ValueError, match="at least one parent"):
-        combine([], SELL, TABLE)
+        combine_licenses([], SELL, TABLE)
 
 
 # ---------------------------------------------------------------- reasons, card, obligations
 
 
 def test_a_reason_names_the_licence_the_model_and_the_rule() -> None:
-    verdict = combine([_parent("acme/chat", "cc-by-nc-4.0"), _parent("acme/code", "mit")], SELL, TABLE)
+    verdict = combine_licenses([_parent("acme/chat", "cc-by-nc-4.0"), _parent("acme/code", "mit")], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.status == "blocked"]
     assert reason.rule == "R2: commercial use"
     assert reason.sentence == "cc-by-nc-4.0 (of acme/chat) forbids commercial use"
@@ -312,7 +317,7 @@ def test_the_notice_is_the_exact_sentence_of_the_licence() -> None:
 
 
 def test_attribution_credits_the_parents_by_name() -> None:
-    verdict = combine([_parent("acme/chat", "cc-by-4.0"), _parent("acme/code", "mit")], SELL, TABLE)
+    verdict = combine_licenses([_parent("acme/chat", "cc-by-4.0"), _parent("acme/code", "mit")], SELL, TABLE)
     assert _wording(verdict, "notice") == ["Made with acme/chat, licensed under CC-BY-4.0."]
 
 
@@ -336,7 +341,7 @@ def test_in_private_the_name_is_only_noted() -> None:
 
 
 def test_a_review_that_is_accepted_by_licence_is_allowed_and_stays_on_record() -> None:
-    verdict = combine([TABLE.licenses["llama3.2"]], LLAMA, TABLE, {"llama3.2": "alice: text-only model"})
+    verdict = combine_licenses([TABLE.licenses["llama3.2"]], LLAMA, TABLE, {"llama3.2": "alice: text-only model"})
     assert verdict.status == "allowed"
     assert verdict.accepted == ("llama3.2: alice: text-only model",)
     assert verdict.license == "llama3.2"
@@ -344,20 +349,22 @@ def test_a_review_that_is_accepted_by_licence_is_allowed_and_stays_on_record() -
 
 def test_an_unknown_licence_is_accepted_only_by_the_name_of_the_model() -> None:
     parents = [_parent("acme/chat", "unknown"), _parent("acme/code", "mit")]
-    assert combine(parents, SELL, TABLE, {"unknown": "alice: fine"}).status == "review"
-    assert combine(parents, SELL, TABLE, {"acme/chat": "alice: ours"}).status == "allowed"
+    assert combine_licenses(parents, SELL, TABLE, {"unknown": "alice: fine"}).status == "review"
+    assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: ours"}).status == "allowed"
 
 
 def test_an_acceptance_covers_no_further_parent() -> None:
     parents = [_parent("acme/chat", "llama3.2"), _parent("acme/code", "llama3.2")]
-    assert combine(parents, LLAMA, TABLE, {"acme/chat": "alice: text-only"}).status == "review"
+    assert combine_licenses(parents, LLAMA, TABLE, {"acme/chat": "alice: text-only"}).status == "review"
     both = {"acme/chat": "alice: text-only", "acme/code": "bob: text-only"}
-    assert combine(parents, LLAMA, TABLE, both).accepted == tuple(f"{key}: {value}" for key, value in both.items())
+    assert combine_licenses(parents, LLAMA, TABLE, both).accepted == tuple(
+        f"{key}: {value}" for key, value in both.items()
+    )
 
 
 def test_a_block_cannot_be_accepted() -> None:
     accepted = {"llama2": "alice: fine", "mit": "alice: fine"}
-    assert combine([TABLE.licenses[key] for key in accepted], SELL, TABLE, accepted).status == "blocked"
+    assert combine_licenses([TABLE.licenses[key] for key in accepted], SELL, TABLE, accepted).status == "blocked"
 
 
 def test_the_remedy_of_a_review_names_what_to_accept() -> None:
@@ -380,7 +387,7 @@ def test_settings_default_to_a_company_that_sells_a_public_model() -> None:
 
 def test_a_parent_that_declares_less_than_its_ancestor_goes_to_review() -> None:
     base = _parent("meta/llama", "llama3.1")
-    verdict = combine([_parent("acme/chat", "apache-2.0", base)], LLAMA, TABLE)
+    verdict = combine_licenses([_parent("acme/chat", "apache-2.0", base)], LLAMA, TABLE)
     assert _rules(verdict, "review") == {"R11"}
     (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
     assert "acme/chat declares apache-2.0, but was made from meta/llama under llama3.1" in reason.sentence
@@ -389,27 +396,27 @@ def test_a_parent_that_declares_less_than_its_ancestor_goes_to_review() -> None:
 
 def test_the_licence_of_an_ancestor_binds_the_merge() -> None:
     chat = _parent("acme/chat", "apache-2.0", _parent("meta/llama", "llama3.1"))
-    verdict = combine([chat], LLAMA, TABLE, {"acme/chat": "alice: Meta agreed"})
+    verdict = combine_licenses([chat], LLAMA, TABLE, {"acme/chat": "alice: Meta agreed"})
     assert (verdict.status, verdict.license) == ("allowed", "llama3.1")
     noncommercial = _parent("acme/chat", "mit", _parent("acme/base", "cc-by-nc-4.0"))
-    assert combine([noncommercial], SELL, TABLE).status == "blocked"
+    assert combine_licenses([noncommercial], SELL, TABLE).status == "blocked"
 
 
 def test_a_parent_that_declares_as_much_as_its_ancestor_is_allowed() -> None:
-    verdict = combine([_parent("acme/chat", "llama3.1", _parent("meta/llama", "llama3.1"))], LLAMA, TABLE)
+    verdict = combine_licenses([_parent("acme/chat", "llama3.1", _parent("meta/llama", "llama3.1"))], LLAMA, TABLE)
     assert verdict.status == "allowed"
 
 
 def test_a_model_made_from_a_family_counts_as_one_of_it() -> None:
     base = _parent("meta/llama-2", "llama2")
     tune = _parent("acme/tune", "apache-2.0", base)
-    assert "R4" not in _rules(combine([tune, base], SELL, TABLE), "blocked")
+    assert "R4" not in _rules(combine_licenses([tune, base], SELL, TABLE), "blocked")
     stranger = _parent("acme/other", "apache-2.0")
-    assert "R4" in _rules(combine([tune, base, stranger], SELL, TABLE), "blocked")
+    assert "R4" in _rules(combine_licenses([tune, base, stranger], SELL, TABLE), "blocked")
 
 
 def test_an_ancestor_that_could_not_be_read_goes_to_review_like_one_that_declares_nothing() -> None:
-    verdict = combine([_parent("acme/chat", "mit", unread=("meta/llama",))], SELL, TABLE)
+    verdict = combine_licenses([_parent("acme/chat", "mit", unread=("meta/llama",))], SELL, TABLE)
     assert (verdict.status, _rules(verdict, "review")) == ("review", {"R11"})
     (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
     assert reason.sentence == "acme/chat was made from meta/llama, whose licence could not be read"
@@ -418,26 +425,28 @@ def test_an_ancestor_that_could_not_be_read_goes_to_review_like_one_that_declare
 
 def test_an_unread_ancestor_is_accepted_once_for_all_that_were_made_from_it() -> None:
     parents = [_parent(name, "mit", unread=("meta/llama",)) for name in ("acme/chat", "acme/code")]
-    verdict = combine(parents, SELL, TABLE, {"meta/llama": "alice: has read its licence, it is MIT"})
+    verdict = combine_licenses(parents, SELL, TABLE, {"meta/llama": "alice: has read its licence, it is MIT"})
     assert verdict.status == "allowed"
     assert verdict.accepted == ("meta/llama: alice: has read its licence, it is MIT",)
-    assert combine(parents, SELL, TABLE, {"acme/chat": "alice: fine"}).status == "review"
+    assert combine_licenses(parents, SELL, TABLE, {"acme/chat": "alice: fine"}).status == "review"
 
 
 def test_a_card_that_its_licence_file_contradicts_goes_to_review_and_both_licences_bind() -> None:
-    parent = Parent(name="acme/chat", license=TABLE.licenses["apache-2.0"], contradicted=TABLE.licenses["gemma"])
-    verdict = combine([parent], SELL, TABLE)
+    parent = LicensedParent(
+        name="acme/chat", license=TABLE.licenses["apache-2.0"], contradicted=TABLE.licenses["gemma"]
+    )
+    verdict = combine_licenses([parent], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.status == "review"]
     assert reason.rule.startswith("R0")
     assert "acme/chat declares apache-2.0, but the licence file beside it is the text of gemma" in reason.sentence
-    assert combine([parent], SELL, TABLE, {"acme/chat": "alice: asked them, it is Gemma's"}).license == "gemma"
+    assert combine_licenses([parent], SELL, TABLE, {"acme/chat": "alice: asked them, it is Gemma's"}).license == "gemma"
     forbidden = parent.model_copy(update={"contradicted": TABLE.licenses["cc-by-nc-4.0"]})
-    assert combine([forbidden], SELL, TABLE, {"acme/chat": "alice: fine"}).status == "blocked"
+    assert combine_licenses([forbidden], SELL, TABLE, {"acme/chat": "alice: fine"}).status == "blocked"
 
 
 def test_a_parent_is_compared_with_the_licence_file_of_its_ancestor_too() -> None:
     base = Licensed(name="acme/base", license=TABLE.licenses["mit"], contradicted=TABLE.licenses["gemma"])
-    verdict = combine([_parent("acme/chat", "mit", base)], SELL, TABLE)
+    verdict = combine_licenses([_parent("acme/chat", "mit", base)], SELL, TABLE)
     (reason,) = [reason for reason in verdict.reasons if reason.rule.startswith("R11")]
     assert "was made from acme/base under gemma, which it drops: its use restrictions" in reason.sentence
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from merge_core.keys import stage_key
-from tasks.licenses.check import check_licenses, read_licenses
-from tasks.licenses.table import load_table
-from tasks.licenses.use import LicenseSettings
-from tasks.pin import Found
+from merge_core.store.keys import stage_key
+from tasks.checkpoints.pin import ResolvedCheckpoint
+from tasks.preflight.licenses.check import check_licenses, read_licenses
+from tasks.preflight.licenses.table import load_table
+from tasks.preflight.licenses.use import LicenseSettings
 
 TABLE = load_table()
 
 
-def _model(place: Path, card: str, **files: str) -> Found:
+def _model(place: Path, card: str, **files: str) -> ResolvedCheckpoint:
     place.mkdir(parents=True, exist_ok=True)
     (place / "README.md").write_text(f"---\n{card}\n---\n")
     for name, text in files.items():
         (place / name).write_text(text)
-    return Found(name=place.name, ref=f"../{place.name}", directory=place)
+    return ResolvedCheckpoint(name=place.name, ref=f"../{place.name}", directory=place)
 
 
-def _key(*parents: Found) -> str:
+def _key(*parents: ResolvedCheckpoint) -> str:
     return stage_key("licenses", check_licenses.version, {"declared": read_licenses(parents, TABLE)})
 
 

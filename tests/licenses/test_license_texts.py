@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.licenses.resolve import NotRead, Place, lineage
-from tasks.licenses.table import SHIPPED, load_table
-from tasks.licenses.texts import license_texts, linked, recognised
+from tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
+from tasks.preflight.licenses.table import SHIPPED, load_table
+from tasks.preflight.licenses.texts import license_texts, linked, recognised
 
 TABLE = load_table()
 TEXTS = SHIPPED.parent / "texts"
@@ -151,7 +151,7 @@ def _read(tmp_path: Path, card: str, **files: str) -> tuple[str, str | None]:
     (tmp_path / "README.md").write_text(card)
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    (model,) = lineage(Place(tmp_path), lambda entry, place: NotRead(""), TABLE).models
+    (model,) = lineage(CardSource(tmp_path), lambda entry, place: NotRead(""), TABLE).models
     return model.license.id, model.contradicted.id if model.contradicted else None
 
 

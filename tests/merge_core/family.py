@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from merge_core import MergeRecord, Settings, load_recipe, merge, open_checkpoint, plan_merge
+from merge_core import EngineSettings, MergeRecord, load_recipe, merge_weights, open_checkpoint, plan_merge
 
 LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
 
@@ -80,7 +80,7 @@ def merge_text(text: str, root: Path, out: str = "out", *, seed: int = 0, **sett
     """Merge a recipe whose models are directories in ``root`` into ``root / out``."""
     recipe = load_recipe(text)
     checkpoints = {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
-    return merge(plan_merge(recipe, checkpoints), root / out, seed=seed, settings=Settings(**settings))
+    return merge_weights(plan_merge(recipe, checkpoints), root / out, seed=seed, settings=EngineSettings(**settings))
 
 
 def load(directory: Path) -> dict[str, np.ndarray]:

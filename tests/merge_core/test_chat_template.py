@@ -9,7 +9,7 @@ import jinja2
 import pytest
 from family import merge_text
 
-from merge_core.chat_template import KNOWN, chosen_template
+from merge_core.checkpoint.chat_template import KNOWN, chosen_template
 from merge_core.errors import InvalidInput
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}, {model: c}]\nparameters: {weight: 1}\n"

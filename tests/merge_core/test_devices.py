@@ -9,7 +9,7 @@ import pytest
 import torch
 from family import merge_text
 
-from merge_core.devices import choose_devices
+from merge_core.engine.devices import choose_devices
 from merge_core.errors import InvalidInput
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
@@ -18,7 +18,7 @@ LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {w
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, as far as counting them goes."""
-    monkeypatch.setattr("merge_core.devices.has_cuda_driver", lambda: True)
+    monkeypatch.setattr("merge_core.engine.devices.has_cuda_driver", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -68,14 +68,14 @@ def test_other_devices_are_refused(name: str) -> None:
 def test_a_gpu_agrees_with_the_cpu_to_one_unit_in_the_last_place(family: Path, method: str) -> None:
     from family import load
 
-    from merge_core import load_recipe, merge, open_checkpoint, plan_merge
+    from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 
     base = "" if method == "linear" else "base_model: base\nmodels: [{model: a}, {model: b}]\n"
     text = f"merge_method: {method}\n{base or 'models: [{model: a}, {model: b}]'}\nparameters: {{weight: 0.5}}\n"
     recipe = load_recipe(text)
     plan = plan_merge(recipe, {str(ref): open_checkpoint(family / ref.path) for ref in recipe.references()})
     for device in ("cpu", "cuda"):
-        merge(plan, family / device, device=device)
+        merge_weights(plan, family / device, device=device)
     expected = load(family / "cpu")
     for name, merged in load(family / "cuda").items():
         np.testing.assert_allclose(merged, expected[name], rtol=2**-23, err_msg=name)

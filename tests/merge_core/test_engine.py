@@ -13,7 +13,7 @@ import pytest
 import torch
 from family import HIDDEN, TOKENS, load, merge_text, random_tensors, save_checkpoint
 
-from merge_core import Settings, load_recipe, merge, methods, open_checkpoint, plan_merge
+from merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
 from merge_core.errors import InvalidInput, Refused
 
 DARE = (
@@ -54,7 +54,7 @@ def recipe_of(method: str) -> str:
     return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{values}}}\ndtype: bfloat16\n"
 
 
-EVERY = sorted(methods())
+EVERY = sorted(merge_methods())
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
@@ -80,10 +80,10 @@ def test_fused_kernels_do_without_torch(wide: Path, text: str) -> None:
     code = """
 import sys
 from pathlib import Path
-from merge_core import Settings, load_recipe, merge, open_checkpoint, plan_merge
+from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
 recipe = load_recipe(Path("recipe.yaml"))
 plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
-merge(plan, Path("out"), device="cpu", settings=Settings(kernels="fused"))
+merge_weights(plan, Path("out"), device="cpu", settings=EngineSettings(kernels="fused"))
 print("torch" in sys.modules)
 """
     (wide / "recipe.yaml").write_text(text)
@@ -95,7 +95,7 @@ def test_the_hash_is_that_of_the_file_also_when_hashing_falls_behind(
     wide: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing may wait in memory: every byte is read back.
-    monkeypatch.setattr("merge_core.writer.WAITING_BYTES", 0)
+    monkeypatch.setattr("merge_core.engine.writer.WAITING_BYTES", 0)
     record = merge_text(TIES, wide, block_elements=16384)
     for name, digest in record.files.items():
         assert hashlib.sha256((wide / "out" / name).read_bytes()).hexdigest() == digest
@@ -217,7 +217,7 @@ def test_a_shard_that_shrinks_after_planning_leaves_nothing_that_loads(family: P
     path = family / "b/model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(InvalidInput, match="ends at byte"):
-        merge(plan, family / "out")
+        merge_weights(plan, family / "out")
     names = {found.name for found in (family / "out").iterdir()}
     assert "config.json" not in names
     assert not any(name.endswith(".safetensors") for name in names)
@@ -249,11 +249,11 @@ def test_progress_ends_at_the_whole_and_comes_in_the_callers_thread(family: Path
     calls: list[tuple[int, int, int]] = []
     recipe = load_recipe(LINEAR)
     plan = plan_merge(recipe, {str(ref): open_checkpoint(family / ref.path) for ref in recipe.references()})
-    merge(
+    merge_weights(
         plan,
         family / "out",
         on_progress=lambda done, total: calls.append((done, total, threading.get_ident())),
-        settings=Settings(threads=2),
+        settings=EngineSettings(threads=2),
     )
     assert calls[-1][0] == calls[-1][1] == plan.bytes_written
     assert {ident for *_, ident in calls} == {threading.get_ident()}

@@ -10,7 +10,7 @@ from family import merge_text, random_tensors, save_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core.health import TensorHealth, judge, sampled
+from merge_core.engine.health import TensorHealth, judge_health, sampled
 
 NORM = "model.layers.1.mlp.up_proj.weight"
 
@@ -99,5 +99,5 @@ def test_a_sample_is_of_a_few_runs_wherever_a_block_begins(start: int, length: i
 
 
 def test_nothing_is_said_about_the_size_of_what_is_broken() -> None:
-    (finding,) = judge([TensorHealth("x", broken=1, zero=False, size=float("inf"), parents=(1.0,))])
+    (finding,) = judge_health([TensorHealth("x", broken=1, zero=False, size=float("inf"), parents=(1.0,))])
     assert finding.severity == "block"

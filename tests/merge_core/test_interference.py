@@ -14,13 +14,13 @@ from family import load, merge_text, random_tensors, save_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import merge_core.interference as interference
+import merge_core.analysis.interference as interference
 from merge_core import open_checkpoint
+from merge_core.analysis.interference import GRAIN, NOTICEABLE, Interference, measure_interference, tally_grains
+from merge_core.analysis.tally import Tally
+from merge_core.architecture.tensor_kinds import tensor_kind
 from merge_core.errors import InvalidInput
-from merge_core.interference import GRAIN, NOTICEABLE, Interference, measure_interference, tally_grains
-from merge_core.merge_methods.contract import StoredBlock
-from merge_core.tally import Tally
-from merge_core.tensor_kinds import kind_of
+from merge_core.methods.contract import StoredBlock
 
 LINEAR = """
 merge_method: task_arithmetic
@@ -232,8 +232,8 @@ def test_memory_stays_bounded_whatever_the_size_of_a_tensor(tmp_path: Path) -> N
     code = f"""
 from pathlib import Path
 from merge_core import open_checkpoint
-from merge_core.interference import measure_interference
-import merge_core.merge_methods.kernels
+from merge_core.analysis import measure_interference
+import merge_core.methods.kernels
 def anonymous():
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0])
@@ -277,4 +277,4 @@ print(measure_interference(opened[0], opened[1:], on_progress=look).whole.elemen
     ],
 )
 def test_names_tell_what_a_tensor_does(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert tensor_kind(name) == kind

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 INSPECT = (
-    "import numpy as np; from merge_core.merge_methods import kernels;"
+    "import numpy as np; from merge_core.methods import kernels;"
     "assert kernels.inspect(np.array([0, 0x7F80, 1], np.uint16), 0x7F80) == (1, True)"
 )
 

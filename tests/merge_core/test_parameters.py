@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from merge_core.errors import InvalidInput
-from merge_core.merge_methods import find_method
-from merge_core.merge_methods.contract import REQUIRED, Parameter
-from merge_core.parameters import Parameters, gradient, parse_parameters, value_for
+from merge_core.methods.contract import REQUIRED, Parameter
+from merge_core.methods.registry import find_method
+from merge_core.recipe.parameters import Parameters, gradient, parse_parameters, value_for
 
 TIES = find_method("ties", "test")
 WEIGHT = TIES.parameter("weight")

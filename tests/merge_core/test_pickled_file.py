@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merge_core import open_checkpoint
+from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.errors import InvalidInput
-from merge_core.pickled_file import read_pickled
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 

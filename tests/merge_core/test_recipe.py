@@ -9,7 +9,7 @@ import pytest
 
 from merge_core import CheckpointRef, load_recipe, resolve_local
 from merge_core.errors import InvalidInput
-from merge_core.reference import parse_reference
+from merge_core.recipe.reference import parse_reference
 
 TIES = """
 merge_method: ties

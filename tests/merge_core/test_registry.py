@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from family import load, merge_text
 
-from merge_core import merge_methods
 from merge_core.errors import InvalidInput
-from merge_core.merge_methods.contract import Map, Method, TensorTask, sums
+from merge_core.methods import registry
+from merge_core.methods.contract import Map, Method, TensorTask, fold_sums
 
 PEER = {
     "linear",
@@ -41,7 +41,7 @@ PEER = {
 
 def louder(task: TensorTask):  # type: ignore[no-untyped-def]
     """The first model, divided by its mean magnitude."""
-    total = yield sums(lambda block: block.grain_sums(block.inputs[0].abs()))
+    total = yield fold_sums(lambda block: block.grain_sums(block.inputs[0].abs()))
     return Map(lambda block: block.inputs[0] * float(task.numel / total))
 
 
@@ -61,15 +61,15 @@ class Point:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
     """Entry points that the registry finds."""
     points: list[Point] = []
-    monkeypatch.setattr(merge_methods, "entry_points", lambda group: points if group == "mergegate.methods" else [])
-    merge_methods.methods.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "mergegate.methods" else [])
+    registry.methods.cache_clear()
     yield points
-    merge_methods.methods.cache_clear()
+    registry.methods.cache_clear()
 
 
 def test_every_method_of_the_peer_is_there_and_says_what_it_is() -> None:
-    assert set(merge_methods.methods()) >= PEER
-    for method in merge_methods.methods().values():
+    assert set(registry.methods()) >= PEER
+    for method in registry.methods().values():
         assert method.summary
         assert all(parameter.summary for parameter in method.parameters)
 
@@ -86,10 +86,10 @@ def test_a_method_of_another_package_is_used_like_our_own(family: Path, installe
 def test_what_another_package_registers_is_checked(installed: list[Point], value: object) -> None:
     installed.append(Point(value))
     with pytest.raises(InvalidInput, match="extra"):
-        merge_methods.methods()
+        registry.methods()
 
 
 def test_reading_recipes_and_planning_need_no_torch() -> None:
-    code = "import sys, merge_core; merge_core.load_recipe, merge_core.plan_merge, merge_core.methods(); "
+    code = "import sys, merge_core; merge_core.load_recipe, merge_core.plan_merge, merge_core.merge_methods(); "
     code += "sys.exit('torch' in sys.modules or 'numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from family import merge_text, random_tensors, save_checkpoint
 
-from merge_core import Settings, load_recipe, merge, open_checkpoint, plan_merge
+from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
 
 TEXT = """
 merge_method: dare_ties
@@ -137,7 +137,7 @@ def test_a_changed_input_starts_the_merge_anew(parents: Path, monkeypatch: pytes
 def test_after_a_crash_of_the_machine_only_flushed_shards_are_believed(
     parents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from merge_core import journal
+    from merge_core.engine import journal
 
     interrupted(parents, monkeypatch)
     journals = {path.name: path.read_text() for path in (parents / "out").glob("*.journal.partial")}
@@ -169,5 +169,7 @@ def test_progress_of_a_resumed_merge_starts_where_it_was(parents: Path, monkeypa
     recipe = load_recipe(LINEAR)
     plan = plan_merge(recipe, {str(ref): open_checkpoint(parents / ref.path) for ref in recipe.references()})
     seen: list[int] = []
-    record = merge(plan, parents / "out", on_progress=lambda done, _: seen.append(done), settings=Settings())
+    record = merge_weights(
+        plan, parents / "out", on_progress=lambda done, _: seen.append(done), settings=EngineSettings()
+    )
     assert seen[0] >= record.bytes_resumed > 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from family import merge_text, random_tensors, save_checkpoint
 
-from merge_core import journal
+from merge_core.engine import journal
 from merge_core.errors import InvalidInput
 
 STEPS = """

@@ -8,7 +8,7 @@ import pytest
 
 from merge_core import load_recipe
 from merge_core.errors import InvalidInput
-from merge_core.variation import varied
+from merge_core.recipe.overrides import apply_overrides
 
 TIES: dict[str, Any] = {
     "merge_method": "ties",
@@ -27,7 +27,7 @@ LINEAR: dict[str, Any] = {
 
 
 def test_a_parameter_has_its_new_value_for_every_model() -> None:
-    assert varied(TIES, {"density": 0.3}, "r") == {
+    assert apply_overrides(TIES, {"density": 0.3}, "r") == {
         **TIES,
         "models": [{"model": "a", "parameters": {"weight": 0.6}}, {"model": "b", "parameters": {"weight": 0.4}}],
         "parameters": {"normalize": False, "density": 0.3},
@@ -35,7 +35,7 @@ def test_a_parameter_has_its_new_value_for_every_model() -> None:
 
 
 def test_another_method_keeps_only_the_parameters_that_it_has() -> None:
-    assert varied(TIES, {"merge_method": "linear", "dtype": "float32"}, "r") == {
+    assert apply_overrides(TIES, {"merge_method": "linear", "dtype": "float32"}, "r") == {
         "merge_method": "linear",
         "base_model": "base",
         "models": [{"model": "a", "parameters": {"weight": 0.6}}, {"model": "b", "parameters": {"weight": 0.4}}],
@@ -45,45 +45,45 @@ def test_another_method_keeps_only_the_parameters_that_it_has() -> None:
 
 
 def test_a_method_that_needs_a_base_is_given_one() -> None:
-    changed = varied(LINEAR, {"merge_method": "ties", "base_model": "base", "weight": 1, "density": 0.5}, "r")
+    changed = apply_overrides(LINEAR, {"merge_method": "ties", "base_model": "base", "weight": 1, "density": 0.5}, "r")
     recipe = load_recipe(changed)
     assert recipe.summary() == "ties of 2 over base"
     assert changed["models"] == [{"model": "a"}, {"model": "b"}]
 
 
 def test_parameters_may_be_written_as_in_a_recipe() -> None:
-    assert varied(TIES, {"parameters": {"density": 0.3}}, "r") == varied(TIES, {"density": 0.3}, "r")
+    assert apply_overrides(TIES, {"parameters": {"density": 0.3}}, "r") == apply_overrides(TIES, {"density": 0.3}, "r")
 
 
 def test_models_may_be_left_out_or_weighed_anew() -> None:
     models = [{"model": "b", "parameters": {"weight": 1.5}}]
-    changed = varied(TIES, {"models": models, "density": 0.2}, "r")
+    changed = apply_overrides(TIES, {"models": models, "density": 0.2}, "r")
     assert changed["models"] == models
     assert changed["parameters"] == {"normalize": False, "density": 0.2}
 
 
 def test_a_model_that_becomes_the_base_has_no_weight_of_its_own() -> None:
     recipe = {**LINEAR, "models": [*LINEAR["models"], {"model": "base", "parameters": {"weight": 1}}]}
-    changed = varied(recipe, {"merge_method": "ties", "base_model": "base", "density": 0.5}, "r")
+    changed = apply_overrides(recipe, {"merge_method": "ties", "base_model": "base", "density": 0.5}, "r")
     assert changed["models"][-1] == {"model": "base"}
 
 
 def test_the_recipe_itself_is_left_as_it_is() -> None:
     before = load_recipe(TIES).canonical()
-    varied(TIES, {"density": 0.1, "dtype": "float32"}, "r")
+    apply_overrides(TIES, {"density": 0.1, "dtype": "float32"}, "r")
     assert load_recipe(TIES).canonical() == before
 
 
 def test_a_misspelt_change_is_refused_with_a_suggestion() -> None:
     with pytest.raises(InvalidInput, match=r"(?s)remedies\[0\].*'densty'.*density"):
-        varied(TIES, {"densty": 0.3}, "remedies[0]")
+        apply_overrides(TIES, {"densty": 0.3}, "remedies[0]")
 
 
 def test_a_parameter_of_another_method_is_refused() -> None:
     with pytest.raises(InvalidInput, match="a parameter of linear"):
-        varied(LINEAR, {"density": 0.3}, "remedies[0]")
+        apply_overrides(LINEAR, {"density": 0.3}, "remedies[0]")
 
 
 def test_no_change_is_no_remedy() -> None:
     with pytest.raises(InvalidInput, match="nothing"):
-        varied(TIES, {}, "remedies[0]")
+        apply_overrides(TIES, {}, "remedies[0]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from merge_core.workers import Workers
+from merge_core.engine.workers import Workers
 
 
 def ignore(failure: BaseException) -> None:

@@ -22,7 +22,7 @@ from peer_family import write_family
 from peer_recipes import DENSITY, DETERMINISTIC, EXAMPLES, NEAR, RANDOM, random_of_one, random_of_three
 from safetensors import safe_open
 
-from merge_core import Settings, load_recipe, merge, open_checkpoint, plan_merge
+from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
 
 pytestmark = pytest.mark.peer
 
@@ -111,8 +111,8 @@ class Peer:
         """Our output for the same file."""
         recipe = load_recipe(self._recipe(family, name))
         checkpoints = {str(ref): open_checkpoint(self.root / ref.path) for ref in recipe.references()}
-        settings = Settings(threads=2, kernels=kernels)
-        merge(plan_merge(recipe, checkpoints), out, seed=seed, device="cpu", settings=settings)
+        settings = EngineSettings(threads=2, kernels=kernels)
+        merge_weights(plan_merge(recipe, checkpoints), out, seed=seed, device="cpu", settings=settings)
         return load(out)
 
     def both(self, name: str, out: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 from sparse_models import LLAMA_70B, header_bytes, llama, save_sparse, weights_of
 
-from merge_core import MergePlan, Settings, load_recipe, merge, methods, open_checkpoint, plan_merge
-from merge_core.estimate import Needs, Rates, duration, input_files, needs_of
-from merge_core.merge_methods.contract import REQUIRED, Block, Fold, Map, TensorTask
-from merge_core.merge_methods.masks import mask_key
-from merge_core.method_costs import work_of
+from merge_core import EngineSettings, MergePlan, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
+from merge_core.forecast.forecast import Needs, Rates, duration, input_files, needs_of
+from merge_core.forecast.method_costs import work_of
+from merge_core.methods.contract import REQUIRED, Block, Fold, Map, TensorTask
+from merge_core.methods.masks import mask_key
 
 MODEL = {"layers": 2, "hidden": 64, "wide": 256, "keys": 16, "tokens": 500}
 LINEAR = """merge_method: linear
@@ -61,11 +61,11 @@ def planned(text: str, root: Path, *names: str, **sizes: Any) -> MergePlan:
 
 
 def needs(plan: MergePlan, *, cores: int = 2, device: str = "cpu", **settings: Any) -> Needs:
-    return needs_of(plan, Settings(**settings), cores=cores, device=device)
+    return needs_of(plan, EngineSettings(**settings), cores=cores, device=device)
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in sorted(methods())),
+    *((name, {}) for name in sorted(merge_methods())),
     ("ties", {"density": 1.0}),
     ("ties", {"rescale": True}),
     ("ties", {"rescale": "density"}),
@@ -83,7 +83,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "chosen"), VARIANTS, ids=lambda value: str(value))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_passes_are_those_that_the_method_makes(name: str, chosen: dict[str, Any], dtype: Any) -> None:
-    method = methods()[name]
+    method = merge_methods()[name]
     count = min(3, method.models[1] or 3) + (1 if method.base == "required" else 0)
     if name in ("nearswap", "arcee_fusion"):
         count = 2
@@ -120,7 +120,7 @@ def folds_made(steps: Any, count: int, dtype: str, grain: int) -> int:
 
 
 def test_a_method_of_another_package_has_an_assumed_cost(tmp_path: Path) -> None:
-    foreign = replace(methods()["linear"], name="foreign")
+    foreign = replace(merge_methods()["linear"], name="foreign")
     assert not work_of(foreign, (4, 4), {"normalize": True}, ({"weight": 1.0},) * 2, wide=False).known
 
 
@@ -142,7 +142,7 @@ def test_needs_hold_for_a_merge_that_is_carried_out(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
     recipe = load_recipe(TIES)
     plan = plan_merge(recipe, {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()})
-    record = merge(plan, tmp_path / "out", device="cpu")
+    record = merge_weights(plan, tmp_path / "out", device="cpu")
     found = needs(plan)
     assert (found.tensors, found.bytes_read, found.bytes_written) == (
         record.tensors,
@@ -161,7 +161,7 @@ def test_further_passes_come_from_the_page_cache_unless_the_tensor_is_a_large_on
     assert (found.passes, found.bytes_read_again) == (4, 3 * plan.bytes_read)
     assert (found.read_again, found.bytes_from_disk_again) == (0, 0)
     embeddings = 3 * 2 * 500 * 64
-    monkeypatch.setattr("merge_core.estimate._CACHED_BYTES", embeddings - 1)
+    monkeypatch.setattr("merge_core.forecast.forecast._CACHED_BYTES", embeddings - 1)
     some = needs(plan)
     assert (some.read_again, some.bytes_from_disk_again) == (2, 2 * 3 * embeddings)
 

@@ -91,8 +91,9 @@ def test_preflight_sees_remote_checkpoints_too(tmp_path: Path, repositories: dic
     tokenizer = {"model": {"type": "WordLevel", "vocab": other}}
     (repositories["acme/math"] / "tokenizer.json").write_text(json.dumps(tokenizer))
     script = (
-        "import sys; from merge_core import load_recipe, preflight; from tasks.pin import find_parents, open_parent\n"
-        "recipe = load_recipe(sys.argv[1]); found = find_parents(recipe)\n"
+        "import sys; from merge_core import load_recipe, preflight\n"
+        "from tasks.checkpoints import open_parent, resolve_parents\n"
+        "recipe = load_recipe(sys.argv[1]); found = resolve_parents(recipe)\n"
         "findings = preflight(recipe, {parent.ref: open_parent(parent) for parent in found})\n"
         "print([finding.where for finding in findings], {parent.ref: parent.revision for parent in found})"
     )

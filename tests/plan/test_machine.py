@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from merge_core.errors import Refused
-from tasks import machine
-from tasks.compat import Compatibility
-from tasks.machine import Capacity, Disk, Machine, machine_remarks, require_machine, this_machine
+from tasks.preflight import machine
+from tasks.preflight.compat import Compatibility
+from tasks.preflight.machine import Capacity, Disk, Machine, machine_remarks, require_machine, this_machine
 
 GB = 10**9
 JOB = Compatibility(
@@ -79,7 +79,7 @@ def test_a_system_that_does_not_say_is_believed() -> None:
 
 
 def test_of_a_merge_that_cannot_be_nothing_is_known() -> None:
-    from tasks.compat import Remark
+    from tasks.preflight.compat import Remark
 
     remark = Remark(severity="block", where="x", found="y", expected="", remedy="")
     blocked = JOB.model_copy(update={"remarks": (remark,)})

@@ -12,7 +12,7 @@ import pytest
 from sparse_models import LLAMA_70B, llama, save_sparse
 from typer.testing import CliRunner, Result
 
-from flows.cli import app
+from flows.cli.app import app
 
 MODEL = {"layers": 2, "hidden": 512, "wide": 2048, "keys": 128, "tokens": 4000}
 RECIPE = """merge_method: ties

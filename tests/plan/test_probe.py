@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from merge_core import probe
 from merge_core.errors import InvalidInput
-from merge_core.estimate import Rates
-from merge_core.probe import measure, measure_bus, place_of, recall, reference_pass, remember
+from merge_core.forecast import probe
+from merge_core.forecast.forecast import Rates
+from merge_core.forecast.probe import measure_bus, measure_machine, place_of, recall, reference_pass, remember
 
 RATES = Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=False, measured_at=time.time())
 
@@ -21,7 +21,7 @@ class FakeDisk:
 
     def __init__(self, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rate, self.now, self.sizes = rate, 0.0, list[int]()
-        monkeypatch.setattr("merge_core.probe.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("merge_core.forecast.probe.time.perf_counter", lambda: self.now)
 
     def step(self, size: int) -> None:
         self.sizes.append(size)
@@ -40,7 +40,7 @@ def test_a_probe_gives_rates_and_leaves_nothing(tmp_path: Path, weights: Path, w
     out = tmp_path / "out"
     out.mkdir()
     before = weights.stat()
-    rates = measure([weights] if with_inputs else [], out, cores=2)
+    rates = measure_machine([weights] if with_inputs else [], out, cores=2)
     assert min(rates.read, rates.write, rates.copy, rates.hash, rates.units) > 0
     assert rates.same_disk
     assert list(out.iterdir()) == []
@@ -70,7 +70,7 @@ def test_a_hiccup_does_not_decide_the_rate(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="cannot be written"):
-        measure([], tmp_path / "missing", cores=1)
+        measure_machine([], tmp_path / "missing", cores=1)
 
 
 def test_an_input_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from pathlib import Path
 import huggingface_hub.hf_api, huggingface_hub._commit_api, huggingface_hub.utils._xet, huggingface_hub.lfs, httpx2
 from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
 from merge_core.errors import MergegateError
-from merge_core.hashing import HashMemo, sha256_file
+from merge_core.store import HashMemo, sha256_file
 from tasks.publish.content import ReleaseFile
-from tasks.publish.hub import publish_hub
-from tasks.hub.access import HubAccess
+from tasks.publish.targets.hub import publish_hub
+from tasks.checkpoints.hub import HubAccess
 
 time.sleep = lambda seconds: None
 
@@ -90,7 +90,7 @@ class Publishers:
             sha256: What was gated, where that is not what lies on disk.
             watched: Whether to say, too, what a person who watches was told.
         """
-        from merge_core.hashing import sha256_file
+        from merge_core.store.hashing import sha256_file
 
         gated = sha256 or {}
         listed = [(name, str(path), gated.get(name) or sha256_file(path)) for name, path in files.items()]

@@ -7,15 +7,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.evaluate import Scores, Scoring, TaskScore
-from tasks.gate import Verdict
-from tasks.licenses.algebra import combine
-from tasks.licenses.case import Parent as LicensedParent
-from tasks.licenses.check import Ancestor, LicenseVerdict
-from tasks.licenses.table import load_table
-from tasks.licenses.use import Use
+from tasks.checkpoints.pin import PinnedCheckpoint
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.stage import Scores, TaskScore
+from tasks.gate.stage import GateVerdict
 from tasks.merge import Numerics
-from tasks.pin import Parent
+from tasks.preflight.licenses.algebra import combine_licenses
+from tasks.preflight.licenses.case import LicensedParent
+from tasks.preflight.licenses.check import Ancestor, LicenseVerdict
+from tasks.preflight.licenses.table import load_table
+from tasks.preflight.licenses.use import Use
 from tasks.publish.content import ReleaseFile, written_file
 from tasks.report.content import Library, ReportContent, ReportedModel
 
@@ -43,12 +44,12 @@ def share(task: str, right: int, n: int, metric: str = "acc,none") -> TaskScore:
     return TaskScore(task=task, metric=metric, n=n, score=p, stderr=stderr, higher_is_better=True)
 
 
-def parents(root: Path) -> tuple[Parent, ...]:
+def parents(root: Path) -> tuple[PinnedCheckpoint, ...]:
     """One on the Hub, one in a directory."""
     for name in ("general", "local_one"):
         (root / name).mkdir(parents=True, exist_ok=True)
     return (
-        Parent(
+        PinnedCheckpoint(
             name="general",
             digest=sha("general"),
             directory=root / "general",
@@ -56,7 +57,7 @@ def parents(root: Path) -> tuple[Parent, ...]:
             revision=COMMIT,
             is_base=True,
         ),
-        Parent(
+        PinnedCheckpoint(
             name="local_one",
             digest=sha("local"),
             directory=root / "local_one",
@@ -94,7 +95,7 @@ def content(scores: Sequence[TaskScore] = (), name: str = "demo", scoring: Scori
         recipe=RECIPE,
         models=models,
         licence="apache-2.0",
-        verdict=Verdict(
+        verdict=GateVerdict(
             outcome="pass",
             publishable=True,
             guards=(),
@@ -123,7 +124,7 @@ def licence(
     shipped = load_table()
     models = [LicensedParent(name=f"acme/{key}", license=shipped.lookup(key)) for key in ids]
     use = Use(purpose="research", visibility="public", commercial_entity=False, name=name)
-    combination = combine(models, use, shipped, accepted or {})
+    combination = combine_licenses(models, use, shipped, accepted or {})
     licenses = {model.name: model.license.id for model in models}
     return LicenseVerdict(combination=combination, licenses=licenses, ancestors=ancestors, unread=unread or {})
 

@@ -14,8 +14,8 @@ from release_samples import COMMIT, content, licence, parents, share
 from scipy.stats import binomtest
 
 from merge_core.errors import Refused
-from tasks.evaluate import TaskScore
-from tasks.licenses.check import Ancestor, LicenseVerdict
+from tasks.evaluation.stage import TaskScore
+from tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from tasks.publish.card import Publication, model_card
 from tasks.publish.card_metadata import card_metadata, check_card, front_matter
 from tasks.publish.card_scores import score_interval

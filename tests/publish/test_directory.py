@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from merge_core.errors import Refused
-from merge_core.hashing import HashMemo, sha256_file
+from merge_core.store.hashing import HashMemo, sha256_file
 from tasks.publish.content import ReleaseFile, content_version, written_file
-from tasks.publish.directory import publish_directory
+from tasks.publish.targets.directory import publish_directory
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
     script = textwrap.dedent(f"""
         import os, pathlib, signal, sys
         from pathlib import Path
-        from merge_core.hashing import HashMemo
+        from merge_core.store import HashMemo
         from tasks.publish.content import ReleaseFile, written_file
-        from tasks.publish.directory import publish_directory
+        from tasks.publish.targets.directory import publish_directory
         original, calls = {call}, 0
         def dies(*arguments, **options):
             global calls

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from release_samples import content, share
 
-from tasks.evaluate import Scoring
+from tasks.evaluation.scoring import Scoring
 from tasks.publish.eval_results import BENCHMARKS, eval_results
 
 

@@ -15,7 +15,7 @@ from hub_look_alike import READER, STRANGER, WRITER, Fault, LookAlike, hub
 from publishers import Publishers, publishers
 
 from merge_core.errors import InvalidInput
-from tasks.hub.access import hub_access
+from tasks.checkpoints.hub.access import hub_access
 
 MODEL = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "base"
 CARD = "---\nlicense: mit\n---\n# demo\n"
@@ -101,8 +101,8 @@ def test_the_current_release_is_main_and_its_commit(
     tmp_path: Path, lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
     script = """
-from tasks.publish.hub_current import current_release
-from tasks.publish.settings import HubTarget
+from tasks.publish.targets.hub_current import current_release
+from tasks.publish.targets.settings import HubTarget
 found = current_release(HubTarget(to="hub", repo="acme/demo"))
 print(found and found.commit, found and sorted(p.name for p in found.directory.iterdir() if p.is_file()))
 """

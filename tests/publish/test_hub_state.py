@@ -6,28 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.hub.file import RemoteFile
-from tasks.publish.hub_state import (
+from tasks.checkpoints.hub.file import RemoteFile
+from tasks.publish.targets.hub_state import (
+    ChangeSettings,
     CreateBranch,
     CreateRepository,
     DeleteBranch,
+    DesiredState,
     Done,
     Head,
-    Observed,
+    ObservedState,
     Promote,
-    Settings,
-    Stage,
+    StageFiles,
     Step,
     Stop,
     Tag,
-    Wanted,
     WantedFile,
     next_step,
 )
 
 WEIGHTS = WantedFile(size=9, sha256="a" * 64, blob=None)
 CARD = WantedFile(size=4, sha256="b" * 64, blob="b" * 40)
-WANTED = Wanted("v2", {"README.md": CARD, "model.safetensors": WEIGHTS})
+WANTED = DesiredState("v2", {"README.md": CARD, "model.safetensors": WEIGHTS})
 PUBLIC = replace(WANTED, visibility="public")
 
 ATTRIBUTES = RemoteFile(10, "0" * 40)
@@ -42,21 +42,21 @@ EMPTY = Head("e" * 40, {".gitattributes": ATTRIBUTES})
 OLD_MAIN = Head("1" * 40, OLD)
 STAGED = Head("5" * 40, RELEASED)
 NEW_MAIN = Head("2" * 40, RELEASED)
-FRESH = Observed(exists=True, main=EMPTY)
-REPLACING = Observed(exists=True, main=OLD_MAIN, tagged=None, tags={"v1": OLD_MAIN.commit})
+FRESH = ObservedState(exists=True, main=EMPTY)
+REPLACING = ObservedState(exists=True, main=OLD_MAIN, tagged=None, tags={"v1": OLD_MAIN.commit})
 BOTH = ("README.md", "model.safetensors")
 
 
 @pytest.mark.parametrize(
     ("wanted", "seen", "step"),
     [
-        pytest.param(WANTED, Observed(exists=False), CreateRepository(), id="no repository"),
+        pytest.param(WANTED, ObservedState(exists=False), CreateRepository(), id="no repository"),
         pytest.param(WANTED, FRESH, CreateBranch(EMPTY.commit), id="empty repository"),
-        pytest.param(WANTED, replace(FRESH, staged=EMPTY), Stage(EMPTY.commit, BOTH, ()), id="empty branch"),
+        pytest.param(WANTED, replace(FRESH, staged=EMPTY), StageFiles(EMPTY.commit, BOTH, ()), id="empty branch"),
         pytest.param(
             WANTED,
             replace(REPLACING, staged=OLD_MAIN),
-            Stage(OLD_MAIN.commit, ("model.safetensors",), ("model-2.safetensors",)),
+            StageFiles(OLD_MAIN.commit, ("model.safetensors",), ("model-2.safetensors",)),
             id="branch with the old release",
         ),
         pytest.param(
@@ -92,7 +92,7 @@ BOTH = ("README.md", "model.safetensors")
         ),
         pytest.param(
             WANTED,
-            Observed(exists=True, main=Head("9" * 40, OLD), tagged=NEW_MAIN),
+            ObservedState(exists=True, main=Head("9" * 40, OLD), tagged=NEW_MAIN),
             Done(NEW_MAIN.commit),
             id="what a person changed after the release stays",
         ),
@@ -102,7 +102,7 @@ BOTH = ("README.md", "model.safetensors")
         pytest.param(
             PUBLIC,
             replace(FRESH, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN),
-            Settings(private=False, gated=False),
+            ChangeSettings(private=False, gated=False),
             id="complete: now it is opened",
         ),
         pytest.param(
@@ -114,7 +114,7 @@ BOTH = ("README.md", "model.safetensors")
         pytest.param(
             replace(PUBLIC, gated="manual"),
             replace(REPLACING, private=False),
-            Settings(private=False, gated="manual"),
+            ChangeSettings(private=False, gated="manual"),
             id="gated before anything is staged",
         ),
         pytest.param(
@@ -126,12 +126,12 @@ BOTH = ("README.md", "model.safetensors")
         pytest.param(
             PUBLIC,
             replace(FRESH, private=False, gated="auto", main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN),
-            Settings(private=False, gated=False),
+            ChangeSettings(private=False, gated=False),
             id="the gate is lifted with the release",
         ),
     ],
 )
-def test_the_next_step_follows_from_what_is_there(wanted: Wanted, seen: Observed, step: Step) -> None:
+def test_the_next_step_follows_from_what_is_there(wanted: DesiredState, seen: ObservedState, step: Step) -> None:
     assert next_step(wanted, seen) == step
 
 
@@ -146,10 +146,12 @@ def test_the_next_step_follows_from_what_is_there(wanted: Wanted, seen: Observed
         pytest.param(
             replace(FRESH, private=False), None, "the repository is public", id="public, though private wanted"
         ),
-        pytest.param(Observed(exists=True), None, "no branch 'main'", id="no main"),
+        pytest.param(ObservedState(exists=True), None, "no branch 'main'", id="no main"),
     ],
 )
-def test_what_would_break_a_promise_stops_it_and_says_what_to_do(seen: Observed, base: str | None, found: str) -> None:
+def test_what_would_break_a_promise_stops_it_and_says_what_to_do(
+    seen: ObservedState, base: str | None, found: str
+) -> None:
     step = next_step(WANTED, seen, base)
     assert isinstance(step, Stop)
     assert found in step.found
@@ -180,7 +182,7 @@ def test_a_small_file_is_known_by_its_git_id(blob: str, held: bool) -> None:
 
 
 def test_acting_out_the_steps_leads_from_nothing_to_done() -> None:
-    seen, steps = Observed(exists=False), []
+    seen, steps = ObservedState(exists=False), []
     while not isinstance(step := next_step(PUBLIC, seen, EMPTY.commit), Done):
         steps.append(type(step).__name__)
         match step:
@@ -188,14 +190,22 @@ def test_acting_out_the_steps_leads_from_nothing_to_done() -> None:
                 seen = FRESH
             case CreateBranch():
                 seen = replace(seen, staged=seen.main)
-            case Stage():
+            case StageFiles():
                 seen = replace(seen, staged=STAGED)
             case Promote():
                 seen = replace(seen, main=NEW_MAIN)
             case Tag(commit):
                 seen = replace(seen, tagged=NEW_MAIN, tags={"v2": commit})
-            case Settings(private, gated):
+            case ChangeSettings(private, gated):
                 seen = replace(seen, private=private, gated=gated)
             case DeleteBranch():
                 seen = replace(seen, staged=None)
-    assert steps == ["CreateRepository", "CreateBranch", "Stage", "Promote", "Tag", "Settings", "DeleteBranch"]
+    assert steps == [
+        "CreateRepository",
+        "CreateBranch",
+        "StageFiles",
+        "Promote",
+        "Tag",
+        "ChangeSettings",
+        "DeleteBranch",
+    ]

@@ -11,16 +11,17 @@ import pytest
 from hub_look_alike import STRANGER, Answer, Fault, LookAlike, Request, hub
 from look_alike_repository import Repository, plain
 
-from merge_core.keys import stage_key
-from tasks.licenses.ancestors import hub_ancestors
-from tasks.licenses.check import Declared, LicenseVerdict, check_licenses, read_licenses
-from tasks.licenses.resolve import NotRead, Place
-from tasks.licenses.table import load_table
-from tasks.licenses.use import LicenseSettings
-from tasks.pin import Found
+from merge_core.store.keys import stage_key
+from tasks.checkpoints.pin import ResolvedCheckpoint
+from tasks.preflight.licenses.ancestors import hub_ancestors
+from tasks.preflight.licenses.check import Declared, LicenseVerdict, check_licenses, read_licenses
+from tasks.preflight.licenses.resolve import CardSource, NotRead
+from tasks.preflight.licenses.table import load_table
+from tasks.preflight.licenses.use import LicenseSettings
 
 TABLE = load_table()
-APACHE = (Path(__file__).resolve().parents[2] / "tasks" / "licenses" / "texts" / "apache-2.0.txt").read_bytes()
+TEXTS = Path(__file__).resolve().parents[2] / "tasks" / "preflight" / "licenses" / "texts"
+APACHE = (TEXTS / "apache-2.0.txt").read_bytes()
 
 
 @pytest.fixture
@@ -49,11 +50,11 @@ def _add(stand_in: LookAlike, name: str, card: str, **files: bytes) -> str:
     return repository.add("main", head, "edit", {key: plain(data) for key, data in content.items()}).id
 
 
-def _local(place: Path, card: str) -> Found:
+def _local(place: Path, card: str) -> ResolvedCheckpoint:
     """A model here, as a recipe's parent."""
     place.mkdir()
     (place / "README.md").write_text(f"---\n{card}\n---\n")
-    return Found(name=place.name, ref=f"../{place.name}", directory=place)
+    return ResolvedCheckpoint(name=place.name, ref=f"../{place.name}", directory=place)
 
 
 def _judge(declared: Declared, name: str = "acme/Llama-mix") -> LicenseVerdict:
@@ -157,7 +158,7 @@ def test_more_ancestors_than_any_model_has_are_not_asked_for(stand_in: LookAlike
         _add(stand_in, f"acme/m{number}", "license: mit")
     ask = hub_ancestors(most=3)
     found = [ask(f"acme/m{number}") for number in range(4)]
-    assert [type(one) for one in found] == [Place, Place, Place, NotRead]
+    assert [type(one) for one in found] == [CardSource, CardSource, CardSource, NotRead]
     assert found[3] == NotRead("it has more than 3 ancestors on the Hub")
     assert not any("m3" in entry.path for entry in stand_in.log)
 

@@ -6,31 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from tasks.licenses.check import LicenseVerdict, check_licenses, read_licenses
-from tasks.licenses.table import load_table
-from tasks.licenses.use import LicenseSettings
-from tasks.pin import Found, Parent
+from tasks.checkpoints.pin import PinnedCheckpoint, ResolvedCheckpoint
+from tasks.preflight.licenses.check import LicenseVerdict, check_licenses, read_licenses
+from tasks.preflight.licenses.table import load_table
+from tasks.preflight.licenses.use import LicenseSettings
 from tasks.publish.content import ReleaseFile
-from tasks.publish.licence_files import licence_files, open_obligations
+from tasks.publish.license_files import license_files, open_obligations
 
 TABLE = load_table()
-TEXTS = Path(__file__).resolve().parents[2] / "tasks" / "licenses" / "texts"
+TEXTS = Path(__file__).resolve().parents[2] / "tasks" / "preflight" / "licenses" / "texts"
 
 
 def _text(identifier: str) -> str:
     return (TEXTS / f"{identifier}.txt").read_text(encoding="utf-8")
 
 
-def _model(place: Path, card: str, **files: str) -> Parent:
+def _model(place: Path, card: str, **files: str) -> PinnedCheckpoint:
     place.mkdir(parents=True, exist_ok=True)
     (place / "README.md").write_text(f"---\n{card}\n---\n")
     for name, text in files.items():
         (place / name).write_text(text)
-    return Parent(name=place.name, ref=f"models/{place.name}", directory=place, digest="d" * 64)
+    return PinnedCheckpoint(name=place.name, ref=f"models/{place.name}", directory=place, digest="d" * 64)
 
 
-def _judge(*parents: Parent, name: str = "acme/Llama-mix", accept: tuple[str, ...] = ()) -> LicenseVerdict:
-    found = [Found(name=one.name, ref=one.ref, directory=one.directory) for one in parents]
+def _judge(*parents: PinnedCheckpoint, name: str = "acme/Llama-mix", accept: tuple[str, ...] = ()) -> LicenseVerdict:
+    found = [ResolvedCheckpoint(name=one.name, ref=one.ref, directory=one.directory) for one in parents]
     accepted = dict.fromkeys(accept, "alice: has read it")
     settings = LicenseSettings(accepted=accepted)
     verdict = check_licenses.work(Path(), read_licenses(found, TABLE), settings.use(name), TABLE, accepted)
@@ -48,7 +48,7 @@ def _files(files: tuple[ReleaseFile, ...]) -> dict[str, str]:
 def test_the_licence_of_the_release_is_its_license_file(tmp_path: Path) -> None:
     parents = (_model(tmp_path / "a", "license: apache-2.0"), _model(tmp_path / "b", "license: mit"))
     verdict = _judge(*parents)
-    files = _files(licence_files(parents, verdict))
+    files = _files(license_files(parents, verdict))
     assert files["LICENSE"] == files["licenses/apache-2.0.txt"] == _text("apache-2.0")
     assert files["licenses/mit.txt"] == _text("mit")
     assert set(files) == {"LICENSE", "MODIFICATIONS", "licenses/apache-2.0.txt", "licenses/mit.txt"}
@@ -58,7 +58,7 @@ def test_the_licence_of_the_release_is_its_license_file(tmp_path: Path) -> None:
 def test_the_file_beside_a_parent_says_whose_copyright_it_is(tmp_path: Path) -> None:
     own = f"MIT License\n\nCopyright (c) 2024 Acme\n\n{_text('mit')}"
     parents = (_model(tmp_path / "a", "license: mit", LICENSE=own),)
-    files = _files(licence_files(parents, _judge(*parents)))
+    files = _files(license_files(parents, _judge(*parents)))
     assert files["LICENSE"] == files["licenses/a.txt"] == own
     assert files["licenses/mit.txt"] == _text("mit")
 
@@ -67,7 +67,7 @@ def test_of_parents_with_different_copyrights_none_stands_for_all(tmp_path: Path
     parents = tuple(
         _model(tmp_path / name, "license: mit", LICENSE=f"Copyright (c) 2024 {name}\n\n{_text('mit')}") for name in "ab"
     )
-    files = _files(licence_files(parents, _judge(*parents)))
+    files = _files(license_files(parents, _judge(*parents)))
     assert files["LICENSE"] == _text("mit")
     assert "2024 a" in files["licenses/a.txt"]
     assert "2024 b" in files["licenses/b.txt"]
@@ -77,7 +77,7 @@ def test_several_licences_stand_one_after_another_under_headings(tmp_path: Path)
     parents = (_model(tmp_path / "a", "license: llama3.1"), _model(tmp_path / "b", "license: llama3.3"))
     verdict = _judge(*parents)
     assert verdict.combination.card["license_name"] == "llama3.1-and-llama3.3"
-    text = _files(licence_files(parents, verdict))["LICENSE"]
+    text = _files(license_files(parents, verdict))["LICENSE"]
     first, second = text.index("\nllama3.1\n"), text.index("\nllama3.3\n")
     assert first < text.index(_text("llama3.1").strip()) < second < text.index(_text("llama3.3").strip())
 
@@ -87,7 +87,7 @@ def test_notices_stand_word_for_word_and_those_of_the_parents_are_kept(tmp_path:
         _model(tmp_path / "a", "license: llama3.1"),
         _model(tmp_path / "b", "license: apache-2.0", NOTICE="Acme Model\nCopyright 2024 Acme\n"),
     )
-    notice = _files(licence_files(parents, _judge(*parents)))["NOTICE"]
+    notice = _files(license_files(parents, _judge(*parents)))["NOTICE"]
     assert notice.splitlines()[0] == (
         "Llama 3.1 is licensed under the Llama 3.1 Community License, "
         "Copyright © Meta Platforms, Inc. All Rights Reserved."
@@ -98,14 +98,14 @@ def test_notices_stand_word_for_word_and_those_of_the_parents_are_kept(tmp_path:
 @pytest.mark.parametrize(("license", "stated"), [("apache-2.0", True), ("mit", False)])
 def test_that_files_were_changed_is_stated_where_a_licence_asks(tmp_path: Path, license: str, stated: bool) -> None:
     parents = (_model(tmp_path / "a", f"license: {license}"),)
-    files = _files(licence_files(parents, _judge(*parents)))
+    files = _files(license_files(parents, _judge(*parents)))
     assert ("MODIFICATIONS" in files) == stated
     assert not stated or "models/a" in files["MODIFICATIONS"]
 
 
 def test_a_licence_that_stands_on_another_brings_both_texts(tmp_path: Path) -> None:
     parents = (_model(tmp_path / "a", "license: lgpl-3.0"),)
-    files = _files(licence_files(parents, _judge(*parents)))
+    files = _files(license_files(parents, _judge(*parents)))
     assert files["licenses/gpl-3.0.txt"] == _text("gpl-3.0")
     assert _text("lgpl-3.0").strip() in files["LICENSE"]
     assert _text("gpl-3.0").strip() in files["LICENSE"]
@@ -114,14 +114,14 @@ def test_a_licence_that_stands_on_another_brings_both_texts(tmp_path: Path) -> N
 def test_the_file_of_an_ancestor_travels_under_its_name(tmp_path: Path) -> None:
     _model(tmp_path / "base", "license: gemma", LICENSE=_text("gemma"))
     parents = (_model(tmp_path / "a", "license: gemma\nbase_model: ../base"),)
-    files = _files(licence_files(parents, _judge(*parents)))
+    files = _files(license_files(parents, _judge(*parents)))
     assert files["licenses/base.txt"] == _text("gemma")
 
 
 def test_an_unknown_licence_is_shipped_as_it_lies_beside_its_model(tmp_path: Path) -> None:
     parents = (_model(tmp_path / "a", "license: other\nlicense_name: acme", LICENSE="Acme terms."),)
     verdict = _judge(*parents, accept=("a",))
-    files = _files(licence_files(parents, verdict))
+    files = _files(license_files(parents, verdict))
     assert files["LICENSE"] == files["licenses/a.txt"] == "Acme terms."
     assert open_obligations(parents, verdict) == ()
 
@@ -132,7 +132,7 @@ def test_a_text_that_is_nowhere_is_an_open_obligation(tmp_path: Path) -> None:
         _model(tmp_path / "b", "license: unknown"),
     )
     verdict = _judge(*parents, accept=("jamba-open-model-license", "b"))
-    assert "LICENSE" not in _files(licence_files(parents, verdict))
+    assert "LICENSE" not in _files(license_files(parents, verdict))
     assert [(item.kind, item.text, item.model) for item in open_obligations(parents, verdict)] == [
         ("text", "ship the licence file that comes with b", "b"),
         ("text", "ship the text of jamba-open-model-license", None),
@@ -145,7 +145,7 @@ def test_names_of_models_become_plain_file_names_that_do_not_collide(tmp_path: P
     mit = _model(tmp_path / "mit", "license: mit", LICENSE="Copyright (c) 2024 Acme\n\n" + _text("mit"))
     odd = _model(tmp_path / "odd", "license: mit", LICENSE="Copyright (c) 2023 Odd\n\n" + _text("mit"))
     odd = odd.model_copy(update={"name": "../acme/ö d@v1"})
-    files = _files(licence_files((mit, odd), _judge(mit, odd)))
+    files = _files(license_files((mit, odd), _judge(mit, odd)))
     assert files["licenses/mit.txt"] == _text("mit")
     assert "2024 Acme" in files["licenses/mit--LICENSE.txt"]
     assert "2023 Odd" in files["licenses/acme--d--v1.txt"]
@@ -157,4 +157,4 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
         _model(tmp_path / "b", "license: mit"),
     )
     verdict = _judge(*parents)
-    assert licence_files(parents, verdict) == licence_files(parents, verdict)
+    assert license_files(parents, verdict) == license_files(parents, verdict)

@@ -8,8 +8,8 @@ import pytest
 
 from flows.profile import parse_profile
 from merge_core.errors import InvalidInput
-from tasks.publish.settings import DirectoryTarget, HubTarget
-from tasks.publish.target import check_target
+from tasks.publish.targets.check import check_target
+from tasks.publish.targets.settings import DirectoryTarget, HubTarget
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 

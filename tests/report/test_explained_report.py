@@ -8,11 +8,14 @@ from html import unescape
 import pytest
 import report_samples as samples
 
-from merge_core.interference import Interference
-from tasks.explain import Explanation
-from tasks.report import ReportContent, as_markdown, explaining, render
+from merge_core.analysis.interference import Interference
+from tasks.explain.stage import Explanation
+from tasks.gate.sequential import Look
+from tasks.report import explaining
+from tasks.report.content import ReportContent
 from tasks.report.heat_map import interference_plot, what_is_shown
-from tasks.sequential import Look
+from tasks.report.page import render
+from tasks.report.table import as_markdown
 
 
 def text_of(html: str) -> str:

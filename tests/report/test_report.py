@@ -15,9 +15,11 @@ import matplotlib
 import pytest
 import report_samples as samples
 
-from merge_core.keys import stage_key
-from tasks.report import ReportContent, as_markdown, final_table, render, write_report
-from tasks.report.table import task_rows
+from merge_core.store.keys import stage_key
+from tasks.report.content import ReportContent
+from tasks.report.page import render
+from tasks.report.stage import write_report
+from tasks.report.table import as_markdown, final_table, task_rows
 from tasks.report.wording import MINUS, TIMES
 
 VOID = {"meta", "br", "hr", "img", "wbr", "link", "input"}

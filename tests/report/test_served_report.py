@@ -12,13 +12,15 @@ import pytest
 import report_samples as samples
 from rich.console import Console
 
-from flows.ending import print_ending
-from flows.outcome import Outcome
-from merge_core.keys import stage_key
-from tasks.report import ReportContent, ServedCheck, ServedModel, render, write_report
+from flows.cli.summary import print_summary
+from flows.outcome import RunOutcome
+from merge_core.store.keys import stage_key
+from tasks.report.content import ReportContent, ReportedCheck, ReportedServing
+from tasks.report.page import render
 from tasks.report.serving import costs
+from tasks.report.stage import write_report
 from tasks.report.wording import NONE
-from tasks.serve.measured import Measured
+from tasks.serve.measured import ServingCost
 
 
 def text_of(html: str) -> str:
@@ -31,7 +33,7 @@ def another_day(content: ReportContent) -> ReportContent:
     """The same model on the same server, served when the machine had more to do."""
     numbers = samples.measured(seconds_to_ready=99.0, tokens_per_second=55.5, when="2026-12-24", machine="1 core")
     checks = tuple(check.model_copy(update={"seen": "something else"}) for check in content.served)
-    update = {"serving": (ServedModel(name="merge", measured=numbers),), "served": checks}
+    update = {"serving": (ReportedServing(name="merge", measured=numbers),), "served": checks}
     return content.model_copy(update=update)
 
 
@@ -62,7 +64,7 @@ def test_every_check_stands_with_what_was_seen_and_what_is_right(page: str) -> N
 
 
 def test_a_failed_check_says_where_and_what_to_do() -> None:
-    broken = ServedCheck(
+    broken = ReportedCheck(
         name="tensors", outcome="fail", where="model.norm.weight", seen="missing", expected="all", remedy="merge again"
     )
     content = samples.served().model_copy(update={"served": (broken,), "serving": ()})
@@ -70,14 +72,14 @@ def test_a_failed_check_says_where_and_what_to_do() -> None:
 
 
 def test_a_gpu_has_a_column() -> None:
-    on_gpu = ServedModel(name="merge", measured=samples.measured(peak_gpu_memory=61_200_000_000))
+    on_gpu = ReportedServing(name="merge", measured=samples.measured(peak_gpu_memory=61_200_000_000))
     content = samples.served().model_copy(update={"serving": (on_gpu,)})
     assert costs(content).columns[-1] == "GPU memory"
     assert costs(content).rows[-1].cells[-1] == "61.2 GB"
 
 
 def test_what_was_never_measured_has_no_table() -> None:
-    content = samples.served().model_copy(update={"serving": (ServedModel(name="merge", measured=Measured()),)})
+    content = samples.served().model_copy(update={"serving": (ReportedServing(name="merge", measured=ServingCost()),)})
     assert costs(content).rows == ()
     assert "Ready after" not in text_of(render(content))
 
@@ -101,7 +103,7 @@ def test_a_release_says_nothing_that_changes_with_the_machine(tmp_path: Path) ->
 
 def test_the_terminal_ends_with_what_serving_took() -> None:
     console = Console(record=True, width=140, quiet=False, highlight=False, file=io.StringIO())
-    print_ending(console, Outcome(status="passed", message="done", content=samples.served()))
+    print_summary(console, RunOutcome(status="passed", message="done", content=samples.served()))
     said = console.export_text()
     assert re.search(r"served +ready after +first token +tokens/s +memory", said)
     assert re.search(r"merge +18 s +12 ms +412 +2.91 GB", said)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.units import short_time, size
+from merge_core.units import format_bytes, format_short_time
 
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
@@ -29,12 +29,12 @@ UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
     ],
 )
 def test_sizes_read_in_decimal_units(count: float, text: str) -> None:
-    assert size(count) == text
+    assert format_bytes(count) == text
 
 
 @given(st.floats(1, 1e15))
 def test_a_size_is_what_it_says_to_three_digits_and_never_a_thousand_of_a_unit(count: float) -> None:
-    found = re.fullmatch(r"([\d.]+) (\wB|B)", size(count))
+    found = re.fullmatch(r"([\d.]+) (\wB|B)", format_bytes(count))
     assert found is not None
     shown = float(found[1]) * UNITS[found[2]]
     assert shown == pytest.approx(count, rel=0.005, abs=0.5)
@@ -54,4 +54,4 @@ def test_a_size_is_what_it_says_to_three_digits_and_never_a_thousand_of_a_unit(c
     ],
 )
 def test_short_times_read_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
-    assert short_time(seconds) == text
+    assert format_short_time(seconds) == text

@@ -21,15 +21,15 @@ def test_numbers_have_a_real_minus_and_no_negative_zero(value: float, text: str)
     ("value", "text"), [(None, "not finite"), (3.41, "3.410"), (2764.2, "2,764"), (3.2e9, "3.2e9")]
 )
 def test_likelihoods_read_at_any_size(value: float | None, text: str) -> None:
-    assert wording.magnitude(value) == text
+    assert wording.format_magnitude(value) == text
 
 
 def test_a_ratio_reads_at_any_size() -> None:
-    assert wording.ratio(samples.drift(1.0024, 0.9981, 1.0067)) == "1.002 [0.998, 1.007]"
-    assert wording.ratio(samples.drift(1.05004, 1.0438, 1.0562)) == "1.05004 [1.04380, 1.05620]"
-    assert wording.ratio(samples.drift(812.4, 731.2, 893.6)) == "812.4 [731.2, 893.6]"
-    assert wording.ratio(samples.drift(8.1e9, 7.3e9, 8.9e9)) == "8.1e9"
-    assert wording.ratio(samples.drift(None, None, None)) == "not finite"
+    assert wording.format_ratio(samples.drift(1.0024, 0.9981, 1.0067)) == "1.002 [0.998, 1.007]"
+    assert wording.format_ratio(samples.drift(1.05004, 1.0438, 1.0562)) == "1.05004 [1.04380, 1.05620]"
+    assert wording.format_ratio(samples.drift(812.4, 731.2, 893.6)) == "812.4 [731.2, 893.6]"
+    assert wording.format_ratio(samples.drift(8.1e9, 7.3e9, 8.9e9)) == "8.1e9"
+    assert wording.format_ratio(samples.drift(None, None, None)) == "not finite"
 
 
 def test_a_bound_just_beyond_the_margin_is_not_rounded_onto_it() -> None:

@@ -14,7 +14,7 @@ from traces import Traces
 from typer.testing import CliRunner
 from variants import DEMO, copied
 
-from flows.cli import app
+from flows.cli.app import app
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from stand_in import Canned, Tiny, standing_in
 from variants import DEMO, copied, model_in, with_config
 
 from merge_core.errors import InvalidInput
-from tasks.loaded import in_memory
-from tasks.model import Model
-from tasks.serve.checks import Asked, looped_share
+from tasks.checkpoints.model import Model
+from tasks.checkpoints.model_cache import load_model
+from tasks.serve.checks import ServedSubject, looped_share
 from tasks.serve.client import Client
 from tasks.serve.settings import ServeSettings
 from tasks.serve.smoke import smoke_url
@@ -145,7 +145,7 @@ def test_the_speed_is_that_of_one_stream_and_the_quickest_of_three(tiny: Tiny, m
     now = iter(range(100))  # each look at the clock is a second later: a request takes one
     monkeypatch.setattr("tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
     with standing_in(Canned()) as server:
-        asked = Asked(Client(server.url, 10), server.name, SETTINGS, None, None)
+        asked = ServedSubject(Client(server.url, 10), server.name, SETTINGS, None, None)
         (check,), speed = measure_speed(asked)
         assert server.requests == 6
     assert speed == Speed(1.0, 16.0)
@@ -156,7 +156,7 @@ def test_a_slow_server_is_not_measured_three_times(monkeypatch: pytest.MonkeyPat
     now = iter(range(0, 3000, 30))
     monkeypatch.setattr("tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
     with standing_in(Canned()) as server:
-        asked = Asked(Client(server.url, 10), server.name, SETTINGS, None, None)
+        asked = ServedSubject(Client(server.url, 10), server.name, SETTINGS, None, None)
         _, speed = measure_speed(asked)
         assert server.requests == 2
     assert speed.tokens_per_second == pytest.approx(16 / 30)
@@ -223,7 +223,7 @@ def test_the_reference_is_the_plain_sum_over_the_softmax(model: Model) -> None:
 
     reference = make_reference(model, ["the old pig"], "abc", dtype="float32", device="cpu", longest=64)
     (text,) = reference.texts
-    with in_memory(model, dtype="float32", device="cpu") as loaded, torch.inference_mode():
+    with load_model(model, dtype="float32", device="cpu") as loaded, torch.inference_mode():
         logits = loaded.network(torch.tensor([text.ids])).logits[0].double()
     expected = [float(logits[at, number] - torch.logsumexp(logits[at], 0)) for at, number in enumerate(text.ids[1:])]
     assert text.logprobs == pytest.approx(expected, abs=1e-5)

@@ -18,7 +18,7 @@ from traces import MARK, Traces, flow, listens, stand_in
 
 from tasks.serve.client import Client
 from tasks.serve.launch import Launch
-from tasks.serve.process import Server, ServerEnded
+from tasks.serve.process import ServerEnded, ServerProcess
 from tasks.serve.settings import ServeSettings
 from tasks.serve.supervisor import Gpus
 
@@ -28,7 +28,7 @@ def settings(**changes: float) -> ServeSettings:
 
 
 def test_a_server_is_awaited_answers_and_is_gone_afterwards(tmp_path: Path, traces: Traces) -> None:
-    with Server(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
+    with ServerProcess(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
         server.await_ready()
         assert server.name in Client(server.url, 5).models()
         assert len(traces.processes()) >= 3
@@ -54,7 +54,7 @@ time.sleep(600)
 
 def test_memory_that_processes_share_counts_once(tmp_path: Path, traces: Traces) -> None:
     called = Launch((sys.executable, "-c", SHARING), {"PATH": os.environ["PATH"], MARK: traces.mark})
-    with Server(called, tmp_path / "log", settings(), grace=1) as server:
+    with ServerProcess(called, tmp_path / "log", settings(), grace=1) as server:
         while "allocated" not in (tmp_path / "log").read_text():
             pause(0.02)
     assert server.peak_memory is not None
@@ -111,7 +111,7 @@ def test_without_a_gpu_there_is_nothing_on_it() -> None:
 
 
 def test_a_server_that_does_not_listen_to_signals_is_ended_all_the_same(tmp_path: Path, traces: Traces) -> None:
-    with Server(
+    with ServerProcess(
         stand_in(traces, "--fault", "deaf", "--workers", "1"), tmp_path / "log", settings(), grace=0.2
     ) as server:
         server.await_ready()
@@ -132,7 +132,7 @@ def test_a_server_that_dies_at_its_start_says_why_and_who_is_to_blame(
     tmp_path: Path, traces: Traces, said: str, blame: str
 ) -> None:
     with (
-        Server(stand_in(traces, "--fault", f"says {said}"), tmp_path / "log", settings()) as server,
+        ServerProcess(stand_in(traces, "--fault", f"says {said}"), tmp_path / "log", settings()) as server,
         pytest.raises(ServerEnded) as end,
     ):
         server.await_ready()
@@ -143,7 +143,7 @@ def test_a_server_that_dies_at_its_start_says_why_and_who_is_to_blame(
 
 def test_a_command_that_is_not_there_is_the_machines_fault(tmp_path: Path, traces: Traces) -> None:
     with (
-        Server(Launch(("/nowhere/vllm", "{port}"), {}), tmp_path / "log", settings()) as server,
+        ServerProcess(Launch(("/nowhere/vllm", "{port}"), {}), tmp_path / "log", settings()) as server,
         pytest.raises(ServerEnded, match="/nowhere/vllm: No such file") as end,
     ):
         server.await_ready()
@@ -153,7 +153,7 @@ def test_a_command_that_is_not_there_is_the_machines_fault(tmp_path: Path, trace
 
 def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: Traces) -> None:
     with (
-        Server(
+        ServerProcess(
             stand_in(traces, "--fault", "never ready", "--workers", "1"), tmp_path / "log", settings(ready_within=1)
         ) as server,
         pytest.raises(ServerEnded, match="not ready in 1 s; last: loading weights") as end,
@@ -164,7 +164,7 @@ def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: T
 
 
 def test_the_total_limit_ends_a_server_that_is_ready(tmp_path: Path, traces: Traces) -> None:
-    with Server(stand_in(traces), tmp_path / "log", settings(total_within=2)) as server:
+    with ServerProcess(stand_in(traces), tmp_path / "log", settings(total_within=2)) as server:
         server.await_ready()
         assert server.has_died(within=20)
         assert "longer than 2 s" in server.ended().cause
@@ -174,7 +174,7 @@ def test_sockets_of_a_server_have_short_paths(tmp_path: Path, traces: Traces, mo
     deep = tmp_path / ("deep" * 20)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
-    with Server(stand_in(traces), tmp_path / "log", settings()) as server:
+    with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
         server.await_ready()
         assert server._scratch is not None
         assert len(str(server._scratch / str(uuid.uuid4()))) <= 107
@@ -183,7 +183,7 @@ def test_sockets_of_a_server_have_short_paths(tmp_path: Path, traces: Traces, mo
 
 
 def test_a_killed_server_takes_its_workers_along(tmp_path: Path, traces: Traces) -> None:
-    with Server(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
+    with ServerProcess(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
         server.await_ready()
         os.kill(server._pid, signal.SIGKILL)
         assert server.has_died(within=20)
@@ -193,7 +193,7 @@ def test_a_killed_server_takes_its_workers_along(tmp_path: Path, traces: Traces)
 
 
 def test_a_killed_supervisor_leaves_no_server(tmp_path: Path, traces: Traces) -> None:
-    with Server(stand_in(traces), tmp_path / "log", settings()) as server:
+    with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
         server.await_ready()
         assert server._supervisor is not None
         server._supervisor.kill()
@@ -212,7 +212,7 @@ def test_a_server_on_a_port_that_somebody_took_is_started_on_another(
             free.bind(("127.0.0.1", 0))
             ports.append(free.getsockname()[1])
         monkeypatch.setattr("tasks.serve.process.free_port", lambda: ports.pop(0))
-        with Server(stand_in(traces), tmp_path / "log", settings()) as server:
+        with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
             server.await_ready()
             assert Client(server.url, 5).health() == 200
     assert ports == []
@@ -246,7 +246,7 @@ def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path:
                 pause(moment)
                 parent.kill()
         else:
-            with Server(stand_in(traces, *arguments), tmp_path / "log", settings(), grace=1) as server:
+            with ServerProcess(stand_in(traces, *arguments), tmp_path / "log", settings(), grace=1) as server:
                 urls.append(server.url)
                 pause(moment)
                 assert server._supervisor is not None

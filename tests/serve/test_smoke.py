@@ -14,18 +14,18 @@ from stand_in import Tiny, standing_in
 from typer.testing import CliRunner
 from variants import DEMO, copied, missing_tensor, model_in, no_chat_template
 
-from flows.cli import app
+from flows.cli.app import app
 from flows.profile import parse_profile
-from merge_core.checkpoint import open_checkpoint
+from merge_core.checkpoint.checkpoint import open_checkpoint
 from merge_core.errors import InvalidInput
-from merge_core.keys import digest
-from tasks.runtime import Runtime
+from merge_core.store.keys import digest
 from tasks.serve.launch import ServerKind, find_server, launch
-from tasks.serve.measured import Measured, today
+from tasks.serve.measured import ServingCost, today
 from tasks.serve.settings import ServeSettings
 from tasks.serve.smoke import STEPS, smoke_checkpoint
 from tasks.serve.stage import serve, serve_models, server_of
 from tasks.serve.verdict import MachineFailed, ServeVerdict, WronglyConfigured
+from tasks.stage.environment import Runtime
 
 torch.set_num_threads(1)
 
@@ -183,7 +183,7 @@ def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
     measured = served.parents["base"].measured
     assert {name for name, _ in measured.quantities()} == {name for name, _ in served.verdict.measured.quantities()}
     assert "q_proj" in served.parents["broken"].summary()
-    assert served.parents["broken"].measured == Measured()
+    assert served.parents["broken"].measured == ServingCost()
 
 
 def test_a_cached_verdict_tells_what_was_measured_then(

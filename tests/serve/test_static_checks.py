@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from variants import EMBEDDING, Q_PROJ, STATIC, no_chat_template, with_config, with_tensors, without_tensor
 
-from merge_core.checkpoint import open_checkpoint
+from merge_core.checkpoint.checkpoint import open_checkpoint
 from tasks.serve.static_checks import check_finite, check_tensors, check_vocabulary, static_checks
 
 torch.set_num_threads(1)

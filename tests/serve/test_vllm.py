@@ -17,7 +17,7 @@ from traces import MARK, Traces, flow
 from variants import DEMO, STATIC, model_in, zeroed_norm
 
 from flows.profile import load_profile
-from merge_core.checkpoint import open_checkpoint
+from merge_core.checkpoint.checkpoint import open_checkpoint
 from tasks.serve.launch import PYTHON, Launch, context_of, dtype_of, find_server, launch
 from tasks.serve.reference import Reference, make_reference
 from tasks.serve.smoke import smoke_checkpoint

@@ -77,11 +77,11 @@ FLOW = """
     import sys
     from pathlib import Path
     from tasks.serve.launch import Launch
-    from tasks.serve.process import Server
+    from tasks.serve.process import ServerProcess
     from tasks.serve.settings import ServeSettings
     log, mark, *command = sys.argv[1:]
     launch = Launch(tuple(command), {"PATH": "/usr/bin:/bin", "%s": mark})
-    with Server(launch, Path(log), ServeSettings(), grace=2) as server:
+    with ServerProcess(launch, Path(log), ServeSettings(), grace=2) as server:
         print(server.url, flush=True)
         server.await_ready()
         print("ready", flush=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from merge_core import hashing
-from merge_core.hashing import HashMemo
+from merge_core.store import hashing
+from merge_core.store.hashing import HashMemo
 
 
 def test_a_hash_is_read_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from merge_core.store import MANIFEST, Store, StoreMiss
+from merge_core.store.store import MANIFEST, Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
 

@@ -1,0 +1,286 @@
+"""The command line: commands and exit codes, nothing else.
+
+Exit codes: 0 released or nothing new · 2 invalid profile, recipe or checkpoint · 3 refused by a check or a gate ·
+1 anything unexpected. Heavy imports wait until a command needs them: ``mergegate --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from merge_core.errors import MergegateError
+
+app = typer.Typer(
+    name="mergegate",
+    help="Merge recipe in; a verified model release out, or a clear reason why not.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")]
+
+
+@app.callback(invoke_without_command=True)
+def root_command(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
+    """Say the version, or go on to the command."""
+    if version:
+        from importlib.metadata import version as installed
+
+        print(f"mergegate {installed('mergegate')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(2)
+
+
+@app.command("run")
+def run_command(
+    profile: Annotated[Path, typer.Argument(help="The profile (YAML).")],
+    as_json: Json = False,
+) -> None:
+    """Make a release: check, merge, evaluate, gate, publish. What is already there is not made again."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.profile import load_profile
+        from flows.release import release
+
+        console = _console(as_json)
+        # Prefect keeps what a flow is given: the name of the file, not what stands in it.
+        flow = partial(release, profile, return_state=True)
+        outcome = _watched(flow, load_profile(profile).headline(), profile, console)
+        _print_outcome(console, outcome, as_json)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command("merge")
+def merge_command(
+    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],
+    out: Annotated[Path, typer.Argument(help="Directory for the merged checkpoint; must not exist yet.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random masks (DARE and its kin).")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda (all of them) or cuda:N.")] = "auto",
+    share: Annotated[bool, typer.Option("--share", help="Work together with others that are started alike.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Only merge: recipe in, checkpoint out. No licence check, no evaluation, no gate."""
+    with _refusals(as_json):
+        from flows.cli.merge import merge_to
+
+        record = merge_to(recipe, out, seed=seed, device=device, share=share, console=_console(as_json))
+        if as_json:
+            print(json.dumps(record))
+
+
+@app.command("check")
+def check_command(
+    file: Annotated[Path, typer.Argument(help="A profile or a recipe.")],
+    as_json: Json = False,
+) -> None:
+    """Find everything that can be wrong before any weight is read: all findings at once, worst first."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.check import check_file
+
+        code = check_file(file, _console(as_json), as_json)
+    raise typer.Exit(code)
+
+
+@app.command("plan")
+def plan_command(
+    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],
+    out: Annotated[Path, typer.Option(help="Where the result will be written.")] = Path(),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    price: Annotated[list[str] | None, typer.Option(help="NAME=DOLLARS_PER_HOUR of an instance; repeatable.")] = None,
+    probe: Annotated[
+        bool | None,
+        typer.Option("--probe/--no-probe", help="Measure this machine now, or never.", show_default="once an hour"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What a merge will need, from headers alone: bytes, memory, disk, time, cost. No weight is read or downloaded."""
+    with _refusals(as_json):
+        from flows.cli.plan import plan_file
+
+        plan_file(recipe, _console(as_json), as_json, out=out, device=device, prices=price or (), probe=probe)
+
+
+@app.command("smoke")
+def smoke_command(
+    target: Annotated[str, typer.Argument(help="A checkpoint, or the URL of a server that runs.")],
+    profile: Annotated[Path | None, typer.Option(help="Whose 'serve' says how.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Of a URL: the checkpoint that it should serve.")] = None,
+    model: Annotated[str | None, typer.Option(help="Of a URL: what the server calls it.")] = None,
+    key_from: Annotated[str | None, typer.Option(help="Of a URL: environment variable with its key.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve a checkpoint and ask it, before anybody else does: a table of checks, what was seen, what should be."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.smoke import smoke_target
+
+        key = os.environ.get(key_from, "") if key_from else ""
+        code = smoke_target(
+            target, _console(as_json), as_json, profile=profile, checkpoint=checkpoint, model=model, key=key
+        )
+    raise typer.Exit(code)
+
+
+@app.command("methods")
+def methods_command(as_json: Json = False) -> None:
+    """The merge methods, with their parameters, ranges and defaults."""
+    with _refusals(as_json):
+        from flows.cli.methods import print_methods
+
+        print_methods(_console(False), as_json)
+
+
+@app.command("compare")
+def compare_command(
+    reference: Annotated[
+        str, typer.Argument(metavar="A", help="Checkpoint it is held against: directory, org/name@rev.")
+    ],
+    candidate: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that is judged.")],
+    profile: Annotated[Path, typer.Option("--profile", "-p", help="The profile whose evidence and guards judge.")],
+    as_json: Json = False,
+) -> None:
+    """Judge checkpoint B against checkpoint A by a profile's evidence and guards. Nothing is merged or published."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.compare import compare as compare_checkpoints
+
+        console = _console(as_json)
+        flow = partial(compare_checkpoints, reference, candidate, profile, return_state=True)
+        outcome = _watched(flow, f"{Path(candidate).name} against {Path(reference).name}", profile, console)
+        _print_outcome(console, outcome, as_json)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command("gate")
+def gate_command(
+    results: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME=DIR", help="lm-eval's output by model: merge=DIR reference=DIR."),
+    ],
+    profile: Annotated[Path, typer.Option("--profile", "-p", help="The profile whose guards judge.")],
+    as_json: Json = False,
+) -> None:
+    """Judge results that lm-eval has written (with --log_samples) by a profile's guards. No model is run."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.gate import gate_results
+
+        console = _console(as_json)
+        outcome = gate_results(results, profile, console)
+        _print_outcome(console, outcome, as_json)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command("verify")
+def verify_command(
+    release: Annotated[str, typer.Argument(help="Directory of a release, or org/name[@version] on the Hub.")],
+    key: Annotated[Path | None, typer.Option(help="Public key (EC P-256, PEM) that must have signed it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a release with everything it says of itself: every byte, the provenance, the card, the signature."""
+    with _refusals(as_json):
+        from flows.cli.verify import verify_release
+
+        verify_release(release, key, _console(as_json), as_json)
+
+
+@app.command("reproduce")
+def reproduce_command(
+    release: Annotated[str, typer.Argument(help="Directory of a release, or org/name[@version] on the Hub.")],
+    parents: Annotated[
+        Path | None, typer.Option(help="What relative paths of its recipe are relative to; absent: looked for.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (as the release says), cpu, cuda or cuda:N.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Make the weights of a release again from its recipe and its parents, and compare them to the byte."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.verify import reproduce_release
+
+        reproduce_release(release, parents, device, _console(as_json), as_json)
+
+
+def main() -> None:
+    """Entry point of the ``mergegate`` command."""
+    try:
+        app()
+    finally:
+        # What a run imported is a million objects: looking through them for cycles once more takes seconds at exit.
+        gc.freeze()
+
+
+def _prepare_environment() -> None:
+    """What must be set before Prefect and the Hugging Face libraries are imported."""
+    from flows.local_api import configure
+
+    home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
+    configure(home)
+
+
+def _console(as_json: bool) -> Any:
+    """Where lines for people go: standard output, or nowhere when that carries JSON."""
+    from rich.console import Console
+
+    return Console(quiet=as_json, highlight=False, soft_wrap=True)
+
+
+def _watched(flow: Callable[[], Any], headline: str, profile: Path, console: Any) -> Any:
+    """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs."""
+    from flows.cli.progress import TerminalProgress
+    from flows.local_api import local_api
+    from flows.outcome import RunOutcome
+
+    progress = TerminalProgress(console)
+    progress.headline(headline, f"profile {profile}")
+    with ExitStack() as stack:
+        with console.status("starting Prefect's API"):
+            stack.enter_context(local_api())
+        with progress.watching():
+            state = flow()
+    outcome = state.result(raise_on_failure=False)
+    if not isinstance(outcome, RunOutcome):
+        raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
+    return outcome
+
+
+def _print_outcome(console: Any, outcome: Any, as_json: bool) -> None:
+    if as_json:
+        print(outcome.model_dump_json(indent=1))
+        return
+    from flows.cli.summary import print_summary
+
+    print_summary(console, outcome)
+
+
+@contextmanager
+def _refusals(as_json: bool) -> Iterator[None]:
+    """Turn what a user can cause into a message and an exit code. No traceback for it."""
+    try:
+        yield
+    except MergegateError as error:
+        if as_json:
+            print(json.dumps({"status": "refused" if error.exit_code == 3 else "invalid", "message": str(error)}))
+        else:
+            print(str(error), file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("interrupted; run again to go on from the finished stages", file=sys.stderr)
+        raise typer.Exit(1) from None

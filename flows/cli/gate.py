@@ -1,0 +1,182 @@
+"""``mergegate gate``: the verdict on results that lm-eval has written already. No model is run, nothing is published.
+
+::
+
+    mergegate gate merge=out/merge reverser=out/reverser shifter=out/shifter --profile profiles/demo.yaml
+    mergegate gate merge=out/merge reference=out/parent --profile profiles/demo.yaml
+
+Each directory is what ``lm_eval run --output_path`` wrote about one model, with ``--log_samples``. The guards are those
+of the profile (``best parent`` and ``champion`` among them), and the rule is that of the stage ``gate``; ``reference``,
+named alone, stands for every model that a guard names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from flows.outcome import RunOutcome
+from flows.profile import Profile, load_profile
+from merge_core.errors import InvalidInput, suggest
+from merge_core.store import Artifact, digest
+from tasks.evaluation import (
+    SCORES_FILE,
+    ResultsFile,
+    Scores,
+    TaskResults,
+    check_alike,
+    find_results,
+    join_parts,
+    precision_differences,
+    read_definition,
+    read_task,
+    score_table,
+    write_document_scores,
+)
+from tasks.gate import GateVerdict, Guard, gate, reference_models
+from tasks.report import ReportContent, ReportedModel
+
+MERGE, REFERENCE = "merge", "reference"
+
+
+def gate_results(entries: Sequence[str], profile_file: Path, console: Console) -> RunOutcome:
+    """Judge results on disk by the guards of a profile.
+
+    Args:
+        entries: ``NAME=DIRECTORY`` of each model: ``merge``, and ``reference`` or those that the guards name.
+
+    Raises:
+        InvalidInput: for a model that is missing or named twice, results that cannot be believed, or such that do not
+            compare.
+    """
+    profile = load_profile(profile_file)
+    if profile.evaluate is None:
+        raise InvalidInput(
+            f"{profile_file}: evaluate", found="no task that is guarded", expected="evaluate: {tasks: [...]}"
+        )
+    places = _places(entries)
+    guards = _guards(profile.evaluate.tasks, profile.root, f"{profile_file}: evaluate.tasks", places)
+    results = _read(guards, {name: find_results(place) for name, place in places.items()})
+    for guard, name in ((held, name) for held in guards for name in reference_models(held, places, MERGE)):
+        where = f"{guard.task}: {MERGE} against {name}"
+        ours, theirs = results[name, guard.task], results[MERGE, guard.task]
+        check_alike(ours, theirs, where)
+        for difference in precision_differences(ours, theirs):
+            console.print(f"! {where}: {difference}: this alone can move scores by tenths of a point", style="yellow")
+    if profile.perplexity:
+        console.print("! perplexity is not judged: lm-eval's output has none of the held-out text", style="yellow")
+    with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
+        scores = _as_artifacts(results, Path(scratch))
+        verdict = gate.work(Path(scratch), guards, scores, {}, None, profile.evaluate.rule, MERGE)
+        return _outcome(profile, verdict, scores, places)
+
+
+def _places(entries: Sequence[str]) -> dict[str, Path]:
+    places: dict[str, Path] = {}
+    for entry in entries:
+        name, equals, place = entry.partition("=")
+        if not (name and equals and place):
+            raise InvalidInput(
+                entry, found="no model and directory", expected="NAME=DIRECTORY, such as merge=out/merge"
+            )
+        if name in places:
+            raise InvalidInput(entry, found=f"a second directory for {name}", expected="one a model")
+        places[name] = Path(place)
+    if MERGE not in places:
+        raise InvalidInput(
+            "RESULTS",
+            found=f"no results of the merge, only of {', '.join(places)}",
+            expected=f"{MERGE}=DIRECTORY",
+            remedy=suggest(MERGE, places),
+        )
+    if len(places) < 2:
+        raise InvalidInput("RESULTS", found="only the merge", expected=f"{REFERENCE}=DIRECTORY, or its parents by name")
+    return places
+
+
+def _guards(written: Sequence[Guard], root: Path, where: str, places: Mapping[str, Path]) -> tuple[Guard, ...]:
+    """The guards by the names that lm-eval calls their tasks, each held against results that there are."""
+    references = set(places) - {MERGE}
+    alone = references == {REFERENCE}
+    guards = []
+    for position, guard in enumerate(written):
+        if not alone and not reference_models(guard, places, MERGE):
+            raise InvalidInput(
+                f"{where}[{position}].guarded_by",
+                found=f"{guard.guarded_by!r}, of which no results are given",
+                expected=f"{guard.guarded_by}=DIRECTORY, or {REFERENCE}=DIRECTORY alone for all guards",
+                remedy=suggest(guard.guarded_by, references),
+            )
+        is_file = guard.task.endswith((".yaml", ".yml"))
+        task = read_definition((root / guard.task).absolute()).name if is_file else guard.task
+        reference = REFERENCE if alone else guard.guarded_by
+        guards.append(guard.model_copy(update={"task": task, "guarded_by": reference}))
+    return tuple(dict.fromkeys(guards))
+
+
+def _read(guards: Sequence[Guard], found: Mapping[str, Sequence[ResultsFile]]) -> dict[tuple[str, str], TaskResults]:
+    """Results by model and task: of the merge on every task, of each reference on those that it guards."""
+    results: dict[tuple[str, str], TaskResults] = {}
+    for guard in guards:
+        field = None if guard.cluster_by == "task" else guard.cluster_by
+        for name in (*reference_models(guard, found, MERGE), MERGE):
+            known = results.get((name, guard.task))
+            if known is None or field is not None:  # two guards of a task agree on the field, or one has none
+                results[name, guard.task] = read_task(found[name], guard.task, field)
+    return results
+
+
+def _as_artifacts(results: Mapping[tuple[str, str], TaskResults], scratch: Path) -> dict[str, list[Artifact[Scores]]]:
+    """The results as the stage ``evaluate`` would have left them, so that one gate judges both."""
+    scores: dict[str, list[Artifact[Scores]]] = {}
+    for number, ((model, task), result) in enumerate(results.items()):
+        directory = scratch / str(number)
+        directory.mkdir()
+        write_document_scores(directory / SCORES_FILE, result.outcomes)
+        value = Scores(
+            model=model,
+            tasks=score_table(task, result.outcomes, result.higher_is_better),
+            lm_eval_version=result.conditions.lm_eval_version,
+        )
+        content = digest([list(outcome) for outcome in result.outcomes])
+        scores.setdefault(model, []).append(Artifact("evaluate", content, content, directory, value, {}))
+    return scores
+
+
+def _outcome(
+    profile: Profile,
+    verdict: GateVerdict,
+    scores: Mapping[str, Sequence[Artifact[Scores]]],
+    places: Mapping[str, Path],
+) -> RunOutcome:
+    ordered = [*(name for name in scores if name != MERGE), MERGE]
+    content = ReportContent(
+        name=profile.name,
+        method="results of lm-eval",
+        recipe="",
+        models=tuple(_reported(name, places[name], scores[name]) for name in ordered),
+        licence="",
+        obligations=(),
+        verdict=verdict,
+        files=(),
+        versions=(),
+        reproduce=(),
+    )
+    if verdict.publishable:
+        return RunOutcome(status="passed", message=f"{profile.name} passed the gate", content=content)
+    why = "\n".join(verdict.reasons)
+    return RunOutcome(status="refused", message=f"{profile.name} does not pass the gate\n{why}", content=content)
+
+
+def _reported(name: str, place: Path, parts: Sequence[Artifact[Scores]]) -> ReportedModel:
+    return ReportedModel(
+        name=name,
+        role="merge" if name == MERGE else "parent",
+        ref=str(place),
+        digest=digest([part.digest for part in parts]),
+        licence="",
+        scores=join_parts(parts),
+    )

@@ -1,0 +1,91 @@
+"""``mergegate merge``: only the merge, into a directory that exists whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge, preflight
+from merge_core.engine import start_or_resume
+from merge_core.errors import InvalidInput, Refused
+from merge_core.store import HashMemo
+from tasks.checkpoints import open_parent, resolve_parents
+from tasks.checkpoints.hub import Snapshot, download_snapshots
+from tasks.stage import home
+
+
+def merge_to(
+    recipe_file: Path, out: Path, *, seed: int, device: str, share: bool, console: Console
+) -> dict[str, object]:
+    """Merge ``recipe_file`` into ``out`` and return what was made, as plain data.
+
+    Args:
+        share: Work directly in ``out``, together with every process that was started alike (see ``merge_core.engine``);
+            until it is finished it has no ``config.json``. Alone, it does not exist until it is finished.
+
+    Raises:
+        InvalidInput: for a recipe that cannot mean anything, or an ``out`` that exists.
+        Refused: when the parents do not fit each other, or what came out is not healthy.
+    """
+    if out.exists() and not share:
+        raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
+    recipe = load_recipe(recipe_file)
+    found = resolve_parents(recipe)
+    findings = preflight(recipe, {parent.ref: open_parent(parent) for parent in found})
+    for finding in findings:
+        if finding.severity == "block":
+            raise Refused(finding.where, found=finding.found, expected=finding.expected, remedy=finding.remedy)
+        console.print(f"{finding.severity}: {finding.where}: {finding.found}")
+    _fetch([parent.snapshot for parent in found if parent.snapshot], console)
+    plan = plan_merge(recipe, {parent.ref: open_checkpoint(parent.directory) for parent in found})
+    place = out if share else out.with_name(f"{out.name}.partial")
+    if not share:
+        start_or_resume(place)
+    with _bar(recipe.summary(), console) as bar:
+        job = bar.add_task("merge", total=None)
+        record = merge_weights(
+            plan,
+            place,
+            seed=seed,
+            device=device,
+            on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+        )
+    if record.note:
+        console.print(record.note)
+    for finding in record.findings:
+        console.print(f"{finding.severity}: {finding.where}: {finding.found}")
+        if finding.severity == "block":
+            shutil.rmtree(place, ignore_errors=share)  # another participant may have been as quick
+            raise Refused(finding.where, found=finding.found, expected=finding.expected, remedy=finding.remedy)
+    if not share:
+        place.rename(out)
+    console.print(f"{out}: {record.tensors} tensors, {record.bytes_written / 1e6:,.1f} MB in {record.seconds:.1f} s")
+    return {
+        "out": str(out),
+        "method": record.method,
+        "tensors": record.tensors,
+        "bytes_written": record.bytes_written,
+        "seconds": record.seconds,
+        "files": dict(record.files),
+        "findings": [f"{finding.severity}: {finding.where}: {finding.found}" for finding in record.findings],
+    }
+
+
+def _fetch(snapshots: Sequence[Snapshot], console: Console) -> None:
+    """The weights of parents on the Hub, where they are not here yet; what was hashed is remembered where runs do."""
+    if not snapshots:
+        return
+    with _bar("fetch", console) as bar:
+        job = bar.add_task("fetch", total=None)
+        memo = HashMemo(home() / "store" / "hashes.sqlite")
+        come = download_snapshots(snapshots, memo, lambda done, total: bar.update(job, completed=done, total=total))
+        bar.update(job, completed=come.bytes, total=come.bytes)
+
+
+def _bar(what: str, console: Console) -> Progress:
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)

@@ -1,0 +1,274 @@
+"""``mergegate plan``: what a merge will need, from headers alone: bytes, memory, disk, time and cost.
+
+Weights are neither read nor downloaded. Time comes from rates that are measured on this machine in less than half a
+second and kept for an hour; cost is that time at prices that the user names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from merge_core import EngineSettings, MergePlan, load_recipe, plan_merge
+from merge_core.errors import InvalidInput
+from merge_core.forecast import Duration, Needs, Rates, duration, input_files, needs_of
+from merge_core.units import format_bytes
+from tasks.checkpoints import open_parent, resolve_parents
+from tasks.stage import home, nearest
+
+# How long measured rates count, and under which name they are kept in the project's state.
+_RATES_AGE_S = 3600.0
+_RATES_FILE = "rates.json"
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All that is known about a merge before it starts.
+
+    Args:
+        recipe: One line about it.
+        method: Name of the merge method.
+        needs: What it needs on any machine.
+        place: Directory on whose disk the result will lie.
+        disk_free: Bytes free there.
+        bytes_to_download: Of parents on the Hub that are not in the cache.
+        cores: Cores that the merge may use.
+        rates: What this machine can do; None without a probe.
+        time: How long it will take here; None without rates.
+        prices: Name → dollars per hour, as the user gave them.
+    """
+
+    recipe: str
+    method: str
+    needs: Needs
+    place: Path
+    disk_free: int
+    bytes_to_download: int
+    cores: int
+    rates: Rates | None
+    time: Duration | None
+    prices: Mapping[str, float]
+
+    @property
+    def disk_missing(self) -> int:
+        """Bytes that the disk lacks for the result; 0 if it fits."""
+        return max(0, self.needs.disk - self.disk_free)
+
+    def cost(self, price: float) -> tuple[float, float] | None:
+        """Dollars at least and at most, on an instance as fast as this machine; None without a time."""
+        return None if self.time is None else (self.time.at_least / 3600 * price, self.time.at_most / 3600 * price)
+
+
+def plan_file(
+    recipe_file: Path,
+    console: Console,
+    as_json: bool,
+    *,
+    out: Path,
+    device: str,
+    prices: Sequence[str],
+    probe: bool | None,
+) -> None:
+    """Say what merging ``recipe_file`` will need.
+
+    Args:
+        recipe_file: The recipe.
+        console: Where lines for people go.
+        as_json: Print one JSON object instead.
+        out: Where the result will be written; need not exist.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        prices: ``NAME=DOLLARS_PER_HOUR``.
+        probe: Measure now (True), never (False), or when nothing was measured in the last hour (None).
+
+    Raises:
+        InvalidInput: A recipe or checkpoint that cannot be merged, or an option that means nothing.
+    """
+    named = dict(_price(text) for text in prices)
+    recipe = load_recipe(recipe_file)
+    with console.status("reading headers"):
+        found = resolve_parents(recipe)
+        plan = plan_merge(recipe, {parent.ref: open_parent(parent) for parent in found})
+    snapshots = {parent.directory: parent.snapshot for parent in found if parent.snapshot}
+    coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
+    forecast = make_forecast(plan, coming, out, device, named, probe)
+    if as_json:
+        print(json.dumps(_plain(forecast), indent=1))
+    else:
+        _print(forecast, console)
+
+
+def make_forecast(
+    plan: MergePlan, bytes_to_download: int, out: Path, device: str, prices: Mapping[str, float], probe: bool | None
+) -> Forecast:
+    """Everything about ``plan`` that can be known before it is carried out.
+
+    Args:
+        bytes_to_download: Of parents on the Hub. Other arguments as for :func:`plan_file`.
+    """
+    from merge_core.forecast import usable_cores
+    from tasks.stage import device_kind
+
+    device = device_kind() if device == "auto" else device
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
+    place, cores = nearest(out), usable_cores()
+    companions = sum((plan.donor.directory / name).stat().st_size for name in plan.donor.companions)
+    needs = needs_of(plan, EngineSettings(), cores=cores, device=device, companion_bytes=companions)
+    rates = _rates(plan, place, cores, device, probe)
+    return Forecast(
+        recipe=plan.recipe.summary(),
+        method=plan.method.name,
+        needs=needs,
+        place=place,
+        disk_free=shutil.disk_usage(place).free,
+        bytes_to_download=bytes_to_download,
+        cores=cores,
+        rates=rates,
+        time=duration(needs, rates, cores=cores) if rates else None,
+        prices=prices,
+    )
+
+
+def _rates(plan: MergePlan, place: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
+    from merge_core.forecast import measure_bus, measure_machine, place_of, recall, remember
+
+    memory = home() / _RATES_FILE
+    inputs = [file for file in input_files(plan) if file.exists()]
+    key = place_of(inputs, place, cores=cores, device=device)
+    known = None if probe is True else recall(memory, key, max_age=_RATES_AGE_S)
+    if known is not None or probe is False:
+        return known
+    rates = measure_machine(inputs, place, cores=cores)
+    if device != "cpu":
+        rates = replace(rates, bus=measure_bus(device))
+    remember(memory, key, rates)
+    return rates
+
+
+def _price(text: str) -> tuple[str, float]:
+    name, _, amount = text.partition("=")
+    try:
+        price = float(amount.removeprefix("$"))
+    except ValueError:
+        price = -1.0
+    if not name or not 0 <= price < float("inf"):
+        raise InvalidInput(
+            "--price", found=f"{text!r}", expected="NAME=DOLLARS_PER_HOUR", remedy="for example --price my-box=1.20"
+        )
+    return name.strip(), price
+
+
+def _print(forecast: Forecast, console: Console) -> None:
+    table = Table.grid(padding=(0, 3))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for name, value, remark in _rows(forecast):
+        # What a time is made of stands below it, in the background.
+        part = name.startswith(" ")
+        table.add_row(Text(name, style="dim" if part else "bold"), Text(value, style="dim" if part else ""), remark)
+    console.print(Text(forecast.recipe, style="bold"))
+    console.print(table)
+    if forecast.disk_missing:
+        console.print(
+            Text(f"✗ {format_bytes(forecast.disk_missing)} more are needed at {forecast.place}", style="bold red")
+        )
+    for line in _footnotes(forecast):
+        console.print(Text(line, style="dim"))
+
+
+def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
+    """Name, value and remark of every line; parts of the line above begin with a space."""
+    needs = forecast.needs
+    rows = [("tensors", f"{needs.tensors:,}", f"{_count(needs.parameters)} parameters")]
+    if forecast.bytes_to_download:
+        rows.append(("download", format_bytes(forecast.bytes_to_download), "from the Hub; its time is not counted"))
+    rows.append(("read", format_bytes(needs.bytes_read), _plural(needs.input_files, "file")))
+    if needs.read_again:
+        large = _plural(needs.read_again, "large tensor")
+        rows.append(
+            ("read again", format_bytes(needs.bytes_from_disk_again), f"{large} in up to {needs.passes} passes")
+        )
+    rows.append(("write", format_bytes(needs.bytes_written), _plural(needs.shards, "file")))
+    rows.append(("memory", format_bytes(needs.memory), "at the peak, about"))
+    if needs.gpu_memory:
+        rows.append(("GPU memory", format_bytes(needs.gpu_memory), "at the peak, about"))
+    rows.append(("disk", format_bytes(needs.disk), f"{format_bytes(forecast.disk_free)} free at {forecast.place}"))
+    return [*rows, *_time_rows(forecast)]
+
+
+def _time_rows(forecast: Forecast) -> list[tuple[str, str, str]]:
+    needs, rates, took = forecast.needs, forecast.rates, forecast.time
+    if took is None or rates is None:
+        return [("time", "unknown", "nothing was measured: plan without --no-probe")]
+    rows = [
+        ("time", _range(took), "if all of it overlaps, or nothing"),
+        ("  reading", _seconds(took.reading), f"{format_bytes(rates.read)}/s"),
+        ("  writing", _seconds(took.writing), f"{format_bytes(rates.write)}/s"),
+        ("  computing", _seconds(took.computing), f"{needs.device}, {_plural(forecast.cores, 'core')}"),
+        ("  sha256", _seconds(took.hashing), f"{format_bytes(rates.hash)}/s"),
+    ]
+    if needs.read_again:
+        rows.insert(2, ("  reading again", _seconds(took.reading_again), "if memory cannot hold them"))
+    if needs.assumed_cost:
+        rows.append(("", "", f"assumed, not known: the speed of {', '.join(needs.assumed_cost)}"))
+    for name, price in forecast.prices.items():
+        least, most = forecast.cost(price) or (0.0, 0.0)
+        rows.append((f"cost {name}", f"${least:,.2f} to {most:,.2f}", f"at ${price:g} per hour"))
+    return rows
+
+
+def _footnotes(forecast: Forecast) -> list[str]:
+    lines = []
+    if forecast.rates is not None:
+        age = time.time() - forecast.rates.measured_at
+        when = "just now" if age < 5 else f"{_seconds(age)} ago"
+        lines.append(f"Speeds of this machine, measured {when}; starting takes a few seconds more.")
+    if forecast.prices and forecast.time is not None:
+        lines.append("Prices are yours; cost is for an instance as fast as this machine.")
+    return [*lines, "What can be wrong with the merge: mergegate check"]
+
+
+def _range(took: Duration) -> str:
+    least, most = _seconds(took.at_least), _seconds(took.at_most)
+    return least if least == most else f"{least} to {most}"
+
+
+def _seconds(value: float) -> str:
+    if value < 1:
+        return "< 1 s"
+    if value < 90:
+        return f"{value:.0f} s"
+    if value < 90 * 60:
+        return f"{value / 60:.0f} min"
+    return f"{value / 3600:.1f} h"
+
+
+def _count(value: float) -> str:
+    for unit in ("", " k", " M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.1f} B"
+
+
+def _plural(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
+def _plain(forecast: Forecast) -> dict[str, Any]:
+    plain = asdict(forecast)
+    plain["place"] = str(forecast.place)
+    plain["disk_missing"] = forecast.disk_missing
+    plain["cost"] = {name: forecast.cost(price) for name, price in forecast.prices.items()}
+    return plain

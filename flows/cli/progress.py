@@ -1,0 +1,189 @@
+"""The lines a person watches: one a stage, in place while it works, with what it found and how long it took.
+
+On a terminal the lines live; elsewhere (a log, CI) each is printed once, when its stage has ended::
+
+    demo · ties of 2 over base                                         profile profiles/demo.yaml
+      ✓ licences      mit, apache-2.0 → apache-2.0                                          0.2 s
+      = evaluate      cached: base, reverser · merge: copy 100.0 · reverse 99.3             3.1 s
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from merge_core.units import format_duration
+from tasks.stage import StageStatus, watched_by
+
+_MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
+    "made": ("✓", "+", "green"),
+    "cached": ("=", "=", "cyan"),
+    "refused": ("✗", "x", "bold red"),
+    "failed": ("✗", "x", "bold red"),
+}
+_BRIEF = 12  # characters that one of several subjects may take
+_SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "refused", "failed")
+
+
+@dataclass
+class _Call:
+    """One call of a stage, on one subject."""
+
+    subject: str
+    began: float
+    moved: tuple[float, int] | None = None  # when it first told how far it was, and how far: loading is no speed
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    ending: StageStatus | None = None
+    seconds: float = 0.0
+    summary: str = ""
+
+
+@dataclass
+class _Line:
+    """All calls of one stage."""
+
+    stage: str
+    calls: list[_Call] = field(default_factory=list)
+
+    @property
+    def ending(self) -> StageStatus | None:
+        endings = [call.ending for call in self.calls]
+        return None if None in endings else max((e for e in endings if e), key=_SEVERITY.index)
+
+    @property
+    def seconds(self) -> float:
+        return sum(call.seconds if call.ending else time.monotonic() - call.began for call in self.calls)
+
+    def text(self) -> str:
+        """What to say: the summary of a single call; of several, what was cached and what each new one found."""
+        running = [call for call in self.calls if call.ending is None]
+        if running:
+            return _how_far(running[-1], time.monotonic())
+        if not any(call.subject for call in self.calls):
+            return self.calls[-1].summary
+        fresh = dict.fromkeys(call.subject for call in self.calls if call.ending != "cached")
+        cached = dict.fromkeys(call.subject for call in self.calls if call.subject not in fresh)
+        said = {name: ", ".join(call.summary for call in self.calls if call.subject == name) for name in fresh}
+        if any(len(text) > _BRIEF for text in said.values()):  # then only the last, the merge, is worth the room
+            *others, last = said
+            parts = [", ".join(others)] * bool(others) + [f"{last}: {said[last]}"]
+        else:
+            parts = [f"{name} {text}" for name, text in said.items()]
+        return " · ".join([f"cached: {', '.join(cached)}"] * bool(cached) + parts)
+
+
+class TerminalProgress:
+    """A ``Watcher`` that draws on a rich console. Use as a context manager around the run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._ascii = not (console.encoding or "").lower().startswith("utf")
+        self._above: list[RenderableType] = []  # What came before the last announcement.
+        self._lines: dict[str, _Line] = {}
+        self._printed: set[str] = set()
+        self._live: Live | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Draw every stage that runs inside."""
+        with watched_by(self):
+            if not self._console.is_terminal:
+                try:
+                    yield
+                finally:
+                    self._print_ended()
+                return
+            with Live(console=self._console, refresh_per_second=8, get_renderable=self._draw):
+                yield
+
+    def headline(self, left: str, right: str) -> None:
+        """The line above all stages."""
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_row(Text(left, style="bold"), Text(right, style="dim"))
+        self._console.print(grid)
+
+    def announced(self, text: str) -> None:
+        self._print_ended()
+        self._above += [*(self._row(line) for line in self._lines.values()), Text(f"  {text}", style="bold")]
+        if not self._console.is_terminal:
+            self._console.print(self._above[-1])
+        self._lines, self._printed = {}, set()
+
+    def started(self, stage: str, subject: str) -> None:
+        if stage not in self._lines:
+            self._print_ended()
+        self._lines.setdefault(stage, _Line(stage)).calls.append(_Call(subject, time.monotonic()))
+
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        call = self._lines[stage].calls[-1]
+        call.done, call.total, call.unit = done, total, unit
+        call.moved = call.moved or (time.monotonic(), done)
+
+    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
+        call = self._lines[stage].calls[-1]
+        call.ending, call.seconds, call.summary = ending, seconds, summary
+
+    def _print_ended(self) -> None:
+        if self._console.is_terminal:
+            return
+        for line in self._lines.values():
+            if line.stage not in self._printed and line.ending:
+                self._printed.add(line.stage)
+                self._console.print(self._row(line))
+
+    def _draw(self) -> RenderableType:
+        return Group(*self._above, *(self._row(line) for line in self._lines.values()))
+
+    def _row(self, line: _Line) -> RenderableType:
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(width=3, justify="right")
+        grid.add_column(width=13, no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right", no_wrap=True)
+        mark: RenderableType
+        if line.ending is None:
+            mark, style = Spinner("line" if self._ascii else "dots", style="yellow"), "yellow"
+        else:
+            glyph, plain, style = _MARKS[line.ending]
+            mark = Text(plain if self._ascii else glyph, style=style)
+        text_style = style if line.ending in ("refused", "failed") else ""
+        grid.add_row(
+            mark, Text(line.stage), Text(line.text(), style=text_style), Text(format_duration(line.seconds), "dim")
+        )
+        return grid
+
+
+def _how_far(call: _Call, now: float) -> str:
+    """``base 412 of 1,319 requests · 35/s · 26 s left``; of bytes a bar and a speed."""
+    if not call.total:
+        return call.subject
+    since, before = call.moved or (call.began, 0)
+    rate = (call.done - before) / max(now - since, 1e-3)
+    if call.unit == "B":
+        share = call.done / call.total
+        parts = ["━" * round(20 * share) + "╌" * (20 - round(20 * share)) + f" {100 * share:.0f} %"]
+    else:
+        parts = [f"{call.done:,} of {call.total:,} {call.unit}"]
+    if rate > 0:
+        speed = f"{rate / 1e6:.0f} MB" if call.unit == "B" else f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
+        parts.append(f"{speed}/s")
+        if call.done < call.total:
+            parts.append(f"{_about((call.total - call.done) / rate)} left")
+    return f"{call.subject} {' · '.join(parts)}".strip()
+
+
+def _about(seconds: float) -> str:
+    """A guess says no tenths of a second."""
+    return f"{max(1, round(seconds))} s" if seconds < 60 else format_duration(seconds)

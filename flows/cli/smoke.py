@@ -1,0 +1,130 @@
+"""``mergegate smoke``: serve a checkpoint, or ask a server that runs, by hand; a table of what was seen."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flows.profile import load_profile
+from merge_core import load_recipe
+from merge_core.errors import InvalidInput
+from merge_core.store import digest
+from tasks.checkpoints import Model, resolve_parents
+from tasks.checkpoints.hub import download_snapshots
+from tasks.serve import STEPS, ServeSettings, ServeVerdict, find_server, smoke_checkpoint, smoke_url
+from tasks.stage import device_kind, home, store
+
+_MARKS = {"pass": ("✓", "green"), "fail": ("✗", "bold red"), "not offered": ("·", "dim")}
+
+
+def smoke_target(
+    target: str,
+    console: Console,
+    as_json: bool,
+    *,
+    profile: Path | None,
+    checkpoint: Path | None,
+    model: str | None,
+    key: str,
+) -> int:
+    """Smoke-test ``target``, say what was seen, and return the exit code: 0 passed, 3 refused.
+
+    Args:
+        target: A checkpoint (directory, or ``org/name`` on the Hub), or the URL of a server.
+        profile: Whose ``serve`` says how; without it, as a profile with an empty one.
+        checkpoint: Of a URL: what should be served there.
+        model: Of a URL: what the server calls it.
+        key: Of a URL: bearer token.
+
+    Raises:
+        InvalidInput: for a target that is neither, or options that do not fit it.
+        Refused: when the server cannot be run on this machine.
+    """
+    loaded = load_profile(profile) if profile else None
+    settings = (loaded.serve if loaded else None) or ServeSettings()
+    root = loaded.root if loaded else Path()
+    is_url = target.startswith(("http://", "https://"))
+    if not is_url and (checkpoint or model):
+        option = "--checkpoint" if checkpoint else "--model"
+        raise InvalidInput(option, found="given with a checkpoint", expected="a URL", remedy=f"leave {option} out")
+    log: Path | None = None
+    with console.status("reading headers") as status:
+
+        def show(done: int, doing: str) -> None:
+            status.update(f"{done} of {STEPS}: {doing}")
+
+        if is_url:
+            verdict = smoke_url(
+                target,
+                settings,
+                model=model,
+                checkpoint=_local(str(checkpoint)) if checkpoint else None,
+                device=device_kind(),
+                key=key,
+                on_progress=show,
+            )
+        else:
+            server = find_server(settings, root)  # its absence is known before a checkpoint is downloaded
+            served = _local(target)
+            log = home() / "logs" / f"smoke-{served.directory.name}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.unlink(missing_ok=True)  # of an earlier time
+            verdict = smoke_checkpoint(served, settings, server, device=device_kind(), log=log, on_progress=show)
+    if as_json:
+        print(verdict.model_dump_json(indent=1))
+    else:
+        _print(verdict, console, log if log and log.exists() else None)
+    return 3 if verdict.refuses() else 0
+
+
+def _local(reference: str) -> Model:
+    """The checkpoint as a model; one on the Hub is downloaded."""
+    recipe = load_recipe(
+        {"merge_method": "passthrough", "models": [{"model": str(reference)}]}, where=f"smoke {reference}"
+    )
+    (found,) = resolve_parents(recipe)
+    if found.snapshot:
+        download_snapshots([found.snapshot], store().hashes)
+    # Nothing is cached here, so the place is identity enough.
+    return Model(name=found.name, digest=digest(str(found.directory)), directory=found.directory)
+
+
+def _print(verdict: ServeVerdict, console: Console, log: Path | None) -> None:
+    """The checks, what serving took, and the verdict with what to do."""
+    checks = _table("", "check", "seen", "right is")
+    for check in verdict.checks:
+        mark, style = _MARKS[check.outcome]
+        seen = f"{check.where}: {check.seen}" if check.where else check.seen
+        if check.outcome == "not offered":
+            seen = f"not offered: {seen}"
+        checks.add_row(
+            Text(mark, style), Text(check.name, style, no_wrap=True), Text(seen), Text(check.expected, "dim")
+        )
+    console.print(checks)
+    console.print()
+    if quantities := verdict.measured.quantities():
+        numbers = Table.grid(padding=(0, 2, 0, 0))
+        for name, value in quantities:
+            numbers.add_row(Text(f"   {name}", "dim"), Text(value))
+        console.print(numbers)
+        how = "; one request at a time, the quickest of three" if verdict.measured.throughput else ""
+        console.print(Text(f"   {verdict.measured.occasion}{how}", "dim"))
+        console.print()
+    line = f"{verdict.model} on {verdict.server}: {'refused, ' if verdict.refuses() else ''}{verdict.count()}"
+    console.print(Text(line, "bold red" if verdict.refuses() else "bold green"))
+    for check in verdict.failures:
+        if check.remedy:
+            console.print(Text(f"  {check.name}: {check.remedy}"))
+    if verdict.refuses() and log:
+        console.print(Text("  log      ", "dim"), Text(os.path.relpath(log)), sep="")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

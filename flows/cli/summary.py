@@ -1,0 +1,70 @@
+"""The last lines of a run: the final table, what came out, and where to look."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from flows.outcome import RunOutcome
+from tasks.report import Costs, costs, final_table
+
+_STYLES = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
+
+
+def print_summary(console: Console, outcome: RunOutcome) -> None:
+    """The evidence as a table, then the outcome in words."""
+    if outcome.content is not None:
+        drawn = final_table(outcome.content)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+        for position, column in enumerate(drawn.columns):
+            table.add_column(
+                column, justify="left" if position in (0, len(drawn.columns) - 1) else "right", no_wrap=position > 0
+            )
+        for row in drawn.rows:
+            *cells, verdict = row.cells
+            table.add_row(*(_cell(cell) for cell in cells), Text(verdict, style=_STYLES[row.outcome]))
+        console.print()
+        console.print(table)
+        _print_costs(console, costs(outcome.content))
+    console.print()
+    first, *rest = outcome.message.splitlines()
+    console.print(Text(first, style="bold green" if outcome.exit_code == 0 else "bold red"))
+    for line in rest:
+        console.print(Text(f"  {line.strip()}"))
+    for label, place in (("release", outcome.location), ("report", outcome.report)):
+        if place is not None:
+            console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
+
+
+def _print_costs(console: Console, drawn: Costs) -> None:
+    """What serving took, of the merge and of the parents that were measured too."""
+    if not drawn.rows:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table.add_column("served")
+    for column in drawn.columns:
+        table.add_column(column.lower(), justify="right", no_wrap=True)
+    table.add_column("")
+    for row in drawn.rows:
+        note = f"not measured: {row.problem}" if row.problem else row.occasion
+        table.add_row(Text(row.name), *row.cells, Text(note, style="dim"))
+    console.print()
+    console.print(table)
+    console.print(Text(f"measured {drawn.occasion}", style="dim"))
+
+
+def _cell(text: str) -> Text:
+    """A cell; the best parent, which plain tables mark with a star, in bold."""
+    return Text(text.removesuffix(" *"), style="bold" if text.endswith(" *") else "")
+
+
+def _short(path: Path | str) -> str:
+    """The path as a person in this directory would type it; an address as it is."""
+    if isinstance(path, str):
+        return path
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,84 @@
+"""``mergegate verify`` and ``rebuild_release``: is a release what it says, and does making it again give the same?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tasks.checkpoints.hub import HubAccess, hub_access
+from tasks.releases import PublishedRelease, Verified, check_release, find_release, is_directory
+
+_SIGNED = {
+    "valid": "the signature is valid",
+    "not checked": "it is signed; name the public key with --key to check by whom",
+    "none": "it is not signed",
+}
+
+
+def verify_release(release: str, key: Path | None, console: Console, as_json: bool) -> None:
+    """Compare a release with everything it says of itself.
+
+    Raises:
+        InvalidInput: for something that is no release, or no key.
+        Refused: when anything does not agree.
+    """
+    verified = check_release(_find(release), key)
+    if as_json:
+        print(json.dumps({"status": "verified", **_plain(verified)}))
+        return
+    console.print(f"{verified.where}: {verified.files} files, {verified.bytes / 1e6:,.1f} MB, all as published")
+    if verified.version:
+        console.print(f"  its version {verified.version} is its content")
+    else:
+        console.print("  its name is not its content: compared with itself only")
+    console.print(f"  {_SIGNED[verified.signed]}")
+
+
+def reproduce_release(release: str, parents: Path | None, device: str, console: Console, as_json: bool) -> None:
+    """Verify a release, make its weights again in a temporary directory, and compare.
+
+    Raises:
+        InvalidInput: for something that is no release, or a parent that is not to be found.
+        Refused: when anything does not agree, or what comes out is not what was released.
+    """
+    from tasks.releases import rebuild_release
+    from tasks.stage import store
+
+    standing = _find(release)
+    verified = check_release(standing)
+    columns = (TextColumn("merging again"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with TemporaryDirectory(prefix="mergegate-reproduce-") as place, Progress(*columns, console=console) as bar:
+        job = bar.add_task("merge", total=None)
+        made = rebuild_release(
+            standing,
+            verified,
+            Path(place) / "merged",
+            store().hashes,
+            directory=parents,
+            device=device,
+            on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+        )
+    if as_json:
+        print(json.dumps({"status": "reproduced", **asdict(made)}))
+        return
+    how = f"made again in {made.seconds:.1f} s on {made.device}"
+    console.print(f"{made.where}: {how}; {len(made.files)} files, all equal to the byte")
+    for name in made.files:
+        console.print(f"  = {name}")
+
+
+def _find(release: str) -> PublishedRelease:
+    return find_release(release, None if is_directory(release) else _access())
+
+
+def _access() -> HubAccess:
+    return hub_access(writing=False)
+
+
+def _plain(verified: Verified) -> dict[str, object]:
+    return {name: value for name, value in asdict(verified).items() if name != "statement"}

@@ -1,0 +1,148 @@
+"""``mergegate compare``: any two checkpoints on a profile's evidence, B judged as a merge of A would be.
+
+::
+
+    mergegate compare models/today models/candidate --profile profiles/nightly.yaml
+
+Perplexity, tasks, gate and report are the stages of a release, with its store: what a release has measured of either
+checkpoint is not measured again. Every guard of the profile is held against A. Nothing is merged, nothing is published.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal
+
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
+
+from flows.judging import Assessment, assess_merge
+from flows.outcome import RunOutcome, reported_outcome, show_in_prefect, stopped_outcome
+from flows.profile import Evidence, Profile, load_profile
+from merge_core import load_recipe
+from merge_core.errors import InvalidInput, MergegateError
+from merge_core.recipe import CheckpointRef, parse_reference
+from tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint, fetch_weights, pin_checkpoints, resolve_parents
+from tasks.evaluation import join_parts
+from tasks.report import Library, ReportContent, ReportedModel, write_report
+from tasks.stage import ProgressLog, is_watched, store, versions, watched_by
+
+_LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval")
+
+
+@flow(name="compare")
+def compare(reference: str, candidate: str, profile: Path | Profile) -> State[RunOutcome]:
+    """Judge ``candidate`` against ``reference`` on the evidence of a profile.
+
+    Args:
+        reference: A checkpoint: a directory, or ``org/name@revision``.
+        candidate: The checkpoint that is judged.
+        profile: A profile file, relative to the project, or a whole profile. Its recipe and target play no part.
+    """
+    with nullcontext() if is_watched() else watched_by(ProgressLog(get_run_logger())):
+        try:
+            outcome = make_comparison(reference, candidate, load_profile(profile))
+        except MergegateError as error:
+            outcome = stopped_outcome(error)
+    show_in_prefect(outcome, "comparison")
+    if outcome.exit_code:
+        return Failed(name="Refused", message=outcome.message, data=outcome)
+    return Completed(name="Passed", message=outcome.message, data=outcome)
+
+
+def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutcome:
+    """The story of a release without merge and publication. Raises what is wrong with its input."""
+    found = find_checkpoints(reference, candidate)
+    against, judged_one = (model.name for model in found)
+    evidence = pin_evidence(profile, found[0])
+    fetch_weights(found, store().hashes)
+    models = pin_checkpoints(found, store().hashes)
+
+    measured = assess_merge(models[1], models[:1], None, evidence)
+    verdict = measured.verdict.value
+
+    content = comparison_content(profile, models, measured)
+    outcome = reported_outcome(content, write_report(content), None)
+    message = f"{judged_one} passes against {against}"
+    if not verdict.publishable:
+        message = "\n".join((f"{judged_one} does not pass against {against}", *verdict.reasons))
+    return outcome.model_copy(update={"message": message})
+
+
+def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint, ResolvedCheckpoint]:
+    """Both checkpoints, found but not read, under names that tell them apart.
+
+    Raises:
+        InvalidInput: for one that is neither a local directory nor a repository that can be reached.
+    """
+    found = [_find(text) for text in (reference, candidate)]
+    if found[0].name == found[1].name:  # the last component says no more; the whole reference does, or the role
+        names = (reference, candidate) if reference != candidate else (f"{reference} (reference)", candidate)
+        found = [model.model_copy(update={"name": name}) for model, name in zip(found, names, strict=True)]
+    return found[0], found[1]
+
+
+def pin_evidence(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
+    """The profile's evidence by content, with every guard held against ``reference``.
+
+    Raises:
+        InvalidInput: for a profile without evidence, or a task or file that is not there.
+    """
+    if not (profile.perplexity or profile.evaluate):
+        raise InvalidInput(
+            f"profile {profile.name}", found="no evidence to compare by", expected="perplexity or evaluate"
+        )
+    if profile.evaluate:
+        guards = (guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks)
+        tasks = tuple(dict.fromkeys(guards))  # guards that differed in their reference alone are one now
+        profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
+    return profile.pin_evidence((reference,), store().hashes)
+
+
+def comparison_content(profile: Profile, models: Sequence[PinnedCheckpoint], measured: Assessment) -> ReportContent:
+    """What the report page says of two checkpoints, the second of which is judged."""
+    reference, candidate = models
+    return ReportContent(
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", f"{candidate.name}-against-{reference.name}"),  # a file name, too
+        method=f"compared by profile {profile.name}",
+        models=(_reported(reference, "parent", measured), _reported(candidate, "merge", measured)),
+        verdict=measured.verdict.value,
+        scoring=profile.evaluate.scoring if profile.evaluate else None,
+        windows=profile.perplexity.windows if profile.perplexity else None,
+        files=(),
+        versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
+        reproduce=(f"mergegate compare {reference.ref} {candidate.ref} --profile PROFILE",),
+    )
+
+
+def _reported(model: PinnedCheckpoint, role: Literal["parent", "merge"], measured: Assessment) -> ReportedModel:
+    scores, likelihoods = measured.scores.get(model.name), measured.likelihoods.get(model.name)
+    return ReportedModel(
+        name=model.name,
+        role=role,
+        ref=model.ref,
+        revision=model.revision,
+        digest=model.digest,
+        scores=join_parts(scores) if scores else None,
+        likelihoods=likelihoods.value if likelihoods else None,
+    )
+
+
+def _find(text: str) -> ResolvedCheckpoint:
+    # A directory may have an @ or a + in its name.
+    reference = CheckpointRef(text) if Path(text).expanduser().is_dir() else parse_reference(text, text)
+    if reference.adapter:
+        raise InvalidInput(
+            text,
+            found="an adapter",
+            expected="a whole checkpoint",
+            remedy="merge the adapter into its model first: mergegate merge",
+        )
+    # A merge of one: the way from a reference to a directory is that of a recipe's parents.
+    model = {"path": reference.path, "revision": reference.revision}
+    (found,) = resolve_parents(load_recipe({"merge_method": "passthrough", "models": [{"model": {"model": model}}]}))
+    return found.model_copy(update={"ref": text})

@@ -1,0 +1,11 @@
+"""What a merge does to its parents: how their task vectors agree, and how far the merge moved, layer by layer."""
+
+from merge_core.analysis.interference import Interference, Spot, measure_interference
+from merge_core.analysis.tally import Tally
+
+__all__ = [
+    "Interference",
+    "Spot",
+    "Tally",
+    "measure_interference",
+]

@@ -1,0 +1,301 @@
+"""Interference: how the task vectors of a merge's parents agree, layer by layer, and how far the merge moved.
+
+measured = measure_interference(origin, parents, merge)     # checkpoints, opened; weights are streamed from disk
+measured.whole.cosine(0, 1), measured.layers()[0].conflict
+
+Memory is bounded whatever the models' size: blocks of all models are read, tallied and forgotten. Sign conflict is what
+TIES resolves (Yadav et al. 2023, arXiv 2306.01708): a weight that two task vectors move in opposite directions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from merge_core.analysis.tally import Tally, total
+from merge_core.architecture import KINDS, TensorKind, find_tensor, layer_place, stacks, tensor_kind
+from merge_core.checkpoint import BY_CODE, Checkpoint, numbers
+from merge_core.engine import BufferPool, JobInputs, cores, read_ahead
+from merge_core.errors import InvalidInput
+from merge_core.methods import StoredBlock
+from merge_core.plan import Input, OutputTensor, TensorJob
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# A task vector moves a weight noticeably when it moves it by more than this share of its root mean square in the grain:
+# what fine-tuning moves by a rounding step has a sign, but no meaning.
+NOTICEABLE = 0.1
+# Elements over which that root mean square is taken. Part of the definition, not a matter of speed.
+GRAIN = 1 << 16
+
+# What a block may need in memory for all models, as float32. Fixed: sums are made block by block.
+_BLOCK_BYTES = 16 << 20
+_THREADS = 4
+_POOL_BYTES = 64 << 20
+# Below this much input, loading compiled kernels would take longer than they save.
+_FUSE_FROM_BYTES = 64 << 20
+
+
+class Spot(BaseModel):
+    """A kind of tensor in one layer, or outside the layers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stack: str  # 'model.layers'; empty outside the layers
+    layer: int | None  # from 0; None outside the layers
+    kind: TensorKind
+    tally: Tally
+
+
+class Skipped(BaseModel):
+    """Tensors that could not be compared, and why."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reason: str
+    tensors: int
+    example: str  # name of the first
+
+
+class Interference(BaseModel):
+    """What task vectors do to each other. They are known by position: names are for whoever shows them.
+
+    ``spots`` stand in the order of the network: what is before the layers, layers, what is after them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    vectors: int
+    has_merge: bool
+    spots: tuple[Spot, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def whole(self) -> Tally:
+        """The tally of the whole network."""
+        return total([spot.tally for spot in self.spots])
+
+    def layers(self) -> dict[tuple[str, int], Tally]:
+        """The tally of each layer, in order; (stack, layer)."""
+        parts: dict[tuple[str, int], list[Tally]] = {}
+        for spot in self.spots:
+            if spot.layer is not None:
+                parts.setdefault((spot.stack, spot.layer), []).append(spot.tally)
+        return {at: total(tallies) for at, tallies in parts.items()}
+
+
+def measure_interference(
+    origin: Checkpoint,
+    parents: Sequence[Checkpoint],
+    merge: Checkpoint | None = None,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Interference:
+    """Tally the task vectors of ``parents`` from ``origin``, and the way that ``merge`` went, over all float tensors.
+
+    Tensors that one of them lacks, has in another shape (another vocabulary), or that hold NaN or infinities are left
+    out and said to be. The merge is left out where its layers are not the origin's (layers were cut).
+
+    Args:
+        origin: Where task vectors begin: the base.
+        parents: Where they end, one or more.
+        merge: Made of them.
+        on_progress: Told bytes read and in all.
+
+    Raises:
+        InvalidInput: A file cannot be read, or no tensor can be compared.
+    """
+    skipped: dict[str, list[str]] = {}
+    if merge is not None and stacks(merge.tensors) != stacks(origin.tensors):
+        skipped.setdefault("the merge has other layers than its parents", []).extend(merge.tensors)
+        merge = None
+    models = [origin, *parents, *([merge] if merge is not None else [])]
+    jobs = _jobs(models, skipped)
+    sums = _tallied(jobs, len(parents), on_progress or (lambda done, total: None))
+    parts: dict[tuple[str, int, TensorKind], list[Tally]] = {}
+    for job, tally in zip(jobs, sums, strict=True):
+        name = job.output.name
+        if not all(math.isfinite(value) for value in (tally.origin, *(x for row in tally.gram for x in row))):
+            skipped.setdefault("NaN or infinities", []).append(name)
+            continue
+        at = layer_place(name)
+        parts.setdefault((at.stack if at else "", at.index if at else -1, tensor_kind(name)), []).append(tally)
+    if not parts:
+        raise InvalidInput(
+            str(origin.directory),
+            found="no tensor of the same name and shape in all models",
+            expected="models of one architecture",
+        )
+    return Interference(
+        vectors=len(parents),
+        has_merge=merge is not None,
+        spots=tuple(
+            Spot(stack=stack, layer=layer if stack else None, kind=kind, tally=total(parts[stack, layer, kind]))
+            for stack, layer, kind in sorted(parts, key=_place_in_network)
+        ),
+        skipped=tuple(Skipped(reason=why, tensors=len(names), example=names[0]) for why, names in skipped.items()),
+    )
+
+
+def tally_grains(block: StoredBlock, vectors: int) -> Tally:
+    """The tally of one block, by numpy: the readable twin of the fused kernels.
+
+    Args:
+        block: Rows: the origin, ``vectors`` parents, and the merge if there is one.
+    """
+    data = numbers(block.data, BY_CODE["BF16"]) if block.data.dtype == np.uint16 else block.data
+    rows = np.stack([data[start : start + block.length] for start in block.rows])
+    origin, gram, counts = 0.0, np.zeros((len(rows) - 1, len(rows) - 1)), np.zeros((1 + _pairs(vectors), 2), np.int64)
+    for first in range(0, block.length, block.grain):
+        part = rows[:, first : first + block.grain]
+        deltas = (part[1:] - part[0]).astype(np.float64)
+        products = deltas @ deltas.T
+        origin, gram = origin + float(np.sum(part[0].astype(np.float64) ** 2)), gram + products
+        limits = _limits(np.diag(products)[:vectors], part.shape[1])[:, None]
+        signs = (deltas[:vectors] > limits).astype(np.int8) - (deltas[:vectors] < -limits).astype(np.int8)
+        counts[0] += (np.count_nonzero(signs, axis=0) >= 2).sum(), _disagree(signs).sum()
+        for at, (one, other) in enumerate(combinations(range(vectors), 2), start=1):
+            both = signs[one] * signs[other]
+            counts[at] += (both != 0).sum(), (both < 0).sum()
+    return _tally(block.length, vectors, origin, gram, counts)
+
+
+def _fused_tally(block: StoredBlock, vectors: int) -> Tally:
+    from merge_core.methods.kernels import gram, oppositions, squares
+
+    size = len(block.rows) - 1
+    upper = gram(block.data, block.rows, block.length, block.grain, True)
+    products = np.zeros((len(upper), size, size))
+    one, other = np.triu_indices(size)
+    products[:, one, other] = products[:, other, one] = upper
+    full = np.minimum(block.grain, block.length - np.arange(len(upper)) * block.grain)
+    limits = _limits(np.diagonal(products, axis1=1, axis2=2)[:, :vectors], full[:, None])
+    counts = oppositions(block.data, block.rows[: vectors + 1], block.length, block.grain, limits)
+    origin = squares(block.data, block.rows[0], block.length, block.grain)
+    return _tally(block.length, vectors, float(np.sum(origin)), np.sum(products, axis=0), counts)
+
+
+def _limits(square_sums: NDArray[Any], elements: Any) -> NDArray[np.float32]:
+    """From which size on a difference is noticeable, from the sums of squares of ``elements`` differences."""
+    limits: NDArray[np.float32] = (NOTICEABLE * np.sqrt(square_sums / elements)).astype(np.float32)
+    return limits
+
+
+def _disagree(signs: NDArray[np.int8]) -> NDArray[np.bool_]:
+    return np.asarray((signs > 0).any(axis=0) & (signs < 0).any(axis=0))
+
+
+def _tally(elements: int, vectors: int, origin: float, gram: NDArray[Any], counts: NDArray[Any]) -> Tally:
+    return Tally(
+        elements=elements,
+        vectors=vectors,
+        origin=origin,
+        gram=tuple(tuple(float(x) for x in row) for row in gram),
+        moved=int(counts[0, 0]),
+        opposed=int(counts[0, 1]),
+        pair_moved=tuple(int(x) for x in counts[1:, 0]),
+        pair_opposed=tuple(int(x) for x in counts[1:, 1]),
+    )
+
+
+def _pairs(vectors: int) -> int:
+    return vectors * (vectors - 1) // 2
+
+
+def _jobs(models: Sequence[Checkpoint], skipped: dict[str, list[str]]) -> list[TensorJob]:
+    """One for each tensor that all models have alike, in the order of the origin's files."""
+    jobs = []
+    for name, first in models[0].tensors.items():
+        found = [find_tensor(model, name) for model in models]
+        tensors = [tensor for tensor in found if tensor is not None]
+        if len(tensors) < len(models):
+            skipped.setdefault("not in every model", []).append(name)
+        elif any(tensor.dtype.kind != "float" for tensor in tensors):
+            skipped.setdefault("not of floating point", []).append(name)
+        elif any(tensor.shape != first.shape for tensor in tensors):
+            skipped.setdefault("of another shape in some model", []).append(name)
+        elif first.numel:
+            inputs = tuple(Input(str(at), tensor) for at, tensor in enumerate(tensors))
+            output = OutputTensor(name, first.dtype, first.shape)
+            jobs.append(TensorJob(output, inputs, has_base=True, shared={}, per_input=(), mode="merge"))
+    return jobs
+
+
+def _tallied(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int, int], None]) -> list[Tally]:
+    """The tally of each job. Blocks are in work at once, but added in their order: the sums are always the same."""
+    everything, done = sum(job.nbytes_in for job in jobs), 0
+    tally = _fused_tally if everything >= _FUSE_FROM_BYTES else tally_grains
+    pool = BufferPool(_POOL_BYTES, pinned=False)
+
+    def work(inputs: JobInputs, number: int) -> Tally:
+        with inputs.load(number) as block:
+            return tally(block.stored(), vectors)
+
+    sums: list[list[Tally]] = [[] for _ in jobs]
+    threads = min(_THREADS, cores() + 1)
+    waiting: deque[tuple[int, Future[Tally]]] = deque()
+    with _opened(jobs) as files, ThreadPoolExecutor(threads) as threads_at_work:
+        try:
+            for at, inputs, number in _blocks(jobs, files, pool):
+                if len(waiting) > threads:
+                    done += _take(waiting, sums, jobs)
+                    on_progress(done, everything)
+                waiting.append((at, threads_at_work.submit(work, inputs, number)))
+            while waiting:
+                done += _take(waiting, sums, jobs)
+            on_progress(done, everything)
+        finally:
+            for _, future in waiting:
+                future.cancel()
+    pool.close()
+    return [total(parts) for parts in sums]
+
+
+def _take(waiting: deque[tuple[int, Future[Tally]]], sums: Sequence[list[Tally]], jobs: Sequence[TensorJob]) -> int:
+    """Wait for the oldest block; returns its bytes in all models."""
+    at, future = waiting.popleft()
+    tally = future.result()
+    sums[at].append(tally)
+    return tally.elements * sum(item.tensor.dtype.size for item in jobs[at].inputs)
+
+
+def _blocks(
+    jobs: Sequence[TensorJob], files: Mapping[Path, int], pool: BufferPool
+) -> Iterator[tuple[int, JobInputs, int]]:
+    for at, job in enumerate(jobs):
+        if at + 1 < len(jobs):
+            read_ahead(jobs[at + 1], files)
+        elements = max(1, _BLOCK_BYTES // (4 * len(job.inputs)) // GRAIN) * GRAIN
+        inputs = JobInputs(job, files, block=elements, grain=GRAIN, pool=pool)
+        for number in range(inputs.count):
+            yield at, inputs, number
+
+
+@contextmanager
+def _opened(jobs: Sequence[TensorJob]) -> Iterator[dict[Path, int]]:
+    with ExitStack() as closing:
+        files: dict[Path, int] = {}
+        for path in dict.fromkeys(item.tensor.file for job in jobs for item in job.inputs):
+            try:
+                files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
+            closing.callback(os.close, files[path])
+        yield files
+
+
+def _place_in_network(at: tuple[str, int, TensorKind]) -> tuple[int, str, int, int]:
+    stack, layer, kind = at
+    outside = 0 if kind == "embedding" else 2
+    return 1 if stack else outside, stack, layer, KINDS.index(kind)

@@ -1,0 +1,27 @@
+"""What networks do, from names and configurations alone: layers, heads, tied embeddings, kinds of tensors."""
+
+from merge_core.architecture.architecture import (
+    find_tensor,
+    is_head,
+    is_optional,
+    layer_count,
+    ties_embeddings,
+    vocabulary_size,
+)
+from merge_core.architecture.layers import before_layers, layer_place, stacks
+from merge_core.architecture.tensor_kinds import KINDS, TensorKind, tensor_kind
+
+__all__ = [
+    "KINDS",
+    "TensorKind",
+    "before_layers",
+    "find_tensor",
+    "is_head",
+    "is_optional",
+    "layer_count",
+    "layer_place",
+    "stacks",
+    "tensor_kind",
+    "ties_embeddings",
+    "vocabulary_size",
+]

@@ -1,0 +1,142 @@
+"""What the engine must know about networks, from names and configs alone: heads, tied embeddings, layer counts."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from merge_core.architecture.layers import stacks
+from merge_core.checkpoint import Checkpoint, DType, StoredTensor
+from merge_core.errors import InvalidInput
+
+_HEAD = re.compile(r"^(?:.*\.)?(?:lm_head|embed_out)\.weight$")
+_EMBEDDING = re.compile(r"^(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
+# Buffers that some versions of a library stored and others compute.
+_BUFFER = re.compile(r"(?:rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias)$")
+
+LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def is_head(name: str) -> bool:
+    """Whether the tensor is the output projection onto the vocabulary."""
+    return bool(_HEAD.match(name))
+
+
+def is_embedding(name: str) -> bool:
+    """Whether the tensor is the table of token embeddings."""
+    return bool(_EMBEDDING.match(name))
+
+
+def is_optional(name: str) -> bool:
+    """Whether checkpoints of one architecture may differ in having the tensor."""
+    return is_head(name) or bool(_BUFFER.search(name))
+
+
+def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
+    """``tie_word_embeddings`` of a config or of its text part; None when it does not say."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping) and isinstance(part.get("tie_word_embeddings"), bool):
+            return bool(part["tie_word_embeddings"])
+    return None
+
+
+def find_tensor(checkpoint: Checkpoint, name: str) -> StoredTensor | None:
+    """The tensor of that name; for a head that is tied and not stored, the embedding it is tied to."""
+    tensor = checkpoint.tensors.get(name)
+    if tensor is not None or not is_head(name) or ties_embeddings(checkpoint.config) is False:
+        return tensor
+    embeddings = [candidate for candidate in checkpoint.tensors.values() if is_embedding(candidate.name)]
+    return embeddings[0] if len(embeddings) == 1 else None
+
+
+def vocabulary_size(config: Mapping[str, Any]) -> int | None:
+    """``vocab_size`` of a config or of its text part."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping) and type(part.get("vocab_size")) is int:
+            return int(part["vocab_size"])
+    return None
+
+
+def layer_count(config: Mapping[str, Any]) -> int | None:
+    """Number of layers that a config, or its text part, names."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping):
+            for key in LAYER_COUNT_KEYS:
+                if type(part.get(key)) is int:
+                    return int(part[key])
+    return None
+
+
+def main_stack(checkpoint: Checkpoint, where: str) -> str:
+    """The stack of layers that ``slices`` cuts.
+
+    Raises:
+        InvalidInput: The network has no layers, or several stacks of which none has the config's layer count alone.
+    """
+    depths = stacks(checkpoint.tensors)
+    named = layer_count(checkpoint.config)
+    candidates = list(depths) if len(depths) == 1 else [stack for stack in depths if depths[stack] == named]
+    if len(candidates) != 1:
+        raise InvalidInput(
+            where,
+            found=f"{checkpoint.directory.name} has layers in {', '.join(depths) or 'no stack'}",
+            expected="one stack of layers to cut",
+            remedy="use 'models'" if not depths else "use 'modules' to say which part is meant",
+        )
+    return candidates[0]
+
+
+def output_config(
+    donor: Mapping[str, Any], dtype: DType | None, layers: Sequence[tuple[Mapping[str, Any], int]] | None
+) -> dict[str, Any]:
+    """The donor's config with the result's dtype and, for a merge of slices, its layers.
+
+    Args:
+        donor: Config to start from.
+        dtype: Format of most of the output's weights.
+        layers: For every output layer the config and the layer it comes from; None when layers keep their place.
+    """
+    config: dict[str, Any] = copy.deepcopy(dict(donor))
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    if dtype is not None:
+        keys = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None]
+        for part, key in keys or [(config, "torch_dtype")]:
+            part[key] = dtype.torch_name
+    if layers is not None:
+        _set_layers(parts, layers)
+    return config
+
+
+def with_vocabulary(config: Mapping[str, Any], size: int, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` for ``size`` embedding rows and the special tokens of the config ``tokenizer``."""
+    changed: dict[str, Any] = copy.deepcopy(dict(config))
+    for part in (changed, changed.get("text_config")):
+        if isinstance(part, dict) and type(part.get("vocab_size")) is int:
+            part["vocab_size"] = size
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if key in tokenizer:
+            changed[key] = tokenizer[key]
+    return changed
+
+
+def _set_layers(parts: Sequence[dict[str, Any]], layers: Sequence[tuple[Mapping[str, Any], int]]) -> None:
+    for part in parts:
+        counted = [key for key in LAYER_COUNT_KEYS if type(part.get(key)) is int]
+        if not counted:
+            continue
+        before = part[counted[0]]
+        for key in counted:
+            part[key] = len(layers)
+        # Lists with one entry per layer (layer_types, no_rope_layers, ...) follow their layers.
+        for key, value in part.items():
+            if isinstance(value, list) and len(value) == before and "layer" in key:
+                part[key] = [_per_layer(config, key, layer, value[layer % before]) for config, layer in layers]
+
+
+def _per_layer(config: Mapping[str, Any], key: str, layer: int, fallback: Any) -> Any:
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping) and isinstance(part.get(key), list) and layer < len(part[key]):
+            return part[key][layer]
+    return fallback

@@ -1,0 +1,42 @@
+"""Checkpoints on disk as tables of tensors: headers, number formats, vocabularies and chat templates, no weight read.
+
+Everything here treats files as a stranger's: lengths are checked before they are believed, and no pickle is run.
+"""
+
+from merge_core.checkpoint.chat_template import FILE, chosen_template
+from merge_core.checkpoint.checkpoint import (
+    INDEX_NAME,
+    PICKLED_INDEX_NAME,
+    PICKLED_SINGLE_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    open_checkpoint,
+)
+from merge_core.checkpoint.dtypes import BY_CODE, EXPONENTS, DType, numbers, patterns, promote, recipe_dtype
+from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_into, render_header
+from merge_core.checkpoint.vocabulary import Vocabulary, read_vocabulary, vocabulary_differences
+
+__all__ = [
+    "BY_CODE",
+    "EXPONENTS",
+    "FILE",
+    "INDEX_NAME",
+    "PICKLED_INDEX_NAME",
+    "PICKLED_SINGLE_NAME",
+    "SINGLE_NAME",
+    "Checkpoint",
+    "DType",
+    "StoredTensor",
+    "Vocabulary",
+    "chosen_template",
+    "fetch_header",
+    "numbers",
+    "open_checkpoint",
+    "patterns",
+    "promote",
+    "read_into",
+    "read_vocabulary",
+    "recipe_dtype",
+    "render_header",
+    "vocabulary_differences",
+]

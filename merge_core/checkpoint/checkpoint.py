@@ -1,0 +1,195 @@
+"""A checkpoint on disk as a table of tensors: its config, and for every tensor the file, format, shape and offset.
+
+Only headers and JSON are read. Everything is treated as untrusted: an index cannot point outside the directory, and
+index and shards must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+from merge_core.checkpoint.chat_template import own_template
+from merge_core.checkpoint.pickled_file import read_pickled
+from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
+from merge_core.errors import InvalidInput
+from merge_core.parsing import read_json
+
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "vocab.*",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "chat_template.json",
+    "*processor_config.json",
+    "*.py",
+)
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
+PICKLED_SINGLE_NAME = "pytorch_model.bin"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model in Hugging Face layout.
+
+    Args:
+        directory: Where it lies.
+        config: Its ``config.json``.
+        tensors: Name → place of its bytes, in the order of the files and of the bytes in them.
+        companions: Names of the files that belong to a model beside config and weights: tokenizer, generation
+            config, chat template, processors, custom code.
+        chat_template: Its chat template.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    companions: tuple[str, ...] = ()
+    chat_template: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def architecture(self) -> str:
+        """First of the config's ``architectures``, else its ``model_type``, else an empty text."""
+        architectures = self.config.get("architectures")
+        if isinstance(architectures, list) and architectures:
+            return str(architectures[0])
+        return str(self.config.get("model_type", ""))
+
+
+Headers: TypeAlias = Mapping[Path, Sequence[StoredTensor]]
+
+
+def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkpoint:
+    """Read configs and headers of the checkpoint in ``directory``; no weights.
+
+    Args:
+        directory: Where it lies.
+        elsewhere: Headers of weight files that are not there yet (of a Hub repository, read from afar), by the path
+            that each file will have.
+
+    Raises:
+        InvalidInput: No config or weights, damaged or contradicting files, an index that leaves the directory.
+    """
+    if not directory.is_dir():
+        raise InvalidInput(str(directory), found="no such directory", expected="a checkpoint directory")
+    config = read_json(directory / "config.json")
+    known = elsewhere or {}
+    index_name, single_name = _names_of_weights(directory, known)
+    index, single = directory / index_name, directory / single_name
+    if index.exists():
+        tensors = _indexed(directory, index, known)
+        if single.exists() and any(tensor.file != single for tensor in tensors.values()):
+            raise InvalidInput(
+                str(directory),
+                found=f"both {single_name} and {index_name}, which does not name it",
+                expected="one of them: the other is left over from an earlier save",
+                remedy="delete the stale one",
+            )
+    elif single in known or single.exists():
+        tensors = {tensor.name: tensor for tensor in _header(single, known)}
+    else:
+        tensors = _unindexed(directory, known)
+    if not tensors:
+        raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
+    tensors = _without_tied_heads(tensors, config)
+    companions = {path for pattern in _COMPANIONS for path in directory.glob(pattern) if path.is_file()}
+    names = tuple(sorted(str(path.relative_to(directory)) for path in companions))
+    return Checkpoint(directory, config, tensors, names, own_template(directory))
+
+
+def _names_of_weights(directory: Path, elsewhere: Headers) -> tuple[str, str]:
+    """Names of index and single file: of safetensors where there are any, else of pickled weights."""
+    pickled = any(directory.glob("pytorch_model*.bin"))
+    if pickled and not elsewhere and not any(directory.glob("*.safetensors")):
+        return PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME
+    return INDEX_NAME, SINGLE_NAME
+
+
+def _header(path: Path, elsewhere: Headers) -> Sequence[StoredTensor]:
+    if path in elsewhere:
+        return elsewhere[path]
+    return read_pickled(path) if path.suffix == ".bin" else read_header(path)
+
+
+def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InvalidInput(str(index), found="no 'weight_map'", expected="tensor name → file name")
+    for name, file in weight_map.items():
+        path = PurePosixPath(file) if isinstance(file, str) else PurePosixPath("/")
+        if path.is_absolute() or ".." in path.parts or "\\" in str(file) or not path.parts:
+            raise InvalidInput(
+                f"{index}: {name}",
+                found=f"{file!r}",
+                expected="a file name inside the checkpoint",
+                remedy="do not use this checkpoint: its index reaches outside its directory",
+            )
+    tensors: dict[str, StoredTensor] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        for tensor in _header(directory / file, elsewhere):
+            named = weight_map.get(tensor.name, file)
+            if named != file:
+                continue  # The index says which of two copies counts.
+            if tensor.name in tensors:
+                raise _duplicate(tensor, tensors[tensor.name])
+            tensors[tensor.name] = tensor
+    lost = [name for name in weight_map if name not in tensors]
+    if lost:
+        raise InvalidInput(
+            f"{index}: {lost[0]}",
+            found=f"not in {weight_map[lost[0]]}" + (f", and {len(lost) - 1} more" if len(lost) > 1 else ""),
+            expected="every tensor of the index in the shard it names",
+            remedy="download the checkpoint again",
+        )
+    return tensors
+
+
+def _unindexed(directory: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
+    files = sorted({*directory.glob("*.safetensors"), *elsewhere}) or sorted(directory.glob("pytorch_model*.bin"))
+    if not files:
+        raise InvalidInput(str(directory), found="no weights", expected="*.safetensors, or pytorch_model*.bin")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for tensor in _header(file, elsewhere):
+            if tensor.name in tensors:
+                raise _duplicate(tensor, tensors[tensor.name])
+            tensors[tensor.name] = tensor
+    return tensors
+
+
+def _without_tied_heads(tensors: dict[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Without heads that are a second name for the bytes of another tensor, as pickled files of tied models have."""
+    if config.get("tie_word_embeddings") is False:
+        return tensors
+    heads = {name for name in tensors if name.endswith("lm_head.weight")}
+    others = {(tensor.file, tensor.offset) for name, tensor in tensors.items() if name not in heads and tensor.nbytes}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name not in heads or (tensor.file, tensor.offset) not in others
+    }
+
+
+def _duplicate(tensor: StoredTensor, other: StoredTensor) -> InvalidInput:
+    return InvalidInput(
+        f"{tensor.file}: {tensor.name}",
+        found=f"also in {other.file.name}",
+        expected="each tensor in one shard",
+        remedy="download the checkpoint again",
+    )

@@ -1,0 +1,208 @@
+"""Reading a safetensors file without trusting it: a strict header parser, and exact reads into given memory.
+
+The format: 8 bytes little-endian header length, a JSON header ``{name: {dtype, shape, data_offsets}}``, then the
+tensors' bytes without gaps (https://huggingface.co/docs/safetensors, "Format"). A header is untrusted input: offsets
+that overlap, leave the file, run backwards or disagree with the shape are refused before a byte of data is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from merge_core.checkpoint.dtypes import BY_CODE, DType
+from merge_core.errors import InvalidInput
+
+# The reference implementation refuses longer headers too; it bounds what a hostile file makes us allocate.
+MAX_HEADER_BYTES = 100_000_000
+_DAMAGED = "download or copy the file again; it is damaged or was not written by safetensors"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies.
+
+    Args:
+        name: Tensor name.
+        file: File that holds it.
+        dtype: Storage format.
+        shape: Sizes per dimension (empty for a scalar).
+        offset: First byte, counted from the start of the file.
+    """
+
+    name: str
+    file: Path
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.size
+
+
+def read_header(path: Path) -> tuple[StoredTensor, ...]:
+    """Tensors of the file at ``path`` in the order of their bytes; only the header is read.
+
+    Raises:
+        InvalidInput: The file is missing, truncated, or its header lies (see the module docstring).
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            fd = file.fileno()
+            return fetch_header(lambda start, count: os.pread(fd, count, start), os.fstat(fd).st_size, path)
+    except FileNotFoundError:
+        raise InvalidInput(str(path), found="no such file", expected="a safetensors file") from None
+    except OSError as error:
+        raise InvalidInput(
+            str(path), found=f"cannot be read: {error.strerror}", remedy="check disk and rights"
+        ) from None
+
+
+def fetch_header(read: Callable[[int, int], bytes], size: int, path: Path) -> tuple[StoredTensor, ...]:
+    """Tensors of a file of ``size`` bytes that may lie anywhere: ``read(start, count)`` is asked for its header only.
+
+    Raises:
+        InvalidInput: See :func:`read_header`.
+    """
+    if size < 8:
+        raise InvalidInput(str(path), found=f"{size} bytes", expected="a safetensors file", remedy=_DAMAGED)
+    length = int.from_bytes(read(0, 8), "little")
+    if length > MAX_HEADER_BYTES or length > size - 8:
+        raise InvalidInput(
+            str(path),
+            found=f"a header of {length} bytes in a file of {size}",
+            expected=f"a header inside the file, at most {MAX_HEADER_BYTES} bytes",
+            remedy=_DAMAGED,
+        )
+    return parse_header(read(8, length), file_size=size, path=path)
+
+
+def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTensor, ...]:
+    """Tensors described by the JSON header ``text`` of a file of ``file_size`` bytes, in the order of their bytes.
+
+    Raises:
+        InvalidInput: Not JSON, duplicate names, unknown formats, or offsets that do not tile the data exactly.
+    """
+    data_start = 8 + len(text)
+    tensors: list[StoredTensor] = []
+    for name, entry in _json_object(text, path).items():
+        if name == "__metadata__":
+            if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
+                raise InvalidInput(f"{path}: __metadata__", found=f"{entry!r:.80}", expected="text keys and values")
+            continue
+        dtype, shape, start, stop = _entry(entry, f"{path}: {name}")
+        tensor = StoredTensor(name, path, dtype, shape, data_start + start)
+        if stop - start != tensor.nbytes:
+            raise InvalidInput(
+                f"{path}: {name}",
+                found=f"{stop - start} bytes for shape {list(shape)} of {dtype.code}",
+                expected=f"{tensor.nbytes} bytes",
+                remedy=_DAMAGED,
+            )
+        tensors.append(tensor)
+    # Empty tensors share their offset with the next one, so they must sort before it.
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    end = data_start
+    for tensor in tensors:
+        if tensor.offset != end:
+            kind = "overlaps the tensor before it" if tensor.offset < end else "leaves a gap before it"
+            raise InvalidInput(f"{path}: {tensor.name}", found=kind, expected="tensors side by side", remedy=_DAMAGED)
+        end += tensor.nbytes
+    if end != file_size:
+        kind = "truncated" if end > file_size else "longer than its header says"
+        raise InvalidInput(str(path), found=f"{kind}: {file_size} bytes", expected=f"{end} bytes", remedy=_DAMAGED)
+    return tuple(tensors)
+
+
+def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill ``buffer`` with the bytes from ``offset`` of the open file ``fd``; safe from several threads at once.
+
+    Raises:
+        InvalidInput: The file ends early (it changed since its header was read) or the disk reports an error.
+    """
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise InvalidInput(
+                str(path), found=f"cannot be read at byte {offset + done}: {error.strerror}", remedy="check the disk"
+            ) from None
+        if count == 0:
+            raise InvalidInput(
+                str(path),
+                found=f"ends at byte {offset + done}",
+                expected=f"at least {offset + len(buffer)} bytes",
+                remedy=_DAMAGED,
+            )
+        done += count
+
+
+def render_header(tensors: list[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """Header bytes (length prefix included) for ``(name, dtype code, shape, nbytes)`` laid out in the given order.
+
+    Padded with spaces so that the data starts at a multiple of 8, as the specification recommends.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, code, shape, nbytes in tensors:
+        entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, start + nbytes]}
+        start += nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _json_object(text: bytes, path: Path) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise InvalidInput(f"{path}: {key}", found="named twice in the header", remedy=_DAMAGED)
+            result[key] = value
+        return result
+
+    try:
+        header = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError):
+        raise InvalidInput(str(path), found="a header that is not JSON", remedy=_DAMAGED) from None
+    if not isinstance(header, dict):
+        raise InvalidInput(str(path), found="a header that is not a JSON object", remedy=_DAMAGED)
+    return header
+
+
+def _entry(entry: Any, where: str) -> tuple[DType, tuple[int, ...], int, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise InvalidInput(where, found=f"{entry!r:.80}", expected="dtype, shape and data_offsets", remedy=_DAMAGED)
+    dtype = BY_CODE.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise InvalidInput(where, found=f"dtype {entry['dtype']!r:.40}", expected=f"one of {', '.join(BY_CODE)}")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise InvalidInput(
+            where,
+            found=f"shape {shape!r:.60}, data_offsets {offsets!r:.60}",
+            expected="whole numbers from 0, offsets ascending",
+            remedy=_DAMAGED,
+        )
+    return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def _naturals(value: Any) -> bool:
+    # 2**63 bounds both what a file can hold and the arithmetic that follows; bool is an int in Python, not in JSON.
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)

@@ -1,0 +1,86 @@
+"""The token → id mapping of a checkpoint, read from its tokenizer files without any tokenizer library.
+
+Merging embeddings row by row is right only when row 17 means the same token in every model. Nothing in the weights
+says so, and nothing fails when it does not: the result just talks nonsense.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from merge_core.errors import InvalidInput
+from merge_core.parsing import read_json
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens and their ids; added tokens (special ones, chat markers) included.
+
+    Args:
+        ids: Token → id; empty when only ``digest`` is known.
+        digest: sha256 of a binary tokenizer file (SentencePiece) when there is no readable mapping.
+    """
+
+    ids: Mapping[str, int]
+    digest: str = ""
+
+
+def read_vocabulary(directory: Path) -> Vocabulary | None:
+    """Vocabulary of the checkpoint in ``directory``; None when it has no tokenizer files.
+
+    Raises:
+        InvalidInput: A tokenizer file that is not what its name says.
+    """
+    if (directory / "tokenizer.json").is_file():
+        return Vocabulary(_from_tokenizer_json(directory / "tokenizer.json"))
+    if (directory / "vocab.json").is_file():
+        ids = read_json(directory / "vocab.json")
+        added = read_json(directory / "added_tokens.json") if (directory / "added_tokens.json").is_file() else {}
+        return Vocabulary({**ids, **added})
+    for name in ("tokenizer.model", "spiece.model", "vocab.txt"):
+        if (directory / name).is_file():
+            return Vocabulary({}, hashlib.sha256((directory / name).read_bytes()).hexdigest())
+    return None
+
+
+def vocabulary_differences(one: Vocabulary, other: Vocabulary) -> tuple[list[str], list[str], list[str]]:
+    """Tokens with another id, tokens only in ``one``, tokens only in ``other``.
+
+    A token that only one side has, at an id where the other side has a different token, counts as "another id": that
+    row means two things.
+    """
+    if one.digest or other.digest:
+        return (["(binary tokenizer file)"] if one != other else []), [], []
+    names_one = {number: token for token, number in one.ids.items()}
+    names_other = {number: token for token, number in other.ids.items()}
+    moved = [token for token, number in one.ids.items() if token in other.ids and other.ids[token] != number]
+    clashing = [
+        token
+        for number, token in names_one.items()
+        if number in names_other and names_other[number] != token and token not in moved and token not in other.ids
+    ]
+    only_one = [token for token in one.ids if token not in other.ids and token not in set(clashing)]
+    only_other = [token for token, n in other.ids.items() if token not in one.ids and n not in names_one]
+    return moved + clashing, only_one, only_other
+
+
+def _from_tokenizer_json(path: Path) -> dict[str, int]:
+    content = read_json(path)
+    model = content.get("model")
+    vocab: Any = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        ids = dict(vocab)
+    elif isinstance(vocab, list):  # Unigram: [token, score] in the order of the ids.
+        ids = {item[0]: number for number, item in enumerate(vocab) if isinstance(item, list) and item}
+    else:
+        raise InvalidInput(f"{path}: model.vocab", found=f"{vocab!r:.40}", expected="a vocabulary")
+    for token in content.get("added_tokens") or []:
+        if isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int:
+            ids[token["content"]] = token["id"]
+    if not all(type(number) is int for number in ids.values()):
+        raise InvalidInput(f"{path}: model.vocab", found="ids that are not whole numbers", expected="token → id")
+    return ids

@@ -1,0 +1,20 @@
+"""Carrying out a plan: read, fold, map, write, many tensors at a time, resumable and by several processes at once."""
+
+from merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
+from merge_core.engine.devices import has_cuda_driver
+from merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
+from merge_core.engine.settings import EngineSettings, cores
+from merge_core.engine.writer import WAITING_BYTES
+
+__all__ = [
+    "WAITING_BYTES",
+    "BufferPool",
+    "EngineSettings",
+    "JobInputs",
+    "MergeRecord",
+    "cores",
+    "has_cuda_driver",
+    "merge_weights",
+    "read_ahead",
+    "start_or_resume",
+]

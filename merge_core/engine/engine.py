@@ -1,0 +1,169 @@
+"""Carrying out a plan: its steps and then itself, into a directory that is complete when ``config.json`` is there.
+
+Several processes, also on several machines that share the file system, may carry out the same plan into the same
+directory at once: they divide its shards (see :mod:`.journal`), and all of them return when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from merge_core.engine import journal
+from merge_core.engine.coordination import one_at_a_time, participating
+from merge_core.engine.devices import SingleThreadedTorch, choose_devices
+from merge_core.engine.execution import execute
+from merge_core.engine.health import judge_health
+from merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
+from merge_core.engine.settings import EngineSettings
+from merge_core.engine.writer import name_shards, refusing_disk_errors
+from merge_core.errors import Finding, InvalidInput, worst_first
+from merge_core.plan import MergePlan, step_of
+
+
+@dataclass(frozen=True)
+class MergeRecord:
+    """What a merge did.
+
+    Args:
+        method: Name of the merge method.
+        tensors: Number of output tensors.
+        parameters: Number of output elements.
+        bytes_read: Bytes of all inputs.
+        bytes_written: Bytes of all output shards.
+        files: Name → sha256 of every file in the output directory.
+        seconds: Wall-clock time.
+        device: Where it was computed.
+        bytes_resumed: Output bytes that an interrupted merge, or another participant, had already written.
+        findings: What is wrong with the output, worst first.
+        note: Why it was not computed where ``auto`` would rather have done it; else empty.
+    """
+
+    method: str
+    tensors: int
+    parameters: int
+    bytes_read: int
+    bytes_written: int
+    files: Mapping[str, str]
+    seconds: float
+    device: str
+    bytes_resumed: int = 0
+    findings: tuple[Finding, ...] = ()
+    note: str = ""
+
+
+def merge_weights(
+    plan: MergePlan,
+    out: Path,
+    *,
+    seed: int = 0,
+    device: str = "auto",
+    on_progress: Callable[[int, int], None] | None = None,
+    settings: EngineSettings | None = None,
+) -> MergeRecord:
+    """Carry out ``plan`` into the directory ``out``, alone or together with others that do the same.
+
+    Args:
+        plan: From :func:`merge_core.plan.plan_merge`.
+        out: New or empty directory, or one with an unfinished merge. ``config.json`` appears in it last: without it
+            the merge did not finish.
+        seed: Of the random masks.
+        device: ``cpu``; ``cuda``: every GPU; ``cuda:1``; or ``auto``: GPUs if there are any.
+        on_progress: Called in this thread with output bytes done and in all, a few times a second and at the end.
+        settings: How to run; has no influence on the result.
+
+    Raises:
+        InvalidInput: An input file is not what its header said; integer tensors differ; ``out`` is not empty.
+        Refused: The disk is full or fails.
+    """
+    began = time.monotonic()
+    devices, settings = choose_devices(device), settings or EngineSettings()
+    parts = (*plan.steps, plan)
+    total = sum(part.bytes_written for part in parts)
+    done = found = 0
+    findings: list[Finding] = list(plan.findings)
+    digests: dict[str, str] = {}
+
+    def check() -> None:
+        check_directory(out, resuming=journal.exists(out), expected=file_names(plan))
+
+    def prepare() -> None:
+        with refusing_disk_errors(out):
+            (out / CONFIG).unlink(missing_ok=True)  # Until the merge is finished again.
+
+    def tidy() -> None:
+        shutil.rmtree(out / STEPS, ignore_errors=True)
+        journal.forget(out)
+
+    def report(written: int) -> None:
+        if on_progress is not None:
+            on_progress(done + written, total)
+
+    with refusing_disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    with SingleThreadedTorch() as torch, participating(out, check=check, prepare=prepare, tidy=tidy):
+        for part in parts:
+            place = out if part is plan else out / STEPS / str(part.recipe.name)
+            with refusing_disk_errors(place):
+                place.mkdir(parents=True, exist_ok=True)
+            with _open_inputs(part, out / STEPS) as files:
+                outcome = execute(
+                    part,
+                    place,
+                    seed=seed,
+                    devices=devices,
+                    settings=settings,
+                    files=files,
+                    torch=torch,
+                    on_progress=report,
+                )
+            with one_at_a_time(out):
+                name_shards(place, part.shards)
+                digests = dict(outcome.digests)
+                if part is plan:
+                    digests.update(write_companions(part, place))
+            findings += judge_health(outcome.health, scaled=part.method.name == "passthrough")
+            found += outcome.found
+            done += part.bytes_written
+    return MergeRecord(
+        method=plan.method.name,
+        tensors=len(plan.jobs),
+        parameters=plan.parameters,
+        bytes_read=sum(part.bytes_read for part in parts),
+        bytes_written=total,
+        files=dict(sorted(digests.items())),
+        seconds=time.monotonic() - began,
+        device=str(devices),
+        bytes_resumed=found,
+        findings=worst_first(findings),
+        note=devices.note,
+    )
+
+
+def start_or_resume(out: Path) -> None:
+    """Leave in ``out`` only what a merge can go on from: with no journal, what lies there belongs to nothing."""
+    if not journal.exists(out):
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+
+
+@contextmanager
+def _open_inputs(plan: MergePlan, steps: Path) -> Iterator[dict[Path, int]]:
+    files: dict[Path, int] = {}
+    try:
+        for path in dict.fromkeys(item.tensor.file for job in plan.jobs for item in job.inputs):
+            try:
+                step = step_of(path)
+                real = steps / step / path.name if step else path
+                files[path] = os.open(real, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
+        yield files
+    finally:
+        for fd in files.values():
+            os.close(fd)

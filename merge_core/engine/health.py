@@ -1,0 +1,98 @@
+"""Judging the output while it is written: numbers that no healthy network has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from merge_core.errors import Finding
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# A root mean square this many times above all parents', or below, is not what merging relatives gives.
+_FAR = 4.0
+# Of tensors above the first size, a run of so many elements out of every period is looked at: enough for a norm.
+_WHOLE, _PERIOD, _RUN = 1 << 18, 16384, 256
+
+
+@dataclass(frozen=True)
+class TensorHealth:
+    """What was seen of one output tensor.
+
+    Args:
+        name: Tensor name.
+        broken: Number of NaN and infinite elements.
+        zero: Whether every element is zero.
+        size: Root mean square of its elements, from a sample where it is large.
+        parents: The same of each input.
+    """
+
+    name: str
+    broken: int
+    zero: bool
+    size: float = 0.0
+    parents: tuple[float, ...] = ()
+
+    def entry(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "tensor": self.name,
+            "broken": self.broken,
+            "zero": self.zero,
+            "size": self.size,
+            "parents": list(self.parents),
+        }
+
+    @staticmethod
+    def from_entry(entry: Mapping[str, Any]) -> TensorHealth:
+        """From :meth:`entry`."""
+        return TensorHealth(entry["tensor"], entry["broken"], entry["zero"], entry["size"], tuple(entry["parents"]))
+
+
+def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
+    """The elements that are looked at of ``values``, which begin at index ``start`` of a tensor of ``numel``."""
+    if numel <= _WHOLE:
+        return values
+    rest = values[-start % _PERIOD :]
+    return rest[: len(rest) // _PERIOD * _PERIOD].reshape(-1, _PERIOD)[:, :_RUN]
+
+
+def judge_health(tensors: Sequence[TensorHealth], *, scaled: bool = False) -> tuple[Finding, ...]:
+    """Findings about the tensors of a finished merge; NaN and Inf block, and zeros out of parents that have none.
+
+    Args:
+        tensors: What was seen.
+        scaled: Whether the recipe itself may scale a tensor to zero.
+    """
+    return tuple(finding for tensor in tensors for finding in _judge(tensor, scaled))
+
+
+def _judge(tensor: TensorHealth, scaled: bool) -> Iterator[Finding]:
+    if tensor.broken:
+        yield Finding(
+            "block",
+            tensor.name,
+            found=f"{tensor.broken} elements are NaN or infinite",
+            expected="finite numbers",
+            remedy="check the parents for NaN, and the range of the output dtype",
+        )
+        return
+    low, high = min(tensor.parents, default=0.0), max(tensor.parents, default=0.0)
+    if tensor.zero and (high > 0 or not tensor.parents):
+        yield Finding(
+            "block" if low > 0 and not scaled else "warn",
+            tensor.name,
+            found="every element is zero",
+            expected="weights" if low > 0 else "weights, as in some of its parents",
+            remedy="compare with the parents, and check weights and densities",
+        )
+    elif not tensor.zero and (tensor.size > _FAR * high or tensor.size * _FAR < low):
+        yield Finding(
+            "warn",
+            tensor.name,
+            found=f"its elements are {tensor.size:.2g} large (root mean square)",
+            expected=f"about as large as in its parents: {low:.2g}" + (f" to {high:.2g}" if high > low else ""),
+            remedy="check weights, scales and lambda",
+        )

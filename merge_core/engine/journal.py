@@ -1,0 +1,160 @@
+"""What a merge has finished of a shard, line by line; and, by its lock, who works on it.
+
+Every output shard has a journal file beside it. Who holds its lock (``flock``) works on it: so several processes, also
+on several machines that share the file system, divide a merge between them. The lock of a killed one is free at
+once, and whoever takes it goes on where the journal ends.
+
+A line is appended when all blocks of a tensor have been written, and when the shard is complete, flushed to the disk
+and hashed. After ``kill -9`` everything that was written is still there, so both kinds count. After a crash of the
+machine, or on another one, only what was flushed is certain: the journal remembers the boot it was written in, and in
+another boot only a complete shard counts.
+
+The first line identifies the merge: recipe, seed, inputs (path, size, time of change), device and layout. A journal of
+another merge is not continued; its shard starts from the beginning.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from merge_core.engine.coordination import NAME, try_lock
+from merge_core.engine.health import TensorHealth
+from merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
+from merge_core.plan import MergePlan, Shard
+
+# To be raised whenever the engine would write other bytes for the same plan.
+ENGINE = 2
+_SUFFIX = f".journal{PARTIAL}"
+
+
+class ShardJournal:
+    """The journal of one shard, claimed by this participant.
+
+    Args:
+        shard: Which shard.
+        tensors: What was seen of the tensors that are written already, by name.
+        digest: sha256 of the shard if it is complete.
+    """
+
+    def __init__(self, path: Path, fd: int, shard: Shard, entries: Sequence[Mapping[str, Any]]) -> None:
+        self.shard = shard
+        self.tensors = {e["tensor"]: TensorHealth.from_entry(e) for e in entries if "tensor" in e}
+        self.digest: str | None = next((e["sha256"] for e in entries if "sha256" in e), None)
+        self._path, self._fd, self._lock = path, fd, Lock()
+        self._missing = len(shard.tensors) - len(self.tensors)
+        self._hashed: str | None = None
+        if self.digest is not None:
+            self.close()
+
+    def tensor(self, health: TensorHealth) -> None:
+        """All bytes of a tensor have been written."""
+        with self._lock:
+            self._append(health.entry())
+            self.tensors[health.name] = health
+            self._missing -= 1
+            self._finish()
+
+    def hashed(self, digest: str) -> None:
+        """The shard is on the disk, and this is its sha256. With the last tensor's line it is complete, and free."""
+        with self._lock:
+            self._hashed = digest
+            self._finish()
+
+    def close(self) -> None:
+        """Give the shard to whoever wants it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _finish(self) -> None:
+        if self._hashed is not None and self._missing == 0:
+            self._append({"sha256": self._hashed})
+            self.digest = self._hashed
+            self.close()
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        with refusing_disk_errors(self._path):
+            os.write(self._fd, json.dumps(entry).encode() + b"\n")
+
+
+def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
+    """The journal of ``shard`` in ``out``, for this participant alone; None while another one has it.
+
+    It is continued when it is of this merge and can be believed, else begun anew. When it says that the shard is
+    complete, the claim is given back at once.
+    """
+    path = out / f"{shard.name}{_SUFFIX}"
+    with refusing_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            if not try_lock(fd):
+                os.close(fd)
+                return None
+            entries = _believed(fd, out, shard, identity)
+            return ShardJournal(path, fd, shard, entries)
+        except BaseException:
+            os.close(fd)
+            raise
+
+
+def exists(out: Path) -> bool:
+    """Whether ``out`` holds an unfinished merge."""
+    return (out / NAME).is_file()
+
+
+def forget(out: Path) -> None:
+    """Remove the journals of a finished merge."""
+    for path in out.glob(f"**/*{_SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def identity_of(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
+    """A digest of everything that decides the bytes of a merge.
+
+    Args:
+        plan: What is merged.
+        files: Open file descriptor of every input file.
+        way: Seed, device and kind of kernels.
+    """
+    inputs = {}
+    for path, fd in files.items():
+        status = os.fstat(fd)
+        inputs[str(path)] = [status.st_size, status.st_mtime_ns]
+    content = {
+        "engine": ENGINE,
+        "recipe": plan.recipe.canonical(),
+        "inputs": inputs,
+        "way": way,
+        "headers": [hashlib.sha256(shard.header).hexdigest() for shard in plan.shards],
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _believed(fd: int, out: Path, shard: Shard, identity: str) -> list[dict[str, Any]]:
+    """Entries that still hold; the file is cut after them, or begun anew when there are none."""
+    lines = os.pread(fd, os.fstat(fd).st_size, 0).splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    entries = [json.loads(line) for line in whole]
+    there = final_or_partial(out, shard)
+    same_boot = bool(entries) and entries[0].get("boot") == _boot()
+    complete = any("sha256" in entry for entry in entries)
+    if entries and entries[0].get("merge") == identity and there is not None and (same_boot or complete):
+        os.ftruncate(fd, sum(map(len, whole)))
+        return entries[1:]
+    os.ftruncate(fd, 0)
+    os.write(fd, json.dumps({"merge": identity, "boot": _boot()}).encode() + b"\n")
+    return []
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"

@@ -1,0 +1,109 @@
+"""Everything of a result beside its weights: index, tokenizer and code files from the donor, and config.json last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from merge_core.checkpoint import FILE
+from merge_core.engine.writer import PARTIAL, refusing_disk_errors
+from merge_core.errors import InvalidInput
+from merge_core.plan import MergePlan, index_text
+from merge_core.store import fsync
+
+CONFIG = "config.json"
+
+# Results of a recipe's steps, until the last one is done.
+STEPS = f"steps{PARTIAL}"
+
+
+def check_directory(out: Path, *, resuming: bool, expected: Collection[str] = ()) -> None:
+    """Accept ``out`` when it is empty or holds nothing but the remains of an unfinished merge.
+
+    Args:
+        out: Output directory, exists.
+        resuming: Whether a journal lies in it; then the files named in ``expected`` may lie there as well.
+        expected: Names of the files that the merge writes.
+
+    Raises:
+        InvalidInput: Something else is there. Stale files beside new ones make checkpoints that load wrongly.
+    """
+    with refusing_disk_errors(out):
+        ours = {Path(name).parts[0] for name in expected} if resuming else set()
+        foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path) and path.name not in ours)
+        if foreign:
+            raise InvalidInput(
+                str(out),
+                found=f"not empty: {foreign[0]}",
+                expected="a new or empty directory",
+                remedy="choose another one",
+            )
+
+
+def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:
+    """Index and donor files, then ``config.json``; returns file name → sha256."""
+    contents: dict[str, bytes] = {}
+    index = index_text(plan.shards)
+    if index is not None:
+        contents[index[0]] = index[1].encode()
+    for name in plan.donor.companions:
+        if plan.tokenizer is plan.donor or not _is_about_tokens(name):
+            contents[name] = (plan.donor.directory / name).read_bytes()
+    for name in plan.tokenizer.companions:
+        if plan.tokenizer is not plan.donor and _is_about_tokens(name):
+            contents[name] = (plan.tokenizer.directory / name).read_bytes()
+    if plan.chat_template is not None:
+        _set_chat_template(contents, plan.chat_template)
+    contents[CONFIG] = (json.dumps(dict(plan.config), indent=2, ensure_ascii=False) + "\n").encode()
+    for name, content in contents.items():  # The config is the last one.
+        _write(out / name, content)
+    with refusing_disk_errors(out):
+        fsync(out)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def _is_about_tokens(name: str) -> bool:
+    """Whether a file goes with the tokenizer (also token ids in the generation config) rather than with the network."""
+    return not (name.endswith("processor_config.json") or name.endswith(".py"))
+
+
+def _set_chat_template(contents: dict[str, bytes], template: str) -> None:
+    """Put the template everywhere a reader may look, so that no stale one is found."""
+    contents.pop("chat_template.json", None)
+    contents[FILE] = template.encode()
+    try:
+        config = json.loads(contents["tokenizer_config.json"])
+    except (KeyError, ValueError):
+        return
+    config["chat_template"] = template
+    contents["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def file_names(plan: MergePlan) -> set[str]:
+    """Names of all files that a merge writes."""
+    index = index_text(plan.shards)
+    return {
+        *(shard.name for shard in plan.shards),
+        *plan.donor.companions,
+        *([index[0]] if index else []),
+        CONFIG,
+        FILE,
+    }
+
+
+def _write(path: Path, content: bytes) -> None:
+    with refusing_disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + PARTIAL)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name.endswith(PARTIAL)

@@ -1,0 +1,34 @@
+"""How to run a merge, without influence on its result."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How to run, without influence on the result.
+
+    Args:
+        threads: Worker threads; None: two more than there are cores, so that some can wait for the disk.
+        block_elements: Elements per block.
+        tile_elements: Elements that an unfused CPU computation handles at once, so that they stay in the cache.
+        kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU when there is enough to do.
+    """
+
+    threads: int | None = None
+    block_elements: int = 1 << 20
+    tile_elements: int = 1 << 15
+    kernels: Literal["auto", "fused", "torch"] = "auto"
+
+    @property
+    def workers(self) -> int:
+        """Number of worker threads."""
+        return self.threads or cores() + 2
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

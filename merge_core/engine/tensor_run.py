@@ -1,0 +1,241 @@
+"""One tensor on its way: which pass it is in, and what its blocks have given so far."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.checkpoint import EXPONENTS, numbers, patterns
+from merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
+from merge_core.engine.devices import SingleThreadedTorch, device_type
+from merge_core.engine.health import TensorHealth, sampled
+from merge_core.engine.settings import EngineSettings
+from merge_core.methods import GRAIN, Fold, Map, Method, Steps, StoredBlock, TensorTask, combine, mask_key
+from merge_core.plan import TensorJob
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from merge_core.engine.blocks import Bytes
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What all tensors of a merge have in common.
+
+    Args:
+        method: How they are merged.
+        step: Name of the recipe's step, if it has one.
+        seed: Of the random masks.
+        fused: Whether kernels are fused.
+        settings: How to run.
+        files: Open file descriptor of every input file.
+        torch: To be used before a block is computed with it.
+        pool: Where memory comes from.
+        submit: Has work on a tensor done by one of the threads, on its device.
+        write: (tensor name, first byte, bytes, release): writes to the output, see :meth:`.writer.ShardFiles.write`.
+        finished: Called with what was seen when all is written.
+    """
+
+    method: Method
+    step: str | None
+    seed: int
+    fused: bool
+    settings: EngineSettings
+    files: Mapping[Path, int]
+    torch: SingleThreadedTorch
+    pool: BufferPool
+    submit: Callable[[TensorRun, Callable[[], None]], None]
+    write: Callable[[str, int, memoryview, Callable[[], None] | None], None]
+    finished: Callable[[TensorRun, TensorHealth], None]
+
+
+@dataclass(eq=False)
+class TensorRun:
+    """One output tensor while it is computed; its blocks come from several threads.
+
+    Args:
+        around: What it shares with the others.
+        job: Which tensor.
+        device: Where it is computed.
+        order: Of its work among that of others.
+    """
+
+    around: RunContext
+    job: TensorJob
+    device: str
+    order: int
+    step: Fold | Map | None = None
+    parts: list[Any] = field(default_factory=list)
+    left: int = 0
+    broken: int = 0
+    nonzero: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> None:
+        """Lay out the blocks and start the first pass."""
+        job, around = self.job, self.around
+        grain = around.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
+        block = max(1, around.settings.block_elements // grain) * grain
+        self.inputs = JobInputs(job, around.files, block=block, grain=grain, pool=around.pool)
+        self.squares = np.zeros(1 + len(job.inputs))
+        self.looked_at = 0
+        if self.inputs.count == 0:
+            self._finish()
+            return
+        self.steps = self._steps()
+        self._advance(None)
+
+    def _steps(self) -> Steps:
+        job, around = self.job, self.around
+        if job.mode != "merge":
+            return _copied()
+        # Steps of one recipe have tensors of the same names; their masks must not be the same.
+        stream = f"{around.step}: {job.output.name}" if around.step else job.output.name
+        return around.method.steps(
+            TensorTask(
+                name=job.output.name,
+                shape=job.output.shape,
+                dtype="float64" if self._wide else "float32",
+                has_base=job.has_base,
+                shared=job.shared,
+                per_input=job.per_input,
+                seeds=tuple(mask_key(around.seed, stream, index) for index in range(len(job.inputs))),
+            )
+        )
+
+    def _advance(self, result: Any) -> None:
+        """Give the last pass's result to the method and start the pass that it wants next."""
+        try:
+            self.step = self.steps.send(result)
+        except StopIteration as stop:
+            self.step = stop.value
+        self.parts = [None] * (1 if isinstance(self.step, Fold) and self.step.eager else self.inputs.count)
+        self.left = self.inputs.count
+        for number in range(self.inputs.count):
+            self.around.submit(self, lambda number=number: self._block(number))  # type: ignore[misc]  # binds the loop
+
+    def _block(self, number: int) -> None:
+        with self.inputs.load(number) as block:
+            if isinstance(self.step, Fold):
+                self._keep(self.step, number, self._fold(self.step, block))
+            elif self.job.mode == "equal":
+                block.require_equal()
+                self._write(block.start, block.rows[0], 0, nonzero=True, release=None)
+            else:
+                assert self.step is not None
+                self._map(self.step, block)
+        with self.lock:
+            self.left -= 1
+            last = self.left == 0
+        if not last:
+            return
+        if isinstance(self.step, Fold):
+            self._advance(self.step.combine([part for parts in self.parts for part in parts]))
+        else:
+            self._finish()
+
+    def _keep(self, step: Fold, number: int, parts: list[Any]) -> None:
+        if not step.eager:
+            self.parts[number] = parts
+            return
+        part = step.combine(parts)
+        with self.lock:
+            self.parts = [[part if self.parts[0] is None else step.combine([self.parts[0][0], part])]]
+
+    def _fold(self, step: Fold, block: LoadedBlock) -> list[Any]:
+        if step.fused is not None and self._fused:
+            return [step.fused(block.stored())]
+        # Copied: the few numbers that are kept would otherwise pin torch's memory between its large temporaries, which
+        # then cannot be used again.
+        return [step.of(tile).cpu().numpy().copy() for tile in self._tiles(block)]
+
+    def _map(self, step: Map, block: LoadedBlock) -> None:
+        size = block.length * self.job.output.dtype.size
+        buffer = self.around.pool.take(size)
+        merged = buffer[:size]
+        if step.fused is not None and self._fused:
+            broken, nonzero = self._map_fused(step.fused, block, merged)
+        else:
+            broken, nonzero = self._map_torch(step, block, merged)
+        self._look(block, merged)
+        self._write(block.start, merged, broken, nonzero, release=lambda: self.around.pool.give(buffer))
+
+    def _map_fused(
+        self, fused: Callable[[StoredBlock, Any], None], block: LoadedBlock, merged: Bytes
+    ) -> tuple[int, bool]:
+        """Fill ``merged``; number of NaN and infinite elements, and whether any element is not zero."""
+        from merge_core.methods import kernels
+
+        code = self.job.output.dtype.code
+        if code in ("BF16", "F32"):
+            fused(block.stored(), merged.view(np.uint16 if code == "BF16" else np.float32))
+        else:
+            wide = np.empty(block.length, np.float32)
+            fused(block.stored(), wide)
+            with np.errstate(over="ignore"):  # What becomes infinite is counted.
+                merged.view(np.float16 if code == "F16" else np.float64)[:] = wide
+        broken, nonzero = kernels.inspect(merged.view(EXPONENTS[code].dtype), int(EXPONENTS[code]))
+        return int(broken), bool(nonzero)
+
+    def _map_torch(self, step: Map, block: LoadedBlock, merged: Bytes) -> tuple[int, bool]:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.job.output.dtype.torch_name)
+        result = torch.cat([step.of(tile).to(dtype) for tile in self._tiles(block)])
+        broken, nonzero = int((~torch.isfinite(result)).sum()), bool(result.any())
+        # Pinned on a GPU: copies to other memory would wait for those of other threads.
+        torch.from_numpy(merged).view(dtype).copy_(result, non_blocking=True)
+        if device_type(self.device) == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return broken, nonzero
+
+    def _look(self, block: LoadedBlock, merged: Bytes) -> None:
+        """Add to the sums of squares of the result and of its inputs."""
+        numel = self.job.output.numel
+        stored = [(merged, self.job.output.dtype), *zip(block.rows, block.dtypes, strict=True)]
+        samples = [numbers(sampled(patterns(row, dtype), block.start, numel), dtype) for row, dtype in stored]
+        squares = [float(np.square(sample, dtype=np.float64).sum()) for sample in samples]
+        with self.lock:
+            self.squares += squares
+            self.looked_at += samples[0].size
+
+    def _tiles(self, block: LoadedBlock) -> Iterator[Any]:
+        self.around.torch.use()
+        import torch
+
+        size = self.around.settings.tile_elements if self.device == "cpu" else block.length
+        return block.tiles(size, self.device, torch.float64 if self._wide else torch.float32)
+
+    @property
+    def _wide(self) -> bool:
+        return any(item.tensor.dtype.code == "F64" for item in self.job.inputs)
+
+    @property
+    def _fused(self) -> bool:
+        return self.around.fused and not self._wide
+
+    def _write(self, start: int, data: Any, broken: int, nonzero: bool, release: Callable[[], None] | None) -> None:
+        self.around.write(self.job.output.name, start * self.job.output.dtype.size, memoryview(data), release)
+        with self.lock:
+            self.broken += broken
+            self.nonzero |= nonzero
+
+    def _finish(self) -> None:
+        zero = not self.nonzero and self.inputs.count > 0
+        size, *parents = np.sqrt(self.squares / max(self.looked_at, 1)).tolist()
+        known = self.looked_at > 0
+        health = TensorHealth(
+            self.job.output.name, self.broken, zero, size if known else 0.0, tuple(parents) if known else ()
+        )
+        self.around.finished(self, health)
+
+
+def _copied() -> Steps:
+    return combine([1.0])
+    yield  # A generator without a fold.

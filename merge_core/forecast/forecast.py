@@ -1,0 +1,229 @@
+"""What a planned merge will need, before it starts: bytes, memory, disk and time.
+
+Pure: a plan and rates in, numbers out::
+
+    needs = needs_of(plan, Settings(), cores=8, device="cpu")
+    time = duration(needs, measure(files, out, cores=8))
+
+Time is a range, because how much of reading, computing and writing overlaps is not known before. At least: all of it,
+so the slowest of them counts, and what is read again comes from memory. At most: none of it, their sum, and what is
+read again comes from the disk when the tensor is a large one. Both assume a cold cache, and a result that must reach
+the disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from merge_core.engine import WAITING_BYTES
+from merge_core.forecast.method_costs import COPY, Work, work_of
+from merge_core.methods import GRAIN
+from merge_core.plan import MergePlan, TensorJob, step_of
+
+if TYPE_CHECKING:
+    from merge_core.engine import EngineSettings
+
+# Anonymous memory of the process before the first tensor: interpreter, torch, compiled kernels.
+_PROCESS_BYTES = {"cpu": 256 << 20, "cuda": 640 << 20}
+# Temporaries of a GPU computation, in float32 copies of its block.
+_GPU_TEMPORARIES = 4
+_JOURNAL_BYTES_PER_TENSOR = 200
+# What the page cache of any machine keeps between the passes over one tensor.
+_CACHED_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine can do; from :func:`merge_core.forecast.probe.measure`. All per second.
+
+    Args:
+        read: Bytes from the disk that holds the inputs.
+        write: Bytes to the disk that holds the output, until they are safe there.
+        copy: Bytes between programs and the system's page cache, all cores together.
+        hash: Bytes of one sha256.
+        units: Units of arithmetic (see :mod:`merge_core.forecast.method_costs`), all cores together.
+        same_disk: Whether reading and writing share one disk.
+        measured_at: Seconds since 1970.
+        bus: Bytes between memory and GPU; 0 without one.
+    """
+
+    read: float
+    write: float
+    copy: float
+    hash: float
+    units: float
+    same_disk: bool
+    measured_at: float
+    bus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a merge will need, on any machine.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        tensors: Output tensors, those of steps included.
+        parameters: Of the result.
+        input_files: Weight files that are read.
+        shards: Output files, those of steps included.
+        bytes_read: Bytes of all inputs, each counted once.
+        bytes_read_again: Bytes of further passes, wherever they come from.
+        bytes_from_disk_again: Those of them that may have left the page cache by then.
+        bytes_passed: Bytes of all passes over inputs, wherever they come from.
+        bytes_written: Bytes of all output weights, those of steps included.
+        passes: Most passes over one tensor.
+        read_again: How many tensors may have left the page cache between passes.
+        units: Arithmetic, see :mod:`merge_core.forecast.method_costs`.
+        block: Bytes of the largest block of one thread, in memory.
+        gpu_block: The same on a GPU, with what is computed from it.
+        memory: Peak of anonymous memory, in bytes.
+        gpu_memory: Peak of GPU memory, in bytes; 0 on a CPU.
+        disk: Bytes on the output's disk: weights (a partial file becomes the final one, so they count once), results
+            of steps until the end, companions, journal.
+        assumed_cost: Methods whose cost is assumed, not measured.
+    """
+
+    device: str
+    tensors: int
+    parameters: int
+    input_files: int
+    shards: int
+    bytes_read: int
+    bytes_read_again: int
+    bytes_from_disk_again: int
+    bytes_passed: int
+    bytes_written: int
+    passes: int
+    read_again: int
+    units: float
+    block: int
+    gpu_block: int
+    memory: int
+    gpu_memory: int
+    disk: int
+    assumed_cost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of a merge, and what they are made of.
+
+    Args:
+        reading: The inputs once, from the disk.
+        reading_again: Further passes over tensors that may have left the page cache.
+        writing: The output, to the disk.
+        computing: Arithmetic and copies in memory, on all cores.
+        hashing: sha256 of the output, on one core.
+        at_least, at_most: The whole, see the module docstring.
+    """
+
+    reading: float
+    reading_again: float
+    writing: float
+    computing: float
+    hashing: float
+    at_least: float
+    at_most: float
+
+
+def needs_of(plan: MergePlan, settings: EngineSettings, *, cores: int, device: str, companion_bytes: int = 0) -> Needs:
+    """What ``plan`` will need.
+
+    Args:
+        plan: From :func:`merge_core.plan.plan_merge`.
+        settings: How the engine will run.
+        cores: Cores that it may use.
+        device: ``cpu``, ``cuda``, ``cuda:1``.
+        companion_bytes: Of the files that come with the weights.
+    """
+    kind = device.partition(":")[0]
+    parts = (*plan.steps, plan)
+    jobs = [(part, job, _work(part, job)) for part in parts for job in part.jobs]
+    again = [(job, work) for _, job, work in jobs if work.passes > 1]
+    gone = [(job, work) for job, work in again if job.nbytes_in > _CACHED_BYTES]
+    threads = engine_threads(settings, cores)
+    block = max((_block_bytes(part, job, settings, 0) for part, job, _ in jobs), default=0)
+    gpu = max((_block_bytes(part, job, settings, 4 * _GPU_TEMPORARIES) for part, job, _ in jobs), default=0)
+    tensors, written = len(jobs), sum(part.bytes_written for part in parts)
+    return Needs(
+        device=kind,
+        tensors=tensors,
+        parameters=plan.parameters,
+        input_files=len(input_files(plan)),
+        shards=sum(len(part.shards) for part in parts),
+        bytes_read=sum(part.bytes_read for part in parts),
+        bytes_read_again=sum(job.nbytes_in * work.folds for job, work in again),
+        bytes_from_disk_again=sum(job.nbytes_in * work.folds for job, work in gone),
+        bytes_passed=sum(job.nbytes_in * work.passes for _, job, work in jobs),
+        bytes_written=written,
+        passes=max((work.passes for _, _, work in jobs), default=0),
+        read_again=len(gone),
+        units=sum(job.output.numel * len(job.inputs) * work.units for _, job, work in jobs),
+        block=block,
+        gpu_block=gpu,
+        memory=peak_memory(block, threads=threads, device=kind),
+        gpu_memory=threads * gpu if kind == "cuda" else 0,
+        disk=written + companion_bytes + _JOURNAL_BYTES_PER_TENSOR * tensors,
+        assumed_cost=tuple(sorted({part.recipe.merge_method for part, _, work in jobs if not work.known})),
+    )
+
+
+def engine_threads(settings: EngineSettings, cores: int) -> int:
+    """Threads that the engine uses: some wait for the disk while others compute."""
+    return settings.threads or cores + 2
+
+
+def peak_memory(block: int, *, threads: int, device: str) -> int:
+    """Bytes of anonymous memory at the peak of a merge whose largest block has ``block`` bytes."""
+    return _PROCESS_BYTES[device.partition(":")[0]] + WAITING_BYTES + threads * block
+
+
+def duration(needs: Needs, rates: Rates, *, cores: int) -> Duration:
+    """How long a merge will take on a machine of these rates with ``cores`` cores."""
+    reading, writing = needs.bytes_read / rates.read, needs.bytes_written / rates.write
+    again, hashing = needs.bytes_from_disk_again / rates.read, needs.bytes_written / rates.hash
+    # Every byte goes from the disk to the page cache and from there to us, and back so; what is read again only goes
+    # the second half of the way.
+    moved = 2 * needs.bytes_read + needs.bytes_read_again + 2 * needs.bytes_written
+    computing = moved / rates.copy
+    if needs.device == "cpu":
+        computing += needs.units / rates.units
+    elif rates.bus:
+        # Blocks cross the bus in every pass. Arithmetic on a GPU is faster than that.
+        computing += (needs.bytes_passed + needs.bytes_written) / rates.bus
+    processor = computing + hashing / cores
+    disk = reading + writing if rates.same_disk else max(reading, writing)
+    return Duration(
+        reading=reading,
+        reading_again=again,
+        writing=writing,
+        computing=computing,
+        hashing=hashing,
+        at_least=max(disk, processor, hashing),
+        at_most=reading + again + writing + processor,
+    )
+
+
+def input_files(plan: MergePlan) -> list[Path]:
+    """The weight files that a merge reads, results of its own steps not among them."""
+    parts = (*plan.steps, plan)
+    named = dict.fromkeys(item.tensor.file for part in parts for job in part.jobs for item in job.inputs)
+    return [file for file in named if step_of(file) is None]
+
+
+def _work(plan: MergePlan, job: TensorJob) -> Work:
+    if job.mode != "merge":
+        return COPY
+    wide = any(item.tensor.dtype.code == "F64" for item in job.inputs)
+    return work_of(plan.method, job.output.shape, job.shared, job.per_input, wide)
+
+
+def _block_bytes(plan: MergePlan, job: TensorJob, settings: EngineSettings, further: int) -> int:
+    """Bytes of one block of a job: its inputs, its output, and ``further`` bytes per input element."""
+    grain = plan.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
+    elements = min(max(1, settings.block_elements // grain) * grain, job.output.numel)
+    inputs = sum(item.tensor.dtype.size + further for item in job.inputs)
+    return elements * (inputs + 4 + job.output.dtype.size)

@@ -1,0 +1,278 @@
+"""What a merge method is: a declared contract, fold passes that reduce blocks to a few numbers, a map over blocks.
+
+A method never sees a whole tensor. Its ``steps`` is a generator: it yields :class:`Fold` passes (each runs over all
+blocks of the tensor; the combined result comes back from ``yield``) and returns the :class:`Map` that turns one block
+of inputs into one block of output::
+
+    def steps(task):
+        norms = yield sums(lambda block: block.grain_sums(block.inputs**2))   # → [inputs] float64
+        scale = 1 / norms.sum()
+        return Map(lambda block: (block.inputs * scale).sum(0))
+
+The functions get :class:`Block` (torch, any device): the readable reference. Each may carry a ``fused`` twin for the
+CPU that works on the stored bytes directly; twins must give the same result.
+
+Every reduction is per *grain* (a fixed run of elements, or a row), and grains are combined in their order: results do
+not depend on block size or number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    Array: TypeAlias = NDArray[Any]
+
+Scalar: TypeAlias = bool | int | float | str
+Values: TypeAlias = Mapping[str, Any]
+
+# Elements reduced in one go when a method does not need rows. Below torch's own parallel threshold (32768), so that
+# the order of additions inside a grain is always the same.
+GRAIN = 16384
+
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a method.
+
+    Args:
+        name: As written in a recipe.
+        kind: Type of its value.
+        scope: ``shared``: one value per output tensor; ``input``: one per model, the base included; ``non_base``: one
+            per model except the base.
+        default: Value when the recipe has none; ``REQUIRED`` means that it must.
+        minimum, maximum: Inclusive range, None is unbounded.
+        choices: Allowed texts of a ``choice``; for a ``switch`` (a boolean with further texts) the further texts.
+        summary: One line for people.
+    """
+
+    name: str
+    kind: Literal["float", "int", "bool", "choice", "switch"]
+    scope: Literal["shared", "input", "non_base"]
+    default: Any
+    summary: str
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def range(self) -> str:
+        """``0 to 1``, ``from 1``, ``sum, count``; empty when anything goes."""
+        if self.kind == "choice":
+            return ", ".join(self.choices)
+        if self.kind in ("bool", "switch"):
+            return ", ".join(("true", "false", *self.choices))
+        if self.minimum is None and self.maximum is None:
+            return ""
+        if self.maximum is None:
+            return f"from {self.minimum:g}"
+        return f"{self.minimum:g} to {self.maximum:g}" if self.minimum is not None else f"up to {self.maximum:g}"
+
+
+@dataclass(frozen=True)
+class TensorTask:
+    """One output tensor, as a method sees it.
+
+    Args:
+        name: Output tensor name.
+        shape: Its shape.
+        dtype: Of the arithmetic: ``float32``, or ``float64`` when an input is.
+        has_base: Whether input 0 is the base.
+        shared: Values of the shared parameters.
+        per_input: Values of the other parameters, one mapping per input (the base's first, when there is one).
+        seeds: One key per input for :mod:`merge_core.methods.masks`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "float64"]
+    has_base: bool
+    shared: Values
+    per_input: tuple[Values, ...]
+    seeds: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    def column(self, name: str) -> list[float]:
+        """Values of the per-input parameter ``name``, for the inputs that are not the base."""
+        return [float(values[name]) for values in self.per_input[1 if self.has_base else 0 :]]
+
+    @property
+    def model_seeds(self) -> tuple[tuple[int, int], ...]:
+        """Keys of the inputs that are not the base."""
+        return self.seeds[1 if self.has_base else 0 :]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of elements of all inputs, flattened.
+
+    Args:
+        inputs: ``[inputs, elements]`` in the dtype of the arithmetic; the base is row 0 when the task has one.
+        start: Index of the first element in the flattened tensor.
+        grain: Elements per grain; ``start`` is a multiple of it.
+    """
+
+    inputs: torch.Tensor
+    start: int
+    grain: int
+
+    @property
+    def base(self) -> torch.Tensor:
+        """``[elements]`` of the base."""
+        return self.inputs[0]
+
+    def deltas(self) -> torch.Tensor:
+        """Task vectors ``[models, elements]``: every other input minus the base."""
+        return self.inputs[1:] - self.inputs[0]
+
+    def grains(self, values: torch.Tensor) -> torch.Tensor:
+        """``[..., elements]`` → ``[..., grains, grain]``, the last grain filled up with zeros."""
+        from torch.nn.functional import pad
+
+        short = -values.shape[-1] % self.grain
+        filled = pad(values, (0, short)) if short else values
+        return filled.reshape(*values.shape[:-1], -1, self.grain)
+
+    def grain_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """``[..., elements]`` → ``[grains, ...]``: float64 sums over each grain, for :func:`sums`."""
+        return self.grains(values.double()).sum(-1).movedim(-1, 0)
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A run of elements of all inputs as a fused kernel gets it: stored numbers, one flat array.
+
+    Args:
+        data: 1-D, contiguous: uint16 (bit patterns of bfloat16), float32 or float64.
+        rows: Start of each input in ``data``; the base first when the task has one.
+        length: Elements per input.
+        start: Index of the first element in the flattened tensor.
+        grain: Elements per grain.
+    """
+
+    data: Array
+    rows: NDArray[np.int64]
+    length: int
+    start: int
+    grain: int
+
+
+@dataclass(frozen=True)
+class Fold:
+    """One pass over all blocks that ends in a few numbers. Made by :func:`sums`, :func:`counts` or :func:`joined`.
+
+    Args:
+        of: Partial result of a block.
+        combine: Partial results in block order → result of the pass.
+        eager: Whether partial results may be combined as they come, in any order, so that few are held.
+        fused: Twin of ``of`` for stored numbers on the CPU.
+    """
+
+    of: Callable[[Block], torch.Tensor]
+    combine: Callable[[Sequence[Array]], Array]
+    fused: Callable[[StoredBlock], Array] | None = None
+    eager: bool = False
+
+
+@dataclass(frozen=True)
+class Map:
+    """The last pass: a block of inputs → ``[elements]`` of output, in the dtype of the arithmetic.
+
+    The fused twin writes into its second argument: uint16 (bfloat16 bit patterns), float32 or float64.
+    """
+
+    of: Callable[[Block], torch.Tensor]
+    fused: Callable[[StoredBlock, Array], None] | None = None
+
+
+Steps: TypeAlias = Generator[Fold, "Array", Map]
+
+
+def row_length(shape: tuple[int, ...], shared: Values) -> int:
+    """Grain of methods that look at rows: the last dimension (a tensor of one dimension is one row)."""
+    return max(shape[-1], 1) if shape else 1
+
+
+def fold_sums(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
+    """A pass whose blocks give float64 ``[grains, ...]`` and whose result is their sum over all grains."""
+
+    def combine(parts: Sequence[Array]) -> Array:
+        import numpy as np
+
+        total: Array = np.sum(np.concatenate(parts), axis=0)
+        return total
+
+    return Fold(of, combine, fused)
+
+
+def fold_counts(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
+    """A pass whose blocks give integer arrays of one shape and whose result is their sum."""
+
+    def combine(parts: Sequence[Array]) -> Array:
+        total = parts[0].astype("int64")
+        for part in parts[1:]:
+            total += part
+        return total
+
+    return Fold(of, combine, fused, eager=True)
+
+
+def concatenated(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
+    """A pass whose blocks give ``[grains, ...]`` and whose result is all grains in their order."""
+
+    def combine(parts: Sequence[Array]) -> Array:
+        import numpy as np
+
+        return np.concatenate(parts)
+
+    return Fold(of, combine, fused)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A merge method: contract and computation.
+
+    Args:
+        name: As written in a recipe's ``merge_method``.
+        summary: One line for people.
+        paper: Where it comes from.
+        base: ``required``: input 0 is the base. ``optional``: it is when the recipe has one. ``ordinary``: a base is
+            one more input like the others. ``donor``: a base that is not among the models only gives config and
+            tokenizer; a base among them comes first.
+        models: Fewest and most inputs beside the base (None: any number).
+        parameters: What a recipe may set.
+        steps: The computation, see the module docstring.
+        grain: Elements per grain for a shape and the shared values; blocks are whole grains (rows, for some methods).
+        alone: What to do with a tensor that only one input has: ``copy`` it, or ``compute`` with what is there.
+        check: Raises InvalidInput (``where`` is given) when the values of one tensor do not fit together.
+    """
+
+    name: str
+    summary: str
+    paper: str
+    base: Literal["required", "optional", "ordinary", "donor"]
+    models: tuple[int, int | None]
+    parameters: tuple[Parameter, ...]
+    steps: Callable[[TensorTask], Steps] = field(repr=False)
+    grain: Callable[[tuple[int, ...], Values], int] = field(default=lambda shape, shared: GRAIN, repr=False)
+    alone: Literal["copy", "compute"] = "compute"
+    check: Callable[[Values, Sequence[Values], str], None] = field(default=lambda *_: None, repr=False)
+
+    def parameter(self, name: str) -> Parameter | None:
+        """The parameter of that name."""
+        return next((parameter for parameter in self.parameters if parameter.name == name), None)

@@ -1,0 +1,52 @@
+"""Fused CPU kernels: the computations of the methods on stored numbers, one short tile at a time, without temporaries.
+
+Each kernel is the twin of a torch expression in its method's file, which is the readable reference; a test holds the
+two together. They release the GIL and run on one thread: the engine runs several blocks at once. A tile fits the
+first-level cache, its loops are simple enough for the compiler to vectorise, and no sum depends on vector width: long
+sums have explicit lanes. Compiled once per machine, see :mod:`.compiled`.
+
+Stored numbers are uint16 (bit patterns of bfloat16) or float32; arithmetic is float32, long sums are float64.
+"""
+
+from merge_core.methods.kernels.combination import combine, gram
+from merge_core.methods.kernels.interference import oppositions, squares
+from merge_core.methods.kernels.pairwise import fuse, importances, nearswap
+from merge_core.methods.kernels.ram import changes, ram
+from merge_core.methods.kernels.sce import energies, sce, variances
+from merge_core.methods.kernels.selection import (
+    first_digit_of,
+    first_digits,
+    next_digit_of,
+    next_digits,
+    ties,
+    ties_of,
+)
+from merge_core.methods.kernels.sparsify import words
+from merge_core.methods.kernels.task_vectors import kept_norms, task_vectors
+from merge_core.methods.kernels.tiles import TILE, inspect
+
+__all__ = [
+    "TILE",
+    "changes",
+    "combine",
+    "energies",
+    "first_digit_of",
+    "first_digits",
+    "fuse",
+    "gram",
+    "importances",
+    "inspect",
+    "kept_norms",
+    "nearswap",
+    "next_digit_of",
+    "next_digits",
+    "oppositions",
+    "ram",
+    "sce",
+    "squares",
+    "task_vectors",
+    "ties",
+    "ties_of",
+    "variances",
+    "words",
+]

@@ -1,0 +1,65 @@
+"""RAM: who changed an element, and what becomes of it. Twins of :mod:`merge_core.methods.ram`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.tiles import TILE, narrow, widen
+
+
+@compiled
+def changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
+    """How many elements each model changed, with another one and alone: ``[2, models]``."""
+    count = len(rows) - 1
+    base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)
+    result = np.zeros((2, count), np.int64)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        _deltas(data, rows, first, m, epsilon, base, deltas, number)
+        for i in range(count):
+            shared, alone = np.uint32(0), np.uint32(0)
+            for j in range(m):
+                mine = abs(deltas[i, j]) > epsilon
+                shared += np.uint32(mine & (number[j] > 1))
+                alone += np.uint32(mine & (number[j] == 1))
+            result[0, i] += shared
+            result[1, i] += alone
+    return result
+
+
+@compiled
+def ram(data: Any, rows: Any, length: int, epsilon: Any, factors: Any, out: Any) -> None:
+    """``b + sum D_i [changed_i] (factor_i if only one changed it else 1 / number)``."""
+    count = len(rows) - 1
+    base, deltas, number = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32), np.empty(TILE, np.int32)
+    share, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    zero, one = np.float32(0.0), np.float32(1.0)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        _deltas(data, rows, first, m, epsilon, base, deltas, number)
+        for j in range(m):
+            share[j] = one / np.float32(max(number[j], 1))
+        total[:m] = zero
+        for i in range(count):
+            factor = factors[i]
+            for j in range(m):
+                value = deltas[i, j] * (factor if number[j] == 1 else share[j])
+                total[j] += value if abs(deltas[i, j]) > epsilon else zero
+        for j in range(m):
+            total[j] += base[j]
+        narrow(total[:m], out, first)
+
+
+@compiled
+def _deltas(data: Any, rows: Any, first: int, m: int, epsilon: Any, base: Any, deltas: Any, number: Any) -> None:
+    widen(data, rows[0] + first, base[:m])
+    number[:m] = 0
+    for i in range(len(deltas)):
+        widen(data, rows[i + 1] + first, deltas[i, :m])
+        for j in range(m):
+            deltas[i, j] -= base[j]
+        for j in range(m):
+            number[j] += np.int32(abs(deltas[i, j]) > epsilon)

@@ -1,0 +1,137 @@
+"""Task vectors, sparsified, weighted, agreed on. Twins of :mod:`merge_core.methods.task_vectors`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.sparsify import begin_grain, sparsify
+from merge_core.methods.kernels.tiles import LANES, add_sizes, lanes_sum, narrow, whole, widen
+
+
+@compiled
+def kept_norms(
+    data: Any,
+    rows: Any,
+    length: int,
+    start: int,
+    grain: int,
+    tile: int,
+    kinds: Any,
+    cuts: Any,
+    before: Any,
+    chances: Any,
+    spans: Any,
+    scales: Any,
+) -> Any:
+    """``sum|d|`` and ``sum|kept d|`` per grain: ``[grains, 2, models]``."""
+    count = len(rows) - 1
+    base, delta = np.empty(tile, np.float32), np.zeros(whole(tile), np.float32)
+    random = np.empty(tile + 2, np.uint32)
+    places, ranks = np.zeros((count, 2), np.int64), np.empty(tile, np.uint32)
+    lanes = np.zeros((2, count, LANES), np.float64)
+    grains = (length + grain - 1) // grain
+    result = np.zeros((grains, 2, count), np.float64)
+    for g in range(grains):
+        lanes[:] = 0.0
+        for first in range(g * grain, min(length, (g + 1) * grain), tile):
+            m = min(tile, min(length, (g + 1) * grain) - first)
+            widen(data, rows[0] + first, base[:m])
+            for i in range(count):
+                widen(data, rows[i + 1] + first, delta[:m])
+                for j in range(m):
+                    delta[j] -= base[j]
+                for j in range(m, whole(m)):
+                    delta[j] = np.float32(0.0)
+                add_sizes(delta, whole(m), lanes[0, i])
+                if first == g * grain:
+                    begin_grain(places[i], cuts[i], before[i], start // grain + g)
+                sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, ranks)
+                add_sizes(delta, whole(m), lanes[1, i])
+        for side in range(2):
+            for i in range(count):
+                result[g, side, i] = lanes_sum(lanes[side, i])
+    return result
+
+
+@compiled
+def task_vectors(
+    data: Any,
+    rows: Any,
+    length: int,
+    start: int,
+    grain: int,
+    tile: int,
+    weights: Any,
+    vote: int,
+    normalize: bool,
+    divisor: Any,
+    scale: Any,
+    kinds: Any,
+    cuts: Any,
+    before: Any,
+    chances: Any,
+    spans: Any,
+    scales: Any,
+    out: Any,
+) -> None:
+    """Sparsify, weight, agree, add to the base. Twin of :func:`.task_vectors.mix`; ``vote``: 0 none, 1 sum, 2 count."""
+    count = len(rows) - 1
+    base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)
+    elected = np.empty(tile, np.float32)
+    weighted = np.empty((count, tile), np.float32)
+    random = np.empty(tile + 2, np.uint32)
+    places, ranks = np.zeros((count, 2), np.int64), np.empty(tile, np.uint32)
+    zero, one = np.float32(0.0), np.float32(1.0)
+    for first in range(0, length, tile):
+        m = min(tile, length - first)
+        widen(data, rows[0] + first, base[:m])
+        for i in range(count):
+            delta, weight, factor = weighted[i], weights[i], scales[i]
+            widen(data, rows[i + 1] + first, delta[:m])
+            for j in range(m):
+                delta[j] -= base[j]
+            if first % grain == 0:
+                begin_grain(places[i], cuts[i], before[i], (start + first) // grain)
+            sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, ranks)
+            if factor != one:
+                for j in range(m):
+                    delta[j] *= factor
+            for j in range(m):
+                delta[j] *= weight
+        if vote == 0:
+            total[:m] = weighted[0, :m]
+            for i in range(1, count):
+                for j in range(m):
+                    total[j] += weighted[i, j]
+            for j in range(m):
+                total[j] /= divisor
+        else:
+            _elect(weighted, m, vote, elected)
+            total[:m] = zero
+            shares[:m] = zero
+            for i in range(count):
+                weight = weights[i]
+                for j in range(m):
+                    counts = weighted[i, j] * elected[j] > zero
+                    total[j] += weighted[i, j] if counts else zero
+                    shares[j] += weight if counts else zero
+            if normalize:
+                for j in range(m):
+                    total[j] /= one if shares[j] == zero else shares[j]
+        for j in range(m):
+            total[j] = base[j] + total[j] * scale
+        narrow(total[:m], out, first)
+
+
+@compiled
+def _elect(weighted: Any, m: int, vote: int, elected: Any) -> None:
+    elected[:m] = np.float32(0.0)
+    for i in range(len(weighted)):
+        for j in range(m):
+            value = weighted[i, j]
+            elected[j] += value if vote == 1 else np.float32(value > 0) - np.float32(value < 0)
+    for j in range(m):
+        elected[j] = np.float32(1.0) if elected[j] >= np.float32(0.0) else np.float32(-1.0)

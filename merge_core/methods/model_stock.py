@@ -1,0 +1,77 @@
+"""Model Stock: how far to go from the base to the average of the models, from the angle between them.
+
+Jang et al. 2024, https://arxiv.org/abs/2403.19522. With offsets ``o_i = x_i - b`` of ``N`` models and ``c`` the mean
+cosine of their pairs: ``t = N c / (1 + (N - 1) c)`` and ``out = b + t * mean(o_i)``.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.methods.combination import combine, gram
+from merge_core.methods.contract import GRAIN, Block, Map, Method, Parameter, Steps, TensorTask, Values, row_length
+
+if TYPE_CHECKING:
+    import torch
+
+# A product of norms below this counts as this, so that tiny tensors move less.
+_LEAST_NORMS = 1e-6
+
+
+def _steps(task: TensorTask) -> Steps:
+    count = len(task.per_input) - 1
+    if task.shared["filter_wise"]:
+        return Map(lambda block: _by_rows(block, count))
+    matrix = yield gram(count, about_base=True)
+    share = float(ratio({(i, j): matrix[i, j] for i in range(count) for j in range(i, count)}, count))
+    return combine([share / count] * count, about_base=True)
+
+
+def ratio(products: dict[tuple[int, int], Any], count: int) -> Any:
+    """``t`` from the products of offsets ``i <= j``, which may be numbers or arrays (float64)."""
+    if count < 2:
+        return np.ones_like(products[0, 0])
+    norms = [np.sqrt(products[i, i]) for i in range(count)]
+    cosines = [
+        np.clip(products[i, j] / np.maximum(norms[i] * norms[j], _LEAST_NORMS), -1.0, 1.0)
+        for i, j in combinations(range(count), 2)
+    ]
+    cosine = sum(cosines) / len(cosines)
+    divisor = 1.0 + (count - 1) * cosine
+    degenerate = np.abs(divisor) < 1e-6
+    return np.where(degenerate, 0.0, count * cosine / np.where(degenerate, 1.0, divisor))
+
+
+def _by_rows(block: Block, count: int) -> torch.Tensor:
+    import torch
+
+    offsets = block.grains(block.deltas())
+    wide = offsets.double()
+    products = {(i, j): (wide[i] * wide[j]).sum(-1).cpu().numpy() for i in range(count) for j in range(i, count)}
+    share = torch.from_numpy(np.asarray(ratio(products, count)) / count).to(offsets)
+    total = offsets[0]
+    for offset in offsets[1:]:
+        total = total + offset
+    return block.base + (total * share.unsqueeze(-1)).flatten()
+
+
+def _grain(shape: tuple[int, ...], shared: Values) -> int:
+    return row_length(shape, shared) if shared["filter_wise"] else GRAIN
+
+
+METHODS = (
+    Method(
+        name="model_stock",
+        summary="From the base towards the average of the models, as far as their angles allow",
+        paper="Model Stock, Jang et al. 2024, https://arxiv.org/abs/2403.19522",
+        base="required",
+        models=(2, None),
+        parameters=(Parameter("filter_wise", "bool", "shared", False, "an angle for each row instead of each tensor"),),
+        steps=_steps,
+        grain=_grain,
+        alone="copy",
+    ),
+)

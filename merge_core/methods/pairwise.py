@@ -1,0 +1,124 @@
+"""Methods of one model and a base: NearSwap and Arcee Fusion."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.methods.contract import (
+    REQUIRED,
+    Block,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    StoredBlock,
+    TensorTask,
+    concatenated,
+    row_length,
+)
+from merge_core.methods.selection import Request, ScoreFunction, counters, select, value_of
+
+if TYPE_CHECKING:
+    import torch
+
+# Differences below this count as this.
+_NEAREST = 1e-6
+
+
+def _nearswap(task: TensorTask) -> Steps:
+    """Towards the model where it is near the base: ``w = clip(t / |b - x|, 0, 1)``, ``out = w x + (1 - w) b``."""
+    t = float(task.shared["t"])
+
+    def of(block: Block) -> torch.Tensor:
+        base, other = block.base, block.inputs[1]
+        share = (t / (base - other).abs().clamp(min=_NEAREST)).clamp(0.0, 1.0)
+        return share * other + (1.0 - share) * base
+
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.methods import kernels
+
+        kernels.nearswap(block.data, block.rows, block.length, np.float32(t), np.float32(_NEAREST), out)
+
+    return Map(of, fused)
+    yield  # A generator without a fold.
+
+
+def _fusion(task: TensorTask) -> Steps:
+    """Take the model's elements whose importance is an outlier.
+
+    Importance is ``|x - b|`` times the divergence of the softmax of their rows; the bound is the median plus 1.5 times
+    the interquartile range. The quantiles are exact, also for large tensors.
+    """
+    divergence = yield concatenated(_divergence)
+
+    def importance(block: Block) -> torch.Tensor:
+        import torch
+
+        first = block.start // block.grain
+        changes = (block.inputs[1] - block.base).abs().reshape(-1, block.grain)
+        rows = torch.from_numpy(divergence[first : first + len(changes)]).to(changes)
+        weighted: torch.Tensor = changes * rows[:, None]
+        return weighted.flatten()
+
+    def rows_of(block: StoredBlock) -> Any:
+        first = block.start // block.grain
+        return divergence[first : first + block.length // block.grain].astype(np.float32)
+
+    def stored_importance(block: StoredBlock) -> Any:
+        from merge_core.methods import kernels
+
+        return kernels.importances(block.data, block.rows, block.length, block.grain, rows_of(block))
+
+    ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
+    scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, counters(stored_importance))
+    cuts = yield from select(scores, [Request(0, rank) for rank in ranks])
+    low, median, high = (value_of(cut, task.dtype) for cut in cuts)
+    bound = median + 1.5 * (high - low)
+
+    def of(block: Block) -> Any:
+        import torch
+
+        return torch.where(importance(block) >= bound, block.inputs[1], block.base)
+
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.methods import kernels
+
+        kernels.fuse(block.data, block.rows, block.length, block.grain, rows_of(block), np.float32(bound), out)
+
+    return Map(of, fused)
+
+
+def _divergence(block: Block) -> torch.Tensor:
+    """Kullback-Leibler divergence of every row's softmax, model against base: ``[rows]`` float64, never negative."""
+    import torch
+
+    base, other = (torch.softmax(row.double(), -1) + 1e-8 for row in block.grains(block.inputs))
+    return (other * (other / base).log()).sum(-1).clamp(min=0.0)
+
+
+METHODS = (
+    Method(
+        name="nearswap",
+        summary="Take from the model what is near the base",
+        paper="",
+        base="required",
+        models=(1, 1),
+        parameters=(Parameter("t", "float", "shared", REQUIRED, "difference up to which the model's value is taken"),),
+        steps=_nearswap,
+        alone="copy",
+    ),
+    Method(
+        name="arcee_fusion",
+        summary="Take from the model the elements whose change is an outlier in importance",
+        paper="Arcee Fusion, https://www.arcee.ai/blog/meet-mergekit-v0-1",
+        base="required",
+        models=(1, 1),
+        parameters=(),
+        steps=_fusion,
+        grain=row_length,
+        alone="copy",
+    ),
+)

@@ -1,0 +1,98 @@
+"""RAM: average task vectors where several models changed an element, keep (or amplify) what only one changed.
+
+``D_i = x_i - b``, changed where ``|D_i| > epsilon``, ``c`` the number of models that changed an element:
+``out = b + sum_i D_i [changed_i] (L_i if c == 1 else 1 / c)``. Plain RAM has ``L_i = 1``; RAM+ amplifies what is unique
+to a model by how much of its change is shared: ``L_i = 1 + r * clip(shared_i / unique_i, 0, alpha)``.
+Yuan et al. 2026, https://arxiv.org/abs/2601.13572.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.methods.contract import Block, Map, Method, Parameter, Steps, StoredBlock, TensorTask, fold_counts
+
+if TYPE_CHECKING:
+    import torch
+
+_EPSILON = Parameter("epsilon", "float", "shared", 1e-5, "a smaller difference is no change", minimum=0.0)
+
+
+def _plain(task: TensorTask) -> Steps:
+    return _map([1.0] * (len(task.per_input) - 1), float(task.shared["epsilon"]))
+    yield  # A generator without a fold.
+
+
+def _amplified(task: TensorTask) -> Steps:
+    epsilon, r, alpha = (float(task.shared[name]) for name in ("epsilon", "r", "alpha"))
+
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        changed = block.deltas().abs() > epsilon
+        several = changed.sum(0) > 1
+        return torch.stack(((changed & several).sum(-1), (changed & ~several).sum(-1)))
+
+    def fused(block: StoredBlock) -> Any:
+        from merge_core.methods import kernels
+
+        return kernels.changes(block.data, block.rows, block.length, np.float32(epsilon))
+
+    shared, unique = yield fold_counts(of, fused)
+    factors = [
+        1 + r * min(max(both / max(alone, epsilon), 0.0), alpha) if max(alone, epsilon) > 0 else 1 + r * alpha
+        for both, alone in zip(shared.tolist(), unique.tolist(), strict=True)
+    ]
+    return _map(factors, epsilon)
+
+
+def _map(factors: Sequence[float], epsilon: float) -> Map:
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        deltas = block.deltas()
+        changed = deltas.abs() > epsilon
+        number = changed.sum(0)
+        total = torch.zeros_like(block.base)
+        for delta, mine, factor in zip(deltas, changed, factors, strict=True):
+            scale = torch.where(number == 1, factor, 1 / number.clamp(min=1).to(delta.dtype))
+            total = total + torch.where(mine, delta * scale, 0.0)
+        return block.base + total
+
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.methods import kernels
+
+        scales = np.array(factors, np.float32)
+        kernels.ram(block.data, block.rows, block.length, np.float32(epsilon), scales, out)
+
+    return Map(of, fused)
+
+
+_PAPER = "RAM, Yuan et al. 2026, https://arxiv.org/abs/2601.13572"
+METHODS = (
+    Method(
+        name="ram",
+        summary="Average what several models changed, keep what only one changed",
+        paper=_PAPER,
+        base="required",
+        models=(1, None),
+        parameters=(_EPSILON,),
+        steps=_plain,
+    ),
+    Method(
+        name="ramplus_tl",
+        summary="RAM that amplifies what only one model changed, per tensor",
+        paper=_PAPER,
+        base="required",
+        models=(1, None),
+        parameters=(
+            Parameter("r", "float", "shared", 0.1, "strength of the amplification"),
+            Parameter("alpha", "float", "shared", 0.2, "largest ratio of shared to unique changes that counts"),
+            _EPSILON,
+        ),
+        steps=_amplified,
+    ),
+)

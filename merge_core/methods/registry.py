@@ -1,0 +1,54 @@
+"""The registry of merge methods: ours, and those that other packages add under the entry point ``mergegate.methods``.
+
+An entry point's value is a :class:`~merge_core.methods.contract.Method` or a sequence of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from types import MappingProxyType
+
+from merge_core.errors import InvalidInput, suggest
+from merge_core.methods import combination, model_stock, pairwise, ram, sce, spherical, task_vectors
+from merge_core.methods.contract import Method
+
+GROUP = "mergegate.methods"
+_FAMILIES = (combination, spherical, task_vectors, model_stock, sce, ram, pairwise)
+_BUILT_IN = tuple(method for family in _FAMILIES for method in family.METHODS)
+
+
+@cache
+def merge_methods() -> Mapping[str, Method]:
+    """Every merge method by name.
+
+    Raises:
+        InvalidInput: An installed package registers something that is no Method, or a name that is taken.
+    """
+    found = {method.name: method for method in _BUILT_IN}
+    for point in entry_points(group=GROUP):
+        loaded = point.load()
+        for method in (loaded,) if isinstance(loaded, Method) else tuple(loaded):
+            if not isinstance(method, Method) or method.name in found:
+                problem = f"the name {method.name!r} is taken" if isinstance(method, Method) else "not a Method"
+                raise InvalidInput(f"entry point {GROUP}:{point.name}", found=problem, remedy="remove that package")
+            found[method.name] = method
+    return MappingProxyType(found)
+
+
+def find_method(name: object, where: str) -> Method:
+    """The method called ``name``.
+
+    Raises:
+        InvalidInput: There is none.
+    """
+    method = merge_methods().get(name) if isinstance(name, str) else None
+    if method is None:
+        raise InvalidInput(
+            where,
+            found=f"unknown merge method {name!r}",
+            expected="a merge method",
+            remedy=suggest(str(name), merge_methods()),
+        )
+    return method

@@ -1,0 +1,128 @@
+"""SCE: select the elements that vary most between models, calculate a weight per tensor, erase minority signs.
+
+Wan et al. 2024, https://arxiv.org/abs/2408.07990. ``D_i = x_i - b``; kept are the positions of highest variance over
+the models; ``c_i`` is a model's share of the mean squares; only ``D_i`` of the majority sign count:
+``out = b + sum c_i D_i E_i / max(sum c_i E_i, 1e-6)``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.methods.contract import (
+    Block,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    StoredBlock,
+    TensorTask,
+    fold_counts,
+    fold_sums,
+)
+from merge_core.methods.selection import Cut, Request, ScoreFunction, bits, counters, select, taken
+
+if TYPE_CHECKING:
+    import torch
+
+# Mean squares that add up to less give no shares: all models count alike. The peer's bound, absolute as it is.
+_NO_SHARES = 1e-6
+_LEAST_DIVISOR = 1e-6
+
+
+def _steps(task: TensorTask) -> Steps:
+    share = float(task.shared["select_topk"])
+    cut: Cut | None = None
+    empty = False
+    if share < 1:
+        varying = yield fold_counts(
+            lambda block: (_variance(block) > 0).sum().reshape(1),
+            lambda block: np.count_nonzero(_stored_variance(block), axis=1),
+        )
+        k = int(int(varying[0]) * share)
+        empty = k <= 0
+        if not empty:
+            scores = ScoreFunction(lambda block: _variance(block).unsqueeze(0), task.dtype, counters(_stored_variance))
+            (cut,) = yield from select(scores, [Request(0, k)])
+    if empty:
+        return Map(lambda block: block.base)
+
+    def selected(block: Block) -> torch.Tensor:
+        import torch
+
+        deltas = block.deltas()
+        return deltas if cut is None else torch.where(taken(cut, bits(_variance(block)), block), deltas, 0.0)
+
+    table = np.array((cut.key, cut.wanted, cut.tied, cut.stride) if cut else (-1, 0, 0, 1), np.int64)
+    before = cut.before if cut else np.empty(0, np.int64)
+
+    def energies(block: StoredBlock) -> Any:
+        from merge_core.methods import kernels
+
+        return kernels.energies(block.data, block.rows, block.length, block.start, block.grain, table, before)
+
+    squares = yield fold_sums(lambda block: block.grain_sums(selected(block).double() ** 2), energies)
+    means = [float(value) / task.numel for value in squares]
+    total = sum(means)
+    weights = [mean / total if total >= _NO_SHARES else 1 / len(means) for mean in means]
+
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        deltas = selected(block)
+        votes, merged, divisor = deltas[0], torch.zeros_like(deltas[0]), torch.zeros_like(deltas[0])
+        for delta in deltas[1:]:
+            votes = votes + delta
+        positive = votes >= 0
+        for delta, weight in zip(deltas, weights, strict=True):
+            agrees = torch.where(positive, delta > 0, delta < 0)
+            merged = merged + torch.where(agrees, delta * weight, 0.0)
+            divisor = divisor + agrees.to(delta.dtype) * weight
+        return block.base + merged / divisor.clamp(min=_LEAST_DIVISOR)
+
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.methods import kernels
+
+        kernel: Any = kernels.sce
+        shares, least = np.array(weights, np.float32), np.float32(_LEAST_DIVISOR)
+        place = (block.data, block.rows, block.length, block.start, block.grain)
+        kernel(*place, table, before, shares, least, out)
+
+    return Map(of, fused)
+
+
+def _variance(block: Block) -> torch.Tensor:
+    """Population variance of the task vectors at each position: ``[elements]``."""
+    deltas = block.deltas()
+    mean = deltas[0]
+    for delta in deltas[1:]:
+        mean = mean + delta
+    mean = mean / len(deltas)
+    total = (deltas[0] - mean) ** 2
+    for delta in deltas[1:]:
+        total = total + (delta - mean) ** 2
+    return total / len(deltas)
+
+
+def _stored_variance(block: StoredBlock) -> Any:
+    from merge_core.methods import kernels
+
+    return kernels.variances(block.data, block.rows, block.length)
+
+
+METHODS = (
+    Method(
+        name="sce",
+        summary="Keep what varies most between models, weigh models by their energy, erase minority signs",
+        paper="SCE (FuseChat), Wan et al. 2024, https://arxiv.org/abs/2408.07990",
+        base="required",
+        models=(1, None),
+        parameters=(
+            Parameter("select_topk", "float", "shared", 1.0, "share of the varying elements that is kept", 0.0, 1.0),
+            Parameter("int8_mask", "bool", "shared", False, "accepted for compatibility, has no effect"),
+        ),
+        steps=_steps,
+    ),
+)

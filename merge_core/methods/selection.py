@@ -1,0 +1,213 @@
+"""The k largest of many scores, exactly, without sorting and without holding them: a radix select over blocks.
+
+Non-negative floats compare like their bit patterns. One pass counts the leading 16 bits of every score; the bin in
+which the k-th largest falls is then counted by its next bits in another pass, until the k-th largest score itself is
+known (two passes in float32, four in float64).
+
+Among scores equal to the k-th largest only some may be taken so that exactly k remain; differences of bfloat16
+weights are tied in masses, so taking all of them, or the first ones, would be neither k nor even over the tensor. They
+are numbered in element order and every number that a golden-ratio stride maps below the wanted count is taken: exact,
+spread evenly, independent of blocks, and nested (a smaller k takes a subset).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from merge_core.methods.contract import Block, Fold, StoredBlock, concatenated, fold_counts
+
+if TYPE_CHECKING:
+    import torch
+
+    from merge_core.methods.contract import Array
+
+# Bits of a non-negative float below its sign, taken in digits from the most significant: (shift, width).
+DIGITS = {
+    "float32": ((15, 16), (0, 15)),
+    "float64": ((47, 16), (31, 16), (15, 16), (0, 15)),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """The ``k`` largest scores of stream ``stream`` (1 <= k <= number of scores)."""
+
+    stream: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The answer to a request.
+
+    Args:
+        key: Bit pattern of the k-th largest score; everything above it is taken.
+        wanted: How many of the scores equal to it are taken.
+        tied: How many there are.
+        before: Number of equal scores before each grain; empty when all of them are taken.
+    """
+
+    key: int
+    wanted: int
+    tied: int
+    before: Array
+
+    @property
+    def stride(self) -> int:
+        """A step coprime to ``tied`` and near its golden section: ``rank * stride % tied`` visits every number once."""
+        step = max(1, round(self.tied * 0.6180339887498949))
+        while math.gcd(step, self.tied) != 1:
+            step += 1
+        return step
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Fused twins of the passes: counts from stored blocks.
+
+    Args:
+        first: Leading digit → ``[streams, bins]``.
+        later: (block, streams, prefixes, shift, width): next digit → ``[requests, bins]``.
+        ties: (block, streams, keys): equal scores → ``[grains, requests]``.
+    """
+
+    first: Callable[[StoredBlock], Array]
+    later: Callable[[StoredBlock, Array, Array, int, int], Array]
+    ties: Callable[[StoredBlock, Array, Array], Array]
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """Where scores come from: ``[streams, elements]``, non-negative, float32 or float64; how to count them fused."""
+
+    of: Callable[[Block], torch.Tensor]
+    dtype: Literal["float32", "float64"]
+    fused: Counters | None = None
+
+
+def counters(scores: Callable[[StoredBlock], Array]) -> Counters:
+    """Counters for ``scores``, which gives float32 ``[streams, elements]`` of a stored block."""
+
+    def first(block: StoredBlock) -> Array:
+        from merge_core.methods import kernels
+
+        shift, width = DIGITS["float32"][0]
+        return np.asarray(kernels.first_digit_of(scores(block), shift, 1 << width))
+
+    def later(block: StoredBlock, streams: Array, prefixes: Array, shift: int, width: int) -> Array:
+        from merge_core.methods import kernels
+
+        return np.asarray(kernels.next_digit_of(scores(block), streams, prefixes, shift, width))
+
+    def ties(block: StoredBlock, streams: Array, keys: Array) -> Array:
+        from merge_core.methods import kernels
+
+        return np.asarray(kernels.ties_of(scores(block), block.grain, streams, keys))
+
+    return Counters(first, later, ties)
+
+
+def bits(scores: torch.Tensor) -> torch.Tensor:
+    """Bit patterns (int64) of non-negative scores; they order like the scores, NaN above everything."""
+    import torch
+
+    whole = torch.int32 if scores.dtype == torch.float32 else torch.int64
+    # Adding 0 turns -0.0, whose pattern is negative, into 0.0.
+    return (scores + 0.0).contiguous().view(whole).long()
+
+
+def select(scores: ScoreFunction, requests: Sequence[Request]) -> Generator[Fold, Any, list[Cut]]:
+    """Fold passes that answer ``requests``; use with ``yield from``."""
+    (shift, width), *rest = DIGITS[scores.dtype]
+    histogram = yield _first_digit(scores, shift, width)
+    state = [_descend(histogram[request.stream], request.k) for request in requests]
+    for shift, width in rest:
+        streams = np.array([request.stream for request in requests], np.int64)
+        prefixes = np.array([key for key, _, _ in state], np.int64)
+        histogram = yield _next_digit(scores, streams, prefixes, shift, width)
+        state = [
+            ((key << width) | digit, wanted, tied)
+            for (key, missing, _), row in zip(state, histogram, strict=True)
+            for digit, wanted, tied in [_descend(row, missing)]
+        ]
+    before = [np.empty(0, np.int64)] * len(state)
+    partial = [index for index, (_, wanted, tied) in enumerate(state) if wanted < tied]
+    if partial:
+        streams = np.array([requests[index].stream for index in partial], np.int64)
+        keys = np.array([state[index][0] for index in partial], np.int64)
+        per_grain = yield _ties(scores, streams, keys)
+        for column, index in enumerate(partial):
+            before[index] = np.cumsum(per_grain[:, column]) - per_grain[:, column]
+    return [Cut(*numbers, ties) for numbers, ties in zip(state, before, strict=True)]
+
+
+def taken(cut: Cut, keys: torch.Tensor, block: Block) -> torch.Tensor:
+    """``[elements]`` of bool: which scores of a block (as :func:`bits`) are among the k largest."""
+    import torch
+
+    if cut.wanted == cut.tied:
+        return keys >= cut.key
+    equal = keys == cut.key
+    grain = block.start // block.grain
+    within = block.grains(equal.long())
+    offsets = torch.from_numpy(cut.before[grain : grain + len(within)]).to(keys.device)
+    rank = (within.cumsum(-1) - 1 + offsets[:, None]).flatten()[: len(keys)]
+    return (keys > cut.key) | (equal & ((rank * cut.stride) % cut.tied < cut.wanted))
+
+
+def value_of(cut: Cut, dtype: str) -> float:
+    """The k-th largest score itself."""
+    whole = np.int32 if dtype == "float32" else np.int64
+    return float(np.array(cut.key, whole).view(dtype))
+
+
+def _first_digit(scores: ScoreFunction, shift: int, width: int) -> Fold:
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        digits = bits(scores.of(block)) >> shift
+        return torch.stack([torch.bincount(row, minlength=1 << width) for row in digits])
+
+    return fold_counts(of, scores.fused.first if scores.fused else None)
+
+
+def _next_digit(scores: ScoreFunction, streams: Array, prefixes: Array, shift: int, width: int) -> Fold:
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        keys = bits(scores.of(block))
+        rows = []
+        for stream, prefix in zip(streams.tolist(), prefixes.tolist(), strict=True):
+            row = keys[stream]
+            inside = row[(row >> (shift + width)) == prefix]
+            rows.append(torch.bincount((inside >> shift) & ((1 << width) - 1), minlength=1 << width))
+        return torch.stack(rows)
+
+    fused = scores.fused
+    return fold_counts(of, (lambda block: fused.later(block, streams, prefixes, shift, width)) if fused else None)
+
+
+def _ties(scores: ScoreFunction, streams: Array, wanted: Array) -> Fold:
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        keys = bits(scores.of(block))
+        rows = [keys[stream] == key for stream, key in zip(streams.tolist(), wanted.tolist(), strict=True)]
+        return block.grains(torch.stack(rows).long()).sum(-1).T
+
+    fused = scores.fused
+    return concatenated(of, (lambda block: fused.ties(block, streams, wanted)) if fused else None)
+
+
+def _descend(histogram: Array, k: int) -> tuple[int, int, int]:
+    """Bin in which the k-th largest falls, its rank inside the bin, and how many are in it."""
+    from_top = np.cumsum(histogram[::-1])
+    position = int(np.searchsorted(from_top, k))
+    digit = len(histogram) - 1 - position
+    inside = int(histogram[digit])
+    return digit, k - int(from_top[position] - inside), inside

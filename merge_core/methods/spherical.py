@@ -1,0 +1,269 @@
+"""Averages on a sphere: SLERP, NuSLERP, multi-SLERP and the Karcher mean.
+
+The whole tensor is one vector (NuSLERP can take rows or columns instead). The results are combinations of the inputs,
+so all but the row and column variants work on coefficients and the Gram matrix; see :mod:`.combination`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.errors import InvalidInput
+from merge_core.methods.combination import combine, gram
+from merge_core.methods.contract import (
+    GRAIN,
+    REQUIRED,
+    Block,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    TensorTask,
+    Values,
+    fold_sums,
+    row_length,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    Matrix = NDArray[np.float64]
+
+# Above this cosine two vectors count as parallel and slerp interpolates linearly.
+_PARALLEL = 0.9995
+# NuSLERP interpolates linearly where 1 - cos**2 is not distinguishable from 0.
+_NO_ANGLE = 1e-16
+# Rows per grain when vectors are columns: partial sums are one row each, so this bounds their memory.
+_COLUMN_ROWS = 128
+
+
+def _slerp(task: TensorTask) -> Steps:
+    matrix = yield gram(len(task.per_input))
+    return combine(slerp_coefficients(matrix, float(task.shared["t"])))
+
+
+def slerp_coefficients(matrix: Matrix, t: float) -> list[float]:
+    """Coefficients of ``slerp(...slerp(slerp(x_0, x_1), x_2)...)`` from the Gram matrix of the ``x``."""
+    position = np.zeros(len(matrix))
+    position[0] = 1.0
+    for index in range(1, len(matrix)):
+        other = np.eye(len(matrix))[index]
+        norm_a, norm_b = _norm(matrix, position), _norm(matrix, other)
+        divisor = (norm_a if norm_a > 1e-8 else 1.0) * (norm_b if norm_b > 1e-8 else 1.0)
+        cosine = float(np.clip(position @ matrix @ other / divisor, -1.0, 1.0))
+        if abs(cosine) > _PARALLEL:
+            near, far = 1.0 - t, t
+        else:
+            angle = math.acos(cosine)
+            near, far = math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+        position = near * position + far * other
+    return [float(value) for value in position]
+
+
+def _nuslerp(task: TensorTask) -> Steps:
+    first, second = task.column("weight")
+    t = second / (first + second) if abs(first + second) >= 1e-6 else 0.5
+    if task.shared["nuslerp_flatten"]:
+        matrix = yield gram(2, about_base=task.has_base)
+        near, far = nuslerp_coefficients(matrix[0, 0], matrix[1, 1], matrix[0, 1], t=t)
+        return combine([float(near), float(far)], about_base=task.has_base)
+    if not _by_columns(task.shape, task.shared):
+        return Map(lambda block: _nuslerp_rows(block, task, t))
+    width = task.numel // task.shape[0]
+
+    def products(block: Block) -> torch.Tensor:
+        import torch
+
+        one, other = _vectors(block, task).double()
+        pairs = torch.stack((one * one, other * other, one * other))
+        # [3, grains, rows, columns] -> [grains, 3, columns]
+        return block.grains(pairs).reshape(3, -1, block.grain // width, width).sum(-2).movedim(1, 0)
+
+    near, far = nuslerp_coefficients(*(yield fold_sums(products)), t=t)
+
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        one, other = (vector.reshape(-1, width) for vector in _vectors(block, task))
+        scales = [torch.from_numpy(np.asarray(c)).to(one) for c in (near, far)]
+        return _about(block, task, (one * scales[0] + other * scales[1]).flatten())
+
+    return Map(of)
+
+
+def nuslerp_coefficients(norm_a: Any, norm_b: Any, dot: Any, *, t: float) -> tuple[Any, Any]:
+    """Coefficients of the two vectors; squared norms and the dot product may be numbers or arrays (float64)."""
+    cosine = np.clip(dot / (np.maximum(np.sqrt(norm_a), 1e-7) * np.maximum(np.sqrt(norm_b), 1e-7)), -1.0, 1.0)
+    straight = 1.0 - cosine**2 <= _NO_ANGLE
+    angle = np.where(straight, math.pi / 2, np.arccos(cosine))
+    near, far = np.sin((1.0 - t) * angle) / np.sin(angle), np.sin(t * angle) / np.sin(angle)
+    return np.where(straight, 1.0 - t, near), np.where(straight, t, far)
+
+
+def _nuslerp_rows(block: Block, task: TensorTask, t: float) -> torch.Tensor:
+    import torch
+
+    one, other = block.grains(_vectors(block, task))
+    a, b = one.double(), other.double()
+    numbers = [value.cpu().numpy() for value in ((a * a).sum(-1), (b * b).sum(-1), (a * b).sum(-1))]
+    scales = [torch.from_numpy(c).to(one).unsqueeze(-1) for c in nuslerp_coefficients(*numbers, t=t)]
+    return _about(block, task, (one * scales[0] + other * scales[1]).flatten())
+
+
+def _vectors(block: Block, task: TensorTask) -> torch.Tensor:
+    return block.deltas() if task.has_base else block.inputs
+
+
+def _about(block: Block, task: TensorTask, vector: torch.Tensor) -> torch.Tensor:
+    return block.base + vector if task.has_base else vector
+
+
+def _by_columns(shape: tuple[int, ...], shared: Values) -> bool:
+    return bool(shared["nuslerp_row_wise"]) and len(shape) > 1
+
+
+def _nuslerp_grain(shape: tuple[int, ...], shared: Values) -> int:
+    if shared["nuslerp_flatten"]:
+        return GRAIN
+    if _by_columns(shape, shared):
+        return max(1, _COLUMN_ROWS * math.prod(shape[1:]))
+    return row_length(shape, shared)
+
+
+def _multislerp(task: TensorTask) -> Steps:
+    weights = np.array(task.column("weight"))
+    if len(weights) == 1:
+        return combine([0.0, 1.0] if task.has_base else [1.0])
+    matrix = yield gram(len(weights), about_base=task.has_base)
+    coefficients = multislerp_coefficients(matrix, weights, task)
+    return combine(coefficients, about_base=task.has_base)
+
+
+def multislerp_coefficients(matrix: Matrix, weights: Matrix, task: TensorTask) -> list[float]:
+    """Mean direction of the unit vectors, moved along the weighted tangent; scaled by the mean norm."""
+    eps = float(task.shared["eps"])
+    if task.shared["normalize_weights"]:
+        weights = weights / weights.sum()
+    norms = np.sqrt(np.diag(matrix))
+    inverse = 1.0 / (norms + eps)
+    units = matrix * np.outer(inverse, inverse)
+    length = _norm(units, weights)
+    if length < eps:
+        if len(weights) == 2:
+            return [float(weight) for weight in weights]
+        raise InvalidInput(
+            task.name,
+            found="task vectors or weights whose directions cancel out",
+            expected="a mean direction",
+            remedy="change the weights, or use another method",
+        )
+    mean = weights / length
+    tangent = weights - float(weights @ units @ mean) * mean
+    angle = _norm(units, tangent) + eps
+    direction = math.cos(angle) * mean + math.sin(angle) / angle * tangent
+    return [float(value) for value in direction * inverse * float(weights @ norms)]
+
+
+def _check_multislerp(shared: Values, per_input: Sequence[Values], where: str) -> None:
+    total = sum(values["weight"] for values in per_input if "weight" in values)
+    if shared["normalize_weights"] and abs(total) < 1e-12:
+        raise InvalidInput(where, found="weights that add up to 0", expected="a sum that can be normalised")
+
+
+def _karcher(task: TensorTask) -> Steps:
+    count = len(task.per_input)
+    if count == 1:
+        return combine([1.0])
+    matrix = yield gram(count)
+    return combine(karcher_coefficients(matrix, int(task.shared["max_iter"]), float(task.shared["tol"])))
+
+
+def karcher_coefficients(matrix: Matrix, max_iter: int, tol: float) -> list[float]:
+    """The point on the sphere with the least squared angles to all inputs, found by following the mean tangent."""
+    norms = np.sqrt(np.diag(matrix))
+    valid = norms > tol
+    if not valid.any():
+        return [0.0] * len(norms)
+    inverse = np.where(valid, 1.0 / np.where(valid, norms, 1.0), 0.0)
+    units = matrix * np.outer(inverse, inverse)
+    alphas = valid / valid.sum()
+    length = _norm(units, alphas)
+    mean = alphas / length if length >= tol else np.eye(len(norms))[int(valid.argmax())]
+    for _ in range(max_iter):
+        cosines = np.clip(units @ mean, -1.0, 1.0)
+        angles = np.arccos(cosines)
+        moving = valid & (angles >= tol)
+        # An angle of pi has no direction to move in; its sine would only amplify rounding.
+        pull = np.where(moving, alphas * angles / np.maximum(np.sin(angles), 1e-12), 0.0)
+        tangent = pull - float(pull @ cosines) * mean
+        step = _norm(units, tangent)
+        if step < tol:
+            break
+        mean = math.cos(step) * mean + math.sin(step) / step * tangent
+        mean = mean / _norm(units, mean)
+    return [float(value) for value in mean * inverse * norms.mean()]
+
+
+def _norm(matrix: Matrix, coefficients: Matrix) -> float:
+    # Rounding can leave a tiny negative number where the true one is zero.
+    return math.sqrt(max(float(coefficients @ matrix @ coefficients), 0.0))
+
+
+METHODS = (
+    Method(
+        name="slerp",
+        summary="Spherical interpolation from the first model (or the base) to the next ones",
+        paper="Shoemake 1985, https://doi.org/10.1145/325334.325242",
+        base="donor",
+        models=(2, None),
+        parameters=(Parameter("t", "float", "shared", REQUIRED, "0 is the first model or base, 1 the other"),),
+        steps=_slerp,
+        alone="copy",
+    ),
+    Method(
+        name="nuslerp",
+        summary="Spherical interpolation of two models, or of their task vectors, by weights",
+        paper="Shoemake 1985, https://doi.org/10.1145/325334.325242",
+        base="optional",
+        models=(2, 2),
+        parameters=(
+            Parameter("weight", "float", "non_base", REQUIRED, "share of each model"),
+            Parameter("nuslerp_flatten", "bool", "shared", True, "the whole tensor is one vector"),
+            Parameter("nuslerp_row_wise", "bool", "shared", False, "not flattened: vectors along the first dimension"),
+        ),
+        steps=_nuslerp,
+        grain=_nuslerp_grain,
+        alone="copy",
+    ),
+    Method(
+        name="multislerp",
+        summary="Spherical weighted mean of any number of models, in the tangent space at their mean",
+        paper="Goddard 2024, https://goddard.blog/posts/multislerp-wow-what-a-cool-idea",
+        base="optional",
+        models=(1, None),
+        parameters=(
+            Parameter("weight", "float", "non_base", REQUIRED, "share of each model"),
+            Parameter("normalize_weights", "bool", "shared", True, "divide by the sum of the weights"),
+            Parameter("eps", "float", "shared", 1e-8, "smallest length of a mean direction", minimum=0.0),
+        ),
+        steps=_multislerp,
+        check=_check_multislerp,
+    ),
+    Method(
+        name="karcher",
+        summary="The point on the sphere nearest to all models (Riemannian centre of mass)",
+        paper="Karcher 1977, https://doi.org/10.1002/cpa.3160300502",
+        base="ordinary",
+        models=(1, None),
+        parameters=(
+            Parameter("max_iter", "int", "shared", 10, "most steps", minimum=1),
+            Parameter("tol", "float", "shared", 1e-5, "stop when a step is shorter", minimum=0.0),
+        ),
+        steps=_karcher,
+    ),
+)

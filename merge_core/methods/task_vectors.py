@@ -1,0 +1,299 @@
+"""Methods on task vectors (differences to a base): sparsify each, weight it, agree on signs, add to the base.
+
+For every model ``i`` with weight ``w_i``: ``d_i = x_i - b``, sparsified (see :mod:`.sparsify`), and ``v_i = w_i d_i``.
+With a sign consensus an element's sign is elected and only contributions of that sign count. Then
+
+    out = b + lambda * sum v_i / divisor
+
+where the divisor is the sum of the weights that counted when ``normalize`` is set, else 1.
+Task Arithmetic: Ilharco et al. 2023; TIES: Yadav et al. 2023; DARE: Yu et al. 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.errors import InvalidInput
+from merge_core.methods.contract import (
+    GRAIN,
+    REQUIRED,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    StoredBlock,
+    TensorTask,
+    Values,
+    row_length,
+)
+from merge_core.methods.sparsify import (
+    Folds,
+    Sparsifier,
+    at_random,
+    by_magnitude,
+    dense,
+    inner,
+    kernel_tile,
+    ranked_random,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# Below this a sum of weights is no divisor.
+_NO_DIVISOR = 1e-8
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How weighted task vectors become one.
+
+    Args:
+        weights: One per model.
+        vote: ``sum``: the sign of the weighted sum; ``count``: of the number of positive and negative contributions;
+            None: no consensus.
+        normalize: Divide by the weights that counted.
+        scale: ``lambda``.
+    """
+
+    weights: tuple[float, ...]
+    vote: str | None
+    normalize: bool
+    scale: float
+
+    @property
+    def divisor(self) -> float:
+        """Divisor of all elements, where it does not depend on a consensus."""
+        total = sum(self.weights)
+        return total if self.normalize and self.vote is None and abs(total) >= _NO_DIVISOR else 1.0
+
+
+def mix(mixing: Mixing, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+    """Base ``[n]`` and sparsified task vectors ``[models, n]`` → merged ``[n]``."""
+    import torch
+
+    weighted = [delta * weight for delta, weight in zip(deltas, mixing.weights, strict=True)]
+    if mixing.vote is None:
+        total = _add(weighted) / mixing.divisor
+    else:
+        votes = weighted if mixing.vote == "sum" else [torch.sign(value) for value in weighted]
+        positive = _add(votes) >= 0
+        # Zeros have no sign: they neither vote nor count.
+        counted = [torch.where(positive, value > 0, value < 0) for value in weighted]
+        total = _add([torch.where(counts, value, 0.0) for counts, value in zip(counted, weighted, strict=True)])
+        if mixing.normalize:
+            # Widened first: a truth value times a number is float32 in torch, whatever the number's own precision.
+            divisor = _add(
+                [counts.to(base.dtype) * weight for counts, weight in zip(counted, mixing.weights, strict=True)]
+            )
+            total = total / torch.where(divisor == 0, 1.0, divisor)
+    return base + total * mixing.scale
+
+
+def _add(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    # Left to right, not torch.sum: the order of additions is part of the result.
+    total = vectors[0]
+    for vector in vectors[1:]:
+        total = total + vector
+    return total
+
+
+def _steps(sparsify: Callable[[TensorTask], Folds], *, vote: bool) -> Callable[[TensorTask], Steps]:
+    def steps(task: TensorTask) -> Steps:
+        sparsifier: Sparsifier = yield from sparsify(task)
+        mixing = Mixing(
+            weights=tuple(task.column("weight")),
+            vote=str(task.shared["consensus"]) if vote else None,
+            normalize=bool(task.shared["normalize"]),
+            scale=float(task.shared["lambda"]),
+        )
+        return Map(lambda block: mix(mixing, block.base, sparsifier.of(block)), _fused(mixing, sparsifier))
+
+    return steps
+
+
+def _fused(mixing: Mixing, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any], None]:
+    arguments = (
+        np.asarray(mixing.weights, np.float32),
+        (None, "sum", "count").index(mixing.vote),
+        mixing.normalize,
+        np.float32(mixing.divisor),
+        np.float32(mixing.scale),
+        *sparsifier.tables(),
+    )
+
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.methods import kernels
+
+        kernel: Any = kernels.task_vectors
+        tile = kernel_tile(sparsifier.rules, block.grain)
+        kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *arguments, out)
+
+    return fused
+
+
+def _check_weights(shared: Values, per_input: Sequence[Values], where: str) -> None:
+    for values in per_input:
+        epsilon, density = values.get("epsilon"), values.get("density", 1.0)
+        if epsilon is not None and 0 < density < 1 and not (density - epsilon > 0 and density + epsilon < 1):
+            raise InvalidInput(
+                where,
+                found=f"density {density:g} with epsilon {epsilon:g}",
+                expected="keep probabilities inside (0, 1): density - epsilon > 0 and density + epsilon < 1",
+                remedy="lower epsilon",
+            )
+
+
+def _parameters(
+    *, normalize: bool, rescale: bool, vote: bool = False, density: bool = True, extra: Sequence[Parameter] = ()
+) -> tuple[Parameter, ...]:
+    kept = "share of each task vector's elements that is kept"
+    ignored = "accepted for compatibility, has no effect"
+    parameters = [
+        Parameter("weight", "float", "non_base", REQUIRED, "factor of each task vector"),
+        Parameter("density", "float", "non_base", 1.0, kept if density else ignored, 0.0, 1.0),
+        *extra,
+        Parameter("normalize", "bool", "shared", normalize, "divide by the weights that count"),
+        Parameter(
+            "rescale",
+            "switch",
+            "shared",
+            rescale,
+            "after dropping elements, restore the L1 norm (true) or divide by the density",
+            choices=("density",),
+        ),
+        Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector"),
+        Parameter("int8_mask", "bool", "shared", False, ignored),
+    ]
+    if vote:
+        parameters.append(
+            Parameter(
+                "consensus",
+                "choice",
+                "shared",
+                "sum",
+                "sign by the weighted sum, or by the number of models for each sign",
+                choices=("sum", "count"),
+            )
+        )
+    return tuple(parameters)
+
+
+_ARITHMETIC = "Task Arithmetic, Ilharco et al. 2023, https://arxiv.org/abs/2212.04089"
+_TIES = "TIES-Merging, Yadav et al. 2023, https://arxiv.org/abs/2306.01708"
+_DARE = "DARE, Yu et al. 2024, https://arxiv.org/abs/2311.03099"
+
+
+_DELLA = "DELLA-Merging, Deep et al. 2024, https://arxiv.org/abs/2406.11617"
+_BREADCRUMBS = "Model Breadcrumbs, Davari and Belilovsky 2023, https://arxiv.org/abs/2312.06795"
+_GAMMA = (Parameter("gamma", "float", "non_base", 0.01, "share of largest elements dropped as outliers", 0.0, 1.0),)
+_EPSILON = (Parameter("epsilon", "float", "non_base", 0.15, "half width of the keep probabilities", 0.0, 1.0),)
+
+
+def _method(
+    name: str,
+    summary: str,
+    paper: str,
+    sparsify: Callable[[TensorTask], Folds],
+    vote: bool,
+    by_rows: bool = False,
+    **switches: Any,
+) -> Method:
+    return Method(
+        name=name,
+        summary=summary,
+        paper=paper,
+        base="required",
+        models=(1, None),
+        parameters=_parameters(vote=vote, **switches),
+        steps=_steps(sparsify, vote=vote),
+        grain=row_length if by_rows else lambda shape, shared: GRAIN,
+        check=_check_weights,
+    )
+
+
+METHODS = (
+    _method(
+        "task_arithmetic",
+        "The base plus a weighted sum of task vectors",
+        _ARITHMETIC,
+        dense,
+        False,
+        normalize=False,
+        rescale=False,
+        density=False,
+    ),
+    _method(
+        "ties",
+        "Keep the largest elements of each task vector, elect signs, average what agrees",
+        _TIES,
+        by_magnitude,
+        True,
+        normalize=True,
+        rescale=False,
+    ),
+    _method(
+        "dare_linear",
+        "Drop random elements of each task vector, rescale the rest, add up",
+        _DARE,
+        at_random,
+        False,
+        normalize=False,
+        rescale=True,
+    ),
+    _method(
+        "dare_ties",
+        "Drop random elements of each task vector, rescale the rest, elect signs, add up what agrees",
+        _DARE,
+        at_random,
+        True,
+        normalize=False,
+        rescale=True,
+    ),
+    _method(
+        "breadcrumbs",
+        "Drop the smallest elements and the outliers of each task vector, add up the rest",
+        _BREADCRUMBS,
+        inner,
+        False,
+        normalize=False,
+        rescale=False,
+        extra=_GAMMA,
+    ),
+    _method(
+        "breadcrumbs_ties",
+        "Drop the smallest elements and the outliers of each task vector, elect signs, add up what agrees",
+        _BREADCRUMBS,
+        inner,
+        True,
+        normalize=False,
+        rescale=False,
+        extra=_GAMMA,
+    ),
+    _method(
+        "della",
+        "Drop elements at random, the small ones more often, rescale, elect signs, average what agrees",
+        _DELLA,
+        ranked_random,
+        True,
+        normalize=True,
+        rescale=True,
+        extra=_EPSILON,
+        by_rows=True,
+    ),
+    _method(
+        "della_linear",
+        "Drop elements at random, the small ones more often, rescale, add up",
+        _DELLA,
+        ranked_random,
+        False,
+        normalize=False,
+        rescale=True,
+        extra=_EPSILON,
+        by_rows=True,
+    ),
+)

@@ -1,0 +1,22 @@
+"""From a recipe and headers to a list of jobs, and everything that is wrong with it, before any weight is read.
+
+A plan fixes names, shapes, dtypes and offsets of every output byte; the engine only carries it out.
+"""
+
+from merge_core.plan.alignment import RowMap
+from merge_core.plan.compatibility import preflight
+from merge_core.plan.layout import OutputTensor, Shard, index_text
+from merge_core.plan.plan import Input, MergePlan, TensorJob, plan_merge, step_of
+
+__all__ = [
+    "Input",
+    "MergePlan",
+    "OutputTensor",
+    "RowMap",
+    "Shard",
+    "TensorJob",
+    "index_text",
+    "plan_merge",
+    "preflight",
+    "step_of",
+]

@@ -1,0 +1,251 @@
+"""Everything that can be known to be wrong with a merge before a weight is read, all at once, worst first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from merge_core.architecture import ties_embeddings, vocabulary_size
+from merge_core.checkpoint import Checkpoint, Vocabulary, read_vocabulary, vocabulary_differences
+from merge_core.errors import Finding, InvalidInput, worst_first
+from merge_core.parsing import read_json
+from merge_core.plan.consistency import self_consistency, unused_tensors
+from merge_core.plan.plan import MergePlan, assemble, donor_reference, planned_checkpoint
+from merge_core.recipe import Recipe
+
+# Classes of transformers that do what the tokenizer.json says.
+_TOKENIZERS_WITHOUT_RULES = ("PreTrainedTokenizer", "TokenizersBackend")
+# Config fields that change what the same weights compute, or where a text ends.
+_MEANING = (
+    "hidden_act",
+    "hidden_activation",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "sliding_window",
+    "eos_token_id",
+)
+
+
+def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Finding, ...]:
+    """Findings about ``recipe`` on ``checkpoints`` (by ``str(ref)``), from headers, configs and tokenizer files.
+
+    Returns:
+        Findings, worst first; ``block`` means that the merge is impossible or would silently be wrong.
+
+    Raises:
+        InvalidInput: A reference without checkpoint.
+    """
+    findings: list[Finding] = []
+    known = dict(checkpoints)
+    try:
+        plan, problems = assemble(recipe, checkpoints)
+    except InvalidInput as error:
+        findings.append(Finding("block", error.where, error.found, error.expected, error.remedy))
+    else:
+        findings += problems
+        for step in plan.steps:
+            known[str(step.recipe.name)] = planned_checkpoint(step)
+        for part in (*plan.steps, plan):
+            findings += unused_tensors(part, known, {finding.where for finding in problems})
+            findings += _compare_templates(part, known)
+    for document in (*recipe.steps, recipe):
+        own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
+        donor, aligned = str(donor_reference(document)), document.tokenizer is not None
+        if donor not in own:
+            continue
+        for name, checkpoint in own.items():
+            findings += self_consistency(name, checkpoint)
+            if name != donor:
+                findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
+                if document.dtype is None and document.out_dtype is None:
+                    findings += _compare_formats(donor, own[donor], name, checkpoint)
+                if not aligned:
+                    findings += _compare_tokenizer_classes(donor, own[donor], name, checkpoint)
+        if not aligned:
+            findings += _compare_vocabularies(donor, own)
+    return worst_first(findings)
+
+
+def _compare_configs(
+    donor: str, first: Checkpoint, name: str, other: Checkpoint, *, aligned: bool
+) -> Iterator[Finding]:
+    if first.architecture != other.architecture:
+        yield Finding(
+            "block",
+            f"{name}: config.json: architectures",
+            found=other.architecture or "nothing",
+            expected=f"{first.architecture or 'nothing'}, as in {donor}",
+            remedy="merge models of one architecture",
+        )
+        return
+    for key in _MEANING:
+        mine, theirs = first.config.get(key), other.config.get(key)
+        if mine != theirs and mine is not None and theirs is not None:
+            yield Finding(
+                "warn",
+                f"{name}: config.json: {key}",
+                found=f"{theirs}",
+                expected=f"{mine}, as in {donor}, whose config the result gets",
+                remedy="make sure that the models compute the same function of their weights",
+            )
+    mine_vocab, their_vocab = vocabulary_size(first.config), vocabulary_size(other.config)
+    if mine_vocab != their_vocab and not aligned:
+        yield Finding(
+            "block",
+            f"{name}: config.json: vocab_size",
+            found=f"{their_vocab}",
+            expected=f"{mine_vocab}, as in {donor}",
+            remedy="set tokenizer_source, or resize one model's embeddings",
+        )
+    mine_tied, their_tied = ties_embeddings(first.config), ties_embeddings(other.config)
+    if mine_tied is not None and their_tied is not None and mine_tied != their_tied:
+        yield Finding(
+            "block" if mine_tied else "warn",
+            f"{name}: config.json: tie_word_embeddings",
+            found=f"{their_tied}".lower(),
+            expected=f"{mine_tied}".lower() + f", as in {donor}",
+            remedy=(
+                f"its output head would be lost: name {name} as base_model, or untie the others"
+                if mine_tied
+                else "its embeddings serve as its output head in the merge"
+            ),
+        )
+
+
+def _compare_formats(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+    """Formats of the weights; where they differ the result gets the wider one, tensor by tensor."""
+    mine, theirs = _format(first), _format(other)
+    if mine and theirs and mine != theirs:
+        yield Finding(
+            "warn",
+            f"{name}: dtype",
+            found=f"{theirs} weights",
+            expected=f"{mine}, as in {donor}",
+            remedy="say dtype in the recipe: without it the result is written in the wider format",
+        )
+
+
+def _format(checkpoint: Checkpoint) -> str:
+    """Name of the floating-point format that holds most of a checkpoint's bytes."""
+    held: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype.kind == "float":
+            held[tensor.dtype.torch_name] += tensor.nbytes
+    return held.most_common(1)[0][0] if held else ""
+
+
+def _compare_tokenizer_classes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+    """Classes that cut text by different rules; those that read a ``tokenizer.json`` as it is have no rules of their
+    own."""
+    mine, theirs = _tokenizer_class(first.directory), _tokenizer_class(other.directory)
+    if mine and theirs and mine != theirs:
+        yield Finding(
+            "warn",
+            f"{name}: tokenizer_config.json: tokenizer_class",
+            found=theirs,
+            expected=f"{mine}, as in {donor}, whose tokenizer the result gets",
+            remedy="make sure that both cut text in the same way: equal ids do not say so",
+        )
+
+
+def _tokenizer_class(directory: Path) -> str:
+    try:
+        named = str(read_json(directory / "tokenizer_config.json").get("tokenizer_class") or "")
+    except InvalidInput:  # not there, which is no fault
+        return ""
+    plain = named.removesuffix("Fast")  # one class in two implementations
+    return "" if plain in _TOKENIZERS_WITHOUT_RULES else plain
+
+
+def _compare_templates(plan: MergePlan, known: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+    """Chat templates that the result does not get: who was trained on one is asked in another."""
+    if plan.chat_template is not None:
+        return  # The recipe says which.
+    result = plan.tokenizer.chat_template
+    for name in dict.fromkeys(item.model for job in plan.jobs for item in job.inputs):
+        template = known[name].chat_template if name in known else None
+        if template is not None and template != result:
+            yield Finding(
+                "warn",
+                f"{name}: chat template",
+                found="another than the result gets" if result else "the result gets none",
+                expected="the template that the model was trained with",
+                remedy="say chat_template in the recipe: auto, a known name, or the template itself",
+            )
+
+
+def _compare_vocabularies(donor: str, own: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+    vocabularies: dict[str, Vocabulary | None] = {}
+    for name, checkpoint in own.items():
+        try:
+            vocabularies[name] = read_vocabulary(checkpoint.directory)
+        except InvalidInput as error:
+            yield Finding("block", error.where, error.found, error.expected, error.remedy)
+            return
+    reference = vocabularies[donor]
+    if reference is None:
+        others = [name for name, vocabulary in vocabularies.items() if vocabulary is not None]
+        if others:
+            yield Finding(
+                "warn",
+                donor,
+                found="no tokenizer",
+                expected=f"one: the result gets its tokenizer, and {others[0]} has one",
+                remedy="add the tokenizer files, or name another base_model",
+            )
+        return
+    for name, vocabulary in vocabularies.items():
+        if name != donor:
+            yield from _vocabulary_findings(donor, reference, name, vocabulary)
+
+
+def _vocabulary_findings(donor: str, reference: Vocabulary, name: str, other: Vocabulary | None) -> Iterator[Finding]:
+    if other is None:
+        yield Finding(
+            "warn",
+            name,
+            found="no tokenizer",
+            expected=f"the same as {donor}",
+            remedy="make sure that it was trained with that tokenizer",
+        )
+        return
+    if (reference.digest == "") != (other.digest == ""):
+        yield Finding(
+            "warn",
+            f"{name}: tokenizer",
+            found="another kind of tokenizer file than in " + donor,
+            expected="files that can be compared",
+            remedy="save both with the same library version",
+        )
+        return
+    moved, missing, extra = vocabulary_differences(reference, other)
+    if moved:
+        yield Finding(
+            "block",
+            f"{name}: tokenizer.json",
+            found=f"{len(moved)} tokens with another id than in {donor}: {_some(moved)}",
+            expected="one meaning for every row of the embeddings",
+            remedy="merge models that share a tokenizer: otherwise the result is silently garbled",
+        )
+    elif missing or extra:
+        listed = _some(extra or missing)
+        yield Finding(
+            "warn",
+            f"{name}: tokenizer.json",
+            found=f"{len(extra)} tokens that {donor} lacks, {len(missing)} that it lacks itself: {listed}",
+            expected="one vocabulary",
+            remedy=f"the result gets the tokenizer of {donor}; make sure that the tokens are not needed",
+        )
+
+
+def _some(tokens: list[Any]) -> str:
+    shown = ", ".join(repr(token) for token in tokens[:3])
+    return shown + (", ..." if len(tokens) > 3 else "")

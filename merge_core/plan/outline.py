@@ -1,0 +1,187 @@
+"""Which tensors the result has: their names, and the name under which each source knows them.
+
+Three cases. Whole models: the donor's tensors. Slices: layers are cut and renumbered, what stands before the layers
+(embeddings) comes from the first slice, what stands after them (norm, head) from the last. Modules: each part of the
+network is one of the two, on its own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from merge_core.architecture import architecture, before_layers, layer_place, stacks
+from merge_core.checkpoint import Checkpoint
+from merge_core.errors import InvalidInput, suggest
+from merge_core.recipe import Module, Recipe, Slice, Source
+
+# What the peer's architecture tables call parts whose tensor names say it otherwise.
+_ALSO_CALLED = {
+    "text_decoder": ("language_model", "text_model", "decoder"),
+    "text": ("language_model", "text_model", "decoder"),
+    "vision_tower": ("vision_model", "visual", "vision"),
+    "vision": ("vision_model", "visual", "vision_tower"),
+}
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """An output tensor before its inputs are matched.
+
+    Args:
+        name: Its name.
+        module: Part of the network that it belongs to.
+        cut: Slice that it belongs to.
+        source_names: Its name in each of the slice's sources.
+        t: Position along the layers, 0 to 1, where gradients are evaluated; 0 outside the layers.
+    """
+
+    name: str
+    module: Module
+    cut: Slice
+    source_names: tuple[str, ...]
+    t: float
+
+
+def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> list[OutputSpec]:
+    """All output tensors.
+
+    Raises:
+        InvalidInput: A module or a layer that does not exist, a part that no module covers.
+    """
+    drafts = []
+    for module, stack, names in _parts(recipe, donor):
+        if is_sliced(module):
+            chosen = stack or architecture.main_stack(donor, f"{recipe.where}: slices")
+            drafts += _sliced(module, chosen, names, checkpoints)
+        else:
+            drafts += _whole(module, names)
+    return drafts
+
+
+def is_sliced(module: Module) -> bool:
+    """Whether the module's layers are cut (``slices``), or whole models are merged."""
+    return any(source.layers is not None for cut in module.slices for source in cut.sources)
+
+
+def sliced_module(recipe: Recipe, donor: Checkpoint) -> Module | None:
+    """The module whose slices decide the config's number of layers; None when layers keep their places.
+
+    Raises:
+        InvalidInput: A part other than the main stack of layers is sliced: its depth would not be in the config.
+    """
+    for module, stack, _ in _parts(recipe, donor):
+        if not is_sliced(module):
+            continue
+        if stack is not None and stack != architecture.main_stack(donor, f"{recipe.where}: modules"):
+            raise InvalidInput(
+                f"{recipe.where}: modules.{module.name}.slices",
+                found=f"slices of {stack}",
+                expected="slices of the text layers only",
+                remedy="use 'models' for this part",
+            )
+        return module
+    return None
+
+
+def _parts(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str | None, list[str]]]:
+    """Each module with its stack of layers (None: all there are) and its tensors."""
+    if recipe.modules[0].name is None:
+        return [(recipe.modules[0], None, list(donor.tensors))]
+    found = stacks(donor.tensors)
+    chosen = {module.name: _stack_of(module, found, f"{recipe.where}: modules") for module in recipe.modules}
+    prefixes = {name: stack.rsplit(".", 1)[0] + "." if "." in stack else "" for name, stack in chosen.items()}
+    for stack in found:
+        if not any(stack.startswith(prefix) for prefix in prefixes.values()):
+            raise InvalidInput(
+                f"{recipe.where}: modules",
+                found=f"nothing about {stack}",
+                expected="a module for every stack of layers",
+                remedy=f"add a module named {stack.rsplit('.', 2)[-2] if stack.count('.') else stack!r}",
+            )
+    # What is in no module's part of the tree (heads, projections) goes with the main layers.
+    main = [name for name, stack in chosen.items() if found[stack] == architecture.layer_count(donor.config)]
+    home = main[0] if main else recipe.modules[-1].name
+    owned: dict[str | None, list[str]] = {module.name: [] for module in recipe.modules}
+    for tensor in donor.tensors:
+        fitting = [name for name, prefix in prefixes.items() if tensor.startswith(prefix)]
+        owned[max(fitting, key=lambda name: len(prefixes[name])) if fitting else home].append(tensor)
+    return [(module, chosen[module.name], owned[module.name]) for module in recipe.modules]
+
+
+def _stack_of(module: Module, found: Mapping[str, int], where: str) -> str:
+    if module.name == "default" and len(found) == 1:  # the peer's name for the only part of a plain language model
+        return next(iter(found))
+    names = (str(module.name), *_ALSO_CALLED.get(str(module.name), ()))
+    for name in names:
+        fitting = [stack for stack in found if stack == name or name in stack.split(".")]
+        if len(fitting) == 1:
+            return fitting[0]
+    known = sorted({part for stack in found for part in stack.split(".")} - {"model", "layers", "blocks", "block"})
+    raise InvalidInput(
+        f"{where}.{module.name}",
+        found=f"no part of the network with that name; layers are in {', '.join(found) or 'nothing'}",
+        expected="a module of this network",
+        remedy=suggest(str(module.name), known) if known else "use 'models'",
+    )
+
+
+def _whole(module: Module, names: Sequence[str]) -> list[OutputSpec]:
+    (cut,) = module.slices
+    depth = stacks(names)
+    drafts = []
+    for name in names:
+        at = layer_place(name)
+        t = _position(at.index, depth[at.stack]) if at else 0.0
+        drafts.append(OutputSpec(name, module, cut, (name,) * len(cut.sources), t))
+    return drafts
+
+
+def _sliced(
+    module: Module, stack: str, names: Sequence[str], checkpoints: Mapping[str, Checkpoint]
+) -> list[OutputSpec]:
+    first, last = module.slices[0], module.slices[-1]
+    drafts = [
+        OutputSpec(name, module, first, (name,) * len(first.sources), 0.0) for name in names if before_layers(name)
+    ]
+    parts = {str(source.model): _layer_parts(checkpoints[str(source.model)], stack) for source in _sources(module)}
+    layer = 0
+    for cut in module.slices:
+        ranges = [source.layers or (0, 0) for source in cut.sources]
+        for source, (_, end) in zip(cut.sources, ranges, strict=True):
+            depth = len(parts[str(source.model)])
+            if end > depth:
+                raise InvalidInput(
+                    f"{cut.where}: layer_range of {source.model}",
+                    found=f"end {end}",
+                    expected=f"at most {depth} layers",
+                )
+        count = ranges[0][1] - ranges[0][0]
+        for index in range(count):
+            for part in parts[str(cut.sources[0].model)][ranges[0][0] + index]:
+                known_as = tuple(f"{stack}.{start + index}.{part}" for start, _ in ranges)
+                drafts.append(OutputSpec(f"{stack}.{layer}.{part}", module, cut, known_as, _position(index, count)))
+            layer += 1
+    for name in names:
+        at = layer_place(name)
+        if not before_layers(name) and (at is None or at.stack != stack):
+            drafts.append(OutputSpec(name, module, last, (name,) * len(last.sources), 0.0))
+    return drafts
+
+
+def _sources(module: Module) -> list[Source]:
+    return [source for cut in module.slices for source in cut.sources]
+
+
+def _layer_parts(checkpoint: Checkpoint, stack: str) -> list[list[str]]:
+    """For every layer of a stack the parts (``mlp.up_proj.weight``) it has."""
+    parts: list[list[str]] = [[] for _ in range(stacks(checkpoint.tensors).get(stack, 0))]
+    for name in checkpoint.tensors:
+        at = layer_place(name)
+        if at is not None and at.stack == stack:
+            parts[at.index].append(at.part)
+    return parts
+
+
+def _position(index: int, count: int) -> float:
+    return index / (count - 1) if count > 1 else 1.0

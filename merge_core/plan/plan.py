@@ -1,0 +1,390 @@
+"""From a recipe and headers to a list of jobs: which tensors go into which, with which values, to which place.
+
+Pure: nothing is read here. :func:`assemble` collects every problem on the way, for the preflight report;
+:func:`plan_merge` raises the first one that blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from merge_core.architecture import architecture, before_layers
+from merge_core.checkpoint import Checkpoint, DType, StoredTensor, chosen_template, promote
+from merge_core.errors import Finding, InvalidInput
+from merge_core.methods import REQUIRED, Method
+from merge_core.plan.alignment import Alignment, RowMap, align, has_vocabulary_rows
+from merge_core.plan.consistency import self_consistency, unused_tensors
+from merge_core.plan.layout import OutputTensor, Shard, lay_out
+from merge_core.plan.outline import OutputSpec, outline, sliced_module
+from merge_core.recipe import CheckpointRef, Parameters, Recipe, Source, value_for
+
+# Directory that stands for the result of a step until it is written.
+_STEP = "step:"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are."""
+
+    model: str
+    tensor: StoredTensor
+    rows: RowMap | None = None
+
+
+@dataclass(frozen=True)
+class TensorJob:
+    """One output tensor.
+
+    Args:
+        output: Name, format and shape.
+        inputs: What it is made of; the base first when ``has_base``.
+        has_base: Whether the first input is the base.
+        shared: Values of the method's shared parameters.
+        per_input: Values of its other parameters, one mapping per input.
+        mode: ``merge``: by the method; ``copy``: the only input, as it is; ``equal``: all inputs must be the same
+            (integers), the first is copied.
+    """
+
+    output: OutputTensor
+    inputs: tuple[Input, ...]
+    has_base: bool
+    shared: Mapping[str, Any]
+    per_input: tuple[Mapping[str, Any], ...]
+    mode: Literal["merge", "copy", "equal"]
+
+    @property
+    def nbytes_in(self) -> int:
+        """Bytes of all inputs."""
+        return sum(item.tensor.nbytes for item in self.inputs)
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Everything that a merge will do, fixed before it starts.
+
+    Args:
+        recipe: What was asked.
+        donor: Checkpoint that gives config, tokenizer and layout.
+        jobs: One per output tensor, in the order of the output bytes.
+        shards: Output files.
+        config: Content of the output's ``config.json``.
+        bytes_read: Bytes of all inputs, each counted once.
+        bytes_written: Bytes of all shards.
+        tokenizer: Checkpoint that gives the tokenizer files; the donor unless the recipe says otherwise.
+        chat_template: Replaces the tokenizer's, if not None.
+        steps: Merges to carry out before, whose results are inputs of this one (and of each other, in order).
+        findings: What does not balance: input tensors without a place, configs that disagree with tensors. They end up
+            in the record of the merge.
+    """
+
+    recipe: Recipe
+    donor: Checkpoint
+    jobs: tuple[TensorJob, ...]
+    shards: tuple[Shard, ...]
+    config: Mapping[str, Any]
+    bytes_read: int
+    bytes_written: int
+    tokenizer: Checkpoint
+    chat_template: str | None = None
+    steps: tuple[MergePlan, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def method(self) -> Method:
+        """The merge method."""
+        return self.recipe.method
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the result."""
+        return sum(job.output.nbytes // job.output.dtype.size for job in self.jobs)
+
+
+def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
+    """Plan the merge of ``recipe``.
+
+    Args:
+        recipe: From :func:`merge_core.recipe.load_recipe`.
+        checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe.
+
+    Raises:
+        InvalidInput: The checkpoints cannot be merged as asked: shapes, missing tensors or layers, quantised
+            weights, missing parameter values.
+    """
+    plan, problems = assemble(recipe, checkpoints)
+    blocking = [problem for problem in problems if problem.severity == "block"]
+    if blocking:
+        raise blocking[0].error()
+    return replace(plan, findings=tuple(_accounts(plan, checkpoints)))
+
+
+def _accounts(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+    known = {**checkpoints, **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
+    for part in (*plan.steps, plan):
+        findings = [*unused_tensors(part, known, set()), *self_consistency("the result", planned_checkpoint(part))]
+        for ref in part.recipe.own_references():
+            findings += self_consistency(str(ref), known[str(ref)])
+        yield from (finding for finding in findings if finding.severity != "info")
+
+
+def donor_reference(recipe: Recipe) -> CheckpointRef:
+    """Who gives config, tokenizer and layout: the base, else the first model."""
+    return recipe.base or recipe.modules[0].slices[0].sources[0].model
+
+
+def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[MergePlan, list[Finding]]:
+    """The plan as far as it can be made, and everything that is wrong with it.
+
+    Raises:
+        InvalidInput: Only for what makes a plan meaningless: a reference without checkpoint, a required parameter
+            without value.
+    """
+    known, steps = dict(checkpoints), []
+    problems: list[Finding] = []
+    for step in recipe.steps:
+        plan = _assemble_one(step, known, problems)
+        known[str(step.name)] = planned_checkpoint(plan)
+        steps.append(plan)
+    return replace(_assemble_one(recipe, known, problems), steps=tuple(steps)), problems
+
+
+def planned_checkpoint(plan: MergePlan) -> Checkpoint:
+    """The result of a step as the input of another, before it exists: its layout is already known.
+
+    Its files lie in the stand-in directory ``step:<name>``; see :func:`step_of`.
+    """
+    outputs = {job.output.name: job.output for job in plan.jobs}
+    place_of = Path(f"{_STEP}{plan.recipe.name}")
+    tensors = {
+        name: StoredTensor(name, place_of / shard.name, outputs[name].dtype, outputs[name].shape, offset)
+        for shard in plan.shards
+        for name, offset in zip(shard.tensors, shard.offsets, strict=True)
+    }
+    template = plan.chat_template or plan.tokenizer.chat_template
+    return Checkpoint(plan.tokenizer.directory, plan.config, tensors, plan.tokenizer.companions, template)
+
+
+def step_of(file: Path) -> str | None:
+    """Name of the step that will write ``file``; None for a file that exists already."""
+    first = file.parts[0]
+    return first.removeprefix(_STEP) if first.startswith(_STEP) else None
+
+
+def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]) -> MergePlan:
+    for ref in recipe.own_references():
+        if ref.adapter:
+            raise InvalidInput(
+                str(ref),
+                found="an adapter",
+                expected="a full checkpoint",
+                remedy="merge the adapter into its model first",
+            )
+        if str(ref) not in checkpoints:
+            raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
+    donor = checkpoints[str(donor_reference(recipe))]
+    alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
+    drafts = outline(recipe, donor, checkpoints)
+    jobs = [job for draft in drafts if (job := _job(recipe, draft, alignment, checkpoints, problems)) is not None]
+    config = architecture.output_config(donor.config, _bulk_dtype(jobs), _layer_sources(recipe, donor, checkpoints))
+    if alignment is not None:
+        config = architecture.with_vocabulary(config, alignment.size, alignment.tokenizer.config)
+    shards = lay_out([job.output for job in jobs], donor)
+    by_name = {job.output.name: job for job in jobs}
+    ordered = tuple(by_name[name] for shard in shards for name in shard.tensors)
+    template = None
+    if recipe.chat_template is not None:
+        parents = [checkpoints[str(ref)].chat_template for ref in recipe.own_references()]
+        template = chosen_template(recipe.chat_template, parents, f"{recipe.where}: chat_template")
+    return MergePlan(
+        recipe=recipe,
+        donor=donor,
+        jobs=ordered,
+        shards=shards,
+        config=config,
+        bytes_read=sum(job.nbytes_in for job in ordered),
+        bytes_written=sum(shard.size for shard in shards),
+        chat_template=template,
+        tokenizer=alignment.tokenizer if alignment is not None else donor,
+    )
+
+
+def _job(
+    recipe: Recipe,
+    draft: OutputSpec,
+    alignment: Alignment | None,
+    checkpoints: Mapping[str, Checkpoint],
+    problems: list[Finding],
+) -> TensorJob | None:
+    method, cut = recipe.method, draft.cut
+    found: list[tuple[Source, StoredTensor]] = []
+    for source, name in zip(cut.sources, draft.source_names, strict=True):
+        tensor = architecture.find_tensor(checkpoints[str(source.model)], name)
+        if tensor is not None:
+            found.append((source, tensor))
+        elif not architecture.is_optional(name):
+            problems.append(
+                Finding(
+                    "block",
+                    f"{source.model}: {name}",
+                    found="missing",
+                    expected="every model has it",
+                    remedy="merge models of one architecture",
+                )
+            )
+            return None
+    if method.base != "ordinary" and cut.base is not None:
+        found.sort(key=lambda item: item[0].model != cut.base)  # Stable: the base first, the others in their order.
+    if not found:
+        return None
+    has_base = method.base in ("required", "optional") and found[0][0].model == cut.base
+    if method.base == "required" and not has_base:
+        problems.append(
+            Finding(
+                "block",
+                f"{cut.base}: {draft.name}",
+                found="missing in the base",
+                expected=f"{method.name} works on differences to it",
+                remedy="use a base that has it",
+            )
+        )
+        return None
+    tensors = [tensor for _, tensor in found]
+    dtype = _output_dtype(recipe, draft.name, found, problems)
+    maps = alignment.maps if alignment is not None and has_vocabulary_rows(draft.name) else {}
+    if dtype is None or (not maps and not _same_shape(draft.name, found, problems)):
+        return None
+    shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
+    low, _ = method.models
+    alone = len(found) == 1 and method.alone == "copy" and low > 1
+    shared, per_input = _values(recipe, draft, found, has_base)
+    if not alone:
+        method.check(shared, per_input, f"{cut.where}: {draft.name}")
+    mode: Literal["merge", "copy", "equal"] = "copy" if alone else "merge"
+    return TensorJob(
+        output=OutputTensor(draft.name, dtype, shape),
+        inputs=tuple(Input(str(source.model), tensor, maps.get(str(source.model))) for source, tensor in found),
+        has_base=has_base,
+        shared=shared,
+        per_input=per_input,
+        mode="equal" if dtype.kind == "exact" else mode,
+    )
+
+
+def _output_dtype(
+    recipe: Recipe, name: str, found: Sequence[tuple[Source, StoredTensor]], problems: list[Finding]
+) -> DType | None:
+    dtypes = {tensor.dtype for _, tensor in found}
+    kinds = {dtype.kind for dtype in dtypes}
+    if kinds == {"float"}:
+        return recipe.out_dtype or recipe.dtype or promote(dtypes)
+    source, tensor = next(item for item in found if item[1].dtype.kind != "float")
+    if "packed" in kinds:
+        problems.append(
+            Finding(
+                "block",
+                f"{source.model}: {name}",
+                found=f"{tensor.dtype.code}, the payload of a quantised model",
+                expected="bfloat16, float16, float32 or float64 weights",
+                remedy="merge the unquantised models, then quantise the result",
+            )
+        )
+        return None
+    if len(dtypes) > 1:
+        others = ", ".join(sorted(dtype.code for dtype in dtypes - {tensor.dtype}))
+        problems.append(
+            Finding(
+                "block",
+                f"{source.model}: {name}",
+                found=f"{tensor.dtype.code} here, {others} elsewhere",
+                expected="one format: integers are copied, not merged",
+                remedy="merge models of one kind",
+            )
+        )
+        return None
+    return tensor.dtype
+
+
+def _same_shape(name: str, found: Sequence[tuple[Source, StoredTensor]], problems: list[Finding]) -> bool:
+    first_source, first = found[0]
+    same = True
+    for source, tensor in found[1:]:
+        if tensor.shape == first.shape:
+            continue
+        same = False
+        vocabulary = len(first.shape) == len(tensor.shape) and first.shape[1:] == tensor.shape[1:]
+        problems.append(
+            Finding(
+                "block",
+                f"{source.model}: {name}",
+                found=f"shape {list(tensor.shape)}",
+                expected=f"{list(first.shape)}, as in {first_source.model}",
+                remedy=(
+                    "the vocabularies differ in size: resize one model's embeddings, or set tokenizer_source"
+                    if vocabulary and (before_layers(name) or architecture.is_head(name))
+                    else "merge models of one architecture and size"
+                ),
+            )
+        )
+    return same
+
+
+def _values(
+    recipe: Recipe,
+    draft: OutputSpec,
+    found: Sequence[tuple[Source, StoredTensor]],
+    has_base: bool,
+) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
+    method = recipe.method
+    wider = (draft.cut.parameters, draft.module.parameters, recipe.parameters)
+    shared = {}
+    per_input: list[dict[str, Any]] = [{} for _ in found]
+    for parameter in method.parameters:
+        if parameter.scope == "shared":
+            shared[parameter.name] = _required(
+                value_for(parameter, wider, draft.name, draft.t), parameter.name, draft, draft.name
+            )
+            continue
+        for index, (source, tensor) in enumerate(found):
+            if parameter.scope == "non_base" and has_base and index == 0:
+                continue
+            scopes: tuple[Parameters, ...] = (source.parameters, *wider)
+            value = value_for(parameter, scopes, tensor.name, draft.t)
+            per_input[index][parameter.name] = _required(value, parameter.name, draft, f"{source.model}: {tensor.name}")
+    return shared, tuple(per_input)
+
+
+def _required(value: Any, parameter: str, draft: OutputSpec, what: str) -> Any:
+    if value is REQUIRED:
+        raise InvalidInput(
+            f"{draft.cut.where}: {parameter}",
+            found=f"no value for {what}: no filter matches it",
+            expected="a value for every tensor",
+            remedy="end the list with a value without filter",
+        )
+    return value
+
+
+def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
+    """The format that holds most of the weights: what the config should name."""
+    sizes: dict[DType, int] = {}
+    for job in jobs:
+        if job.output.dtype.kind == "float":
+            sizes[job.output.dtype] = sizes.get(job.output.dtype, 0) + job.output.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+
+
+def _layer_sources(
+    recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
+) -> list[tuple[Mapping[str, Any], int]] | None:
+    """For every output layer the config and the layer number of its first source; None when layers keep their place."""
+    module = sliced_module(recipe, donor)
+    if module is None:
+        return None
+    return [
+        (checkpoints[str(cut.sources[0].model)].config, layer)
+        for cut in module.slices
+        for layer in range(*(cut.sources[0].layers or (0, 0)))
+    ]

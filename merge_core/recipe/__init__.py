@@ -1,0 +1,23 @@
+"""Recipes: from YAML in mergekit's dialect to one frozen value, to the parameters of each tensor, to variations of it.
+
+A recipe is parsed once, strictly; after that nothing is validated again.
+"""
+
+from merge_core.recipe.overrides import apply_overrides
+from merge_core.recipe.parameters import Parameters, value_for
+from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
+from merge_core.recipe.reference import CheckpointRef, parse_reference, resolve_local
+
+__all__ = [
+    "CheckpointRef",
+    "Module",
+    "Parameters",
+    "Recipe",
+    "Slice",
+    "Source",
+    "apply_overrides",
+    "load_recipe",
+    "parse_reference",
+    "resolve_local",
+    "value_for",
+]

@@ -1,0 +1,493 @@
+"""A recipe: YAML in mergekit's dialect, read once and strictly into a frozen, typed value.
+
+Accepted is what the peer accepts; what the peer ignores (unknown keys, misspelt or misplaced parameters, a key
+written twice) is an error here that names the place and suggests the word that was probably meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from merge_core.checkpoint import DType, recipe_dtype
+from merge_core.errors import InvalidInput, suggest
+from merge_core.methods import Method, find_method
+from merge_core.parsing import parse_yaml
+from merge_core.recipe.parameters import Parameters, parse_parameters
+from merge_core.recipe.reference import CheckpointRef, parse_reference
+
+_TOP = (
+    "merge_method",
+    "models",
+    "slices",
+    "modules",
+    "base_model",
+    "parameters",
+    "dtype",
+    "out_dtype",
+    "tokenizer_source",
+    "tokenizer",
+    "chat_template",
+    "name",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input of a slice: a model, which of its layers (half-open, None: all), its own parameters."""
+
+    model: CheckpointRef
+    layers: tuple[int, int] | None
+    parameters: Parameters
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A run of output layers made from the same run of layers of each source."""
+
+    sources: tuple[Source, ...]
+    base: CheckpointRef | None
+    parameters: Parameters
+    where: str
+
+
+@dataclass(frozen=True)
+class Module:
+    """A part of a network with layers of its own; ``name`` is None for "the whole network"."""
+
+    name: str | None
+    slices: tuple[Slice, ...]
+    parameters: Parameters
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which vocabulary the result has: ``base``, ``union`` or that of a checkpoint."""
+
+    source: str | CheckpointRef
+    where: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to merge and how. Made by :func:`load_recipe`.
+
+    Args:
+        merge_method: Name of the method.
+        modules: The network's parts; one unnamed part unless the recipe says ``modules``.
+        base: ``base_model``.
+        parameters: Top-level parameters.
+        dtype: Wanted format of the result; ``out_dtype`` wins over it (arithmetic is float32 whatever they say).
+        out_dtype: See ``dtype``.
+        tokenizer: ``tokenizer_source``, None to keep the donor's.
+        chat_template: As written.
+        name: Name under which other documents of a multi-document recipe refer to this one.
+        steps: The other documents of a multi-document recipe, in the order in which they can be computed.
+        directory: Where relative paths are sought first (None for inline text).
+        where: File or place for messages.
+    """
+
+    merge_method: str
+    modules: tuple[Module, ...]
+    base: CheckpointRef | None
+    parameters: Parameters
+    dtype: DType | None
+    out_dtype: DType | None
+    tokenizer: TokenizerChoice | None
+    chat_template: str | None
+    name: str | None
+    steps: tuple[Recipe, ...]
+    directory: Path | None
+    where: str
+
+    @property
+    def method(self) -> Method:
+        """The method itself."""
+        return find_method(self.merge_method, f"{self.where}: merge_method")
+
+    def own_references(self) -> tuple[CheckpointRef, ...]:
+        """Every model this document names, in order; base and tokenizer last when they are not among the sources."""
+        found = [source.model for module in self.modules for cut in module.slices for source in cut.sources]
+        found += [cut.base for module in self.modules for cut in module.slices if cut.base]
+        if self.base:
+            found.append(self.base)
+        if self.tokenizer and isinstance(self.tokenizer.source, CheckpointRef):
+            found.append(self.tokenizer.source)
+        return tuple(dict.fromkeys(found))
+
+    def references(self) -> tuple[CheckpointRef, ...]:
+        """Every checkpoint that must exist before the merge, in order; results of ``steps`` are not among them."""
+        made = {step.name for step in self.steps}
+        everything = [ref for document in (*self.steps, self) for ref in document.own_references()]
+        return tuple(dict.fromkeys(ref for ref in everything if str(ref) not in made))
+
+    def summary(self) -> str:
+        """``ties of 2 over llama-base``."""
+        models = {source.model for module in self.modules for cut in module.slices for source in cut.sources}
+        others = models - {self.base} if self.base else models
+        base = f" over {self.base.name}" if self.base and self.method.base in ("required", "optional") else ""
+        cuts = sum(len(module.slices) for module in self.modules)
+        slices = f" in {cuts} slices" if cuts > len(self.modules) else ""
+        steps = f" after {len(self.steps)} steps" if self.steps else ""
+        return f"{self.merge_method} of {len(others) if base else len(models)}{base}{slices}{steps}"
+
+    def content_key(self) -> dict[str, Any]:
+        """What counts of a recipe in a key."""
+        return self.canonical()
+
+    def canonical(self) -> dict[str, Any]:
+        """JSON-able form of everything that decides the result; equal for recipes that mean the same text."""
+        return {
+            "merge_method": self.merge_method,
+            "base_model": str(self.base) if self.base else None,
+            "parameters": self.parameters.canonical(),
+            "dtype": self.dtype.torch_name if self.dtype else None,
+            "out_dtype": self.out_dtype.torch_name if self.out_dtype else None,
+            "tokenizer_source": str(self.tokenizer.source) if self.tokenizer else None,
+            "chat_template": self.chat_template,
+            "modules": [
+                {
+                    "name": module.name,
+                    "parameters": module.parameters.canonical(),
+                    "slices": [
+                        {
+                            "base_model": str(cut.base) if cut.base else None,
+                            "parameters": cut.parameters.canonical(),
+                            "sources": [
+                                {
+                                    "model": str(source.model),
+                                    "layer_range": list(source.layers) if source.layers else None,
+                                    "parameters": source.parameters.canonical(),
+                                }
+                                for source in cut.sources
+                            ],
+                        }
+                        for cut in module.slices
+                    ],
+                }
+                for module in self.modules
+            ],
+            "name": self.name,
+            "steps": [step.canonical() for step in self.steps],
+        }
+
+
+def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -> Recipe:
+    """Read a recipe from a file (Path), from YAML text (str) or from a mapping that stands inline in a profile.
+
+    Args:
+        source: The recipe. A Path also makes its directory the first place where relative model paths are sought.
+        where: Place for messages when ``source`` is not a file.
+
+    Raises:
+        InvalidInput: Anything that has no meaning, with its place and, for a misspelt word, a suggestion.
+    """
+    directory = None
+    if isinstance(source, Path):
+        where, directory = str(source), source.resolve().parent
+        try:
+            source = source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise InvalidInput(where, found=f"cannot be read: {reason}", expected="a recipe in YAML") from None
+    documents = parse_yaml(source, where) if isinstance(source, str) else [source]
+    if not documents:
+        raise InvalidInput(where, found="nothing", expected="a recipe with 'merge_method' and 'models'")
+    places = [where if len(documents) == 1 else f"{where} (document {index + 1})" for index in range(len(documents))]
+    recipes = [_document(item, place, directory) for item, place in zip(documents, places, strict=True)]
+    return recipes[0] if len(recipes) == 1 else _in_order(recipes, where)
+
+
+def _document(value: object, where: str, directory: Path | None) -> Recipe:
+    content = _mapping(value, where, _TOP, separator=": ")
+    if "merge_method" not in content:
+        raise InvalidInput(where, found="no 'merge_method'", expected="the name of a merge method")
+    method = find_method(content["merge_method"], f"{where}: merge_method")
+    base = parse_reference(content["base_model"], f"{where}: base_model") if "base_model" in content else None
+    forms = [key for key in ("models", "slices", "modules") if key in content]
+    if len(forms) != 1:
+        raise InvalidInput(
+            where,
+            found=" and ".join(forms) if forms else "no models",
+            expected="exactly one of 'models', 'slices', 'modules'",
+        )
+    if method.base == "required" and base is None and forms != ["slices"]:
+        raise InvalidInput(
+            where, found="no 'base_model'", expected=f"{method.name} works on differences to a base", remedy="name it"
+        )
+    modules: tuple[Module, ...]
+    if forms == ["modules"]:
+        modules = tuple(
+            _module(str(name), item, method, base, f"{where}: modules.{name}")
+            for name, item in _plain_mapping(content["modules"], f"{where}: modules").items()
+        )
+    else:
+        modules = (Module(None, _slices(content, method, base, f"{where}: "), Parameters()),)
+    recipe = Recipe(
+        merge_method=method.name,
+        modules=modules,
+        base=base,
+        parameters=parse_parameters(content.get("parameters"), method, f"{where}: parameters", per_model=False),
+        dtype=recipe_dtype(content["dtype"], f"{where}: dtype") if content.get("dtype") is not None else None,
+        out_dtype=(
+            recipe_dtype(content["out_dtype"], f"{where}: out_dtype") if content.get("out_dtype") is not None else None
+        ),
+        tokenizer=_tokenizer(content, where),
+        chat_template=_text(content.get("chat_template"), f"{where}: chat_template"),
+        name=_text(content.get("name"), f"{where}: name"),
+        steps=(),
+        directory=directory,
+        where=where,
+    )
+    _check_required(recipe, method)
+    return recipe
+
+
+def _module(name: str, value: object, method: Method, base: CheckpointRef | None, where: str) -> Module:
+    content = _mapping(value, where, ("models", "slices", "parameters"))
+    if ("models" in content) == ("slices" in content):
+        raise InvalidInput(where, found=", ".join(content) or "nothing", expected="either 'models' or 'slices'")
+    parameters = parse_parameters(content.get("parameters"), method, f"{where}.parameters", per_model=False)
+    return Module(name, _slices(content, method, base, f"{where}."), parameters)
+
+
+def _slices(content: Mapping[str, Any], method: Method, base: CheckpointRef | None, prefix: str) -> tuple[Slice, ...]:
+    if "models" in content:
+        place = f"{prefix}models"
+        sources = [
+            _source(item, method, base, f"{place}[{index}]", layered=False)
+            for index, item in enumerate(_list(content["models"], place))
+        ]
+        return (_slice(sources, base, Parameters(), method, place, append_base=True),)
+    place = f"{prefix}slices"
+    slices = []
+    for index, item in enumerate(_list(content["slices"], place)):
+        where = f"{place}[{index}]"
+        entry = _mapping(item, where, ("sources", "base_model", "parameters", "residual_weight"))
+        if entry.get("residual_weight") is not None:
+            raise InvalidInput(f"{where}.residual_weight", found="it is set", expected="nothing: it has no effect")
+        own_base = parse_reference(entry["base_model"], f"{where}.base_model") if entry.get("base_model") else base
+        sources = [
+            _source(source, method, own_base, f"{where}.sources[{number}]", layered=True)
+            for number, source in enumerate(_list(entry.get("sources"), f"{where}.sources"))
+        ]
+        parameters = parse_parameters(entry.get("parameters"), method, f"{where}.parameters", per_model=False)
+        append_base = method.base in ("required", "optional")
+        slices.append(_slice(sources, own_base, parameters, method, where, append_base=append_base))
+    return tuple(slices)
+
+
+def _slice(
+    sources: list[Source],
+    base: CheckpointRef | None,
+    parameters: Parameters,
+    method: Method,
+    where: str,
+    *,
+    append_base: bool,
+) -> Slice:
+    models = [source.model for source in sources]
+    for index, model in enumerate(models):
+        if model in models[:index]:
+            raise InvalidInput(where, found=f"{model} twice", expected="each model once", remedy="add up its weights")
+    if method.base == "required" and base is None:
+        raise InvalidInput(where, found="no 'base_model'", expected=f"{method.name} needs one", remedy="name it")
+    ranges = {(source.layers[1] - source.layers[0]) for source in sources if source.layers}
+    if len(ranges) > 1:
+        raise InvalidInput(
+            where,
+            found=f"layer ranges of {', '.join(str(length) for length in sorted(ranges))} layers",
+            expected="as many layers from every source",
+        )
+    # A donor beside several models only gives config and tokenizer; beside a single one it is the other end.
+    if base is not None and base not in models and append_base and (method.base != "donor" or len(models) == 1):
+        layers = {source.layers for source in sources}
+        if len(layers) > 1:
+            raise InvalidInput(
+                where,
+                found=f"the base {base} is not among the sources, and they use different layers",
+                expected="the base as a source, with its layer_range",
+            )
+        sources = [*sources, Source(base, layers.pop(), Parameters())]
+        models.append(base)
+    has_base = base is not None and base in models and method.base != "ordinary"
+    others = len(models) - (1 if has_base and method.base in ("required", "optional") else 0)
+    low, high = method.models
+    if others < low or (high is not None and others > high):
+        limit = f"at least {low}" if high is None else f"{low}" if low == high else f"{low} to {high}"
+        beside = " beside the base" if method.base in ("required", "optional") and has_base else ""
+        raise InvalidInput(
+            where,
+            found=f"{others} model{'s' if others != 1 else ''}{beside}: {', '.join(map(str, models))}",
+            expected=f"{method.name} takes {limit}{beside}",
+        )
+    return Slice(tuple(sources), base, parameters, where)
+
+
+def _source(item: object, method: Method, base: CheckpointRef | None, where: str, *, layered: bool) -> Source:
+    keys = ("model", "layer_range", "parameters") if layered else ("model", "parameters")
+    content = _mapping(item, where, keys)
+    if "model" not in content:
+        raise InvalidInput(where, found="no 'model'", expected="{model: path or org/name}")
+    model = parse_reference(content["model"], f"{where}.model")
+    parameters = parse_parameters(
+        content.get("parameters"),
+        method,
+        f"{where}.parameters",
+        per_model=True,
+        is_base=model == base and method.base in ("required", "optional"),
+    )
+    layers = None
+    if layered:
+        layers = _layer_range(content.get("layer_range"), f"{where}.layer_range")
+    return Source(model, layers, parameters)
+
+
+def _layer_range(value: object, where: str) -> tuple[int, int]:
+    if (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(item) is int for item in value)
+        and 0 <= value[0] < value[1]
+    ):
+        return value[0], value[1]
+    raise InvalidInput(
+        where, found=f"{value!r}", expected="[first, end]: whole numbers, 0 <= first < end, the end not included"
+    )
+
+
+def _tokenizer(content: Mapping[str, Any], where: str) -> TokenizerChoice | None:
+    if content.get("tokenizer") is not None and content.get("tokenizer_source") is not None:
+        raise InvalidInput(where, found="both 'tokenizer' and 'tokenizer_source'", expected="one of them")
+    if content.get("tokenizer_source") is not None:
+        return _tokenizer_source(content["tokenizer_source"], f"{where}: tokenizer_source")
+    if content.get("tokenizer") is None:
+        return None
+    place = f"{where}: tokenizer"
+    block = _mapping(content["tokenizer"], place, ("source", "tokens", "pad_to_multiple_of"))
+    for key in ("tokens", "pad_to_multiple_of"):
+        if block.get(key) is not None:
+            raise InvalidInput(
+                f"{place}.{key}",
+                found="it is set",
+                expected="only 'source': rows for single tokens and padding are not supported",
+                remedy="prepare the parents so that they share one vocabulary",
+            )
+    return _tokenizer_source(block.get("source", "union"), f"{place}.source")
+
+
+def _tokenizer_source(value: object, where: str) -> TokenizerChoice:
+    if value in ("base", "union"):
+        return TokenizerChoice(str(value), where)
+    return TokenizerChoice(parse_reference(value, where), where)
+
+
+def _check_required(recipe: Recipe, method: Method) -> None:
+    """A required parameter that stands in no scope at all is found here, before any checkpoint is opened."""
+    for module in recipe.modules:
+        for cut in module.slices:
+            wider = (cut.parameters, module.parameters, recipe.parameters)
+            for parameter in method.parameters:
+                if repr(parameter.default) != "required":
+                    continue
+                if any(scope.get(parameter.name) for scope in wider):
+                    continue
+                lacking: list[str] = []
+                if parameter.scope == "shared":
+                    lacking = [cut.where]
+                else:
+                    lacking = [
+                        str(source.model)
+                        for source in cut.sources
+                        if not source.parameters.get(parameter.name)
+                        and not (source.model == cut.base and parameter.scope == "non_base")
+                    ]
+                if lacking:
+                    raise InvalidInput(
+                        f"{cut.where}: {parameter.name}",
+                        found=f"not set for {lacking[0]}" if parameter.scope != "shared" else "not set",
+                        expected=f"{method.name} needs it: {parameter.summary}",
+                        remedy=f"add it under 'parameters' (check the indentation); e.g. {parameter.name}: 0.5",
+                    )
+
+
+def _in_order(recipes: list[Recipe], where: str) -> Recipe:
+    """Documents that name each other, sorted so that each comes after those it needs.
+
+    The result is the one without a name; where all have names, the one that no other needs.
+    """
+    names = [recipe.name for recipe in recipes if recipe.name is not None]
+    needed = {str(ref) for recipe in recipes for ref in recipe.own_references()}
+    results = [recipe for recipe in recipes if recipe.name is None] or [
+        recipe for recipe in recipes if recipe.name not in needed
+    ]
+    if len(results) != 1:
+        raise InvalidInput(
+            where,
+            found=f"{len(results)} documents that no other needs",
+            expected="exactly one: it is the result, the others are steps towards it",
+        )
+    twice = [name for index, name in enumerate(names) if name in names[:index]]
+    if twice:
+        raise InvalidInput(where, found=f"the name {twice[0]!r} twice", expected="a name for each document")
+    by_name = {recipe.name: recipe for recipe in recipes if recipe.name is not None}
+    ordered: list[Recipe] = []
+    open_names: list[str] = []
+
+    def visit(recipe: Recipe) -> None:
+        for ref in recipe.own_references():
+            step = by_name.get(str(ref))
+            if step is None or step in ordered:
+                continue
+            if str(ref) in open_names:
+                raise InvalidInput(step.where, found=f"needs itself: {' -> '.join([*open_names, str(ref)])}")
+            open_names.append(str(ref))
+            visit(step)
+            open_names.pop()
+            ordered.append(step)
+
+    visit(results[0])
+    unused = [name for name in names if by_name[name] not in (*ordered, results[0])]
+    if unused:
+        raise InvalidInput(by_name[unused[0]].where, found=f"{unused[0]!r} is used by no other document")
+    return replace(results[0], steps=tuple(ordered))
+
+
+def _mapping(value: object, where: str, known: tuple[str, ...], separator: str = ".") -> Mapping[str, Any]:
+    content = _plain_mapping(value, where)
+    for key in content:
+        if key not in known:
+            raise InvalidInput(
+                f"{where}{separator}{key}",
+                found=f"unknown key {str(key)!r}",
+                expected=f"one of {', '.join(known)}",
+                remedy=_suggest_key(str(key), known),
+            )
+    return content
+
+
+def _suggest_key(key: str, known: tuple[str, ...]) -> str:
+    remedy = suggest(key, known)
+    if remedy.startswith("known"):
+        return f"if {key!r} is a parameter of the method, it belongs under 'parameters'; otherwise remove it"
+    return remedy
+
+
+def _plain_mapping(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not value:
+        raise InvalidInput(where, found=f"{value!r:.60}", expected="a mapping")
+    return value
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise InvalidInput(where, found=f"{value!r:.60}", expected="a list with at least one entry")
+    return list(value)
+
+
+def _text(value: object, where: str) -> str | None:
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    raise InvalidInput(where, found=f"{value!r:.60}", expected="text")

@@ -1,0 +1,25 @@
+"""The artifact store, and what makes it trustworthy: canonical keys, remembered hashes, durable writes, locks."""
+
+from merge_core.store.durable import fsync, fsync_directories
+from merge_core.store.hashing import HashMemo, sha256_file
+from merge_core.store.keys import NotInKey, canonical, digest, merkle, stage_key
+from merge_core.store.locks import is_linked
+from merge_core.store.store import MANIFEST, VALUE, Artifact, Store, StoreMiss
+
+__all__ = [
+    "MANIFEST",
+    "VALUE",
+    "Artifact",
+    "HashMemo",
+    "NotInKey",
+    "Store",
+    "StoreMiss",
+    "canonical",
+    "digest",
+    "fsync",
+    "fsync_directories",
+    "is_linked",
+    "merkle",
+    "sha256_file",
+    "stage_key",
+]

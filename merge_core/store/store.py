@@ -1,0 +1,201 @@
+"""The artifact store: immutable directories, addressed by the key of what made them, complete or absent.
+
+An artifact is written to ``<root>/<stage>/<key>.partial``, fsynced, and renamed to ``<root>/<stage>/<key>``: a
+directory with its final name is always whole. Its ``manifest.json`` lists every file with size and sha256; an artifact
+is believed only after it agrees with its manifest, and anything else is a miss that says why::
+
+    store = Store(Path(".mergegate/store"))
+    artifact = store.build("merge", key, MergeRecord, lambda out: merge(plan, out))   # makes it, or finds it
+    artifact.directory, artifact.value, artifact.digest
+
+Two processes that want the same key: one builds, the other waits and finds it. The lock is flock(2): the kernel drops
+it with the process, so a killed run never leaves one behind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from merge_core.store.durable import fsync, fsync_directories
+from merge_core.store.hashing import HashMemo
+from merge_core.store.keys import digest
+from merge_core.store.locks import is_linked
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=BaseModel)
+
+MANIFEST = "manifest.json"
+VALUE = "value.json"
+
+
+class StoreMiss(Exception):
+    """The artifact cannot be believed; the message says why. Never leaves the pipeline: the stage is run again."""
+
+
+@dataclass(frozen=True)
+class Artifact(Generic[R]):
+    """An artifact as it stands in the store: what a stage made, and what it says about it.
+
+    ``digest`` (64 hex digits) covers the content of every file and the value, but no field that is marked ``NotInKey``.
+    Used as an input of a later stage, an artifact counts as its digest: equal content gives equal keys.
+    """
+
+    stage: str
+    key: str
+    digest: str
+    directory: Path
+    value: R
+    files: Mapping[str, str]  # relative name -> sha256
+
+    def content_key(self) -> str:
+        return self.digest
+
+
+class Store:
+    """Artifacts below ``root``. ``root`` and everything in it may be deleted at any time; it will be made again."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.hashes = HashMemo(root / "hashes.sqlite")
+
+    def directory(self, stage: str, key: str) -> Path:
+        """Where the artifact stands, or would stand."""
+        return self.root / stage / key[:32]
+
+    def open(self, stage: str, key: str, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
+        """The artifact, after checking it against its manifest: names, sizes and hashes.
+
+        Args:
+            deep: Read every byte, instead of believing hashes of files that have not been touched since.
+
+        Raises:
+            StoreMiss: when it is absent, incomplete or altered; the message names the file.
+        """
+        directory = self.directory(stage, key)
+        try:
+            manifest = json.loads((directory / MANIFEST).read_text())
+            files: dict[str, dict[str, object]] = manifest["files"]
+            if manifest["key"] != key:
+                raise StoreMiss(f"{directory} belongs to another key")
+        except FileNotFoundError:
+            raise StoreMiss(f"{stage} {key[:12]} is not in the store") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreMiss(f"{directory / MANIFEST} cannot be read: {error}") from None
+        for name, entry in files.items():
+            path = directory / name
+            if not path.is_file():
+                raise StoreMiss(f"{path} is missing")
+            if (size := path.stat().st_size) != entry["size"]:
+                raise StoreMiss(f"{path} has {size} bytes instead of {entry['size']}")
+            if self.hashes.sha256(path, trust=not deep) != entry["sha256"]:
+                raise StoreMiss(f"{path} was altered")
+        if extra := sorted(set(_files_below(directory)) - set(files) - {MANIFEST}):
+            raise StoreMiss(f"{directory / extra[0]} is not of this artifact")
+        try:
+            value = value_type.model_validate_json((directory / VALUE).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise StoreMiss(f"{directory / VALUE} cannot be read: {error}") from None
+        hashes = {name: str(entry["sha256"]) for name, entry in files.items()}
+        return Artifact(stage, key, str(manifest["digest"]), directory, value, hashes)
+
+    def build(
+        self,
+        stage: str,
+        key: str,
+        value_type: type[R],
+        make: Callable[[Path], R],
+        *,
+        hashes_of: Callable[[R], Mapping[str, str]] = lambda value: {},
+        resumable: bool = False,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> tuple[Artifact[R], bool]:
+        """The artifact from the store, or made now. The second value is true when it was made now.
+
+        Args:
+            make: Writes files into the directory it is given and returns the value.
+            hashes_of: sha256 of files that ``make`` hashed while writing them, by name; they are not read again.
+            resumable: ``make`` can go on from what a killed run left in the directory; otherwise it starts empty.
+            on_wait: Called once if another process is building the same artifact.
+        """
+        final = self.directory(stage, key)
+        with self._lock(stage, key, on_wait):
+            try:
+                return self.open(stage, key, value_type), False
+            except StoreMiss as miss:
+                if final.exists():
+                    log.warning("%s; it is made again", miss)
+                    _remove(final)
+            partial = final.with_name(final.name + ".partial")
+            if not resumable and partial.exists():
+                _remove(partial)
+            partial.mkdir(parents=True, exist_ok=True)
+            try:
+                value = make(partial)
+            except Exception:
+                if not resumable:
+                    _remove(partial)
+                raise
+            self._seal(stage, key, partial, value, hashes_of(value))
+            partial.rename(final)
+            fsync(final.parent)
+            return self.open(stage, key, value_type), True
+
+    def _seal(self, stage: str, key: str, partial: Path, value: BaseModel, known: Mapping[str, str]) -> None:
+        (partial / VALUE).write_text(value.model_dump_json(indent=1))
+        files: dict[str, dict[str, object]] = {}
+        for name in _files_below(partial):
+            path = partial / name
+            fsync(path)
+            sha256 = known.get(name) or self.hashes.sha256(path, trust=False)
+            self.hashes.remember(path, sha256)
+            files[name] = {"size": path.stat().st_size, "sha256": sha256}
+        content = {name: entry for name, entry in files.items() if name != VALUE}
+        manifest = {"stage": stage, "key": key, "digest": digest({"files": content, "value": value}), "files": files}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        fsync(partial / MANIFEST)
+        fsync_directories(partial)
+
+    @contextmanager
+    def _lock(self, stage: str, key: str, on_wait: Callable[[], None]) -> Iterator[None]:
+        path = self.root / "locks" / f"{stage}-{key[:32]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # The holder before us unlinks the file on its way out: only a lock on the file that is still there counts.
+            if is_linked(descriptor, path):
+                break
+            os.close(descriptor)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _files_below(directory: Path) -> list[str]:
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+def _remove(directory: Path) -> None:
+    """Delete a directory so that no moment shows a damaged artifact under its final name."""
+    doomed = directory.with_name(directory.name + ".doomed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    directory.rename(doomed)
+    shutil.rmtree(doomed)

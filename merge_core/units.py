@@ -1,0 +1,27 @@
+"""How quantities are written for people: bytes in decimal units, durations in the unit that suits them."""
+
+from __future__ import annotations
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in decimal units with three significant digits: '913 kB', '2.47 GB'. Also of a rate, before its '/s'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB" if count < 999.5 else f"{count:.0f} TB"
+
+
+def format_short_time(seconds: float) -> str:
+    """A time between an instant and minutes, in two or three digits: '12 ms', '1.4 s', '38 s'."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.{0 if seconds >= 0.00995 else 1}f} ms"
+    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:,.0f} s"
+
+
+def format_duration(seconds: float) -> str:
+    """A time that a stage took: '0.4 s', '6 m 12 s', '2 h 05 m'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} m {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} m"

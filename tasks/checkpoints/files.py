@@ -1,0 +1,75 @@
+"""Which files of a directory, or of a repository, are the checkpoint: by name alone, so before anything is downloaded.
+
+A repository often holds its weights several times (safetensors and pickles, in shards and in one file, for another
+library). Only those that ``merge_core.open_checkpoint`` would read decide what the model does; only they are
+downloaded, and only they are in its digest. So a checkpoint has one digest, whatever else lies beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
+
+from merge_core.checkpoint import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
+from merge_core.parsing import read_json
+
+# Configuration, tokenizer, templates, custom code.
+_BESIDE = (".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
+_TEMPLATES = "additional_chat_templates"
+_ABOUT = re.compile(r"readme\.md|(licen[cs]e|copying|notice|use[_-]?policy)[^/]*", re.IGNORECASE)
+
+
+def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
+    """The weights among ``names``, as ``merge_core.open_checkpoint`` would choose them.
+
+    Args:
+        names: Of all files there are, relative, with ``/``.
+        directory: Where the index lies, if ``names`` has one.
+
+    Raises:
+        InvalidInput: An index that is not JSON.
+    """
+    if any(name.endswith(".safetensors") for name in names):
+        index, single = INDEX_NAME, SINGLE_NAME
+        loose = [name for name in names if "/" not in name and name.endswith(".safetensors")]
+    else:
+        index, single = PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME
+        loose = [name for name in names if re.fullmatch(r"pytorch_model[^/]*\.bin", name)]
+    if index in names:
+        named = read_json(directory / index).get("weight_map")
+        # What an index says is a stranger's word: only files that there are count.
+        return tuple(sorted(set(map(str, named.values())) & set(names))) if isinstance(named, dict) else ()
+    return (single,) if single in names else tuple(sorted(loose))
+
+
+def files_beside(names: Collection[str]) -> tuple[str, ...]:
+    """Everything among ``names`` but weights that decides what the model does."""
+    return tuple(sorted(name for name in names if _decides(PurePosixPath(name))))
+
+
+def files_about(names: Collection[str]) -> tuple[str, ...]:
+    """The card, licences and notices among ``names``: they decide what may be done with the model."""
+    return tuple(sorted(name for name in names if _ABOUT.fullmatch(name)))
+
+
+def files_in(directory: Path) -> tuple[str, ...]:
+    """Names of the files in ``directory`` that may belong to a checkpoint there.
+
+    Raises:
+        InvalidInput: An index that is not JSON.
+    """
+    found = {path.name for path in directory.iterdir() if path.is_file()}
+    found |= {f"{_TEMPLATES}/{path.name}" for path in directory.glob(f"{_TEMPLATES}/*") if path.is_file()}
+    for index in {INDEX_NAME, PICKLED_INDEX_NAME} & found:  # its shards may lie deeper
+        named = read_json(directory / index).get("weight_map")
+        names = {PurePosixPath(str(name)) for name in named.values()} if isinstance(named, dict) else set()
+        inside = [name for name in names if not name.is_absolute() and ".." not in name.parts]
+        found |= {name.as_posix() for name in inside if (directory / name).is_file()}
+    return tuple(sorted(found))
+
+
+def _decides(name: PurePosixPath) -> bool:
+    if name.name.startswith(".") or name.suffix not in _BESIDE:
+        return False
+    return len(name.parts) == 1 or (name.parent.as_posix() == _TEMPLATES and name.suffix == ".jinja")

@@ -1,0 +1,118 @@
+"""What the Hub's noes mean for whoever wants to read a model: not there, not for you, not without asking, not now."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+from merge_core.errors import InvalidInput, MergegateError, Refused
+from tasks.checkpoints.hub.access import HubAccess, causes, describe, status_of
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_NEITHER = "neither a directory here nor a repository on the Hub that"
+
+
+def client_errors() -> tuple[type[Exception], ...]:
+    """What the client raises when it cannot get something, whatever the reason."""
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # httpx or httpx2, as the library's version has it
+        HFValidationError,
+        HTTPError,
+    )
+
+    # hf_xet raises RuntimeError.
+    return (HTTPError, HFValidationError, OSError, RuntimeError)
+
+
+def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | None) -> MergegateError:
+    """``error`` of the client as one of ours, with the page or the setting that helps.
+
+    Args:
+        where: The model as the user wrote it.
+        repo: Its repository.
+        access: How the Hub was asked; None: it was not, the environment forbids it.
+    """
+    from huggingface_hub import errors
+
+    chain = causes(error)
+
+    def is_a(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(cause, kinds) for cause in chain)
+
+    if access is None or is_a(errors.OfflineModeIsEnabled):
+        return unreachable_offline(where)
+    for cause in chain:
+        if isinstance(cause, OSError) and cause.errno in _DISK:
+            return Refused(
+                where,
+                found=f"it cannot be written into the Hub's cache: {cause.strerror}",
+                expected="room, and the right to write",
+                remedy="free some space, or point HF_HOME to another disk",
+            )
+    statuses = [status for cause in chain if (status := status_of(cause)) is not None]
+    who = "the token's account" if access.token else "somebody without a token"
+    if is_a(errors.GatedRepoError):
+        return Refused(
+            where,
+            found=f"a gated repository, closed to {who}",
+            expected="access to its files",
+            remedy=f"ask for access on {access.endpoint}/{repo} and export HF_TOKEN of the account that has it"
+            " (a fine-grained token must also be allowed to read gated repositories)",
+        )
+    if 401 in statuses and access.token and not is_a(errors.RepositoryNotFoundError):
+        return rejected_token(access)
+    if is_a(errors.RevisionNotFoundError):
+        return InvalidInput(
+            where,
+            found=f"the repository {repo} has no such branch, tag or commit",
+            expected="a revision that there is",
+            remedy=f"look at {access.url(repo, 'main')}",
+        )
+    if is_a(errors.RepositoryNotFoundError, errors.HFValidationError):
+        return InvalidInput(
+            where,
+            found=f"{_NEITHER} {who} can see",
+            expected="a path relative to the recipe, or org/name on the Hub",
+            remedy="check the spelling; for a private repository export HF_TOKEN of an account that may read it",
+        )
+    if 403 in statuses:
+        return Refused(
+            where,
+            found=f"the Hub does not let {who} read it: {describe(error, access)}",
+            expected="a repository that may be read",
+            remedy=f"look at {access.endpoint}/{repo} with that account, or export HF_TOKEN of another",
+        )
+    return Refused(
+        where,
+        found=f"not here, and cannot be had from the Hub: {describe(error, access)}",
+        expected="a directory here, or an answer from the Hub",
+        remedy="check spelling and network, or run again later: what has been downloaded stays",
+    )
+
+
+def unreachable_offline(where: str) -> InvalidInput:
+    """Something is not in the cache, and the environment forbids to ask for it."""
+    return InvalidInput(
+        where,
+        found="no such directory here, nor whole in the Hub's cache, and HF_HUB_OFFLINE forbids to ask the Hub",
+        expected="a path relative to the recipe, or org/name on the Hub",
+        remedy="unset HF_HUB_OFFLINE once, so that it can be downloaded, or correct the spelling",
+    )
+
+
+def all_at_once(problems: Sequence[MergegateError]) -> MergegateError:
+    """The first of the problems, saying that of the others too: each would have been the next run's first."""
+    first, *others = {str(problem): problem for problem in problems}.values()
+    if not others:
+        return first
+    also = "".join(f"\n  also: {other.where}: {other.found}" for other in others)
+    return type(first)(first.where, found=first.found + also, expected=first.expected, remedy=first.remedy)
+
+
+def rejected_token(access: HubAccess) -> InvalidInput:
+    """The token is none: mistyped, expired or revoked."""
+    return InvalidInput(
+        "HF_TOKEN",
+        found="the Hub does not know this token",
+        expected="a token that is valid",
+        remedy=f"make a new one on {access.endpoint}/settings/tokens, or unset HF_TOKEN to read only what is public",
+    )

@@ -1,0 +1,106 @@
+"""Checkpoints on the Hub as tables of tensors, without their weights.
+
+Of each weight file that is not in the cache only the header is asked for, in two ranged reads: its length, then exactly
+so many bytes. ``HF_ENDPOINT``, tokens and proxies work as everywhere in ``huggingface_hub``. Pickled weights cannot be
+read so (their table lies inside a zip archive): they must be in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+from merge_core import Checkpoint, open_checkpoint
+from merge_core.checkpoint import StoredTensor, fetch_header
+from merge_core.errors import InvalidInput, Refused
+from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
+from tasks.checkpoints.hub.errors import client_errors, hub_refusal
+from tasks.checkpoints.hub.snapshot import Snapshot
+
+_TIMEOUT_S = 30.0
+_CONNECTIONS = 8
+
+
+def open_snapshot(snapshot: Snapshot) -> Checkpoint:
+    """The checkpoint of ``snapshot``, from headers and small files.
+
+    Raises:
+        InvalidInput: Files that cannot be a checkpoint, headers that cannot be read from afar, no network allowed.
+        Refused: The Hub does not give the headers.
+    """
+    try:
+        return _open(snapshot)
+    except InvalidInput as error:  # a place in the cache says nothing to a person
+        where = error.where.replace(str(snapshot.directory), f"{snapshot.repo}@{snapshot.commit[:12]}")
+        raise InvalidInput(where, found=error.found, expected=error.expected, remedy=error.remedy) from None
+
+
+def _open(snapshot: Snapshot) -> Checkpoint:
+    missing = [name for name in snapshot.weights if not (snapshot.directory / name).is_file()]
+    if not missing:
+        return open_checkpoint(snapshot.directory)
+    if not missing[0].endswith(".safetensors"):
+        raise Refused(
+            f"{snapshot.repo}: {missing[0]}",
+            found="its weights are pickled only, and so cannot be looked into before they are downloaded",
+            expected="safetensors",
+            remedy="choose a revision with safetensors, or download it yourself:"
+            f" hf download {snapshot.repo} --revision {snapshot.commit}",
+        )
+    if is_offline():
+        raise InvalidInput(
+            f"{snapshot.repo}: {missing[0]}",
+            found="not in the Hub's cache, and HF_HUB_OFFLINE forbids to ask the Hub",
+            remedy="unset HF_HUB_OFFLINE once, so that it can be downloaded",
+        )
+    sizes = tuple((name, snapshot.files[name].size) for name in missing)
+    return open_checkpoint(snapshot.directory, _headers(snapshot.repo, snapshot.commit, snapshot.directory, sizes))
+
+
+@lru_cache(maxsize=64)  # a commit never changes; a recipe and its remedies have the same parents
+def _headers(
+    repo: str, commit: str, directory: Path, sizes: tuple[tuple[str, int], ...]
+) -> Mapping[Path, Sequence[StoredTensor]]:
+    from huggingface_hub import hf_hub_url
+
+    access = hub_access(writing=False)
+
+    def header(file: tuple[str, int]) -> tuple[StoredTensor, ...]:
+        name, size = file
+        url = hf_hub_url(repo, name, revision=commit, endpoint=access.endpoint)
+        return fetch_header(lambda start, count: _ranged(url, start, count, access), size, directory / name)
+
+    try:
+        with ThreadPoolExecutor(_CONNECTIONS) as threads:
+            found = list(threads.map(header, sizes))
+    except client_errors() as error:
+        raise hub_refusal(f"{repo}@{commit[:12]}", repo, error, access) from error
+    return {directory / name: tensors for (name, _), tensors in zip(sizes, found, strict=True)}
+
+
+def _ranged(url: str, start: int, count: int, access: HubAccess) -> bytes:
+    """Bytes ``start`` to ``start + count`` of what lies at ``url``.
+
+    Raises:
+        InvalidInput: The server does not answer with this part: the whole may be many gigabytes.
+    """
+    from huggingface_hub import get_session, hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
+
+    known = build_hf_headers(token=access.token or False)
+    wanted = {**known, "Range": f"bytes={start}-{start + count - 1}", "Accept-Encoding": "identity"}
+    with get_session().stream("GET", url, headers=wanted, timeout=_TIMEOUT_S, follow_redirects=True) as response:
+        hf_raise_for_status(response)
+        if response.status_code != 206 or int(response.headers.get("Content-Length", count)) != count:
+            raise InvalidInput(
+                url,
+                found=f"status {response.status_code} to a ranged read",
+                expected="the part that was asked for",
+                remedy="use another HF_ENDPOINT, or download the model first",
+            )
+        data = response.read()
+    if len(data) != count:
+        raise InvalidInput(url, found=f"{len(data)} bytes", expected=f"{count} bytes", remedy="try again")
+    return data

@@ -1,0 +1,65 @@
+"""Evaluation: lm-eval scores of one model on one task, document by document and part by part.
+
+A task is pinned by content, scored in a process of its own by one of several backends, and kept as a table of document
+scores. Results that lm-eval has written itself are read here too.
+"""
+
+from tasks.evaluation.document_scores import (
+    SCORES_FILE,
+    DocumentScore,
+    Paired,
+    pair_documents,
+    read_document_scores,
+    score_of_sample,
+    write_document_scores,
+)
+from tasks.evaluation.lm_eval_results import (
+    ResultsFile,
+    TaskResults,
+    check_alike,
+    find_results,
+    precision_differences,
+    read_task,
+)
+from tasks.evaluation.sampling import looks
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.stage import (
+    Scores,
+    TaskScore,
+    default_metric,
+    document_count,
+    evaluate_to,
+    join_parts,
+    score_table,
+)
+from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
+from tasks.evaluation.task_texts import document_texts
+
+__all__ = [
+    "SCORES_FILE",
+    "DocumentScore",
+    "EvalTask",
+    "Paired",
+    "ResultsFile",
+    "Scores",
+    "Scoring",
+    "TaskResults",
+    "TaskScore",
+    "check_alike",
+    "default_metric",
+    "document_count",
+    "document_texts",
+    "evaluate_to",
+    "find_results",
+    "join_parts",
+    "looks",
+    "pair_documents",
+    "pin_task",
+    "precision_differences",
+    "read_definition",
+    "read_document_scores",
+    "read_task",
+    "score_of_sample",
+    "score_table",
+    "write_document_scores",
+]

@@ -1,0 +1,390 @@
+"""lm-eval as a library: one task, one model, scores by document. The only file that knows lm-eval's interfaces.
+
+What lm-eval does by default and a gate cannot use is turned off here: log-softmax in the model's own dtype (rounds a
+bf16 model's likelihoods by up to half a nat), its request cache (whose key lacks the model), its prompt cache (whose
+key lacks the data), ``limit`` (takes the first documents), look-ups of the repository it happens to run in, progress
+bars of its own, and data cached for all time under a path that says nothing about its content.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import yaml
+
+from merge_core.errors import InvalidInput, MergegateError, suggest
+from tasks.checkpoints import Model
+from tasks.evaluation.backends import open_backend
+from tasks.evaluation.document_scores import DocumentScore, score_of_sample
+from tasks.evaluation.sampling import DocumentRange, documents_in
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.task_definition import EvalTask, read_definition, still_as_pinned
+
+FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
+_READABLE = 64  # characters of a cluster's name
+
+# datasets counts uses of its file formats over the network; read when it is first imported.
+os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+
+
+@dataclass(frozen=True)
+class ScoredDocuments:
+    """All outcomes of one part of a task, and for each metric whether more is better."""
+
+    outcomes: tuple[DocumentScore, ...]
+    higher_is_better: Mapping[str, bool]
+
+
+def count_documents(task: EvalTask) -> int:
+    """Documents that ``task`` has; of a group, all below it.
+
+    Raises:
+        InvalidInput: when the task's data cannot be loaded.
+    """
+    with _quiet():
+        return sum(_loaded(task).sizes.values())
+
+
+@contextmanager
+def open_tasks(task: EvalTask) -> Iterator[Mapping[str, Any]]:
+    """lm-eval's own task objects by name, those below a group each on its own; quiet as long as they are used.
+
+    Raises:
+        InvalidInput: when the task's data cannot be loaded.
+    """
+    with _quiet():
+        yield _loaded(task).leaves
+
+
+def score_documents(
+    model: Model,
+    task: EvalTask,
+    scoring: Scoring,
+    part: DocumentRange,
+    device: str,
+    on_progress: Callable[[int, int], None],
+) -> ScoredDocuments:
+    """Score one part of the documents of ``task`` with ``model``.
+
+    Only metrics that are means over documents are kept: a gate needs each document's share in the score.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        on_progress: Told how many of how many requests are answered.
+
+    Raises:
+        InvalidInput: when the model or the task's data cannot be loaded, or the task has no such metric.
+    """
+    with _quiet(), open_backend(model, scoring, device) as lm, _progress_to(on_progress):
+        loaded = _loaded(task)
+        documents = documents_in(loaded.sizes, scoring.seed, part)
+        if (found := sum(map(len, documents.values()))) != part.last - part.first:
+            raise InvalidInput(
+                f"task {task.name}: {part}",
+                found=f"{found} documents",
+                expected=f"{part.last - part.first}, as when they were counted",
+                remedy="its data changed: pin it, or delete 'documents' from the store",
+            )
+        return _run(loaded, documents, lm, task, scoring)
+
+
+def _run(
+    loaded: _LoadedTask, documents: Mapping[str, list[int]], lm: Any, task: EvalTask, scoring: Scoring
+) -> ScoredDocuments:
+    import numpy as np
+    import torch
+    from lm_eval.evaluator import evaluate
+
+    if scoring.chat_template and not lm.tokenizer.chat_template:
+        raise InvalidInput(
+            "evaluate.chat_template",
+            found=f"a tokenizer without one ({lm.tokenizer.name_or_path})",
+            remedy="chat_template: false",
+        )
+    leaves = {name: loaded.leaves[name] for name in documents}
+    random.seed(scoring.seed)
+    np.random.seed(scoring.seed)  # the global state, because lm-eval's tasks draw from it
+    torch.manual_seed(scoring.seed)
+    for name, leaf in leaves.items():
+        if leaf.OUTPUT_TYPE == "loglikelihood_rolling":
+            raise InvalidInput(
+                f"task {task.name}",
+                found="a perplexity task, which has no score of a single document",
+                remedy="name its documents under 'perplexity:'",
+            )
+        # A task that sets no examples at all keeps none, as on lm-eval's command line.
+        own = loaded.fewshot[name]
+        asked = scoring.num_fewshot if scoring.num_fewshot is not None and own != 0 else own
+        leaf.set_config(key="num_fewshot", value=asked or 0)
+        _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + scoring.seed)
+    with _blamed_on(task):
+        results = evaluate(
+            lm=lm,
+            task_dict={"tasks": dict(leaves)},
+            samples=dict(documents),
+            bootstrap_iters=0,  # errors are ours to compute, paired
+            log_samples=True,
+            apply_chat_template=scoring.chat_template,
+            fewshot_as_multiturn=scoring.chat_template,
+        )
+    outcomes: list[DocumentScore] = []
+    better: dict[str, bool] = {}
+    for name, samples in results["samples"].items():
+        means = {metric for metric, how in leaves[name].aggregation().items() if _is_mean(how)}
+        directions = leaves[name].higher_is_better()
+        for sample in samples:
+            for metric in (metric for metric in sample["metrics"] if metric in means):
+                key = f"{metric},{sample['filter']}"
+                better[key] = bool(directions.get(metric, True))
+                outcomes.append(_outcome(name, key, metric, sample, task.cluster_field))
+    if not outcomes:
+        raise InvalidInput(f"task {task.name}", found="no metric that is a mean over documents", expected="acc, …")
+    return ScoredDocuments(tuple(outcomes), better)
+
+
+@contextmanager
+def _blamed_on(task: EvalTask) -> Iterator[None]:
+    """What the user's own functions and templates raise while documents are asked, said as a mistake in them."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except MergegateError:
+        raise
+    except Exception as error:
+        own = {str(file) for file in read_definition(task.definition).files} if task.definition else set()
+        places = [
+            f"{frame.filename}: line {frame.lineno}"
+            for frame in extract_tb(error.__traceback__)
+            if frame.filename in own
+        ]
+        if not places and not (task.definition and isinstance(error, TemplateError)):
+            raise
+        raise InvalidInput(
+            places[-1] if places else str(task.definition),
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            expected="an answer for every document",
+            remedy="correct the task; `lm-eval run --tasks` with it shows the same",
+        ) from error
+
+
+def _fix_examples(loaded: _LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
+    """Give every document the few-shot examples that it has when all are asked, whatever part it is asked in.
+
+    lm-eval's sampler draws for one document after another from one stream, so that a document's prompt would hang on
+    which others are asked with it.
+    """
+    from lm_eval.api.samplers import ContextSampler
+
+    leaf = loaded.leaves[name]
+    leaf.set_fewshot_seed(seed=seed)
+    sampler: Any = getattr(leaf, "sampler", None)
+    n = leaf.get_config("num_fewshot")
+    if not n or type(sampler) is not ContextSampler:  # any other kind chooses without drawing, or is a task's own
+        return
+    if (name, n, seed) not in loaded.examples:
+        vars(sampler).pop("sample", None)  # of other settings
+        own = leaf.fewshot_cfg.split == leaf.config.test_split  # then a document must not be its own example
+        try:
+            drawn = [sampler.sample(n, eval_doc=document if own else None) for document in leaf.eval_docs]
+        except ValueError as error:
+            raise InvalidInput(
+                f"task {name}: num_fewshot",
+                found=f"{n} examples, more than there are to draw from",
+                remedy="a smaller evaluate.num_fewshot",
+            ) from error
+        loaded.examples[name, n, seed] = drawn
+    drawn = loaded.examples[name, n, seed]
+    queue = iter([drawn[position] for position in documents])
+    sampler.sample = lambda *_, **__: next(queue)  # lm-eval asks once a document, in ascending order
+
+
+def _outcome(task: str, key: str, metric: str, sample: Mapping[str, Any], cluster_field: str | None) -> DocumentScore:
+    value = float(sample[metric])
+    if value != value or value in (float("inf"), float("-inf")):
+        raise InvalidInput(
+            f"task {task}", found=f"{key} of document {sample['doc_id']} is {value}", expected="a number"
+        )
+    cluster = _cluster(task, sample["doc"], cluster_field) if cluster_field else ""
+    return score_of_sample(task, key, sample, value, cluster)
+
+
+def _cluster(task: str, document: Mapping[str, Any], field: str) -> str:
+    """What stands in ``field``; of a long text (a passage) a digest."""
+    if field not in document:
+        raise InvalidInput(
+            f"evaluate.tasks: {task}: cluster_by",
+            found=f"{field!r}, which is no field of its documents",
+            expected="'task', or a field",
+            remedy=suggest(field, document),
+        )
+    text = str(document[field])
+    return text if len(text) <= _READABLE else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_mean(aggregation: Any) -> bool:
+    return getattr(aggregation, "__name__", "") == "mean"
+
+
+@dataclass(frozen=True)
+class _LoadedTask:
+    """lm-eval's task objects of one task by name, and what they say themselves, which scoring changes in them."""
+
+    leaves: Mapping[str, Any]
+    fewshot: Mapping[str, int | None]
+    scratch: Any  # the directory that local data were read into; deleted with this
+    examples: dict[tuple[str, int, int], list[Any]] = field(default_factory=dict)  # by name, number and seed
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: len(leaf.eval_docs) for name, leaf in self.leaves.items()}
+
+
+_held: tuple[tuple[str, Path | None], _LoadedTask] | None = None
+
+
+def _loaded(task: EvalTask) -> _LoadedTask:
+    """The last task stays loaded for its next part."""
+    global _held
+    wanted = (task.digest, task.definition)
+    if _held is None or _held[0] != wanted:
+        _held = None
+        scratch = tempfile.TemporaryDirectory(prefix="mergegate-task-")
+        leaves = _load_tasks(task, Path(scratch.name))
+        fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
+        _held = (wanted, _LoadedTask(leaves, fewshot, scratch))
+    return _held[1]
+
+
+def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
+    """lm-eval's own task objects by name: one, or those below a group."""
+    from lm_eval.tasks import TaskManager
+
+    try:
+        if task.definition is None:
+            loaded = _shipped_tasks().load([task.name])
+        else:
+            loaded = TaskManager(include_defaults=False).load([str(_prepare(task, task.definition, scratch))])
+    except InvalidInput:
+        raise
+    except Exception as error:
+        # Definition and data are the user's, and pass through YAML, jinja, datasets and Python code of the task.
+        cause = " ".join(str(error).split()) or type(error).__name__
+        offline = isinstance(error, OSError)
+        raise InvalidInput(
+            str(task.definition or f"task {task.name}"),
+            found=f"cannot be loaded: {type(error).__name__}: {cause[:300]}",
+            remedy="fetch its dataset while the network is there, or point a YAML at local data" if offline else "",
+        ) from error
+    return dict(loaded["tasks"])
+
+
+def _prepare(task: EvalTask, path: Path, scratch: Path) -> Path:
+    """A definition that includes the user's, with data found beside it, and read anew instead of from a cache.
+
+    datasets keeps what it has read in the user's home under (path, mtime): a file replaced by one of equal mtime would
+    be served stale. A few megabytes of jsonl are read again in no time.
+    """
+    definition = read_definition(path)
+    if not still_as_pinned(task, definition):
+        raise InvalidInput(str(path), found="changed while the run was going on", remedy="run again")
+    kwargs = dict(definition.config.get("dataset_kwargs") or {})
+    if definition.data_files is not None:
+        kwargs["data_files"] = definition.data_files
+    if definition.is_local:
+        kwargs["cache_dir"] = str(scratch / "cache")
+    config: dict[str, Any] = {"include": str(path), "task": task.name, "dataset_path": definition.dataset_path}
+    prepared = scratch / "task.yaml"
+    prepared.write_text(yaml.safe_dump({**config, "dataset_kwargs": kwargs} if kwargs else config))
+    return prepared
+
+
+@lru_cache(maxsize=1)
+def _shipped_tasks() -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()  # parses every definition it ships: seven seconds, once a process
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval, datasets and transformers without logs and bars."""
+    import datasets  # type: ignore[import-untyped]  # ships no types
+
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
+    levels = [logger.level for logger in loggers]
+    bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+# Modules of lm-eval that draw bars, where they are loaded; importing one of another backend may not be possible.
+_DRAWING = ("api.model", "api.task", "models.huggingface", "models.vllm_causallms", "models.api_models")
+
+
+@contextmanager
+def _progress_to(on_progress: Callable[[int, int], None]) -> Iterator[None]:
+    """lm-eval's own bars are its only account of progress, so they are replaced by ``on_progress``."""
+    import lm_eval.api.model
+    import lm_eval.api.task  # noqa: F401  # now, so that it is among those that draw
+
+    class Bar:
+        """What lm-eval uses of tqdm. One with a total and nothing to iterate over counts requests."""
+
+        def __init__(self, iterable: Any = None, *, total: int | None = None, **_: Any) -> None:
+            self._iterable, self._total, self._done = iterable, total, 0
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self._iterable)
+
+        def update(self, n: int = 1) -> None:
+            self._done += n
+            if self._total:
+                on_progress(self._done, self._total)
+
+        def close(self) -> None:
+            pass
+
+        @staticmethod
+        async def gather(*waiting: Awaitable[Any], **_: Any) -> list[Any]:
+            """Of tqdm_asyncio: batches of requests that are under way together."""
+            bar = Bar(total=len(waiting))
+
+            async def counted(one: Awaitable[Any]) -> Any:
+                answer = await one
+                bar.update()
+                return answer
+
+            return list(await asyncio.gather(*map(counted, waiting)))
+
+    modules = [sys.modules[name] for name in (f"lm_eval.{part}" for part in _DRAWING) if name in sys.modules]
+    drawn = [(module, name) for module in modules for name in ("tqdm", "tqdm_asyncio") if hasattr(module, name)]
+    before = [getattr(module, name) for module, name in drawn]
+    for module, name in drawn:
+        setattr(module, name, Bar)
+    try:
+        yield
+    finally:
+        for (module, name), bar in zip(drawn, before, strict=True):
+            setattr(module, name, bar)

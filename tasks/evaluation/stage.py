@@ -1,0 +1,200 @@
+"""Evaluation: lm-eval scores of one model on one task, document by document, as a cached stage.
+
+The unit of caching is one model and one part of one task's documents: a task added to a profile costs only itself,
+parents are evaluated once, ever, a crash loses one part at most, and more documents cost only those that are new::
+
+    guards, tasks = pin_tasks(settings.tasks, root, hashes)
+    parts = evaluate_to(model, tasks[0], settings.scoring, 500, runtime())      # the first look
+    parts = evaluate_to(model, tasks[0], settings.scoring, 1000, runtime())     # the second: 500 more
+    scores = joined(parts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict
+
+from merge_core.errors import InvalidInput
+from merge_core.store import Artifact, NotInKey, stage_key
+from tasks.checkpoints import Model
+from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
+from tasks.evaluation.sampling import DocumentRange, document_ranges
+from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.task_definition import EvalTask
+from tasks.stage import Runtime, StageValue, advance, report_together, stage, store, versions
+
+
+class TaskScore(BaseModel):
+    """Score of one task under one metric, in [0, 1] for accuracies, with the standard error of its mean."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str
+    metric: str  # lm-eval's 'acc,none', 'exact_match,flexible-extract'
+    n: int  # documents
+    score: float
+    stderr: float
+    higher_is_better: bool
+
+
+class Scores(StageValue):
+    """Scores of one model. The artifact holds ``outcomes.parquet``, one row a document, task and metric:
+    ``task, metric, doc_id, doc_hash, prompt_hash, target_hash, outcome``."""
+
+    model: Annotated[str, NotInKey]
+    tasks: tuple[TaskScore, ...]
+    lm_eval_version: str
+    part: DocumentRange | None = None  # of the task's documents; None for scores joined of several
+
+    def summary(self) -> str:
+        return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in self.tasks)
+
+
+class TaskSize(BaseModel):
+    """How many documents a task has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    documents: int
+
+
+@stage("evaluate", version=2, subject="model")
+def evaluate(
+    out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
+) -> Scores:
+    """Score ``model`` on one part of ``task``: each metric, and ``outcomes.parquet`` with every document's.
+
+    A group (``mmlu``) is scored as the mean over all of its documents.
+
+    Raises:
+        InvalidInput: when the model or the task's data cannot be loaded, the task has no score by document, or the
+            process that scores died.
+        Refused: when it takes longer than ``scoring.time_limit``.
+    """
+    from tasks.evaluation.process import score_in_child
+
+    scored = score_in_child(
+        model, task, scoring, part, runtime.device, lambda done, total: advance(done, total, "requests")
+    )
+    write_document_scores(out / SCORES_FILE, scored.outcomes)
+    return Scores(
+        model=model.name,
+        tasks=score_table(task.name, scored.outcomes, scored.higher_is_better),
+        lm_eval_version=versions("lm_eval")["lm_eval"],
+        part=part,
+    )
+
+
+def evaluate_to(
+    model: Model, task: EvalTask, scoring: Scoring, documents: int | None, runtime: Runtime
+) -> list[Artifact[Scores]]:
+    """Scores of ``model`` on the first ``documents`` documents of ``task``, by part; what is missing is computed now.
+
+    Where parts end is decided by ``scoring.documents`` and the size of the task alone (see
+    ``tasks.evaluation.sampling.parts``).
+
+    Args:
+        documents: At least so many: one of ``tasks.evaluation.sampling.looks``, or whatever the part it falls into ends
+        with.
+            None: all.
+
+    Raises:
+        InvalidInput, Refused: as ``evaluate``.
+    """
+    total = document_count(task, scoring.time_limit)
+    wanted = total if documents is None else min(documents, total)
+    asked = [part for part in document_ranges(total, scoring.documents) if part.first < wanted]
+    if scoring.backend == "vllm":
+        runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **_version_of_vllm()}})
+    artifacts: list[Artifact[Scores]] = []
+    with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as telling:
+        artifacts += (evaluate(model, task, scoring, part, runtime) for part in asked)
+        telling.summary = join_parts(artifacts).summary()
+    return artifacts
+
+
+def document_count(task: EvalTask, time_limit: float | None = None) -> int:
+    """Documents that ``task`` has; counted once, in the process that scores, and kept in the store.
+
+    Raises:
+        InvalidInput: when the task's data cannot be loaded.
+        Refused: when ``time_limit`` seconds are over.
+    """
+
+    def size(out: Path) -> TaskSize:
+        from tasks.evaluation.process import count_in_child
+
+        return TaskSize(documents=count_in_child(task, time_limit))
+
+    key = stage_key("documents", 1, {"task": task})
+    return store().build("documents", key, TaskSize, size)[0].value.documents
+
+
+def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
+    """Scores of one model over all parts of each task: one table, in the order in which tasks are first met.
+
+    Raises:
+        InvalidInput: when the parts are of different versions of lm-eval.
+    """
+    by_task: dict[str, list[Artifact[Scores]]] = {}
+    for artifact in artifacts:
+        by_task.setdefault(artifact.value.tasks[0].task, []).append(artifact)
+    found = {artifact.value.lm_eval_version for artifact in artifacts}
+    if len(found) > 1:
+        raise InvalidInput(
+            f"scores of {artifacts[0].value.model}",
+            found=f"parts by lm-eval {' and '.join(sorted(found))}",
+            expected="one version",
+        )
+    scores: list[TaskScore] = []
+    for task, of_task in by_task.items():
+        if len(of_task) == 1:
+            scores += of_task[0].value.tasks
+            continue
+        rows = [row for part in of_task for row in read_document_scores(part.directory / SCORES_FILE)]
+        scores += score_table(task, rows, {s.metric: s.higher_is_better for part in of_task for s in part.value.tasks})
+    value = artifacts[0].value
+    return value.model_copy(update={"tasks": tuple(scores), "part": value.part if len(artifacts) == 1 else None})
+
+
+def score_table(
+    task: str, rows: Sequence[DocumentScore], higher_is_better: Mapping[str, bool]
+) -> tuple[TaskScore, ...]:
+    """Mean and standard error of every metric over the documents in ``rows``, whatever parts they were scored in."""
+    return tuple(
+        _task_score(task, metric, [row.outcome for row in rows if row.metric == metric], better)
+        for metric, better in higher_is_better.items()
+    )
+
+
+def default_metric(metrics: Sequence[str]) -> str:
+    """The metric that is judged when a guard names none: ``acc,none``; else what is leniently extracted from free
+    answers (strict patterns measure format: a good model can score near zero); else the first."""
+    if "acc,none" in metrics:
+        return "acc,none"
+    return next((metric for metric in metrics if metric.endswith(",flexible-extract")), metrics[0])
+
+
+def _version_of_vllm() -> dict[str, str]:
+    try:
+        return versions("vllm")
+    except PackageNotFoundError:
+        return {}  # the process that scores says so, with what to do
+
+
+def _task_score(task: str, metric: str, values: Sequence[float], higher_is_better: bool) -> TaskScore:
+    n = len(values)
+    mean = sum(values) / n
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else 0.0
+    return TaskScore(
+        task=task,
+        metric=metric,
+        n=n,
+        score=mean,
+        stderr=(variance / n) ** 0.5,
+        higher_is_better=higher_is_better,
+    )

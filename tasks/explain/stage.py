@@ -1,0 +1,300 @@
+"""Explaining a merge: how its parents' weights interfere; and where it did not pass, what was lost and what to try.
+
+Two cached stages read weights and documents again; the rest is composed of what is known::
+
+    explanation = explain_merge(pinned, merged, recipe, verdict.value, scores, evidence.tasks)
+    explanation.remedies[0].change                                                     # {"lambda": 0.7}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from merge_core import open_checkpoint
+from merge_core.analysis import Interference, measure_interference
+from merge_core.errors import InvalidInput, MergegateError
+from merge_core.store import Artifact
+from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
+from tasks.evaluation import SCORES_FILE, DocumentScore, EvalTask, Scores, document_texts, read_document_scores
+from tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies
+from tasks.gate import GateVerdict, GuardVerdict
+from tasks.stage import StageValue, advance, stage
+
+log = logging.getLogger(__name__)
+
+TABLE, FLIPS = "interference.parquet", "flips.jsonl"
+_EXAMPLES = 5
+_SHOWN = 600  # characters of a prompt or a target in a report; the artifact has all of them
+
+
+class Weights(StageValue):
+    """How task vectors interfere. ``interference.parquet`` has a row for each layer and kind of tensor."""
+
+    interference: Interference
+
+    def summary(self) -> str:
+        whole = self.interference.whole
+        ratio = movement(whole)
+        parts = [
+            f"sign conflict {100 * whole.conflict:.0f} %" if whole.conflict is not None else "",
+            f"merge moved {ratio:.2f} times as far as any parent" if ratio is not None else "",
+        ]
+        return " · ".join(part for part in parts if part) or f"{len(self.interference.spots)} parts compared"
+
+
+class Flip(BaseModel):
+    """A document on which the merge is worse than its reference. Scores are in [0, 1] for accuracies."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str  # of a group: the task below it
+    doc_id: int
+    reference: float
+    merge: float
+    prompt: str | None  # shortened, without few-shot examples; None where the text is no longer to be had
+    target: str | None
+
+
+class Flips(StageValue):
+    """What the merge lost and won on one task. ``flips.jsonl`` has every lost document, unshortened."""
+
+    task: str
+    metric: str
+    lost: int
+    won: int
+    examples: tuple[Flip, ...]  # at most five, the largest losses first
+
+    def summary(self) -> str:
+        return f"{self.task}: {self.lost} documents lost, {self.won} won"
+
+
+class LostDocuments(BaseModel):
+    """Flips against one reference, under the name that it has in this run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reference: str
+    flips: Flips
+
+
+class Explanation(BaseModel):
+    """What became of the parents in a merge, as far as weights and documents tell."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    origin: str  # where task vectors begin
+    origin_is_base: bool  # otherwise it is the first model of a recipe without base
+    vectors: tuple[str, ...]  # the models at their ends
+    interference: Interference | None  # None where weights cannot be compared
+    lost: tuple[LostDocuments, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+
+
+@stage("explain", version=1)
+def explain(out: Path, origin: Model, parents: tuple[Model, ...], merge: Model) -> Weights:
+    """Measure, layer by layer, how the task vectors of ``parents`` agree and how far the merge moved.
+
+    Raises:
+        InvalidInput: when a checkpoint cannot be read, or has nothing in common with the others.
+    """
+    found = measure_interference(
+        open_checkpoint(origin.directory),
+        [open_checkpoint(parent.directory) for parent in parents],
+        open_checkpoint(merge.directory),
+        on_progress=lambda done, total: advance(done, total, "B"),
+    )
+    _write_table(out / TABLE, found)
+    return Weights(interference=found)
+
+
+@stage("flips", version=1)
+def flips(
+    out: Path,
+    task: EvalTask,
+    metric: str,
+    higher_is_better: bool,
+    reference: tuple[Artifact[Scores], ...],
+    merge: tuple[Artifact[Scores], ...],
+) -> Flips:
+    """Find the documents of ``task`` that the merge lost to its reference, with their text.
+
+    Args:
+        reference: The parts of its scores on this task.
+        merge: The same parts.
+
+    Raises:
+        InvalidInput: when the task's data can no longer be loaded.
+    """
+    theirs, ours = _by_document(reference, metric), _by_document(merge, metric)
+    sign = 1.0 if higher_is_better else -1.0
+    drops = {at: sign * (theirs[at].outcome - ours[at].outcome) for at in sorted(theirs.keys() & ours.keys())}
+    lost = sorted((at for at, drop in drops.items() if drop > 0), key=lambda at: (-drops[at], at))
+    wanted: dict[str, list[int]] = {}
+    for leaf, doc_id in lost:
+        wanted.setdefault(leaf, []).append(doc_id)
+    texts = document_texts(task, wanted) if lost else {}
+    found = []
+    for leaf, doc_id in lost:
+        text = texts.get((leaf, doc_id))
+        if text is not None and text.doc_hash != theirs[leaf, doc_id].doc_hash:
+            text = None  # The data changed since: it is not what was asked.
+        found.append(
+            Flip(
+                task=leaf,
+                doc_id=doc_id,
+                reference=theirs[leaf, doc_id].outcome,
+                merge=ours[leaf, doc_id].outcome,
+                prompt=text.prompt if text else None,
+                target=text.target if text else None,
+            )
+        )
+    lines = [json.dumps(flip.model_dump(), ensure_ascii=False) for flip in found]
+    (out / FLIPS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return Flips(
+        task=task.name,
+        metric=metric,
+        lost=len(lost),
+        won=sum(drop < 0 for drop in drops.values()),
+        examples=tuple(_shortened(flip) for flip in found[:_EXAMPLES]),
+    )
+
+
+def explain_merge(
+    pinned: PinnedRecipe,
+    merged: Model,
+    recipe: Mapping[str, Any] | None,
+    verdict: GateVerdict,
+    scores: Mapping[str, Sequence[Artifact[Scores]]],
+    tasks: Sequence[EvalTask],
+) -> Explanation:
+    """Everything that explains a verdict. Never stops a run: what cannot be found out is left out, with a line in the
+    log.
+
+    Args:
+        merged: The merge as a model.
+        recipe: The same recipe as plain data, for remedies; None where it has several documents.
+        scores: By model, the merge under its own name among them; any number of parts a task.
+        tasks: Those that were scored.
+    """
+    origin, parents = origin_of(pinned.parents)
+    interference = _measured(origin, parents, merged)
+    remedies: tuple[Remedy, ...] = ()
+    if interference is not None and recipe is not None:
+        remedies = suggest_remedies(
+            Diagnosis(
+                recipe=recipe,
+                names=tuple(parent.name for parent in parents),
+                refs=tuple(parent.ref for parent in parents),
+                origin=(origin.name, origin.ref),
+                has_base=origin.is_base,
+                whole=interference.whole,
+                verdict=verdict,
+            )
+        )
+    return Explanation(
+        origin=origin.name,
+        origin_is_base=origin.is_base,
+        vectors=tuple(parent.name for parent in parents),
+        interference=interference,
+        lost=_lost_documents(verdict.guards, merged.name, scores, tasks),
+        remedies=remedies,
+    )
+
+
+def origin_of(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, tuple[PinnedCheckpoint, ...]]:
+    """Where task vectors begin, and the models at their ends: the base and all others; without a base, the first and
+    all others."""
+    origin = next((parent for parent in parents if parent.is_base), parents[0])
+    return origin, tuple(parent for parent in parents if parent is not origin)
+
+
+def _measured(origin: PinnedCheckpoint, parents: tuple[PinnedCheckpoint, ...], merged: Model) -> Interference | None:
+    if not parents:
+        return None
+    try:
+        return explain(origin, parents, merged).value.interference
+    except MergegateError as error:
+        log.warning("the weights are not explained: %s", error)
+        return None
+
+
+def _lost_documents(
+    guards: Sequence[GuardVerdict],
+    merged: str,
+    scores: Mapping[str, Sequence[Artifact[Scores]]],
+    tasks: Sequence[EvalTask],
+) -> tuple[LostDocuments, ...]:
+    by_name = {task.name: task for task in tasks}
+    found = []
+    for guard in guards:
+        if guard.outcome == "pass" or guard.lost == 0 or guard.task not in by_name:
+            continue
+        theirs, ours = (_parts_on(guard.task, scores.get(name, ())) for name in (guard.reference, merged))
+        try:
+            value = flips(by_name[guard.task], guard.metric, _better(guard, theirs), theirs, ours).value
+        except MergegateError as error:
+            log.warning("lost documents of %s are not shown: %s", guard.task, error)
+            continue
+        found.append(LostDocuments(reference=guard.reference, flips=value))
+    return tuple(found)
+
+
+def _parts_on(task: str, artifacts: Sequence[Artifact[Scores]]) -> tuple[Artifact[Scores], ...]:
+    return tuple(artifact for artifact in artifacts if artifact.value.tasks[0].task == task)
+
+
+def _better(guard: GuardVerdict, parts: Sequence[Artifact[Scores]]) -> bool:
+    for part in parts:
+        for score in part.value.tasks:
+            if score.metric == guard.metric:
+                return score.higher_is_better
+    raise InvalidInput(f"task {guard.task}", found=f"no scores of {guard.reference} under {guard.metric}")
+
+
+def _by_document(parts: Sequence[Artifact[Scores]], metric: str) -> dict[tuple[str, int], DocumentScore]:
+    rows = (row for part in parts for row in read_document_scores(part.directory / SCORES_FILE))
+    return {(row.task, row.doc_id): row for row in rows if row.metric == metric}
+
+
+def _shortened(flip: Flip) -> Flip:
+    texts = {name: _clipped(getattr(flip, name)) for name in ("prompt", "target")}
+    return flip.model_copy(update=texts)
+
+
+def _clipped(text: str | None) -> str | None:
+    """At most ``_SHOWN`` characters: of a long prompt, the end is the question."""
+    if text is None or len(text) <= _SHOWN:
+        return text
+    head = _SHOWN // 3
+    return f"{text[:head]} … {text[head + 3 - _SHOWN :]}"
+
+
+def _write_table(path: Path, found: Interference) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = []
+    for spot in found.spots:
+        tally = spot.tally
+        row: dict[str, Any] = {
+            "stack": spot.stack,
+            "layer": spot.layer,
+            "kind": spot.kind,
+            "elements": tally.elements,
+            "conflict": tally.conflict,
+            "merge_length": tally.merge_length,
+        }
+        for vector in range(tally.vectors):
+            row[f"length_{vector}"] = tally.length(vector)
+            row[f"merge_distance_{vector}"] = tally.merge_distance(vector)
+        for one, other in tally.pairs:
+            row[f"cosine_{one}_{other}"] = tally.cosine(one, other)
+            row[f"conflict_{one}_{other}"] = tally.pair_conflict(one, other)
+        rows.append(row)
+    pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd")

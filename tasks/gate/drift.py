@@ -1,0 +1,127 @@
+"""Perplexity drift: the merge against the parent that predicts the held-out text best. Pure decisions.
+
+The rule is that of a regression guard with the ratio of perplexities in place of the drop, where threshold and margin
+are one limit. All documents are read at once: they take seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from merge_core.errors import InvalidInput
+from tasks.gate.regression import Outcome
+from tasks.gate.statistics import likelihood_ratio
+from tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
+
+BROKEN_RATIO = 2.0  # of perplexities; no merge that is worth a look is worse
+
+
+class DriftVerdict(BaseModel):
+    """Perplexity of the merge over the better parent's on the same documents."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reference: str  # the better parent
+    documents: int
+    unit: Literal["token", "byte"]  # bytes when tokenizers differ
+    ratio: float | None  # None when the merge's likelihood is not finite
+    low: float | None
+    high: float | None
+    max_ratio: float  # 1.05
+    warn_ratio: float  # 1.02
+    outcome: Outcome
+    broken: bool  # not finite, or worse than twice: the costly tasks are not worth running
+    warning: bool
+    reason: str
+
+
+class ModelLikelihoods(NamedTuple):
+    """What the drift check knows of one model."""
+
+    value: Likelihoods
+    documents: tuple[DocumentLikelihood, ...]
+
+
+def judge_drift(
+    parents: Mapping[str, ModelLikelihoods], merge: ModelLikelihoods, limits: DriftLimits, confidence: float
+) -> DriftVerdict:
+    """The verdict on perplexity: the merge against the parent that predicts the held-out text best.
+
+    Raises:
+        InvalidInput: when no parent has a finite likelihood, or the models did not read the same documents alike.
+    """
+    finite = {name: parent for name, parent in parents.items() if parent.value.bits_per_byte is not None}
+    if not finite:
+        raise InvalidInput("perplexity", found="no parent whose likelihood is finite", expected="working parents")
+    # Bits per byte compare whatever the tokenizers are: all have read the same text.
+    reference = min(finite, key=lambda name: (finite[name].value.bits_per_byte, name))
+    parent = finite[reference]
+    _check_same_reading(reference, parent, merge)
+    unit: Literal["token", "byte"] = "token" if parent.value.vocabulary == merge.value.vocabulary else "byte"
+    max_ratio, warn_ratio = 1 + limits.max_increase, 1 + limits.warn_increase
+    ratio = low = high = None
+    broken = True
+    outcome: Outcome = "fail"
+    if all(math.isfinite(document.loglik) for document in merge.documents):
+        differences = [p.loglik - m.loglik for p, m in zip(parent.documents, merge.documents, strict=True)]
+        weights = [document.tokens if unit == "token" else document.bytes for document in parent.documents]
+        ratio, low, high = likelihood_ratio(differences, weights, confidence)
+        broken = ratio > BROKEN_RATIO
+        if not broken and not (ratio > max_ratio and low > 1):
+            outcome = "pass" if high <= max_ratio else "inconclusive"
+    return DriftVerdict(
+        reference=reference,
+        documents=len(merge.documents),
+        unit=unit,
+        ratio=ratio,
+        low=low,
+        high=high,
+        max_ratio=max_ratio,
+        warn_ratio=warn_ratio,
+        outcome=outcome,
+        broken=broken,
+        warning=ratio is not None and outcome != "fail" and ratio > warn_ratio,
+        reason=_drift_sentence(reference, unit, ratio, low, high, max_ratio, outcome, len(merge.documents)),
+    )
+
+
+def _check_same_reading(reference: str, parent: ModelLikelihoods, merge: ModelLikelihoods) -> None:
+    where = f"perplexity: merge against {reference}"
+    if parent.value.window != merge.value.window:
+        raise InvalidInput(
+            where,
+            found=f"windows of {parent.value.window} and {merge.value.window} tokens",
+            expected="one length for all models",
+            remedy=f"perplexity.max_length: {min(w for w in (parent.value.window, merge.value.window) if w)}",
+        )
+    read = [[(document.doc_id, document.bytes) for document in side.documents] for side in (parent, merge)]
+    if read[0] != read[1]:
+        raise InvalidInput(where, found="other documents on each side", expected="the same documents")
+    if len(read[0]) < 2:
+        raise InvalidInput(where, found="1 document", expected="2 or more, better 500", remedy="add held-out text")
+
+
+def _drift_sentence(
+    reference: str,
+    unit: str,
+    ratio: float | None,
+    low: float | None,
+    high: float | None,
+    max_ratio: float,
+    outcome: Outcome,
+    n: int,
+) -> str:
+    if ratio is None or low is None or high is None:
+        return "perplexity: not finite, the merge is broken"
+    per_byte = " per byte" if unit == "byte" else ""
+    interval = f"{_figure(ratio)} times {reference}'s{per_byte} [{_figure(low)}, {_figure(high)}], limit {max_ratio:g}"
+    undecided = f": undecided after {n:,} documents" if outcome == "inconclusive" else ""
+    return f"perplexity: {interval}{undecided}"
+
+
+def _figure(ratio: float) -> str:
+    return f"{ratio:.3f}" if ratio < 10 else f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.1e}"

@@ -1,0 +1,60 @@
+"""What a profile says under ``evaluate``: tasks, how they are scored, how they are judged; and those tasks, pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from merge_core.errors import InvalidInput
+from merge_core.store import HashMemo
+from tasks.evaluation import EvalTask, Scoring, pin_task
+from tasks.gate.guards import GateRule, Guard
+
+
+class EvaluateSettings(Scoring, GateRule):
+    """What is evaluated and how it is judged, in a profile under ``evaluate``."""
+
+    tasks: tuple[Guard, ...] = Field(min_length=1)
+
+    @property
+    def scoring(self) -> Scoring:
+        """The part that decides scores."""
+        return Scoring.model_validate({name: getattr(self, name) for name in Scoring.model_fields})
+
+    @property
+    def rule(self) -> GateRule:
+        """The part that judges them."""
+        return GateRule.model_validate({name: getattr(self, name) for name in GateRule.model_fields})
+
+
+def pin_tasks(guards: Sequence[Guard], root: Path, hashes: HashMemo) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
+    """All tasks of the guards, each once, and the guards in terms of the names that lm-eval calls those tasks.
+
+    Raises:
+        InvalidInput: as ``pin_task``; when two definitions call themselves by one name, or two guards of a task
+            disagree on which of its documents belong together.
+    """
+    written = {guard.task: pin_task(guard.task, root, hashes) for guard in guards}
+    tasks: dict[str, EvalTask] = {}
+    for text, task in written.items():
+        if tasks.setdefault(task.name, task).digest != task.digest:
+            raise InvalidInput(
+                f"evaluate.tasks: {text}",
+                found=f"calls itself {task.name!r}, as does another task of this profile",
+                expected="a name of its own under 'task'",
+            )
+    for guard in guards:
+        if guard.cluster_by in (None, "task"):  # known of every document anyway
+            continue
+        task = tasks[written[guard.task].name]
+        if task.cluster_field not in (None, guard.cluster_by):
+            raise InvalidInput(
+                f"evaluate.tasks: {guard.task}: cluster_by",
+                found=f"{guard.cluster_by!r}, and {task.cluster_field!r} in another guard of the task",
+                expected="one field for all guards of a task",
+            )
+        tasks[task.name] = task.model_copy(update={"cluster_field": guard.cluster_by})
+    renamed = tuple(guard.model_copy(update={"task": written[guard.task].name}) for guard in guards)
+    return renamed, tuple(tasks.values())

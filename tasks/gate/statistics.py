@@ -1,0 +1,258 @@
+"""The statistics of the gate: intervals of paired differences, and how much evidence a decision takes. Pure functions.
+
+All intervals are one-sided each way: ``low`` and ``high`` each err with probability ``1 - confidence``, so the pair
+covers with ``2 * confidence - 1``. A gate asks one-sided questions ("is it worse?", "is it at most so much worse?").
+
+Sources: Bonett & Price 2012 (J. Educ. Behav. Stat. 37:479) and Tango 1998 (Stat. Med. 17:891) for paired proportions;
+Miller 2024 (arXiv 2411.00640) for pairing and clusters in evaluations; Cameron & Miller 2015 (J. Hum. Resour. 50:317)
+for few clusters; Connor 1987 (Biometrics 43:207) for sample sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+POWER = 0.80  # at which sample sizes and detectable drops are stated
+
+
+class Difference(NamedTuple):
+    """A mean paired difference with its interval, in the unit of the scores."""
+
+    mean: float
+    low: float
+    high: float
+    variance: float  # of one document's difference
+
+
+class Ratio(NamedTuple):
+    """A ratio with its interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def normal_quantile(confidence: float) -> float:
+    """One-sided normal quantile: 1.645 at 0.95."""
+    return NormalDist().inv_cdf(confidence)
+
+
+def student_quantile(confidence: float, degrees: int) -> float:
+    """One-sided quantile of Student's t."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, confidence))
+
+
+@lru_cache(maxsize=4096)  # a verdict asks for the same bounds several times
+def binary_difference(lost: int, won: int, n: int, confidence: float) -> Difference:
+    """Difference of two paired proportions; see ``binary_bounds``.
+
+    Args:
+        lost: Documents that count +1: right by the reference, wrong by the merge.
+        won: Documents that count -1.
+        n: All documents, at least 1.
+    """
+    counts = np.asarray(lost, dtype=np.float64), np.asarray(won, dtype=np.float64)
+    low, high = binary_bounds(*counts, n, confidence)
+    _, variance = _adjusted(*counts, n)
+    return Difference((lost - won) / n, float(low), float(high), float(variance))
+
+
+def binary_bounds(
+    lost: NDArray[np.float64], won: NDArray[np.float64], n: int, confidence: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Bounds of the difference of paired proportions, for many samples of ``n`` documents at once.
+
+    The wider, on each side, of two intervals that fail in different places. The adjusted Wald interval of Bonett and
+    Price (one document more that changes each way) is never of zero width, but follows the spread of the sample: where
+    few documents change, those samples that look best also look surest, and at the 95 % bound up to 7 % lie beyond. The
+    score interval of Tango takes the spread that each value in question would have, and errs to the safe side there.
+
+    Args:
+        lost, won: Counts, of equal shape.
+
+    Returns:
+        ``low, high`` of that shape, in [-1, 1].
+    """
+    centre, variance = _adjusted(lost, won, n)
+    half = normal_quantile(confidence) * np.sqrt(variance / (n + 2))
+    low = np.minimum(centre - half, -_score_bound(won, lost, n, confidence))
+    high = np.maximum(centre + half, _score_bound(lost, won, n, confidence))
+    return np.maximum(-1.0, low), np.minimum(1.0, high)
+
+
+def _adjusted(
+    lost: NDArray[np.float64], won: NDArray[np.float64], n: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Bonett and Price's mean and variance of one document's difference."""
+    p_lost, p_won = (lost + 1) / (n + 2), (won + 1) / (n + 2)
+    centre = p_lost - p_won
+    return centre, p_lost + p_won - centre**2
+
+
+def _score_bound(lost: NDArray[np.float64], won: NDArray[np.float64], n: int, confidence: float) -> NDArray[np.float64]:
+    """Tango's upper bound: the difference at which the score test just rejects, by bisection."""
+    quantile = normal_quantile(confidence)
+    low, high = (lost - won) / n, np.ones_like(lost)
+    for _ in range(50):
+        middle = (low + high) / 2
+        inside = score_statistic(lost, won, n, middle) > -quantile
+        low, high = np.where(inside, middle, low), np.where(inside, high, middle)
+    return high
+
+
+def score_statistic(
+    lost: NDArray[np.float64], won: NDArray[np.float64], n: int, difference: NDArray[np.float64] | float
+) -> NDArray[np.float64]:
+    """Tango's score statistic of the hypothesis that the true difference is ``difference``, in (-1, 1).
+
+    Standard normal under it; ``(lost - won) / sqrt(lost + won)``, which is McNemar's, for no difference.
+    """
+    b = -lost - won + (2 * n - lost + won) * difference
+    c = -won * difference * (1 - difference)
+    p_won = (np.sqrt(np.maximum(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # most likely under the hypothesis
+    spread = n * (2 * p_won + difference * (1 - difference))
+    # Nothing changed and nothing should have: no evidence either way.
+    return (lost - won - n * difference) / np.sqrt(np.maximum(spread, 1e-300))
+
+
+def graded_difference(differences: Sequence[float], confidence: float) -> Difference:
+    """Mean of differences of graded scores by Student's interval, for scores in [0, 1].
+
+    Never narrower than ``binary_difference`` is for as many documents that all agree: a sample in which nothing
+    differed has no variance of its own to judge by.
+
+    Args:
+        differences: Reference minus merge for each document; at least 2.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    n = len(values)
+    mean, variance = float(values.mean()), float(values.var(ddof=1))
+    half = max(
+        student_quantile(confidence, n - 1) * math.sqrt(variance / n), binary_difference(0, 0, n, confidence).high
+    )
+    return Difference(mean, mean - half, mean + half, variance)
+
+
+def clustered_difference(
+    differences: Sequence[float], clusters: Sequence[str], plain: Difference, confidence: float
+) -> Difference:
+    """The interval where documents come in clusters (questions on one passage, of one subject): clusters are the
+    independent units, not documents.
+
+    With ``S_g`` the sum of a cluster's deviations from the mean, the squared error of the mean is
+    ``G / (G - 1) * sum(S_g^2) / n^2``, taken with Student's t of ``G - 1`` degrees: few clusters know little about how
+    much clusters differ. Never narrower than ``plain``, to which documents are independent: an estimate from few
+    clusters can come out small by chance.
+
+    Args:
+        differences: Reference minus merge for each document.
+        clusters: The cluster of each document; at least 2 different ones.
+        plain: The interval without clusters, on the same documents at the same confidence.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    n, mean = len(values), float(values.mean())
+    _, members = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(members, weights=values - mean)
+    groups = len(sums)
+    squared_error = groups / (groups - 1) * float((sums**2).sum()) / n**2
+    half = student_quantile(confidence, groups - 1) * math.sqrt(squared_error)
+    return Difference(
+        mean, min(plain.low, mean - half), max(plain.high, mean + half), max(plain.variance, n * squared_error)
+    )
+
+
+def selection_bias(scores: Sequence[Sequence[float]]) -> float:
+    """By how much the best of several models looks better than it is, if all are equally good (winner's curse).
+
+    The expected maximum of ``K`` equally good means over the same ``n`` documents: the standard error of half of the
+    squared difference of two of them, times the expected maximum of ``K`` standard normals (0.56 for two, 0.85 for
+    three). Exact for two; for more it takes all pairs as equally correlated. The more the models truly differ, the
+    less of it there is.
+
+    Args:
+        scores: By model, the score of each document; ``[K][n]``.
+    """
+    table = np.asarray(scores, dtype=np.float64)
+    models, n = table.shape
+    if models < 2 or n < 2:
+        return 0.0
+    # Half the variance of a difference, averaged over pairs: variance less covariance.
+    covariance = np.cov(table)
+    own = float(np.trace(covariance)) / models
+    shared = (float(covariance.sum()) - float(np.trace(covariance))) / (models * (models - 1))
+    return expected_maximum(models) * math.sqrt(max(0.0, own - shared) / n)
+
+
+def expected_maximum(count: int) -> float:
+    """Mean of the largest of ``count`` independent standard normals: ``integral of 1 - F^K - (1 - F)^K`` over x > 0."""
+    from scipy.special import ndtr
+
+    x = np.linspace(0.0, 9.0, 2001)
+    below = ndtr(x)
+    return float(np.trapezoid(1 - below**count - (1 - below) ** count, x))
+
+
+def likelihood_ratio(differences: Sequence[float], weights: Sequence[int], confidence: float) -> Ratio:
+    """Ratio of two perplexities on the same documents, with a delta-method interval over documents.
+
+    The ratio is ``exp(sum(differences) / sum(weights))``. Documents are the independent units: the tokens inside one
+    are not, so the error is that of a ratio estimator over documents.
+
+    Args:
+        differences: Log-likelihood by the reference minus that by the merge for each document, nats; at least 2.
+        weights: Tokens (or bytes) of each document.
+    """
+    d, w = np.asarray(differences, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    n, total = len(d), float(w.sum())
+    delta = float(d.sum()) / total
+    stderr = math.sqrt(n / (n - 1) * float(((d - delta * w) ** 2).sum())) / total
+    half = student_quantile(confidence, n - 1) * stderr
+    return Ratio(_exp(delta), _exp(delta - half), _exp(delta + half))
+
+
+def documents_needed(variance: float, distance: float, confidence: float, power: float = POWER) -> int:
+    """Paired documents that show with ``power`` that a difference of ``distance`` is not zero.
+
+    ``((z_a sqrt(v + d^2) + z_b sqrt(v)) / d)^2`` with the variance ``v`` under the alternative; for binary scores
+    ``v + d^2`` is the share of documents on which the two models disagree.
+
+    Args:
+        variance: Of one document's difference.
+        distance: Not zero, in the same unit.
+    """
+    spread = normal_quantile(confidence) * math.sqrt(variance + distance**2) + normal_quantile(power) * math.sqrt(
+        variance
+    )
+    return math.ceil((spread / distance) ** 2)
+
+
+def graded_documents_needed(variance: float, distance: float, confidence: float) -> int:
+    """``documents_needed`` for ``graded_difference``: its interval is never narrower than that of so many documents
+    that all agree, whatever the variance.
+
+    Args:
+        distance: In (0, 1).
+    """
+    agreeing = bisect_left(
+        range(1 << 30), True, lo=1, key=lambda n: binary_difference(0, 0, n, confidence).high <= distance
+    )
+    return max(agreeing, documents_needed(variance, distance, confidence))
+
+
+def detectable_difference(variance: float, n: int, confidence: float, power: float = POWER) -> float:
+    """Smallest true difference that ``n`` paired documents would have shown with ``power``."""
+    return (normal_quantile(confidence) + normal_quantile(power)) * math.sqrt(variance / n)
+
+
+def _exp(x: float) -> float:
+    return math.exp(max(-700.0, min(700.0, x)))  # far beyond any limit, and still a number that JSON can hold

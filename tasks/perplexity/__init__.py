@@ -1,0 +1,28 @@
+"""Likelihood of held-out text, document by document: of one model, and of all parents together."""
+
+from tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
+from tasks.perplexity.stage import (
+    DocumentLikelihood,
+    DriftLimits,
+    HeldOutText,
+    Likelihoods,
+    PerplexitySettings,
+    WindowSettings,
+    perplexity,
+    pin_documents,
+    read_documents,
+)
+
+__all__ = [
+    "DocumentLikelihood",
+    "DriftLimits",
+    "HeldOutText",
+    "Likelihoods",
+    "PerplexitySettings",
+    "WindowSettings",
+    "ensemble_likelihoods",
+    "gain_kept",
+    "perplexity",
+    "pin_documents",
+    "read_documents",
+]

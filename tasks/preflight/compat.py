@@ -1,0 +1,186 @@
+"""The compatibility check: everything that can be wrong with a merge, found from headers and configurations alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from merge_core import Checkpoint, Finding, MergePlan, Recipe, plan_merge, preflight
+from merge_core.errors import MergegateError, Refused
+from tasks.checkpoints import ResolvedCheckpoint, deciding_files, open_parent
+from tasks.stage import StageValue, stage
+
+_WEIGHTS = (".safetensors", ".bin")
+
+
+class HeaderDigest(BaseModel):
+    """Identity of what the check reads of one parent: of a directory names and sizes of all files and content of the
+    small ones; of a commit on the Hub what it lists."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ref: str
+    digest: str
+
+
+class Remark(BaseModel):
+    """One finding, worst first: ``block`` stops the run, ``warn`` does not, ``info`` is for the record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    severity: Literal["block", "warn", "info"]
+    where: str
+    found: str
+    expected: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.found}"
+
+
+class Compatibility(StageValue):
+    """All findings at once, and the size of the job: bytes, all zero where something blocks.
+
+    Attributes:
+        disk: That the merged checkpoint takes, with results of steps until the end.
+        block: Of the engine's largest block, in memory; a merge holds several.
+        gpu_block: The same on a GPU.
+        largest_bytes: Weights of the largest model to be evaluated, as they are stored.
+        largest_parameters: Number of its parameters.
+    """
+
+    remarks: tuple[Remark, ...]
+    tensors: int
+    bytes_read: int
+    bytes_written: int
+    disk: int
+    block: int
+    gpu_block: int
+    largest_bytes: int
+    largest_parameters: int
+
+    def blocking(self) -> tuple[Remark, ...]:
+        return tuple(remark for remark in self.remarks if remark.severity == "block")
+
+    def summary(self) -> str:
+        if blocking := self.blocking():
+            more = f" (and {len(blocking) - 1} more)" if len(blocking) > 1 else ""
+            return f"{blocking[0]}{more}"
+        warnings = sum(remark.severity == "warn" for remark in self.remarks)
+        size = f"{self.tensors} tensors, {self.bytes_written / 1e6:,.1f} MB to write"
+        return size + (f", {warnings} warnings" if warnings else "")
+
+    def refusal(self) -> Refused | None:
+        blocking = self.blocking()
+        if not blocking:
+            return None
+        worst, *others = blocking
+        also = "".join(f"\n  also: {remark}" for remark in others)
+        return Refused(worst.where, found=worst.found + also, expected=worst.expected, remedy=worst.remedy)
+
+
+def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:
+    """Identity of what the check will read; no weight is read for it."""
+    return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
+
+
+@stage("compat", version=2)
+def check_compatibility(
+    out: Path, recipe: Recipe, metadata: Sequence[HeaderDigest], parents: Sequence[ResolvedCheckpoint]
+) -> Compatibility:
+    """Findings about the recipe and its parents; blocks before any weight is read, or downloaded.
+
+    Raises:
+        InvalidInput: for a parent that cannot be a checkpoint.
+        Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
+    """
+    checkpoints = open_checkpoints(parents)
+    findings = preflight(recipe, checkpoints)
+    blocked = any(finding.severity == "block" for finding in findings)
+    plan = None if blocked else plan_merge(recipe, checkpoints)
+    return _compatibility([_remark(finding) for finding in findings], plan, checkpoints)
+
+
+def open_checkpoints(parents: Sequence[ResolvedCheckpoint]) -> dict[str, Checkpoint]:
+    """The parents' headers and configurations, by reference."""
+    return {parent.ref: open_parent(parent) for parent in parents}
+
+
+def remark_of(error: MergegateError) -> Remark:
+    """What was raised, as a finding that blocks."""
+    return Remark(severity="block", where=error.where, found=error.found, expected=error.expected, remedy=error.remedy)
+
+
+def _compatibility(
+    remarks: Sequence[Remark], plan: MergePlan | None, checkpoints: Mapping[str, Checkpoint]
+) -> Compatibility:
+    if plan is None:
+        return Compatibility(
+            remarks=tuple(remarks),
+            tensors=0,
+            bytes_read=0,
+            bytes_written=0,
+            disk=0,
+            block=0,
+            gpu_block=0,
+            largest_bytes=0,
+            largest_parameters=0,
+        )
+    from merge_core.engine import EngineSettings
+    from merge_core.forecast import needs_of
+
+    companions = sum((plan.donor.directory / name).stat().st_size for name in plan.donor.companions)
+    # Neither disk nor blocks depend on the cores or the kind of device.
+    needs = needs_of(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=companions)
+    sizes = [(one.nbytes, sum(tensor.numel for tensor in one.tensors.values())) for one in checkpoints.values()]
+    largest = max([*sizes, (plan.bytes_written, plan.parameters)])
+    return Compatibility(
+        remarks=tuple(remarks),
+        tensors=len(plan.jobs),
+        bytes_read=plan.bytes_read,
+        bytes_written=plan.bytes_written,
+        disk=needs.disk,
+        block=needs.block,
+        gpu_block=needs.gpu_block,
+        largest_bytes=largest[0],
+        largest_parameters=largest[1],
+    )
+
+
+def _metadata_digest(parent: ResolvedCheckpoint) -> str:
+    """sha256: of a directory over names and sizes, the small files' bytes, and headers; of a commit over its list."""
+    running = hashlib.sha256()
+    if parent.snapshot:
+        listed = ((name, parent.snapshot.files[name]) for name in parent.snapshot.deciding)
+        for name, file in listed:
+            running.update(f"{name}\0{file.size}\0{file.sha256 or file.blob}\0".encode())
+        return running.hexdigest()
+    for name in deciding_files(parent.directory):
+        path = parent.directory / name
+        running.update(f"{name}\0{path.stat().st_size}\0".encode())
+        running.update(_header(path) if path.suffix in _WEIGHTS else path.read_bytes())
+    return running.hexdigest()
+
+
+def _header(path: Path) -> bytes:
+    """The bytes of a weight file that say what is in it: a safetensors header; of other formats only the start."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        # A lying length is the checkpoint reader's to refuse; here it must only not exhaust the memory.
+        length = min(int.from_bytes(start, "little"), os.fstat(file.fileno()).st_size, 1 << 27)
+        return start + (file.read(length) if path.suffix == ".safetensors" else b"")
+
+
+def _remark(finding: Finding) -> Remark:
+    return Remark(
+        severity=finding.severity,
+        where=finding.where,
+        found=finding.found,
+        expected=finding.expected,
+        remedy=finding.remedy,
+    )

@@ -1,0 +1,27 @@
+"""Licences: what each parent's licence allows and obliges, and what follows for the merged weights."""
+
+from tasks.preflight.licenses.algebra import Combination
+from tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
+from tasks.preflight.licenses.check import LicenseVerdict, check_licenses, license_table, read_licenses
+from tasks.preflight.licenses.resolve import LICENSE_FILE
+from tasks.preflight.licenses.resulting_license import Obligation, ObligationKind
+from tasks.preflight.licenses.table import load_table
+from tasks.preflight.licenses.texts import license_texts, recognised
+from tasks.preflight.licenses.use import LicenseSettings
+
+__all__ = [
+    "LICENSE_FILE",
+    "AncestorLookup",
+    "Combination",
+    "LicenseSettings",
+    "LicenseVerdict",
+    "Obligation",
+    "ObligationKind",
+    "check_licenses",
+    "hub_ancestors",
+    "license_table",
+    "license_texts",
+    "load_table",
+    "read_licenses",
+    "recognised",
+]

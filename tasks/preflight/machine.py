@@ -1,0 +1,211 @@
+"""What this machine has, against what a run will need: disk, memory, memory of the GPU.
+
+Looked at anew in every run, so none of it is cached. What cannot work is refused before anything is downloaded; what
+may not work is a warning of ``mergegate check``: other programs may have ended until then.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from merge_core.errors import Refused
+from merge_core.units import format_bytes
+from tasks.checkpoints import ResolvedCheckpoint
+from tasks.preflight.compat import Compatibility, Remark
+from tasks.stage import home, nearest
+
+_SPARE = 1.1  # of what is known to be needed; file systems keep some for themselves
+# Weights in memory are not all: activations, the logits of a batch, the libraries.
+_TO_EVALUATE = 1.3
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one parameter
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bytes of one kind of memory."""
+
+    total: int
+    available: int
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A disk that a run writes to.
+
+    Args:
+        place: A directory on it, for messages.
+        free: Bytes.
+        writes: Why → how many bytes.
+    """
+
+    place: Path
+    free: int
+    writes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is.
+
+    Args:
+        cores: That the merge may use.
+        disks: With what is to be written to them.
+        memory: None where the system does not say.
+        gpu: Of the device that the merge uses; None on a CPU.
+    """
+
+    cores: int
+    disks: tuple[Disk, ...]
+    memory: Capacity | None
+    gpu: Capacity | None = None
+
+
+def this_machine(compatibility: Compatibility, found: Sequence[ResolvedCheckpoint], device: str) -> Machine:
+    """The machine that we are on, for a merge of ``found`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
+    from merge_core.forecast import usable_cores
+
+    return Machine(
+        cores=usable_cores(),
+        disks=_disks(compatibility.disk, found),
+        memory=_memory(),
+        gpu=_gpu(device) if device != "cpu" else None,
+    )
+
+
+def machine_remarks(
+    compatibility: Compatibility, machine: Machine, *, device: str, dtypes: Sequence[str] = ()
+) -> tuple[Remark, ...]:
+    """What ``machine`` lacks for a merge and for evaluating its models.
+
+    Args:
+        dtypes: In which the models are to be evaluated (``auto``, ``bfloat16``, ``float16``, ``float32``); none: they
+            are not.
+    """
+    if compatibility.blocking():  # nothing is known about a merge that cannot be
+        return ()
+    return (*_disk_remarks(machine), *_memory_remarks(compatibility, machine, device, dtypes))
+
+
+def require_machine(compatibility: Compatibility, found: Sequence[ResolvedCheckpoint], device: str) -> None:
+    """Refuse a run that this machine cannot carry out.
+
+    Raises:
+        Refused: when a disk has too little room, or there will never be enough memory.
+    """
+    machine = this_machine(compatibility, found, device)
+    for remark in machine_remarks(compatibility, machine, device=device):
+        if remark.severity == "block":
+            raise Refused(remark.where, found=remark.found, expected=remark.expected, remedy=remark.remedy)
+
+
+def _disk_remarks(machine: Machine) -> Iterator[Remark]:
+    for disk in machine.disks:
+        needed = round(_SPARE * sum(disk.writes.values()))
+        if disk.free < needed:
+            parts = " and ".join(f"{format_bytes(count)} for {why}" for why, count in disk.writes.items() if count)
+            yield Remark(
+                severity="block",
+                where=str(disk.place),
+                found=f"{format_bytes(disk.free)} free",
+                expected=f"{format_bytes(needed)}: {parts}, and a tenth to spare",
+                remedy="free some space, or point MERGEGATE_HOME or HF_HOME to a larger disk",
+            )
+
+
+def _memory_remarks(
+    compatibility: Compatibility, machine: Machine, device: str, dtypes: Sequence[str]
+) -> Iterator[Remark]:
+    from merge_core.engine import EngineSettings
+    from merge_core.forecast import engine_threads, peak_memory
+
+    threads = engine_threads(EngineSettings(), machine.cores)
+    merging = peak_memory(compatibility.block, threads=threads, device=device)
+    yield from _lacking("memory", machine.memory, merging, "merging", "merge on a machine with more memory")
+    if machine.gpu:
+        on_gpu = threads * compatibility.gpu_block
+        yield from _lacking(f"memory of {device}", machine.gpu, on_gpu, "merging", "merge: {device: cpu}")
+    weights = max((_in_memory(compatibility, dtype) for dtype in dtypes), default=0)
+    evaluating, where = round(_TO_EVALUATE * weights), f"memory of {device}" if machine.gpu else "memory"
+    place = machine.gpu or machine.memory
+    if place and place.available < evaluating:
+        yield Remark(
+            severity="warn",
+            where=where,
+            found=f"{format_bytes(place.available)} available",
+            expected=f"about {format_bytes(evaluating)} to evaluate the largest model",
+            remedy="evaluate in dtype: bfloat16, on a larger machine, or with a server as backend",
+        )
+
+
+def _lacking(where: str, capacity: Capacity | None, needed: int, to: str, remedy: str) -> Iterator[Remark]:
+    if capacity is None or capacity.available >= needed:
+        return
+    never = capacity.total < needed
+    yield Remark(
+        severity="block" if never else "warn",
+        where=where,
+        found=f"{format_bytes(capacity.total)} in all"
+        if never
+        else f"{format_bytes(capacity.available)} available now",
+        expected=f"about {format_bytes(needed)} for {to}",
+        remedy=remedy if never else "end other programs first",
+    )
+
+
+def _in_memory(compatibility: Compatibility, dtype: str) -> int:
+    """Bytes of the weights of the largest model in ``dtype``."""
+    width = _WIDTH.get(dtype)
+    return compatibility.largest_bytes if width is None else width * compatibility.largest_parameters
+
+
+def _disks(merged: int, found: Sequence[ResolvedCheckpoint]) -> tuple[Disk, ...]:
+    """The project's disk and that of the Hub's cache, which may be one."""
+    snapshots = {parent.snapshot.directory: parent.snapshot for parent in found if parent.snapshot}
+    coming = {place: snapshot.bytes_to_download for place, snapshot in snapshots.items()}
+    wanted = [(home(), "the merged checkpoint", merged)]
+    wanted += [(place, "weights from the Hub", count) for place, count in coming.items() if count]
+    disks: dict[int, Disk] = {}
+    for place, why, count in wanted:
+        there = nearest(place)
+        device = there.stat().st_dev
+        known = disks.get(device) or Disk(there, shutil.disk_usage(there).free, {})
+        disks[device] = Disk(known.place, known.free, {**known.writes, why: known.writes.get(why, 0) + count})
+    return tuple(disks.values())
+
+
+def _memory() -> Capacity | None:
+    """Of this system, or of the control group that we are confined to."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    system = Capacity(sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"]))
+    group = _control_group()
+    if group is None or group.total >= system.total:
+        return system
+    return Capacity(group.total, min(group.available, system.available))
+
+
+def _control_group(place: Path = Path("/sys/fs/cgroup")) -> Capacity | None:
+    """The limit of a container (cgroup version 2); None without one."""
+    try:
+        limit = int((place / "memory.max").read_text())
+        used = int((place / "memory.current").read_text())
+        numbers = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such limit, or "max"
+        return None
+    # Cached files count as used, and go when memory is asked for.
+    return Capacity(limit, limit - used + int(numbers.get("inactive_file", 0)) + int(numbers.get("active_file", 0)))
+
+
+def _gpu(device: str) -> Capacity | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(device if ":" in device else torch.cuda.current_device())
+    return Capacity(total, free)

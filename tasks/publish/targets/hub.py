@@ -1,0 +1,357 @@
+"""Publishing to the Hugging Face Hub: look, take the next step, look again, until the release stands there.
+
+What the next step is, and why in that order, stands in ``hub_state``; here is only the talking. A failed call is never
+repeated blindly: the state is read again first, because a commit whose answer was lost has happened. Everything that is
+sent is compared by the Hub's own hashes before anybody can see it, so a file that changed on disk meanwhile, or was
+damaged on the way, never reaches ``main``.
+
+The token is handed to the client directly. No error of the client leaves this module: they carry their request, and the
+request carries the token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from merge_core.errors import Refused
+from merge_core.store import HashMemo
+from tasks.checkpoints.hub import HubAccess, RemoteFile, describe, git_blob, is_transient
+from tasks.publish.content import CARD, ReleaseFile
+from tasks.publish.targets.hub_state import (
+    MAIN,
+    STAGING,
+    ChangeSettings,
+    CreateBranch,
+    CreateRepository,
+    DeleteBranch,
+    DesiredState,
+    Done,
+    Gated,
+    Head,
+    ObservedState,
+    Promote,
+    RepositoryVisibility,
+    StageFiles,
+    Step,
+    Stop,
+    Tag,
+    WantedFile,
+    next_step,
+)
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi
+
+    Operation = CommitOperationAdd | CommitOperationCopy | CommitOperationDelete
+
+# The Hub takes nothing larger as a plain git blob (10 MB); beyond, its sha256 is all there is to compare.
+_LARGEST_BLOB = 16 << 20
+# Sent together: large enough to keep the connection busy, small enough to tell how far it is.
+_GROUP_BYTES = 1 << 30
+_GROUP_FILES = 100
+_FAILURES = 10  # in a row: four minutes of waiting
+_LONGEST_WAIT = 60.0  # seconds
+_ROUNDS = 200
+
+
+@dataclass(frozen=True)
+class PublishedOnHub:
+    """Where a release stands. ``new`` is false when it was there already and nothing was changed."""
+
+    version: str
+    commit: str
+    new: bool
+
+
+def publish_hub(
+    files: Sequence[ReleaseFile],
+    repo: str,
+    version: str,
+    access: HubAccess,
+    hashes: HashMemo,
+    *,
+    visibility: RepositoryVisibility = "private",
+    gated: Gated = False,
+    base: str | None = None,
+    wait: Callable[[float], None] = time.sleep,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> PublishedOnHub:
+    """Make ``main`` of ``repo`` and the tag ``version`` list exactly ``files``. Idempotent.
+
+    Args:
+        repo: ``org/name``; made, private, when it is not there.
+        base: Head of ``main`` that the release was judged against; None: the one that is there when we begin.
+        wait: Called with seconds before looking again after a failure.
+        on_progress: Told bytes sent and to be sent, each time that a few files have arrived.
+
+    Raises:
+        Refused: when the version exists with other content, ``main`` was changed meanwhile, the Hub says no, does not
+            answer, or does not store what was sent.
+    """
+    wanted = DesiredState(version, {file.name: _wanted(file) for file in files}, visibility, gated)
+    connection = _Connection(access, repo, wanted, {file.name: file for file in files}, hashes, on_progress)
+    changed, went_through, failures = False, False, 0
+    tried: object = None
+    for _ in range(_ROUNDS):
+        try:
+            seen = connection.observe()
+            base = base or (seen.main.commit if seen.main else None)
+            step = next_step(wanted, seen, base)
+            if isinstance(step, Done):
+                return PublishedOnHub(version, step.commit, changed)
+            if isinstance(step, Stop):
+                raise Refused(f"{repo} on the Hub", found=step.found, expected=step.expected, remedy=step.remedy)
+            kind = step if isinstance(step, DeleteBranch) else type(step)
+            if kind != tried:
+                tried, failures = kind, 0
+            elif went_through:
+                raise _Unchanged(f"{type(step).__name__}: what the Hub lists afterwards is not what was sent")
+            went_through = False
+            connection.take(step)
+            went_through = True
+            changed = changed or not isinstance(step, DeleteBranch) or step.branch == wanted.branch
+        except _trouble() as error:
+            went_through, failures = False, failures + 1
+            if failures >= _FAILURES or not is_transient(error):
+                raise _gave_up(repo, error, access) from None
+            wait(min(2.0 ** (failures - 1), _LONGEST_WAIT))
+    raise Refused(
+        f"{repo} on the Hub",
+        found="every step is undone as soon as it is taken",
+        expected="one publisher at a time",
+        remedy=f"see who else writes to it, then run again; its branch {wanted.branch} is ours",
+    )
+
+
+def _trouble() -> tuple[type[Exception], ...]:
+    """What the client and its transports raise. Anything else is a fault of ours, and is not to look like theirs."""
+    from huggingface_hub.errors import EntryNotFoundError, HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
+
+    return (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError)
+
+
+class _Unchanged(RuntimeError):
+    """The Hub accepted a step, and what it lists is still as before."""
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """The Hub, seen through the few calls that a publication makes."""
+
+    access: HubAccess
+    repo: str
+    wanted: DesiredState
+    files: Mapping[str, ReleaseFile]
+    hashes: HashMemo
+    on_progress: Callable[[int, int], None]
+
+    @property
+    def api(self) -> HfApi:
+        return self.access.api()
+
+    def observe(self) -> ObservedState:
+        """The repository as it is now: three small requests, and the listing of every commit not seen before."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            facts = self.api.model_info(self.repo)
+        except RepositoryNotFoundError:
+            return ObservedState(exists=False)
+        refs = self.api.list_repo_refs(self.repo)
+        branches = {ref.name: ref.target_commit for ref in refs.branches}
+        tags = {ref.name: ref.target_commit for ref in refs.tags}
+
+        def head(commit: str | None) -> Head | None:
+            return Head(commit, self.listing(commit)) if commit else None
+
+        return ObservedState(
+            exists=True,
+            private=bool(facts.private),
+            gated=facts.gated or False,
+            main=head(branches.get(MAIN)),
+            staged=head(branches.get(self.wanted.branch)),
+            tagged=head(tags.get(self.wanted.version)),
+            tags=tags,
+            leftovers=tuple(
+                sorted(name for name in branches if name.startswith(STAGING) and name != self.wanted.branch)
+            ),
+        )
+
+    def listing(self, commit: str) -> dict[str, RemoteFile]:
+        return self.access.listing(self.repo, commit)
+
+    def take(self, step: Step) -> None:
+        """Do one thing. Only guarded calls: none of them does harm when it is late or done twice."""
+        match step:
+            case CreateRepository():
+                self.api.create_repo(self.repo, private=True)
+            case ChangeSettings(private, gated):
+                self.api.update_repo_settings(self.repo, private=private, gated=gated)
+            case CreateBranch(start):
+                self.api.create_branch(self.repo, branch=self.wanted.branch, revision=start)
+            case StageFiles(parent, missing, stale):
+                for name in missing:
+                    _require_gated(self.files[name], self.hashes)
+                operations: list[Operation] = [*self.send(missing), *map(_delete, stale)]
+                self.commit(self.wanted.branch, parent, f"Stage {self.wanted.version}", operations)
+            case Promote(parent, source, missing, stale):
+                operations = [*(self.take_over(name, source) for name in missing), *map(_delete, stale)]
+                self.commit(MAIN, parent, f"Release {self.wanted.version}", operations)
+            case Tag(commit):
+                self.api.create_tag(
+                    self.repo, tag=self.wanted.version, tag_message=f"Release {self.wanted.version}", revision=commit
+                )
+            case DeleteBranch(branch):
+                self.api.delete_branch(self.repo, branch=branch)
+            case _:
+                raise TypeError(f"{step} is not something to do")
+
+    def commit(
+        self,
+        branch: str,
+        parent: str,
+        message: str,
+        operations: list[Operation],
+    ) -> None:
+        with _quietly():
+            self.api.create_commit(self.repo, operations, commit_message=message, revision=branch, parent_commit=parent)
+
+    def send(self, names: Sequence[str]) -> list[CommitOperationAdd]:
+        """Bring the content of large files to the Hub, a few at a time; the commit then only names them.
+
+        What is there already is not sent again, so a publication that was interrupted goes on where it stopped. The
+        card is looked at first: it is no use to send hundreds of gigabytes for one that will be refused.
+        """
+        if CARD in names:
+            self.validate(self.files[CARD])
+        additions = [self.upload(name) for name in names]
+        done, total = 0, sum(self.files[name].size for name in names)
+        self.on_progress(done, total)
+        with _quietly():
+            for group in _groups(additions, lambda addition: self.files[addition.path_in_repo].size):
+                self.api.preupload_lfs_files(self.repo, group, revision=self.wanted.branch, free_memory=False)
+                done += sum(self.files[addition.path_in_repo].size for addition in group)
+                self.on_progress(done, total)
+        return additions
+
+    def validate(self, card: ReleaseFile) -> None:
+        """Ask the Hub whether it takes the metadata of this card.
+
+        Raises:
+            Refused: when it does not.
+        """
+        from huggingface_hub import get_session, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
+
+        data = card.source if isinstance(card.source, bytes) else card.source.read_bytes()
+        answer = get_session().post(
+            f"{self.access.endpoint}/api/validate-yaml",
+            json={"content": data.decode(errors="replace"), "repoType": "model"},
+            headers=build_hf_headers(token=self.access.token or False, library_name="mergegate"),
+        )
+        if answer.status_code == 400:
+            errors = answer.json().get("errors", [])
+            raise Refused(
+                f"{self.repo} on the Hub: {card.name}",
+                found="; ".join(str(error.get("message")) for error in errors) or "metadata that it refuses",
+                expected="a card that the Hub accepts",
+                remedy="correct what the Hub says, then run again; nothing was uploaded",
+            )
+        hf_raise_for_status(answer)
+
+    def upload(self, name: str) -> CommitOperationAdd:
+        from huggingface_hub import CommitOperationAdd
+
+        source = self.files[name].source
+        return CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
+
+    def take_over(self, name: str, source: Head) -> CommitOperationAdd | CommitOperationCopy:
+        """A large file is copied on the Hub's side; a small one is sent again, as copying would send it twice."""
+        from huggingface_hub import CommitOperationCopy
+
+        if source.files[name].sha256 is None:
+            return self.upload(name)
+        return CommitOperationCopy(name, name, src_revision=source.commit)
+
+
+def _groups(
+    additions: Sequence[CommitOperationAdd], size: Callable[[CommitOperationAdd], int]
+) -> Iterator[list[CommitOperationAdd]]:
+    """Each so large that sending it takes a while, so that somebody who watches sees the sum grow."""
+    group: list[CommitOperationAdd] = []
+    for addition in additions:
+        group.append(addition)
+        if sum(map(size, group)) >= _GROUP_BYTES or len(group) >= _GROUP_FILES:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _delete(name: str) -> CommitOperationDelete:
+    from huggingface_hub import CommitOperationDelete
+
+    return CommitOperationDelete(name, is_folder=False)
+
+
+def _wanted(file: ReleaseFile) -> WantedFile:
+    blob = None
+    if file.size <= _LARGEST_BLOB:
+        blob = git_blob(file.source if isinstance(file.source, bytes) else file.source.read_bytes())
+    return WantedFile(file.size, file.sha256, blob)
+
+
+def _require_gated(file: ReleaseFile, hashes: HashMemo) -> None:
+    """See that the source is what was gated, before it is sent; the Hub's hash of what arrives has the last word."""
+    if isinstance(file.source, bytes):
+        return
+    found = hashes.sha256(file.source) if file.source.is_file() else "nothing there"
+    if found != file.sha256:
+        raise Refused(
+            str(file.source),
+            found=f"sha256 {found[:12]}…",
+            expected=f"{file.sha256[:12]}…, the bytes that were evaluated and gated",
+            remedy="run again: the altered artifact is noticed and made anew",
+        )
+
+
+def _gave_up(repo: str, error: Exception, access: HubAccess) -> Refused:
+    if isinstance(error, _Unchanged):
+        return Refused(
+            f"{repo} on the Hub",
+            found=str(error),
+            expected="the bytes that were evaluated and gated",
+            remedy="run again: an artifact that was altered on disk is noticed and made anew; main was not touched",
+        )
+    if is_transient(error):
+        return Refused(
+            f"{repo} on the Hub",
+            found=f"the Hub does not answer as it should: {describe(error, access)}",
+            expected="a publication that goes through",
+            remedy="run again later: it goes on where it stopped",
+        )
+    return Refused(
+        f"{repo} on the Hub",
+        found=describe(error, access),
+        expected="a token that may write there, and a card that the Hub accepts",
+        remedy="correct what the Hub says, then run again: it goes on where it stopped",
+    )
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """No progress bars of the client's own in the middle of ours."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

@@ -1,0 +1,223 @@
+"""Make the weights of a release again, from its recipe and its parents alone, and compare them to the byte.
+
+The release holds no paths of the machine that made it. A parent on the Hub is fetched at the commit that the provenance
+names; a local one is looked for where the recipe says, beside a recipe file with the same content below the working
+directory, and is believed only when its digest is the one in the provenance. The device is of the kind that the
+provenance names, where this machine has one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from merge_core import CheckpointRef, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
+from merge_core.errors import InvalidInput, Refused
+from merge_core.store import HashMemo
+from tasks.checkpoints import checkpoint_digest
+from tasks.checkpoints.hub import download_snapshots, find_snapshot
+from tasks.publish import PROVENANCE, RECIPE, sha256_of
+from tasks.releases.published_release import PublishedRelease
+from tasks.releases.verify import Files, Verified
+from tasks.stage import device_kind, versions
+
+_WEIGHTS = ".safetensors"
+_DECIDES = ("torch", "numba")  # the last place of a number, besides recipe and parents
+_NOT_SEARCHED = frozenset({"node_modules", "site-packages", "__pycache__"})
+_RECIPES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """A release that was made again, byte for byte."""
+
+    where: str
+    files: tuple[str, ...]  # that were made again and are equal
+    bytes: int
+    seconds: float
+    device: str
+
+
+def rebuild_release(
+    release: PublishedRelease,
+    verified: Verified,
+    out: Path,
+    hashes: HashMemo,
+    *,
+    directory: Path | None = None,
+    device: str = "auto",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Reproduced:
+    """Merge again into ``out``, an empty directory, and compare every file with that of the release.
+
+    Args:
+        verified: What ``verify`` said of the release: only what agrees with itself is worth making again.
+        directory: What relative paths of the recipe are relative to; None: looked for.
+        device: auto, cpu, cuda or cuda:N. auto: as the release was made, else what there is.
+
+    Raises:
+        InvalidInput: when a parent is not to be found, or is not the one of the provenance any more.
+        Refused: when a parent cannot be had from the Hub, or what comes out is not what was released.
+    """
+    build = _build(release, verified)
+    text = release.read(RECIPE)
+    recipe = load_recipe(text.decode(), where=f"{release.where}: {RECIPE}")
+    digests = {parent.name: parent.digest for parent in build.resolved_dependencies}
+    starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
+    parents = _parents(recipe.references(), digests, starts, hashes)
+    plan = plan_merge(recipe, {ref: open_checkpoint(place) for ref, place in parents.items()})
+    made_by = build.internal_parameters
+    device = _device(made_by.device) if device == "auto" else device
+    record = merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)
+    made = {
+        path.relative_to(out).as_posix(): (path.stat().st_size, hashes.sha256(path, trust=False))
+        for path in sorted(out.rglob("*"))
+        if path.is_file()
+    }
+    _require_equal(verified, made, made_by, device)
+    return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), record.seconds, device)
+
+
+class _Said(BaseModel):
+    """A part of the provenance, as far as it is needed here."""
+
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel)
+
+
+class _Digest(_Said):
+    sha256: str
+    git_commit: str | None = None
+
+
+class _Dependency(_Said):
+    name: str
+    digest: _Digest
+
+
+class _Seeds(_Said):
+    merge: int = Field(ge=0)
+
+
+class _MadeBy(_Said):
+    device: str
+    versions: dict[str, str]
+    seeds: _Seeds
+
+
+class _Build(_Said):
+    internal_parameters: _MadeBy
+    resolved_dependencies: tuple[_Dependency, ...]
+
+
+def _build(release: PublishedRelease, verified: Verified) -> _Build:
+    try:
+        return _Build.model_validate(verified.statement["predicate"]["buildDefinition"])
+    except (ValidationError, KeyError, TypeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (error.args[0],), "msg": "missing"}
+        raise Refused(
+            f"{release.where}: {PROVENANCE}: {'.'.join(map(str, first['loc']))}",
+            found=str(first["msg"]),
+            expected="what this version of mergegate writes there",
+            remedy="reproduce it with the version of mergegate that made it",
+        ) from None
+
+
+def _device(made_on: str) -> str:
+    """The kind of device that the release was made on, unless there is none here."""
+    return made_on if made_on == "cpu" or device_kind() == made_on else "cpu"
+
+
+def _require_equal(verified: Verified, made: Files, made_by: _MadeBy, device: str) -> None:
+    released = verified.listing
+    weights = {name for name in released if name.endswith(_WEIGHTS)}
+    other = sorted(name for name in weights | set(made) if made.get(name) != released.get(name))
+    if not other:
+        return
+    raise Refused(
+        f"{verified.where}: {other[0]}",
+        found=f"made again, {len(other)} of {len(weights | set(made))} files are others: {', '.join(other[:5])}",
+        expected="the same bytes",
+        remedy=_remedy(made_by, device),
+    )
+
+
+def _remedy(made_by: _MadeBy, device: str) -> str:
+    """What differs from how it was made, most telling first."""
+    made_on, made_with, here = made_by.device, made_by.versions, versions(*_DECIDES)
+    if made_on != device.partition(":")[0]:
+        return f"it was made on {made_on}, and again on {device}: use --device {made_on}, on a machine that has one"
+    moved = [
+        f"{name} {made_with[name]} (here {here[name]})"
+        for name in _DECIDES
+        if made_with.get(name, here[name]) != here[name]
+    ]
+    if moved:
+        return f"it was made with {', '.join(moved)}: use those versions"
+    return "nothing else differs: do not use it; its weights are not what its recipe gives"
+
+
+def _parents(
+    references: Sequence[CheckpointRef],
+    digests: Mapping[str, _Digest],
+    starts: Sequence[Path],
+    hashes: HashMemo,
+) -> dict[str, Path]:
+    """The directory of every parent, by its name in the recipe, each compared with the provenance."""
+    found: dict[str, Path] = {}
+    for reference in references:
+        name = str(reference)
+        digest = digests.get(name)
+        if digest is None:
+            raise InvalidInput(name, found="the provenance does not name it", expected="every parent of the recipe")
+        if commit := digest.git_commit:
+            places: Iterator[Path] = iter([_download(reference.path, commit, hashes)])
+        else:
+            places = _local(reference, starts)
+        seen = None
+        for place in places:
+            if (seen := checkpoint_digest(place, hashes)) == digest.sha256:
+                found[name] = place
+                break
+        else:
+            raise InvalidInput(
+                name,
+                found=f"its content is {seen[:16]} now" if seen else "not found below the working directory",
+                expected=f"the checkpoint {digest.sha256[:16]} that was merged",
+                remedy="say with --parents what the recipe's paths are relative to, and bring back what was merged",
+            )
+    return found
+
+
+def _local(reference: CheckpointRef, starts: Sequence[Path]) -> Iterator[Path]:
+    for start in starts:
+        try:
+            place = resolve_local(reference, start)
+        except InvalidInput:
+            continue
+        if place is not None:
+            yield place
+
+
+def _beside_same(recipe: bytes) -> Iterator[Path]:
+    """Directories below the working directory that hold a recipe with this very content, releases left out."""
+    for top, folders, names in os.walk(Path.cwd()):
+        folders[:] = sorted(name for name in folders if name[0] != "." and name not in _NOT_SEARCHED)
+        place = Path(top)
+        for name in sorted(names):
+            file = place / name
+            if name == RECIPE or not name.endswith(_RECIPES) or file.stat().st_size != len(recipe):
+                continue
+            if sha256_of(file.read_bytes()) == sha256_of(recipe):
+                yield place
+
+
+def _download(repo: str, commit: str, hashes: HashMemo) -> Path:
+    """The files that count of a parent on the Hub, at this commit, each as the Hub lists it."""
+    snapshot = find_snapshot(repo, commit)
+    download_snapshots([snapshot], hashes)
+    return snapshot.directory

@@ -1,0 +1,257 @@
+"""Does a release hold what it says, and say the same everywhere? Every file against every statement about it.
+
+What notices what:
+
+* a flipped byte, a missing or an added file: SHA256SUMS, the provenance's list of files, the bill of materials, and the
+  signature's list of files;
+* an edited provenance: SHA256SUMS, which lists it, and the recipe, card, bill of materials and files, which it must
+  agree with;
+* provenance and SHA256SUMS edited to agree: the version, where it is the content (a hash over all files, known to
+  others as the name of the directory or tag);
+* all of it made anew under another version: only a signature, checked with a key that came another way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from merge_core.errors import Refused
+from tasks.publish import (
+    BOM,
+    CARD,
+    PROVENANCE,
+    RECIPE,
+    SIGNATURE,
+    SUMS,
+    checksums_text,
+    escaped,
+    front_matter,
+    parse_checksums,
+    public_key,
+    read_signature,
+    version_of,
+)
+from tasks.releases.published_release import PublishedRelease
+
+Signed = Literal["valid", "not checked", "none"]
+Files = Mapping[str, tuple[int, str]]
+"""Name -> size in bytes, sha256."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A release in which everything agrees. ``version`` is None where its name is not its content."""
+
+    where: str
+    listing: Files
+    version: str | None
+    signed: Signed
+    statement: Mapping[str, Any]  # provenance.json, an in-toto statement
+
+    @property
+    def files(self) -> int:
+        """How many there are."""
+        return len(self.listing)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files together."""
+        return sum(size for size, _ in self.listing.values())
+
+
+def check_release(release: PublishedRelease, key: Path | None = None) -> Verified:
+    """Compare everything with everything.
+
+    Args:
+        key: Public key (ECDSA, PEM) that must have signed it; None: a signature is not checked.
+
+    Raises:
+        Refused: when anything does not agree, with every finding at once.
+        InvalidInput: when ``key`` is no public key.
+    """
+    files = release.files()
+    statement = _statement(release, files)
+    if key is not None:
+        public_key(key)  # what is no key is said first, also of a release that is not signed
+    findings = [
+        *_against_sums(release, files),
+        *_against_version(release, files),
+        *_against_subjects(files, statement),
+        *_against_bom(release, files, statement),
+        *_against_recipe(release, files, statement),
+        *_against_card(release, files, statement),
+        *_against_signature(release, files, key),
+    ]
+    if findings:
+        first, *others = dict.fromkeys(findings)
+        raise Refused(
+            release.where,
+            found="\n  also: ".join((first, *others)),
+            expected="a release whose files are what was published, and agree with each other",
+            remedy="do not use it; get it again from where it was published, or publish it anew",
+        )
+    signed: Signed = "none" if SIGNATURE not in files else "valid" if key else "not checked"
+    return Verified(release.where, files, release.version, signed, statement)
+
+
+def _statement(release: PublishedRelease, files: Files) -> Mapping[str, Any]:
+    try:
+        statement = json.loads(release.read(PROVENANCE)) if PROVENANCE in files else None
+    except ValueError:
+        statement = None
+    if not isinstance(statement, dict) or statement.get("_type") != "https://in-toto.io/Statement/v1":
+        raise Refused(
+            f"{release.where}: {PROVENANCE}",
+            found="not there" if PROVENANCE not in files else "no in-toto statement",
+            expected="the provenance that every release of mergegate has",
+            remedy="it is no release of mergegate, or not all of one: get it again from where it was published",
+        )
+    return statement
+
+
+def _against_sums(release: PublishedRelease, files: Files) -> list[str]:
+    if SUMS not in files:
+        return [f"{SUMS}: missing"]
+    text = release.read(SUMS).decode(errors="replace")
+    # The signature is made last: it signs SHA256SUMS.
+    findings = _differences(parse_checksums(text), _hashes(files, without={SUMS, SIGNATURE}), SUMS)
+    if not findings and text != checksums_text(parse_checksums(text)):
+        return [f"{SUMS}: not as it was written"]
+    return findings
+
+
+def _against_version(release: PublishedRelease, files: Files) -> list[str]:
+    if release.version is None or (content := version_of(files)) == release.version:
+        return []
+    return [f"its version is {release.version}, its content is {content}"]
+
+
+def _against_subjects(files: Files, statement: Mapping[str, Any]) -> list[str]:
+    said = {
+        str(_at(subject, "name")): str(_at(subject, "digest", "sha256")) for subject in _list(_at(statement, "subject"))
+    }
+    return _differences(said, _hashes(files, without={PROVENANCE, SIGNATURE, SUMS}), PROVENANCE)
+
+
+def _against_bom(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
+    """The bill of materials: its files, and the parents of the provenance."""
+    if BOM not in files:
+        return []  # said already: it is missing
+    try:
+        bom: object = json.loads(release.read(BOM))
+    except ValueError:
+        bom = None
+    said = {
+        str(_at(part, "name")): str(_at(digest, "content"))
+        for part in _list(_at(bom, "components"))
+        for digest in _list(_at(part, "hashes"))
+    }
+    findings = _differences(said, _hashes(files, without={BOM, PROVENANCE, SIGNATURE, SUMS}), BOM)
+    ancestors = [
+        (_at(one, "name"), _at(one, "version"))
+        for one in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
+    ]
+    parents = [
+        (_at(one, "name"), _at(one, "digest", "gitCommit") or _at(one, "digest", "sha256"))
+        for one in _parents(statement)
+    ]
+    if ancestors != parents:
+        findings.append(f"{BOM}: its parents are not those of {PROVENANCE}")
+    return findings
+
+
+def _against_recipe(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
+    if RECIPE not in files:
+        return []  # said already: it is missing
+    try:
+        documents: object = json.loads(json.dumps(list(yaml.safe_load_all(_text(release, RECIPE)))))
+    except (yaml.YAMLError, TypeError, ValueError):
+        documents = None
+    if documents != _at(statement, "predicate", "buildDefinition", "externalParameters", "recipe"):
+        return [f"{PROVENANCE}: its recipe is not that of {RECIPE}"]
+    return []
+
+
+def _against_card(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
+    """The card: its metadata as the provenance has them, its recipe, its parents."""
+    if not {RECIPE, CARD} <= set(files):
+        return []  # said already: they are missing
+    card = _text(release, CARD)
+    findings = []
+    metadata, stated = front_matter(card), _at(statement, "predicate", "mergegate_card")
+    if metadata is None or metadata != stated:
+        both = {**(metadata or {}), **(stated if isinstance(stated, dict) else {})}
+        odd = [name for name in both if _at(metadata, name) != _at(stated, name)]
+        findings.append(f"{CARD}: its metadata is not that of {PROVENANCE} ({', '.join(odd) or 'none can be read'})")
+    hub = [
+        str(_at(one, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
+        for one in _parents(statement)
+        if _at(one, "digest", "gitCommit")
+    ]
+    if (_at(metadata, "base_model") or []) != list(dict.fromkeys(hub)):
+        findings.append(f"{CARD}: its base_model is not what {PROVENANCE} was made from")
+    licence = _at(statement, "predicate", "mergegate_licence", "card")
+    if not isinstance(licence, dict) or any(_at(metadata, name) != value for name, value in licence.items()):
+        findings.append(f"{CARD}: its licence is not that of {PROVENANCE}")
+    if _text(release, RECIPE).strip() not in card:
+        findings.append(f"{CARD}: its recipe is not that of {RECIPE}")
+    for parent in _parents(statement):
+        digest = str(_at(parent, "digest", "gitCommit") or str(_at(parent, "digest", "sha256"))[:16])
+        if f"| {escaped(str(_at(parent, 'name')))} |" not in card or digest not in card:
+            findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
+    return findings
+
+
+def _against_signature(release: PublishedRelease, files: Files, key: Path | None) -> list[str]:
+    if SIGNATURE not in files:
+        return [f"{SIGNATURE}: missing; it is not signed"] if key else []
+    try:
+        signature = read_signature(release.read(SIGNATURE))
+    except ValueError as error:
+        return [f"{SIGNATURE}: {error}"]
+    findings = _differences(signature.files, _hashes(files, without={SIGNATURE}), SIGNATURE)
+    if key and not signature.is_by(key):
+        findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
+    return findings
+
+
+def _hashes(files: Files, without: Collection[str]) -> dict[str, str]:
+    return {name: sha256 for name, (_, sha256) in files.items() if name not in without}
+
+
+def _text(release: PublishedRelease, name: str) -> str:
+    return release.read(name).decode(errors="replace")
+
+
+def _parents(statement: Mapping[str, Any]) -> list[Any]:
+    return _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
+
+
+def _differences(said: Mapping[str, str], found: Mapping[str, str], by: str) -> list[str]:
+    """What ``by`` says of the files (name -> sha256), beside what they are."""
+    return [
+        f"{name}: missing, though {by} lists it"
+        if name not in found
+        else f"{name}: not listed by {by}"
+        if name not in said
+        else f"{name}: sha256 is {found[name][:12]}…, {by} says {said[name][:12]}…"
+        for name in sorted({*said, *found})
+        if said.get(name) != found.get(name)
+    ]
+
+
+def _at(value: object, *path: str) -> Any:
+    """What lies at ``path`` in plain data; None where there is no such place."""
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -1,0 +1,38 @@
+"""The report as a cached stage: the page, and the same content as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from merge_core.store import canonical
+from tasks.report.content import (
+    ReportContent,
+)
+from tasks.report.page import render
+from tasks.report.wording import sentence, title
+from tasks.stage import StageValue, stage
+
+PAGE, DATA = "report.html", "report.json"
+
+
+class Report(StageValue):
+    """What a report says in a line. The artifact holds ``report.html`` and ``report.json``."""
+
+    headline: str
+
+    def summary(self) -> str:
+        return f"{PAGE}: {self.headline.partition(':')[0]}"
+
+
+@stage("report", version=2)
+def write_report(out: Path, content: ReportContent) -> Report:
+    """Write the report into ``out``. The bytes depend on nothing but what is in the stage's key.
+
+    ``report.json`` is the canonical form of ``content``, with sorted keys: what does not count for a key (paths, names
+    from the run that measured, what serving took) is not in it either.
+    """
+    data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    (out / DATA).write_bytes(f"{data}\n".encode())
+    (out / PAGE).write_bytes(render(content.as_released()).encode())
+    return Report(headline=" ".join(f"{title(content.verdict).lower()}: {sentence(content)}".split()))

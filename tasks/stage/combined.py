@@ -1,0 +1,51 @@
+"""Several calls of one stage, told to whoever watches as one: the parts of one task, on one model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+
+from tasks.stage.progress import StageReport, StageStatus, advance, report_stage, watched_by
+
+
+@contextmanager
+def report_together(stage: str, subject: str, sizes: Sequence[int]) -> Iterator[StageReport]:
+    """Tell the watcher of one call of ``stage``, although as many are made inside as there are ``sizes``.
+
+    It is told how far all of them are; what those to come will take is reckoned by their sizes (documents). It has
+    ended as ``made`` when any was made. The summary is the caller's to fill in.
+    """
+    with report_stage(stage, subject) as telling:
+        parts = _Together(sizes)
+        with watched_by(parts):
+            yield telling
+        telling.ending = "made" if parts.made else "cached"
+
+
+class _Together:
+    """A ``Watcher`` of the calls inside, which speaks for all of them to the watcher outside."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._left = list(sizes)  # of the calls that have not ended
+        self._before = 0  # units done by those that have
+        self._total = 0  # units of the one that runs
+        self._outside = copy_context()
+        self.made = False
+
+    def announced(self, text: str) -> None:
+        """Nothing is, inside a stage."""
+
+    def started(self, stage: str, subject: str) -> None:
+        self._total = 0
+
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        self._total = total
+        to_come = round(total * sum(self._left[1:]) / self._left[0])
+        self._outside.run(advance, self._before + done, self._before + total + to_come, unit)
+
+    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
+        del self._left[0]
+        if ending != "cached":
+            self.made = True
+            self._before += self._total

@@ -1,0 +1,109 @@
+"""Watching a run: stages tell whoever watches that they started, how far they are, and how they ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from merge_core.errors import MergegateError, Refused
+from merge_core.units import format_duration
+
+StageStatus = Literal["made", "cached", "refused", "failed"]
+_MARKS: dict[StageStatus, str] = {"made": "✓", "cached": "=", "refused": "✗", "failed": "✗"}
+
+
+class Watcher(Protocol):
+    """Whoever shows a run while it works. ``subject`` tells calls of one stage apart: the checkpoint's name, or ''."""
+
+    def announced(self, text: str) -> None: ...
+    def started(self, stage: str, subject: str) -> None: ...
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None: ...
+    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None: ...
+
+
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+_running: ContextVar[tuple[str, str]] = ContextVar("running", default=("", ""))
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Tell ``watcher`` about every stage that is called inside."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def is_watched() -> bool:
+    """Whether anybody watches already."""
+    return _watcher.get() is not None
+
+
+def advance(done: int, total: int, unit: str) -> None:
+    """Say how far the running stage has come: ``done`` of ``total`` in ``unit`` ('B', 'documents')."""
+    if (watcher := _watcher.get()) is not None:
+        watcher.advanced(*_running.get(), done, total, unit)
+
+
+def announce(text: str) -> None:
+    """Say what begins now, above the stages that follow."""
+    if (watcher := _watcher.get()) is not None:
+        watcher.announced(text)
+
+
+@dataclass
+class StageReport:
+    """How a stage will be said to have ended; the stage fills it in before it returns."""
+
+    ending: StageStatus = "failed"
+    summary: str = ""
+
+
+@contextmanager
+def report_stage(name: str, subject: str) -> Iterator[StageReport]:
+    """Tell the watcher that a stage runs and how it ended; ``advance`` inside speaks for this stage."""
+    watcher = _watcher.get()
+    telling = StageReport()
+    if watcher:
+        watcher.started(name, subject)
+    token = _running.set((name, subject))
+    began = time.monotonic()
+    try:
+        yield telling
+    except MergegateError as error:
+        telling.ending = "refused" if isinstance(error, Refused) else "failed"
+        telling.summary = telling.summary or error.found
+        raise
+    except BaseException:
+        telling.ending = "failed"
+        raise
+    finally:
+        _running.reset(token)
+        if watcher:
+            watcher.ended(name, subject, telling.ending, time.monotonic() - began, telling.summary)
+
+
+class ProgressLog:
+    """A ``Watcher`` for runs that nobody watches, such as those of a worker: a log line at each end of a stage."""
+
+    def __init__(self, log: logging.Logger | logging.LoggerAdapter[logging.Logger]) -> None:
+        self._log = log
+
+    def announced(self, text: str) -> None:
+        self._log.info(text)
+
+    def started(self, stage: str, subject: str) -> None:
+        """Nothing: Prefect logs that itself."""
+
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        """Nothing: a log is no place for bars."""
+
+    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        words = " ".join(part for part in (stage, subject) if part)
+        self._log.info("%s %s: %s (%s)", _MARKS[status], words, summary, format_duration(seconds))
