@@ -111,9 +111,9 @@ def evaluate_to(
     if scoring.backend == "vllm":
         runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **_version_of_vllm()}})
     artifacts: list[Artifact[Scores]] = []
-    with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as telling:
+    with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as report:
         artifacts += (evaluate(model, task, scoring, part, runtime) for part in asked)
-        telling.summary = join_parts(artifacts).summary()
+        report.summary = join_parts(artifacts).summary()
     return artifacts
 
 

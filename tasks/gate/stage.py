@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from merge_core.errors import InvalidInput, suggest
@@ -20,14 +19,12 @@ from tasks.evaluation import SCORES_FILE, DocumentScore, Scores, default_metric,
 from tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
 from tasks.gate.guards import CHAMPION, GateRule, Guard
 from tasks.gate.references import best_model, check_guards, reference_models
-from tasks.gate.regression import GuardEvidence, GuardVerdict, Outcome, judge_guards, measure_guard
+from tasks.gate.regression import GuardEvidence, GuardVerdict, judge_guards, measure_guard
 from tasks.gate.statistics import selection_bias
 from tasks.perplexity import DriftLimits, Likelihoods, read_documents
-from tasks.stage import StageValue, stage
+from tasks.stage import JointVerdict, Outcome, Section, StageValue, Verdict, severity, value_stage, worst
 
 OnInconclusive = Literal["block", "warn", "pass"]
-
-_SEVERITY: tuple[Outcome, ...] = ("pass", "inconclusive", "fail")
 
 
 class GateVerdict(StageValue):
@@ -56,22 +53,24 @@ class GateVerdict(StageValue):
     def refuses(self) -> bool:
         return not self.publishable
 
-    def and_also(self, outcome: Outcome, publishable: bool, reason: str) -> GateVerdict:
-        """This verdict with what else was found out about the merge, by a judge or by serving it."""
-        if outcome == "pass":
-            return self
-        worst = max(self.outcome, outcome, key=_SEVERITY.index)
-        # The worst reason first, as everywhere.
-        own_first = _SEVERITY.index(self.outcome) >= _SEVERITY.index(outcome)
-        reasons = (*self.reasons, reason) if own_first else (reason, *self.reasons)
-        return self.model_copy(
-            update={"outcome": worst, "publishable": self.publishable and publishable, "reasons": reasons}
+    def as_verdict(self) -> Verdict:
+        """The same in the shape of every judgement."""
+        return Verdict(
+            name="gate",
+            outcome=self.outcome,
+            publishable=self.publishable,
+            reasons=self.reasons,
+            evidence=self,
+            section=Section(title="Gate", sentences=self.reasons or (self.summary(),)),
         )
 
+    def joined_by(self, joint: JointVerdict) -> GateVerdict:
+        """This verdict with what all judgements of the merge come to together."""
+        return self.model_copy(update=joint._asdict())
 
-@stage("gate", version=2)
+
+@value_stage("gate", version=2)
 def gate(
-    out: Path,
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],
     likelihoods: Mapping[str, Artifact[Likelihoods]],
@@ -138,9 +137,9 @@ def gate_verdict(
     parts = [(guard.outcome, guard.reason) for guard in guards]
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
-    outcome = max((part for part, _ in parts), key=_SEVERITY.index, default="pass")
+    outcome = worst(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
-    bad.sort(key=lambda part: -_SEVERITY.index(part[0]))  # stable: drift first, then in the order of the profile
+    bad.sort(key=lambda part: -severity(part[0]))  # stable: drift first, then in the order of the profile
     drop, low, high = _overall(guards)
     return GateVerdict(
         outcome=outcome,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from merge_core.store import Artifact
+from merge_core.store import Artifact, StoredValue
 from tasks.checkpoints import PinnedRecipe
 from tasks.checkpoints.hub import hub_access
 from tasks.merge import Merged, Numerics
@@ -60,7 +60,7 @@ def publish(
     content: ReportContent,
     pinned: PinnedRecipe,
     numerics: Numerics,
-    licence: Artifact[LicenseVerdict],
+    licence: StoredValue[LicenseVerdict],
     merged: Artifact[Merged],
     report: Artifact[Report],
     base: str | None = None,

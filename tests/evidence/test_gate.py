@@ -97,7 +97,7 @@ def test_every_setting_of_the_rule_reaches_the_gate() -> None:
 def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 340)]}
     likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(0.0))}
-    verdict = gate.work(tmp_path, (GUARD,), found, likelihood, LIMITS, GateRule())
+    verdict = gate.work((GUARD,), found, likelihood, LIMITS, GateRule())
     assert verdict.outcome == "fail"
     assert verdict.drift is not None
     assert verdict.drift.outcome == "pass"
@@ -106,7 +106,7 @@ def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
 
 def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:
     likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(5.0))}
-    verdict = gate.work(tmp_path, (GUARD,), {}, likelihood, LIMITS, GateRule())
+    verdict = gate.work((GUARD,), {}, likelihood, LIMITS, GateRule())
     assert (verdict.outcome, verdict.guards) == ("fail", ())
     assert verdict.reasons[0].startswith("perplexity: 148 times base's")
 
@@ -114,14 +114,14 @@ def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:
 def test_scores_of_two_versions_of_lm_eval_are_not_compared(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400, version="0.4.12")]}
     with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.12"):
-        gate.work(tmp_path, (GUARD,), found, {}, None, GateRule())
+        gate.work((GUARD,), found, {}, None, GateRule())
 
 
 def test_a_metric_that_the_task_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400)]}
     guard = GUARD.model_copy(update={"metric": "acc"})
     with pytest.raises(InvalidInput, match="known here: acc,none"):
-        gate.work(tmp_path, (guard,), found, {}, None, GateRule())
+        gate.work((guard,), found, {}, None, GateRule())
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
@@ -147,9 +147,7 @@ def test_the_parts_of_a_task_are_judged_together(tmp_path: Path) -> None:
         name: [part(tmp_path / name / str(at), right_on(range(right), at + 100, at)) for at in range(0, 400, 100)]
         for name, right in (("reverser", 400), ("merge", 340))
     }
-    assert gate.work(tmp_path, (GUARD,), pieces, {}, None, GateRule()) == gate.work(
-        tmp_path, (GUARD,), whole, {}, None, GateRule()
-    )
+    assert gate.work((GUARD,), pieces, {}, None, GateRule()) == gate.work((GUARD,), whole, {}, None, GateRule())
 
 
 def test_a_document_in_two_parts_would_count_twice_and_is_refused(tmp_path: Path) -> None:
@@ -158,4 +156,4 @@ def test_a_document_in_two_parts_would_count_twice_and_is_refused(tmp_path: Path
         "merge": [scores(tmp_path / "a", 400), part(tmp_path / "b", right_on((), 500, 399))],
     }
     with pytest.raises(InvalidInput, match="parts that hold the same documents"):
-        gate.work(tmp_path, (GUARD,), found, {}, None, GateRule())
+        gate.work((GUARD,), found, {}, None, GateRule())

@@ -58,7 +58,7 @@ class Bench:
         document_scores.write_document_scores(directory / document_scores.SCORES_FILE, scored)
         table = TaskScore(task=task, metric="acc,none", n=last - first, score=0.5, stderr=0.0, higher_is_better=True)
         value = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
-        return Artifact("evaluate", str(directory), digest([list(o) for o in scored]), directory, value, {})
+        return Artifact("evaluate", str(directory), digest([list(o) for o in scored]), value, directory, {})
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tasks.preflight.licenses.case import LicensedParent
 from tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
 from tasks.preflight.licenses.table import LicenseTable, load_table
 from tasks.preflight.licenses.use import LicenseSettings, Use
-from tasks.stage import StageValue, stage
+from tasks.stage import StageValue, value_stage
 
 
 class Declared(BaseModel):
@@ -86,9 +86,8 @@ class LicenseVerdict(StageValue):
         return Refused(f"licences ({worst.rule})", found=worst.sentence + also, remedy=worst.remedy)
 
 
-@stage("licenses", version=2)
+@value_stage("licenses", version=2)
 def check_licenses(
-    out: Path,
     declared: Declared,
     use: Use,
     table: LicenseTable,
