@@ -1,7 +1,7 @@
 """From a recipe and headers to a list of jobs: which tensors go into which, with which values, to which place.
 
-Pure: nothing is read here. :func:`assemble` collects every problem on the way, for the preflight report;
-:func:`plan_merge` raises the first one that blocks.
+Pure: nothing is read here. :func:`assemble` collects every problem on the way, for
+:func:`~merge_core.plan.compatibility.plan_with_findings`; :func:`plan_merge` raises the first one that blocks.
 """
 
 from __future__ import annotations
@@ -118,10 +118,15 @@ def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePl
     blocking = [problem for problem in problems if problem.severity == "block"]
     if blocking:
         raise blocking[0].error()
-    return replace(plan, findings=tuple(_accounts(plan, checkpoints)))
+    return with_findings(plan, checkpoints)
 
 
-def _accounts(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
+    """``plan`` with what does not balance in it, for the record of the merge."""
+    return replace(plan, findings=tuple(_imbalances(plan, checkpoints)))
+
+
+def _imbalances(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
     known = {**checkpoints, **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
     for part in (*plan.steps, plan):
         findings = [*unused_tensors(part, known, set()), *self_consistency("the result", planned_checkpoint(part))]

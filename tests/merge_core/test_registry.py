@@ -62,14 +62,14 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
     """Entry points that the registry finds."""
     points: list[Point] = []
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "mergegate.methods" else [])
-    registry.methods.cache_clear()
+    registry.merge_methods.cache_clear()
     yield points
-    registry.methods.cache_clear()
+    registry.merge_methods.cache_clear()
 
 
 def test_every_method_of_the_peer_is_there_and_says_what_it_is() -> None:
-    assert set(registry.methods()) >= PEER
-    for method in registry.methods().values():
+    assert set(registry.merge_methods()) >= PEER
+    for method in registry.merge_methods().values():
         assert method.summary
         assert all(parameter.summary for parameter in method.parameters)
 
@@ -86,7 +86,7 @@ def test_a_method_of_another_package_is_used_like_our_own(family: Path, installe
 def test_what_another_package_registers_is_checked(installed: list[Point], value: object) -> None:
     installed.append(Point(value))
     with pytest.raises(InvalidInput, match="extra"):
-        registry.methods()
+        registry.merge_methods()
 
 
 def test_reading_recipes_and_planning_need_no_torch() -> None:
