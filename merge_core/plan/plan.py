@@ -14,7 +14,7 @@ from typing import Any, Literal
 from merge_core.architecture import architecture, before_layers
 from merge_core.checkpoint import Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
-from merge_core.methods import REQUIRED, Method
+from merge_core.methods import REQUIRED, Method, TensorTask
 from merge_core.plan.alignment import Alignment, RowMap, align, has_vocabulary_rows
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.layout import OutputTensor, Shard, lay_out
@@ -59,6 +59,27 @@ class TensorJob:
     def nbytes_in(self) -> int:
         """Bytes of all inputs."""
         return sum(item.tensor.nbytes for item in self.inputs)
+
+    @property
+    def arithmetic(self) -> Literal["float32", "float64"]:
+        """Format that is computed in: float64 when an input is."""
+        return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
+
+    def task(self, seeds: tuple[tuple[int, int], ...]) -> TensorTask:
+        """The job as the method sees it.
+
+        Args:
+            seeds: One key per input for the random masks.
+        """
+        return TensorTask(
+            name=self.output.name,
+            shape=self.output.shape,
+            dtype=self.arithmetic,
+            has_base=self.has_base,
+            shared=self.shared,
+            per_input=self.per_input,
+            seeds=seeds,
+        )
 
 
 @dataclass(frozen=True)
