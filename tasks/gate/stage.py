@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from merge_core.errors import InvalidInput, suggest
 from merge_core.store import Artifact
-from tasks.evaluation import SCORES_FILE, DocumentScore, Scores, default_metric, pair_documents, read_document_scores
+from tasks.evaluation import Scores, TaskScores, by_task, default_metric, pair_documents
 from tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
 from tasks.gate.guards import CHAMPION, GateRule, Guard
 from tasks.gate.references import best_model, check_guards, reference_models
@@ -98,7 +98,7 @@ def gate(
     if drifted is not None and drifted.broken:
         return gate_verdict((), drifted, rule.on_inconclusive)
     check_guards(guards, set(scores) - {merged, CHAMPION})
-    known = {(model, task): part for model, parts in scores.items() for task, part in _by_task(model, parts).items()}
+    known = {(model, task): each for model, parts in scores.items() for task, each in by_task(model, parts).items()}
     judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
     plan = schedule or {}
     measured = [_measured(guard, known, tuple(scores), merged, plan.get(guard.task, ())) for guard in judged]
@@ -155,39 +155,9 @@ def gate_verdict(
     )
 
 
-class _TaskScores(NamedTuple):
-    """What one model scored on one task: all of its parts together."""
-
-    outcomes: tuple[DocumentScore, ...]
-    higher_is_better: dict[str, bool]  # by metric
-    lm_eval_version: str
-
-    @property
-    def documents(self) -> int:
-        return len({(outcome.task, outcome.doc_id) for outcome in self.outcomes})
-
-
-def _by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, _TaskScores]:
-    grouped: dict[str, list[Artifact[Scores]]] = defaultdict(list)
-    for part in parts:
-        grouped[part.value.tasks[0].task].append(part)
-    return {task: _joined(f"{task}: scores of {model}", group) for task, group in grouped.items()}
-
-
-def _joined(where: str, parts: Sequence[Artifact[Scores]]) -> _TaskScores:
-    together = tuple(outcome for part in parts for outcome in read_document_scores(part.directory / SCORES_FILE))
-    if len({(o.task, o.doc_id, o.metric) for o in together}) < len(together):
-        raise InvalidInput(where, found="parts that hold the same documents", expected="every document once")
-    versions = sorted({part.value.lm_eval_version for part in parts})
-    if len(versions) > 1:
-        raise InvalidInput(where, found=f"parts of lm-eval {' and '.join(versions)}", expected="one version")
-    better = {score.metric: score.higher_is_better for part in parts for score in part.value.tasks}
-    return _TaskScores(together, better, versions[0])
-
-
 def _measured(
     guard: Guard,
-    known: Mapping[tuple[str, str], _TaskScores],
+    known: Mapping[tuple[str, str], TaskScores],
     models: Sequence[str],
     merged: str,
     schedule: Sequence[int],
@@ -210,7 +180,7 @@ def _measured(
             found=f"{metric!r}, which the task does not have",
             remedy=suggest(metric, better),
         )
-    paired = {name: pair_documents(theirs.outcomes, ours.outcomes, metric, where) for name, theirs in sides.items()}
+    paired = {name: pair_documents(theirs.rows, ours.rows, metric, where) for name, theirs in sides.items()}
     chosen = best_model({name: each.reference for name, each in paired.items()}, better[metric])
     return measure_guard(
         guard,
@@ -225,7 +195,7 @@ def _measured(
     )
 
 
-def _scores_on(task: str, model: str, known: Mapping[tuple[str, str], _TaskScores], where: str) -> _TaskScores:
+def _scores_on(task: str, model: str, known: Mapping[tuple[str, str], TaskScores], where: str) -> TaskScores:
     if (model, task) in known:
         return known[model, task]
     raise InvalidInput(where, found=f"no scores of {model}", expected="both models evaluated on this task")

@@ -10,6 +10,7 @@ from gate_samples import GUARD, PARENT, likelihoods, part, read, right_on, score
 from prefect import flow
 
 from merge_core.errors import InvalidInput
+from tasks.evaluation.stage import join_parts
 from tasks.gate.drift import judge_drift
 from tasks.gate.guards import GateRule
 from tasks.gate.settings import EvaluateSettings
@@ -157,3 +158,5 @@ def test_a_document_in_two_parts_would_count_twice_and_is_refused(tmp_path: Path
     }
     with pytest.raises(InvalidInput, match="parts that hold the same documents"):
         gate.work((GUARD,), found, {}, None, GateRule())
+    with pytest.raises(InvalidInput, match="parts that hold the same documents"):
+        join_parts(found["merge"])  # for the table that people read: joined by the same function
