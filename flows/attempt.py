@@ -25,7 +25,7 @@ class ClearedCandidate:
 
     candidate: Candidate
     found: tuple[ResolvedCheckpoint, ...]
-    licence: Artifact[LicenseVerdict]
+    license: Artifact[LicenseVerdict]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Attempt:
     explanation: Explanation
     ensemble: Artifact[Likelihoods] | None = None
     answers: JudgeVerdict | None = None
-    base: str | None = None  # commit of the champion on the Hub: what may be replaced
+    expected_head: str | None = None  # of the target, when the champion was looked up: what may be replaced
     served: ServedModels | None = None
 
     @property

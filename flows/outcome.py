@@ -122,7 +122,7 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
     Args:
         earlier: What was tried before it and refused.
     """
-    licence, merged, judged = attempt.examined.licence.value, attempt.merged, attempt.judged
+    license, merged, judged = attempt.examined.license.value, attempt.merged, attempt.judged
 
     def measured(name: str) -> dict[str, object]:
         together = join_parts(judged.scores[name]) if judged.scores.get(name) else None
@@ -136,13 +136,13 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
             ref=parent.ref,
             revision=parent.revision,
             digest=parent.digest,
-            licence=licence.licenses[parent.name],
+            licence=license.licenses[parent.name],
             **measured(parent.name),
         )
         for parent in attempt.pinned.parents
     ]
     itself = ReportedModel(
-        name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=licence.result, **measured(MERGED)
+        name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
     )
     parents.sort(key=lambda model: model.role != "base")  # stable: the base first, the others as the recipe has them
     return ReportContent(
@@ -150,8 +150,8 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         method=attempt.pinned.recipe.summary(),
         recipe=attempt.examined.candidate.text,
         models=(*parents, itself),
-        licence=licence.result,
-        obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in licence.combination.obligations),
+        licence=license.result,
+        obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
         verdict=attempt.verdict,
         scoring=profile.evaluate.scoring if profile.evaluate else None,
         windows=profile.perplexity.windows if profile.perplexity else None,
@@ -206,7 +206,7 @@ def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
     """Where the evidence lies in the store, in the order in which it was made."""
     judged = attempt.judged
     found: list[tuple[Artifact[Any], str]] = [
-        (attempt.examined.licence, ""),
+        (attempt.examined.license, ""),
         (attempt.merged, ""),
         *((artifact, name) for name, artifact in judged.likelihoods.items()),
         *((part, f"{name}, {part.value.tasks[0].task}") for name, parts in judged.scores.items() for part in parts),

@@ -89,10 +89,10 @@ def make_release(profile: Profile) -> RunOutcome:
         content,
         attempt.pinned,
         numerics(profile.merge),
-        attempt.examined.licence,
+        attempt.examined.license,
         attempt.merged,
         report,
-        base=attempt.base,
+        expected_head=attempt.expected_head,
     )
     return reported_outcome(content, report, released)
 
@@ -103,10 +103,10 @@ def examine(
     """See that the parents may be merged, and judged as the profile says: guards, licences, compatibility, machine."""
     profile.check_references(found)
     use, table = profile.checks.license.use(profile.name), license_table(profile.checks.license, profile.root)
-    licence = check_licenses(read_licenses(found, table, ask), use, table, profile.checks.license.accepted)
+    license = check_licenses(read_licenses(found, table, ask), use, table, profile.checks.license.accepted)
     compatibility = check_compatibility(candidate.recipe, header_digests(found), found)
     require_machine(compatibility.value, found, numerics(profile.merge).where)
-    return ClearedCandidate(candidate, found, licence)
+    return ClearedCandidate(candidate, found, license)
 
 
 def first_that_passes(
@@ -147,8 +147,8 @@ def make_attempt(
     verdict = judged.verdict.value
     explanation = explain_merge(pinned, model, examined.candidate.document, verdict, judged.scores, evidence.tasks)
     together = ensemble_of(pinned.parents, evidence)
-    base = champion.commit if champion else None
-    attempt = Attempt(examined, pinned, merged, judged, explanation, ensemble=together, base=base)
+    head = champion.head if champion else None
+    attempt = Attempt(examined, pinned, merged, judged, explanation, ensemble=together, expected_head=head)
     # A judge costs money and a server minutes: only for what would otherwise be published.
     if attempt.is_good and evidence.answers:
         attempt = replace(attempt, answers=compare_answers(model, pinned.parents, evidence.answers))

@@ -79,14 +79,14 @@ def _check_profile(file: Path) -> CheckReport:
     for candidate, found in zip(candidates, search.found, strict=True):
         if not found:
             continue  # why not is among the problems
-        licences = _license_remarks(found, profile.checks.license, profile.root, profile.name, ask)
+        licenses = _license_remarks(found, profile.checks.license, profile.root, profile.name, ask)
         if len(found) < len(candidate.recipe.references()):
             # Half a family may be forbidden, but neither allowed nor compared.
-            reports.append(CheckReport(file=str(file), remarks=tuple(licences[0]), summary=()))
+            reports.append(CheckReport(file=str(file), remarks=tuple(licenses[0]), summary=()))
             continue
         if not candidate.remedy:
             profile.pin_evidence(found, store().hashes)
-        reports.append(_report(file, candidate.recipe, found, licences, profile.merge, dtypes))
+        reports.append(_report(file, candidate.recipe, found, licenses, profile.merge, dtypes))
     return _joined(reports)
 
 
@@ -126,10 +126,10 @@ def _check_recipe(file: Path) -> CheckReport:
         return CheckReport(file=str(file), remarks=remarks, summary=())
     (found,) = search.found
     # A recipe does not say what the merge is for: the strictest use is assumed, and its refusal is only a warning.
-    licences, summary = _license_remarks(found, LicenseSettings(), file.parent, file.stem, hub_ancestors())
+    licenses, summary = _license_remarks(found, LicenseSettings(), file.parent, file.stem, hub_ancestors())
     unsure = [
         remark.model_copy(update={"severity": "warn", "remedy": "say in a profile what the merge is for"})
-        for remark in licences
+        for remark in licenses
     ]
     return _report(file, recipe, found, (unsure, summary), MergeSettings(), ())
 
@@ -138,11 +138,11 @@ def _report(
     file: Path,
     recipe: Recipe,
     found: tuple[ResolvedCheckpoint, ...],
-    licences: tuple[list[Remark], list[str]],
+    licenses: tuple[list[Remark], list[str]],
     merging: MergeSettings,
     dtypes: Sequence[str],
 ) -> CheckReport:
-    remarks, summary = licences
+    remarks, summary = licenses
     try:
         compatibility = check_compatibility.work(file, recipe, (), found)
     except MergegateError as error:
@@ -170,6 +170,6 @@ def _license_remarks(
     found: tuple[ResolvedCheckpoint, ...], settings: LicenseSettings, root: Path, name: str, ask: AncestorLookup
 ) -> tuple[list[Remark], list[str]]:
     table = license_table(settings, root)
-    licence = check_licenses.work(root, read_licenses(found, table, ask), settings.use(name), table, settings.accepted)
-    refusal = licence.refusal()
-    return ([remark_of(refusal)], []) if refusal else ([], [f"licences: {licence.summary()}"])
+    license = check_licenses.work(root, read_licenses(found, table, ask), settings.use(name), table, settings.accepted)
+    refusal = license.refusal()
+    return ([remark_of(refusal)], []) if refusal else ([], [f"licences: {license.summary()}"])
