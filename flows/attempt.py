@@ -44,7 +44,7 @@ class Attempt:
 
     Args:
         verdicts: Every judgement in the order in which it was asked for, the gate's first.
-        expected_head: Commit of the champion on the Hub: what may be replaced.
+        expected_head: Of the target, when the champion was looked up: what may be replaced.
     """
 
     cleared: ClearedCandidate

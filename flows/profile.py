@@ -27,7 +27,7 @@ from tasks.merge import MergeSettings
 from tasks.perplexity import PerplexitySettings
 from tasks.preflight import Evidence, check_references, pin_evidence
 from tasks.preflight.licenses import LicenseSettings
-from tasks.publish.targets import TARGETS, HubTarget, Target
+from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
 
 
@@ -73,8 +73,8 @@ class Profile(ProfileSection):
         return self
 
     @model_validator(mode="after")
-    def _shows_only_whom_the_licences_were_asked_for(self) -> Self:
-        public = isinstance(self.publish, HubTarget) and self.publish.visibility == "public"
+    def _shows_only_whom_the_licenses_were_asked_for(self) -> Self:
+        public = self.publish is not None and self.publish.is_public
         if public and self.checks.license.visibility != "public":
             raise ValueError("publish is public, so checks.license.visibility must be public too")
         return self
@@ -221,7 +221,7 @@ def _place(location: tuple[int | str, ...]) -> str:
     """``('evaluate', 'tasks', 0, 'max_drop')`` as ``evaluate.tasks[0].max_drop``."""
     text = ""
     for before, part in zip((None, *location), location, strict=False):
-        if before == "publish" and part in TARGETS:  # pydantic's word for which of the targets it is
+        if before == "publish" and part in publish_targets():  # pydantic's word for which of the targets it is
             continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
@@ -229,11 +229,11 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 def _keys_at(model: type[BaseModel], location: list[int | str]) -> list[str]:
     """Keys that the settings at ``location`` know, found by walking the types."""
-    for part in location:
+    for before, part in zip((None, *location), location, strict=False):
         if isinstance(part, int):
             continue
-        if part in TARGETS:
-            model = TARGETS[part]
+        if before == "publish" and part in publish_targets():
+            model = publish_targets()[part]
             continue
         field = model.model_fields.get(part)
         inner = _settings_in(field.annotation) if field else None

@@ -89,7 +89,7 @@ def make_release(profile: Profile, judgements: Sequence[Judgement] = JUDGEMENTS)
         attempt.cleared.license,
         attempt.merged,
         report,
-        base=attempt.expected_head,
+        expected_head=attempt.expected_head,
     )
     return reported_outcome(content, report, released)
 
@@ -145,5 +145,5 @@ def make_attempt(
         explanation,
         tuple(verdicts),
         ensemble=together,
-        expected_head=champion.commit if champion else None,
+        expected_head=champion.head if champion else None,
     )

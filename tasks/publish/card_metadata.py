@@ -35,10 +35,10 @@ _LONGEST_FRONT_MATTER = 1 << 20  # characters
 
 
 def card_metadata(
-    content: ReportContent, parents: Sequence[PinnedCheckpoint], licence: Combination
+    content: ReportContent, parents: Sequence[PinnedCheckpoint], license: Combination
 ) -> dict[str, object]:
     """What stands between the dashes, as plain data that YAML and JSON can hold."""
-    metadata: dict[str, object] = {**licence.card}
+    metadata: dict[str, object] = {**license.card}
     if languages := _common_languages(parents):
         metadata["language"] = languages
     metadata |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["merge", "mergegate"]}

@@ -22,7 +22,7 @@ from merge_core.store import HashMemo
 from tasks.checkpoints import checkpoint_digest
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
 from tasks.publish import PROVENANCE, RECIPE, sha256_of
-from tasks.releases.published_release import PublishedRelease
+from tasks.publish.targets import PublishedRelease
 from tasks.releases.verify import Files, Verified
 from tasks.stage import device_kind, versions
 

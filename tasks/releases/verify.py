@@ -37,7 +37,7 @@ from tasks.publish import (
     read_signature,
     version_of,
 )
-from tasks.releases.published_release import PublishedRelease
+from tasks.publish.targets import PublishedRelease
 
 Signed = Literal["valid", "not checked", "none"]
 Files = Mapping[str, tuple[int, str]]
@@ -196,8 +196,8 @@ def _against_card(release: PublishedRelease, files: Files, statement: Mapping[st
     ]
     if (_at(metadata, "base_model") or []) != list(dict.fromkeys(hub)):
         findings.append(f"{CARD}: its base_model is not what {PROVENANCE} was made from")
-    licence = _at(statement, "predicate", "mergegate_licence", "card")
-    if not isinstance(licence, dict) or any(_at(metadata, name) != value for name, value in licence.items()):
+    license = _at(statement, "predicate", "mergegate_licence", "card")
+    if not isinstance(license, dict) or any(_at(metadata, name) != value for name, value in license.items()):
         findings.append(f"{CARD}: its licence is not that of {PROVENANCE}")
     if _text(release, RECIPE).strip() not in card:
         findings.append(f"{CARD}: its recipe is not that of {RECIPE}")

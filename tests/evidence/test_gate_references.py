@@ -18,7 +18,7 @@ from tasks.gate.references import check_guards, needs_champion
 from tasks.gate.regression import judge_guards, measure_guard
 from tasks.gate.stage import gate
 from tasks.gate.statistics import selection_bias
-from tasks.publish.targets.settings import DirectoryTarget
+from tasks.publish.targets.directory import DirectoryTarget
 from tasks.releases.champion import find_champion
 
 BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})

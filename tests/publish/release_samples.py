@@ -113,7 +113,7 @@ def content(scores: Sequence[TaskScore] = (), name: str = "demo", scoring: Scori
     )
 
 
-def licence(
+def license_verdict(
     *ids: str,
     name: str = "acme/demo",
     accepted: dict[str, str] | None = None,
