@@ -35,7 +35,7 @@ class JudgedMerge:
 
 
 # A further judgement of a merge, or None where the profile does not ask for it.
-Judgement = Callable[[JudgedMerge], Verdict | None]
+FurtherJudgement = Callable[[JudgedMerge], Verdict | None]
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
     """The story of a release without merge and publication. Raises what is wrong with its input."""
     found = find_checkpoints(reference, candidate)
     against, judged_one = (model.name for model in found)
-    evidence = pin_evidence(profile, found[0])
+    evidence = pin_against(profile, found[0])
     fetch_weights(found, store().hashes)
     models = pin_checkpoints(found, store().hashes)
 
@@ -85,7 +85,7 @@ def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint
     return found[0], found[1]
 
 
-def pin_evidence(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
+def pin_against(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
     """The profile's evidence by content, with every guard held against ``reference``.
 
     Raises:

@@ -108,7 +108,7 @@ class Preflight:
     evidence: Evidence | None
 
 
-def preflight(profile: Profile, problems: Problems) -> Preflight:
+def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
     """Look at target, server, recipes, parents, evidence; then at each recipe's licences, headers and machine.
 
     Raises:

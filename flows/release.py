@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from flows.assessment import assess_merge, ensemble_of
-from flows.attempt import AlreadyReleased, Attempt, FailedMerge, JudgedMerge, Judgement
+from flows.attempt import AlreadyReleased, Attempt, FailedMerge, FurtherJudgement, JudgedMerge
 from flows.judgements import judge_answers, serve_merge
 from flows.outcome import (
     RunOutcome,
@@ -30,7 +30,7 @@ from flows.outcome import (
     show_in_prefect,
     stopped_outcome,
 )
-from flows.preflight import ClearedCandidate, Problems, preflight
+from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
 from merge_core.errors import MergegateError, Refused
 from tasks.checkpoints import PinnedRecipe, fetch_weights, pin_checkpoints
@@ -45,7 +45,7 @@ from tasks.stage import ProgressLog, announce, is_watched, store, watched_by
 
 # What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
 # money and a server minutes: only for what would otherwise be published.
-JUDGEMENTS: tuple[Judgement, ...] = (judge_answers, serve_merge)
+JUDGEMENTS: tuple[FurtherJudgement, ...] = (judge_answers, serve_merge)
 
 
 @flow(name="release")
@@ -66,10 +66,10 @@ def release(profile: Path | Profile) -> State[RunOutcome]:
     return Completed(name=outcome.status.title().replace(" ", ""), message=outcome.message, data=outcome)
 
 
-def make_release(profile: Profile, judgements: Sequence[Judgement] = JUDGEMENTS) -> RunOutcome:
+def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDGEMENTS) -> RunOutcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
     # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
-    ready = preflight(profile, Problems(stop_at_once=True))
+    ready = preflight_profile(profile, Problems(stop_at_once=True))
     assert ready.evidence is not None  # or its problem had been raised
 
     attempt, earlier = first_that_passes(ready.cleared, profile, ready.evidence, judgements)
@@ -95,7 +95,7 @@ def make_release(profile: Profile, judgements: Sequence[Judgement] = JUDGEMENTS)
 
 
 def first_that_passes(
-    cleared: Sequence[ClearedCandidate], profile: Profile, evidence: Evidence, judgements: Sequence[Judgement]
+    cleared: Sequence[ClearedCandidate], profile: Profile, evidence: Evidence, judgements: Sequence[FurtherJudgement]
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
     """The first recipe whose merge passes the gate, else the last one; and what was tried before it."""
     tried: list[Attempt | AlreadyReleased | FailedMerge] = []
@@ -112,7 +112,7 @@ def first_that_passes(
 
 
 def make_attempt(
-    cleared: ClearedCandidate, profile: Profile, evidence: Evidence, judgements: Sequence[Judgement]
+    cleared: ClearedCandidate, profile: Profile, evidence: Evidence, judgements: Sequence[FurtherJudgement]
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch what is not here, merge, measure, judge, explain."""
     recipe = cleared.candidate.recipe

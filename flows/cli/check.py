@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
-from flows.preflight import Problems, check_recipe, preflight
+from flows.preflight import Problems, check_recipe, preflight_profile
 from flows.profile import is_recipe, load_profile
 from merge_core import Finding, load_recipe
 
@@ -36,7 +36,7 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
     if is_recipe(file):
         check_recipe(load_recipe(file), file.parent, file.stem, problems)
     else:
-        preflight(load_profile(file), problems)
+        preflight_profile(load_profile(file), problems)
     report = CheckReport(file=str(file), remarks=problems.worst_first(), summary=tuple(dict.fromkeys(problems.summary)))
     if as_json:
         print(json.dumps(report.model_dump(mode="json"), indent=1))

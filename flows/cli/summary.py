@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.outcome import RunOutcome
-from tasks.report import Costs, costs, final_table
+from tasks.report import CostTable, costs, final_table
 from tasks.stage import Section
 
 _STYLES = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
@@ -43,7 +43,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
             console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
 
 
-def _print_costs(console: Console, drawn: Costs) -> None:
+def _print_costs(console: Console, drawn: CostTable) -> None:
     """What serving took, of the merge and of the parents that were measured too."""
     if not drawn.rows:
         return

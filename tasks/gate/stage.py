@@ -3,7 +3,7 @@
 Perplexity is judged first (``tasks.gate.drift``), then one guard for each promise of the profile
 (``tasks.gate.regression``). All of them must pass. While a guard is undecided and its task has documents left,
 ``undecided_tasks`` names the task: the flow has more of it evaluated, up to the next look, and asks again
-(``flows.judging``).
+(``flows.assessment``).
 """
 
 from __future__ import annotations

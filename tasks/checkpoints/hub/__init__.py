@@ -8,8 +8,6 @@ from tasks.checkpoints.hub.file import RemoteFile, git_blob
 from tasks.checkpoints.hub.permissions import require_writing
 from tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
 
-is_transient = is_worth_another_look  # for whoever still calls it so
-
 __all__ = [
     "HubAccess",
     "RemoteFile",
@@ -21,7 +19,6 @@ __all__ = [
     "git_blob",
     "hub_access",
     "is_offline",
-    "is_transient",
     "is_worth_another_look",
     "require_writing",
     "snapshots_place",

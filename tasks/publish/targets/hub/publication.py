@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from merge_core.errors import Refused
 from merge_core.store import HashMemo
-from tasks.checkpoints.hub import HubAccess, RemoteFile, describe, git_blob, is_transient
+from tasks.checkpoints.hub import HubAccess, RemoteFile, describe, git_blob, is_worth_another_look
 from tasks.publish.content import CARD, ReleaseFile
 from tasks.publish.targets.contract import OnProgress
 from tasks.publish.targets.hub.state import (
@@ -116,7 +116,7 @@ def publish_hub(
             changed = changed or not isinstance(step, DeleteBranch) or step.branch == desired.branch
         except _client_errors() as error:
             went_through, failures = False, failures + 1
-            if failures >= _FAILURES or not is_transient(error):
+            if failures >= _FAILURES or not is_worth_another_look(error):
                 raise _gave_up(repo, error, access) from None
             wait(min(2.0 ** (failures - 1), _LONGEST_WAIT))
     raise Refused(
@@ -321,7 +321,7 @@ def _gave_up(repo: str, error: Exception, access: HubAccess) -> Refused:
             expected="the bytes that were evaluated and gated",
             remedy="run again: an artifact that was altered on disk is noticed and made anew; main was not touched",
         )
-    if is_transient(error):
+    if is_worth_another_look(error):
         return Refused(
             f"{repo} on the Hub",
             found=f"the Hub does not answer as it should: {describe(error, access)}",

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from merge_core.errors import InvalidInput, Refused
-from tasks.checkpoints.hub import HubAccess, describe, git_blob, hub_access, is_transient
+from tasks.checkpoints.hub import HubAccess, describe, git_blob, hub_access, is_worth_another_look
 from tasks.publish.content import is_content_version
 from tasks.publish.sums import sha256_of
 from tasks.publish.targets.contract import CurrentRelease
@@ -118,7 +118,7 @@ def open_on_hub(named: str) -> HubRelease | None:
         facts = api.model_info(repo, revision=form["revision"])
         tags = [ref.name for ref in api.list_repo_refs(repo).tags if ref.target_commit == facts.sha]
     except Exception as error:
-        if not is_transient(error):
+        if not is_worth_another_look(error):
             raise _nothing(named, describe(error, access)) from None
         raise _nothing(
             named, f"no directory here, and not to be had from the Hub ({describe(error, access)})"

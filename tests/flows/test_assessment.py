@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from prefect import flow
 
-from flows import judging
-from flows.judging import Assessment, assess_merge
-from flows.profile import Evidence
+from flows import assessment
+from flows.assessment import Assessment, assess_merge
 from merge_core.store.keys import digest
 from merge_core.store.store import Artifact
 from tasks.checkpoints.model import Model
@@ -21,6 +20,7 @@ from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.stage import Scores, TaskScore
 from tasks.evaluation.task_definition import EvalTask
 from tasks.gate.guards import CHAMPION, GateRule, Guard
+from tasks.preflight import Evidence
 from tasks.stage.environment import Runtime
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
@@ -74,8 +74,8 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         champion: Model | None = None,
     ) -> tuple[Assessment, Bench]:
         bench = Bench(tmp_path, right)
-        monkeypatch.setattr(judging, "evaluate_to", bench.evaluate_to)
-        monkeypatch.setattr(judging, "document_count", lambda task, time_limit: SIZE)
+        monkeypatch.setattr(assessment, "evaluate_to", bench.evaluate_to)
+        monkeypatch.setattr(assessment, "document_count", lambda task, time_limit: SIZE)
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
         evidence = Evidence(tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule())
 
