@@ -23,7 +23,7 @@ def bill_of_materials(
     """``bom.json`` over ``files``.
 
     Args:
-        licence: The licence as the model card states it: ``license``, or ``license: other`` with ``license_name``.
+        license: The licence as the model card states it: ``license``, or ``license: other`` with ``license_name``.
     """
     of_parent = {model.ref: model.licence for model in content.parents}
     model = {

@@ -115,9 +115,9 @@ def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequ
     else:
         parts.append("No obligations.")
     if accepted := [reason for reason in combination.reasons if reason.accepted]:
-        said = [(reason.sentence, "; ".join(reason.accepted)) for reason in accepted]
+        settled = [(reason.sentence, "; ".join(reason.accepted)) for reason in accepted]
         parts.append(
-            f"Doubts that a person has settled:\n\n{markdown_table(('doubt', 'accepted (what: who: why)'), said, 0)}"
+            f"Doubts that a person has settled:\n\n{markdown_table(('doubt', 'accepted (what: who: why)'), settled, 0)}"
         )
     return "\n\n".join(parts)
 

@@ -61,7 +61,7 @@ def publish(
     key = root / target.sign_key if target.sign_key else None
     files = release_files(content, pinned, numerics, license.value, merged, report, target.address, key)
 
-    def tell(done: int, total: int) -> None:
+    def report_bytes(done: int, total: int) -> None:
         advance(done, total, "B")
 
     return target.publish(
@@ -71,7 +71,7 @@ def publish(
         root,
         expected_head=expected_head,
         hashes=store().hashes,
-        on_progress=tell,
+        on_progress=report_bytes,
     )
 
 

@@ -16,6 +16,7 @@ from tasks.gate.guards import GateRule
 from tasks.gate.settings import EvaluateSettings
 from tasks.gate.stage import GateVerdict, gate, gate_verdict
 from tasks.perplexity.stage import DriftLimits
+from tasks.stage import Section, Verdict, combined
 
 LIMITS = DriftLimits()
 
@@ -57,7 +58,15 @@ def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
     outcome: str, publishable: bool, reasons: tuple[str, ...]
 ) -> None:
     verdict = gate_verdict([verdict_of(1, 1, 40)], None, "warn")
-    further = verdict.and_also(outcome, outcome == "pass", "judge: undecided")  # type: ignore[arg-type]  # parametrised
+    judge = Verdict(
+        name="judge",
+        outcome=outcome,  # type: ignore[arg-type]  # parametrised
+        publishable=outcome == "pass",
+        reasons=() if outcome == "pass" else ("judge: undecided",),
+        evidence=verdict,
+        section=Section(title="Judge"),
+    )
+    further = combined((verdict.as_verdict(), judge))
     assert further.publishable == publishable
     assert [reason.partition(" ")[0] for reason in further.reasons] == [reason.partition(" ")[0] for reason in reasons]
     assert further.outcome == ("inconclusive" if outcome == "pass" else outcome)

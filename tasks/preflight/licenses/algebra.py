@@ -1,9 +1,9 @@
 """The licence algebra: parents and an intended use in, a verdict with its reasons, a licence and obligations out.
 
-    combine([table.lookup("llama3.1"), table.lookup("apache-2.0")], use, table).status     # "allowed"
+    combine_licenses([table.lookup("llama3.1"), table.lookup("apache-2.0")], use, table).status     # "allowed"
 
 Pure. Neither order nor repetition of the parents matters, and adding a parent never improves the status. The rules
-stand in rules.py, what follows for the release in outcome.py, the facts in table.yaml.
+stand in rules.py, what follows for the release in resulting_license.py, the facts in table.yaml.
 """
 
 from __future__ import annotations

@@ -80,13 +80,13 @@ class DirectoryTarget(PublishTarget):
         directory = (root / self.path).resolve()
         place = directory / version
         directory.mkdir(parents=True, exist_ok=True)
-        with _alone_in(directory):
+        with _locked(directory):
             fresh = not place.exists()
             if fresh:
                 _write_version(files, place, on_progress)
             else:
                 _require_same(place, files, hashes)
-            moved = _point(directory / LATEST, version)
+            moved = _move_link(directory / LATEST, version)
             fsync(directory)
         return Release(name, version, place, f"{directory.name}/", new=fresh or moved)
 
@@ -142,7 +142,7 @@ def _write_version(files: Sequence[ReleaseFile], place: Path, on_progress: OnPro
     partial.rename(place)
 
 
-def _point(link: Path, version: str) -> bool:
+def _move_link(link: Path, version: str) -> bool:
     """Make ``link`` point to ``version`` in one step; whether it pointed elsewhere before."""
     if link.is_symlink() and link.readlink() == Path(version):
         return False
@@ -156,7 +156,7 @@ def _point(link: Path, version: str) -> bool:
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
+def _locked(directory: Path) -> Iterator[None]:
     """One publisher at a time. The lock is on the directory itself: nothing to clean up, gone with its holder."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:

@@ -109,7 +109,7 @@ def publish_hub(
             if kind != tried:
                 tried, failures = kind, 0
             elif went_through:
-                raise _Unchanged(f"{type(step).__name__}: what the Hub lists afterwards is not what was sent")
+                raise _NotStored(f"{type(step).__name__}: what the Hub lists afterwards is not what was sent")
             went_through = False
             connection.take(step)
             went_through = True
@@ -117,7 +117,7 @@ def publish_hub(
         except _client_errors() as error:
             went_through, failures = False, failures + 1
             if failures >= _FAILURES or not is_worth_another_look(error):
-                raise _gave_up(repo, error, access) from None
+                raise _refusal(repo, error, access) from None
             wait(min(2.0 ** (failures - 1), _LONGEST_WAIT))
     raise Refused(
         f"{repo} on the Hub",
@@ -134,7 +134,7 @@ def _client_errors() -> tuple[type[Exception], ...]:
     return (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError)
 
 
-class _Unchanged(RuntimeError):
+class _NotStored(RuntimeError):
     """The Hub accepted a step, and what it lists is still as before."""
 
 
@@ -217,7 +217,7 @@ class _Connection:
         message: str,
         operations: list[Operation],
     ) -> None:
-        with _quietly():
+        with _without_progress_bars():
             self.api.create_commit(self.repo, operations, commit_message=message, revision=branch, parent_commit=parent)
 
     def send(self, names: Sequence[str]) -> list[CommitOperationAdd]:
@@ -231,7 +231,7 @@ class _Connection:
         additions = [self.upload(name) for name in names]
         done, total = 0, sum(self.files[name].size for name in names)
         self.on_progress(done, total)
-        with _quietly():
+        with _without_progress_bars():
             for group in _groups(additions, lambda addition: self.files[addition.path_in_repo].size):
                 self.api.preupload_lfs_files(self.repo, group, revision=self.desired.branch, free_memory=False)
                 done += sum(self.files[addition.path_in_repo].size for addition in group)
@@ -313,8 +313,8 @@ def _require_gated(file: ReleaseFile, hashes: HashMemo) -> None:
         raise file.altered(found)
 
 
-def _gave_up(repo: str, error: Exception, access: HubAccess) -> Refused:
-    if isinstance(error, _Unchanged):
+def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
+    if isinstance(error, _NotStored):
         return Refused(
             f"{repo} on the Hub",
             found=str(error),
@@ -337,7 +337,7 @@ def _gave_up(repo: str, error: Exception, access: HubAccess) -> Refused:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _without_progress_bars() -> Iterator[None]:
     """No progress bars of the client's own in the middle of ours."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
