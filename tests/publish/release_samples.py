@@ -147,7 +147,7 @@ def stored(stage: str, directory: Path, value: Any, **contents: bytes) -> Artifa
     for name, data in names.items():
         (directory / name).write_bytes(data)
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in names.items()}
-    return Artifact(stage, sha(f"key of {stage}"), digest(sums), directory, value, sums)
+    return Artifact(stage, sha(f"key of {stage}"), digest(sums), value, directory, sums)
 
 
 @dataclass(frozen=True)
