@@ -1,10 +1,10 @@
-"""Arithmetic of every merge method, in units of a plain loop: the table in ``merge_core/forecast/method_costs.py``.
+"""Arithmetic of every merge method, in units of a plain loop: the ``costs`` that each declares in its file.
 
     .venv/bin/python benchmarks/method_costs.py
 
 Passes run on one thread over random bfloat16 blocks in memory, with the kernels that the engine would take. A unit is
 the time that :func:`merge_core.forecast.probe.reference_pass` takes per element on the same machine at the same moment,
-so the table holds (roughly) on machines of other speeds.
+so the numbers hold (roughly) on machines of other speeds.
 """
 
 from __future__ import annotations

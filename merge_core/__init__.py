@@ -2,8 +2,9 @@
 
     recipe = load_recipe(Path("ties.yaml"))
     checkpoints = {str(ref): open_checkpoint(resolve_local(ref, recipe.directory)) for ref in recipe.references()}
-    findings = preflight(recipe, checkpoints)
-    record = merge_weights(plan_merge(recipe, checkpoints), Path("out"))
+    planned = plan_with_findings(recipe, checkpoints)
+    if not planned.blocking:
+        record = merge_weights(planned.plan, Path("out"))
 
 Names are loaded when they are first used: importing this package costs nothing.
 """
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from merge_core.engine import EngineSettings, MergeRecord, merge_weights
     from merge_core.errors import Finding
     from merge_core.methods import Method, Parameter, merge_methods
-    from merge_core.plan import MergePlan, plan_merge, preflight
+    from merge_core.plan import MergePlan, PlannedMerge, plan_merge, plan_with_findings, preflight
     from merge_core.recipe import CheckpointRef, Recipe, load_recipe, resolve_local
 
 _HOMES = {
@@ -32,7 +33,9 @@ _HOMES = {
     "Method": "methods",
     "Parameter": "methods",
     "MergePlan": "plan",
+    "PlannedMerge": "plan",
     "plan_merge": "plan",
+    "plan_with_findings": "plan",
     "preflight": "plan",
     "Recipe": "recipe",
     "load_recipe": "recipe",
@@ -56,12 +59,14 @@ __all__ = [
     "MergeRecord",
     "Method",
     "Parameter",
+    "PlannedMerge",
     "Recipe",
     "load_recipe",
     "merge_methods",
     "merge_weights",
     "open_checkpoint",
     "plan_merge",
+    "plan_with_findings",
     "preflight",
     "resolve_local",
 ]

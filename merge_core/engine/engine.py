@@ -127,7 +127,7 @@ def merge_weights(
                 digests = dict(outcome.digests)
                 if part is plan:
                     digests.update(write_companions(part, place))
-            findings += judge_health(outcome.health, scaled=part.method.name == "passthrough")
+            findings += judge_health(outcome.health, may_zero=part.method.traits.may_zero)
             found += outcome.found
             done += part.bytes_written
     return MergeRecord(

@@ -59,17 +59,17 @@ def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
     return rest[: len(rest) // _PERIOD * _PERIOD].reshape(-1, _PERIOD)[:, :_RUN]
 
 
-def judge_health(tensors: Sequence[TensorHealth], *, scaled: bool = False) -> tuple[Finding, ...]:
+def judge_health(tensors: Sequence[TensorHealth], *, may_zero: bool = False) -> tuple[Finding, ...]:
     """Findings about the tensors of a finished merge; NaN and Inf block, and zeros out of parents that have none.
 
     Args:
         tensors: What was seen.
-        scaled: Whether the recipe itself may scale a tensor to zero.
+        may_zero: Whether the recipe itself can scale a tensor to zero.
     """
-    return tuple(finding for tensor in tensors for finding in _judge(tensor, scaled))
+    return tuple(finding for tensor in tensors for finding in _judge(tensor, may_zero))
 
 
-def _judge(tensor: TensorHealth, scaled: bool) -> Iterator[Finding]:
+def _judge(tensor: TensorHealth, may_zero: bool) -> Iterator[Finding]:
     if tensor.broken:
         yield Finding(
             "block",
@@ -82,7 +82,7 @@ def _judge(tensor: TensorHealth, scaled: bool) -> Iterator[Finding]:
     low, high = min(tensor.parents, default=0.0), max(tensor.parents, default=0.0)
     if tensor.zero and (high > 0 or not tensor.parents):
         yield Finding(
-            "block" if low > 0 and not scaled else "warn",
+            "block" if low > 0 and not may_zero else "warn",
             tensor.name,
             found="every element is zero",
             expected="weights" if low > 0 else "weights, as in some of its parents",

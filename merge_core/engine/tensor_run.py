@@ -14,7 +14,7 @@ from merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
 from merge_core.engine.devices import SingleThreadedTorch, device_type
 from merge_core.engine.health import TensorHealth, sampled
 from merge_core.engine.settings import EngineSettings
-from merge_core.methods import GRAIN, Fold, Map, Method, Steps, StoredBlock, TensorTask, combine, mask_key
+from merge_core.methods import GRAIN, Fold, Map, Method, Steps, StoredBlock, combine, mask_key
 from merge_core.plan import TensorJob
 
 if TYPE_CHECKING:
@@ -97,17 +97,8 @@ class TensorRun:
             return _copied()
         # Steps of one recipe have tensors of the same names; their masks must not be the same.
         stream = f"{around.step}: {job.output.name}" if around.step else job.output.name
-        return around.method.steps(
-            TensorTask(
-                name=job.output.name,
-                shape=job.output.shape,
-                dtype="float64" if self._wide else "float32",
-                has_base=job.has_base,
-                shared=job.shared,
-                per_input=job.per_input,
-                seeds=tuple(mask_key(around.seed, stream, index) for index in range(len(job.inputs))),
-            )
-        )
+        seeds = tuple(mask_key(around.seed, stream, index) for index in range(len(job.inputs)))
+        return around.method.steps(job.task(seeds))
 
     def _advance(self, result: Any) -> None:
         """Give the last pass's result to the method and start the pass that it wants next."""
@@ -214,7 +205,7 @@ class TensorRun:
 
     @property
     def _wide(self) -> bool:
-        return any(item.tensor.dtype.code == "F64" for item in self.job.inputs)
+        return self.job.arithmetic == "float64"
 
     @property
     def _fused(self) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merge_core.engine import WAITING_BYTES
-from merge_core.forecast.method_costs import COPY, Work, work_of
+from merge_core.forecast.work import COPY, Work, work_of
 from merge_core.methods import GRAIN
 from merge_core.plan import MergePlan, TensorJob, step_of
 
@@ -43,7 +43,7 @@ class Rates:
         write: Bytes to the disk that holds the output, until they are safe there.
         copy: Bytes between programs and the system's page cache, all cores together.
         hash: Bytes of one sha256.
-        units: Units of arithmetic (see :mod:`merge_core.forecast.method_costs`), all cores together.
+        units: Units of arithmetic (see :class:`merge_core.methods.Costs`), all cores together.
         same_disk: Whether reading and writing share one disk.
         measured_at: Seconds since 1970.
         bus: Bytes between memory and GPU; 0 without one.
@@ -76,7 +76,7 @@ class Needs:
         bytes_written: Bytes of all output weights, those of steps included.
         passes: Most passes over one tensor.
         read_again: How many tensors may have left the page cache between passes.
-        units: Arithmetic, see :mod:`merge_core.forecast.method_costs`.
+        units: Arithmetic, see :class:`merge_core.methods.Costs`.
         block: Bytes of the largest block of one thread, in memory.
         gpu_block: The same on a GPU, with what is computed from it.
         memory: Peak of anonymous memory, in bytes.
@@ -217,8 +217,7 @@ def input_files(plan: MergePlan) -> list[Path]:
 def _work(plan: MergePlan, job: TensorJob) -> Work:
     if job.mode != "merge":
         return COPY
-    wide = any(item.tensor.dtype.code == "F64" for item in job.inputs)
-    return work_of(plan.method, job.output.shape, job.shared, job.per_input, wide)
+    return work_of(plan.method, job.task(seeds=((0, 0),) * len(job.inputs)))  # No number of passes hangs on chance.
 
 
 def _block_bytes(plan: MergePlan, job: TensorJob, settings: EngineSettings, further: int) -> int:

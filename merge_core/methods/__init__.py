@@ -9,6 +9,8 @@ from merge_core.methods.contract import (
     GRAIN,
     REQUIRED,
     Block,
+    ConflictRemedy,
+    Costs,
     Fold,
     Map,
     Method,
@@ -17,16 +19,17 @@ from merge_core.methods.contract import (
     Steps,
     StoredBlock,
     TensorTask,
+    Traits,
 )
 from merge_core.methods.masks import mask_key
 from merge_core.methods.registry import find_method, merge_methods
-from merge_core.methods.selection import DIGITS
 
 __all__ = [
-    "DIGITS",
     "GRAIN",
     "REQUIRED",
     "Block",
+    "ConflictRemedy",
+    "Costs",
     "Fold",
     "Map",
     "Method",
@@ -35,6 +38,7 @@ __all__ = [
     "Steps",
     "StoredBlock",
     "TensorTask",
+    "Traits",
     "combine",
     "find_method",
     "mask_key",

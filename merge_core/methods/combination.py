@@ -16,6 +16,7 @@ from merge_core.errors import InvalidInput
 from merge_core.methods.contract import (
     REQUIRED,
     Block,
+    Costs,
     Fold,
     Map,
     Method,
@@ -23,6 +24,7 @@ from merge_core.methods.contract import (
     Steps,
     StoredBlock,
     TensorTask,
+    Traits,
     Values,
     fold_sums,
 )
@@ -110,6 +112,8 @@ METHODS = (
         ),
         steps=_linear,
         check=_check_weights,
+        costs=Costs(map=0.6),
+        traits=Traits(adds_up=True),
     ),
     Method(
         name="passthrough",
@@ -119,5 +123,7 @@ METHODS = (
         models=(1, 1),
         parameters=(Parameter("scale", "float", "input", 1.0, "factor for every element"),),
         steps=_passthrough,
+        costs=Costs(map=0.5),
+        traits=Traits(may_zero=True),
     ),
 )

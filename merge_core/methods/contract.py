@@ -244,6 +244,57 @@ def concatenated(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlo
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What the computation of a method takes, for the estimate before a merge.
+
+    Arithmetic is counted in units of one plain loop (widen a bfloat16 number, multiply it, add it), so that timing that
+    loop for a moment tells the speed of every method on a machine. ``benchmarks/method_costs.py`` measures them.
+
+    Args:
+        map: Units of the map, per input element.
+        fold: Units of one fold pass, per input element.
+        folds: Number of fold passes over a tensor. Where it depends on the weights (are there equal magnitudes?), the
+            larger one: bfloat16 weights have many.
+    """
+
+    map: float
+    fold: float = 0.0
+    folds: Callable[[TensorTask], int] = field(default=lambda task: 0, repr=False)
+
+
+@dataclass(frozen=True)
+class ConflictRemedy:
+    """Why, and how, to change to a method when another adds up task vectors that oppose each other.
+
+    Args:
+        because: What it does instead, after its name: ``keeps the largest and lets the stronger sign win``.
+        settings: Parameters that the changed recipe sets.
+        additions: Parameters that it sets only if the method before had none of that name.
+    """
+
+    because: str
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    additions: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What rules outside this package ask about a method, so that none of them knows it by name.
+
+    Args:
+        adds_up: Opposed elements of task vectors are added up, and cancel.
+        sparse: It keeps a share of each task vector, its parameter ``density``.
+        may_zero: Its parameters can scale a tensor to zero: a tensor of zeros may be what was asked for.
+        conflict_remedy: Given when changing to it helps where task vectors oppose each other.
+    """
+
+    adds_up: bool = False
+    sparse: bool = False
+    may_zero: bool = False
+    conflict_remedy: ConflictRemedy | None = None
+
+
+@dataclass(frozen=True)
 class Method:
     """A merge method: contract and computation.
 
@@ -260,6 +311,8 @@ class Method:
         grain: Elements per grain for a shape and the shared values; blocks are whole grains (rows, for some methods).
         alone: What to do with a tensor that only one input has: ``copy`` it, or ``compute`` with what is there.
         check: Raises InvalidInput (``where`` is given) when the values of one tensor do not fit together.
+        costs: For the estimate; None: not measured, so the estimate assumes some and says so.
+        traits: For health checks and remedies.
     """
 
     name: str
@@ -272,6 +325,8 @@ class Method:
     grain: Callable[[tuple[int, ...], Values], int] = field(default=lambda shape, shared: GRAIN, repr=False)
     alone: Literal["copy", "compute"] = "compute"
     check: Callable[[Values, Sequence[Values], str], None] = field(default=lambda *_: None, repr=False)
+    costs: Costs | None = field(default=None, repr=False)
+    traits: Traits = field(default=Traits(), repr=False)
 
     def parameter(self, name: str) -> Parameter | None:
         """The parameter of that name."""

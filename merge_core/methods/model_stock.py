@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merge_core.methods.combination import combine, gram
-from merge_core.methods.contract import GRAIN, Block, Map, Method, Parameter, Steps, TensorTask, Values, row_length
+from merge_core.methods.contract import (
+    GRAIN,
+    Block,
+    Costs,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    TensorTask,
+    Values,
+    row_length,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -73,5 +84,6 @@ METHODS = (
         steps=_steps,
         grain=_grain,
         alone="copy",
+        costs=Costs(map=0.6, fold=1.4, folds=lambda task: 0 if task.shared["filter_wise"] else 1),
     ),
 )

@@ -10,6 +10,7 @@ import numpy as np
 from merge_core.methods.contract import (
     REQUIRED,
     Block,
+    Costs,
     Map,
     Method,
     Parameter,
@@ -19,7 +20,7 @@ from merge_core.methods.contract import (
     concatenated,
     row_length,
 )
-from merge_core.methods.selection import Request, ScoreFunction, counters, select, value_of
+from merge_core.methods.selection import Request, ScoreFunction, counters, select, select_passes, value_of
 
 if TYPE_CHECKING:
     import torch
@@ -109,6 +110,7 @@ METHODS = (
         parameters=(Parameter("t", "float", "shared", REQUIRED, "difference up to which the model's value is taken"),),
         steps=_nearswap,
         alone="copy",
+        costs=Costs(map=0.5),
     ),
     Method(
         name="arcee_fusion",
@@ -120,5 +122,6 @@ METHODS = (
         steps=_fusion,
         grain=row_length,
         alone="copy",
+        costs=Costs(map=0.4, fold=5.2, folds=lambda task: 1 + select_passes(task.dtype)),
     ),
 )

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.contract import Block, Map, Method, Parameter, Steps, StoredBlock, TensorTask, fold_counts
+from merge_core.methods.contract import (
+    Block,
+    Costs,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    StoredBlock,
+    TensorTask,
+    fold_counts,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +91,7 @@ METHODS = (
         models=(1, None),
         parameters=(_EPSILON,),
         steps=_plain,
+        costs=Costs(map=1.4),
     ),
     Method(
         name="ramplus_tl",
@@ -94,5 +105,6 @@ METHODS = (
             _EPSILON,
         ),
         steps=_amplified,
+        costs=Costs(map=1.2, fold=1.0, folds=lambda task: 1),
     ),
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from merge_core.methods.contract import (
     Block,
+    Costs,
     Map,
     Method,
     Parameter,
@@ -22,7 +23,7 @@ from merge_core.methods.contract import (
     fold_counts,
     fold_sums,
 )
-from merge_core.methods.selection import Cut, Request, ScoreFunction, bits, counters, select, taken
+from merge_core.methods.selection import Cut, Request, ScoreFunction, bits, counters, select, select_passes, taken
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +113,11 @@ def _stored_variance(block: StoredBlock) -> Any:
     return kernels.variances(block.data, block.rows, block.length)
 
 
+def _folds(task: TensorTask) -> int:
+    """Which elements vary, the selection among them, and the energy of each model."""
+    return 1 + (1 + select_passes(task.dtype) if task.shared["select_topk"] < 1 else 0)
+
+
 METHODS = (
     Method(
         name="sce",
@@ -124,5 +130,6 @@ METHODS = (
             Parameter("int8_mask", "bool", "shared", False, "accepted for compatibility, has no effect"),
         ),
         steps=_steps,
+        costs=Costs(map=2.3, fold=2.0, folds=_folds),
     ),
 )

@@ -146,6 +146,11 @@ def select(scores: ScoreFunction, requests: Sequence[Request]) -> Generator[Fold
     return [Cut(*numbers, ties) for numbers, ties in zip(state, before, strict=True)]
 
 
+def select_passes(dtype: Literal["float32", "float64"]) -> int:
+    """Most fold passes that :func:`select` makes: one a digit, and one that numbers equal scores."""
+    return len(DIGITS[dtype]) + 1
+
+
 def taken(cut: Cut, keys: torch.Tensor, block: Block) -> torch.Tensor:
     """``[elements]`` of bool: which scores of a block (as :func:`bits`) are among the k largest."""
     import torch

@@ -17,7 +17,7 @@ import numpy as np
 
 from merge_core.methods.contract import Block, Fold, TensorTask, fold_sums
 from merge_core.methods.masks import threshold, words
-from merge_core.methods.selection import Counters, Cut, Request, ScoreFunction, bits, select, taken
+from merge_core.methods.selection import Counters, Cut, Request, ScoreFunction, bits, select, select_passes, taken
 
 if TYPE_CHECKING:
     import torch
@@ -205,6 +205,20 @@ def at_random(task: TensorTask) -> Folds:
         if 0 < density < 1:
             rules[model] = Chance(threshold(density), key)
     return (yield from _rescaled(task, rules))
+
+
+def folds_at_random(task: TensorTask) -> int:
+    """Fold passes of the random rules."""
+    return 1 if _drops(task) and task.shared["rescale"] is True else 0
+
+
+def folds_by_magnitude(task: TensorTask) -> int:
+    """Most fold passes of the rules that select by magnitude."""
+    return select_passes(task.dtype) + folds_at_random(task) if _drops(task) else 0
+
+
+def _drops(task: TensorTask) -> bool:
+    return any(0 < density < 1 for density in task.column("density"))
 
 
 def magnitudes(task: TensorTask) -> ScoreFunction:

@@ -18,11 +18,13 @@ from merge_core.methods.contract import (
     GRAIN,
     REQUIRED,
     Block,
+    Costs,
     Map,
     Method,
     Parameter,
     Steps,
     TensorTask,
+    Traits,
     Values,
     fold_sums,
     row_length,
@@ -214,6 +216,15 @@ def _norm(matrix: Matrix, coefficients: Matrix) -> float:
     return math.sqrt(max(float(coefficients @ matrix @ coefficients), 0.0))
 
 
+def _gram_folds(task: TensorTask) -> int:
+    """One for the Gram matrix, unless there is only one vector."""
+    return 1 if len(task.model_seeds) > 1 else 0
+
+
+def _nuslerp_folds(task: TensorTask) -> int:
+    return 1 if task.shared["nuslerp_flatten"] or _by_columns(task.shape, task.shared) else 0
+
+
 METHODS = (
     Method(
         name="slerp",
@@ -224,6 +235,7 @@ METHODS = (
         parameters=(Parameter("t", "float", "shared", REQUIRED, "0 is the first model or base, 1 the other"),),
         steps=_slerp,
         alone="copy",
+        costs=Costs(map=0.4, fold=1.0, folds=_gram_folds),
     ),
     Method(
         name="nuslerp",
@@ -239,6 +251,8 @@ METHODS = (
         steps=_nuslerp,
         grain=_nuslerp_grain,
         alone="copy",
+        costs=Costs(map=0.4, fold=1.0, folds=_nuslerp_folds),
+        traits=Traits(adds_up=True),
     ),
     Method(
         name="multislerp",
@@ -253,6 +267,8 @@ METHODS = (
         ),
         steps=_multislerp,
         check=_check_multislerp,
+        costs=Costs(map=0.4, fold=1.9, folds=_gram_folds),
+        traits=Traits(adds_up=True),
     ),
     Method(
         name="karcher",
@@ -265,5 +281,7 @@ METHODS = (
             Parameter("tol", "float", "shared", 1e-5, "stop when a step is shorter", minimum=0.0),
         ),
         steps=_karcher,
+        costs=Costs(map=0.5, fold=1.8, folds=_gram_folds),
+        traits=Traits(adds_up=True),
     ),
 )

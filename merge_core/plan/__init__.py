@@ -4,7 +4,7 @@ A plan fixes names, shapes, dtypes and offsets of every output byte; the engine 
 """
 
 from merge_core.plan.alignment import RowMap
-from merge_core.plan.compatibility import preflight
+from merge_core.plan.compatibility import PlannedMerge, plan_with_findings, preflight
 from merge_core.plan.layout import OutputTensor, Shard, index_text
 from merge_core.plan.plan import Input, MergePlan, TensorJob, plan_merge, step_of
 
@@ -12,11 +12,13 @@ __all__ = [
     "Input",
     "MergePlan",
     "OutputTensor",
+    "PlannedMerge",
     "RowMap",
     "Shard",
     "TensorJob",
     "index_text",
     "plan_merge",
+    "plan_with_findings",
     "preflight",
     "step_of",
 ]

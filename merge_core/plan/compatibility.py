@@ -1,9 +1,15 @@
-"""Everything that can be known to be wrong with a merge before a weight is read, all at once, worst first."""
+"""Everything that can be known to be wrong with a merge before a weight is read, all at once, worst first::
+
+planned = plan_with_findings(recipe, checkpoints)
+if not planned.blocking:
+    merge_weights(planned.plan, out)
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,7 @@ from merge_core.checkpoint import Checkpoint, Vocabulary, read_vocabulary, vocab
 from merge_core.errors import Finding, InvalidInput, worst_first
 from merge_core.parsing import read_json
 from merge_core.plan.consistency import self_consistency, unused_tensors
-from merge_core.plan.plan import MergePlan, assemble, donor_reference, planned_checkpoint
+from merge_core.plan.plan import MergePlan, assemble, donor_reference, planned_checkpoint, with_findings
 from merge_core.recipe import Recipe
 
 # Classes of transformers that do what the tokenizer.json says.
@@ -34,28 +40,53 @@ _MEANING = (
 )
 
 
+@dataclass(frozen=True)
+class PlannedMerge:
+    """A plan together with everything that is wrong with it.
+
+    Args:
+        findings: Worst first; ``block`` means that the merge is impossible or would silently be wrong.
+        plan: None when the checkpoints cannot be merged as asked. There can be a plan although a finding blocks:
+            models with different vocabularies can be merged, but not into anything useful.
+    """
+
+    findings: tuple[Finding, ...]
+    plan: MergePlan | None
+
+    @property
+    def blocking(self) -> tuple[Finding, ...]:
+        """The findings that forbid the merge."""
+        return tuple(finding for finding in self.findings if finding.severity == "block")
+
+
 def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Finding, ...]:
-    """Findings about ``recipe`` on ``checkpoints`` (by ``str(ref)``), from headers, configs and tokenizer files.
+    """The findings of :func:`plan_with_findings`."""
+    return plan_with_findings(recipe, checkpoints).findings
 
-    Returns:
-        Findings, worst first; ``block`` means that the merge is impossible or would silently be wrong.
 
-    Raises:
-        InvalidInput: A reference without checkpoint.
+def plan_with_findings(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> PlannedMerge:
+    """Plan the merge of ``recipe`` and check it, from headers, configs and tokenizer files.
+
+    Args:
+        recipe: From :func:`merge_core.recipe.load_recipe`.
+        checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe. One that is missing is a
+            finding that blocks.
     """
     findings: list[Finding] = []
-    known = dict(checkpoints)
+    known, plan = dict(checkpoints), None
     try:
-        plan, problems = assemble(recipe, checkpoints)
+        assembled, problems = assemble(recipe, checkpoints)
     except InvalidInput as error:
         findings.append(Finding("block", error.where, error.found, error.expected, error.remedy))
     else:
         findings += problems
-        for step in plan.steps:
+        for step in assembled.steps:
             known[str(step.recipe.name)] = planned_checkpoint(step)
-        for part in (*plan.steps, plan):
+        for part in (*assembled.steps, assembled):
             findings += unused_tensors(part, known, {finding.where for finding in problems})
             findings += _compare_templates(part, known)
+        if not any(problem.severity == "block" for problem in problems):
+            plan = with_findings(assembled, checkpoints)
     for document in (*recipe.steps, recipe):
         own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
         donor, aligned = str(donor_reference(document)), document.tokenizer is not None
@@ -71,7 +102,7 @@ def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Fi
                     findings += _compare_tokenizer_classes(donor, own[donor], name, checkpoint)
         if not aligned:
             findings += _compare_vocabularies(donor, own)
-    return worst_first(findings)
+    return PlannedMerge(worst_first(findings), plan)
 
 
 def _compare_configs(

@@ -1,7 +1,7 @@
 """From a recipe and headers to a list of jobs: which tensors go into which, with which values, to which place.
 
-Pure: nothing is read here. :func:`assemble` collects every problem on the way, for the preflight report;
-:func:`plan_merge` raises the first one that blocks.
+Pure: nothing is read here. :func:`assemble` collects every problem on the way, for
+:func:`~merge_core.plan.compatibility.plan_with_findings`; :func:`plan_merge` raises the first one that blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from merge_core.architecture import architecture, before_layers
 from merge_core.checkpoint import Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
-from merge_core.methods import REQUIRED, Method
+from merge_core.methods import REQUIRED, Method, TensorTask
 from merge_core.plan.alignment import Alignment, RowMap, align, has_vocabulary_rows
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.layout import OutputTensor, Shard, lay_out
@@ -59,6 +59,27 @@ class TensorJob:
     def nbytes_in(self) -> int:
         """Bytes of all inputs."""
         return sum(item.tensor.nbytes for item in self.inputs)
+
+    @property
+    def arithmetic(self) -> Literal["float32", "float64"]:
+        """Format that is computed in: float64 when an input is."""
+        return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
+
+    def task(self, seeds: tuple[tuple[int, int], ...]) -> TensorTask:
+        """The job as the method sees it.
+
+        Args:
+            seeds: One key per input for the random masks.
+        """
+        return TensorTask(
+            name=self.output.name,
+            shape=self.output.shape,
+            dtype=self.arithmetic,
+            has_base=self.has_base,
+            shared=self.shared,
+            per_input=self.per_input,
+            seeds=seeds,
+        )
 
 
 @dataclass(frozen=True)
@@ -118,10 +139,15 @@ def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePl
     blocking = [problem for problem in problems if problem.severity == "block"]
     if blocking:
         raise blocking[0].error()
-    return replace(plan, findings=tuple(_accounts(plan, checkpoints)))
+    return with_findings(plan, checkpoints)
 
 
-def _accounts(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
+    """``plan`` with what does not balance in it, for the record of the merge."""
+    return replace(plan, findings=tuple(_imbalances(plan, checkpoints)))
+
+
+def _imbalances(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
     known = {**checkpoints, **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
     for part in (*plan.steps, plan):
         findings = [*unused_tensors(part, known, set()), *self_consistency("the result", planned_checkpoint(part))]

@@ -26,6 +26,8 @@ from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.stage import (
     Scores,
     TaskScore,
+    TaskScores,
+    by_task,
     default_metric,
     document_count,
     evaluate_to,
@@ -45,6 +47,8 @@ __all__ = [
     "Scoring",
     "TaskResults",
     "TaskScore",
+    "TaskScores",
+    "by_task",
     "check_alike",
     "default_metric",
     "document_count",

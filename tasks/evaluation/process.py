@@ -113,7 +113,7 @@ class _Process:
                         sys.executable,
                         "-P",
                         "-c",
-                        "from tasks.evaluation.child import serve; serve()",
+                        "from tasks.evaluation.child import answer_questions; answer_questions()",
                         *map(str, inherited),
                         self._scratch.name,
                     ],

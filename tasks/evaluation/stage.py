@@ -6,12 +6,14 @@ parents are evaluated once, ever, a crash loses one part at most, and more docum
     guards, tasks = pin_tasks(settings.tasks, root, hashes)
     parts = evaluate_to(model, tasks[0], settings.scoring, 500, runtime())      # the first look
     parts = evaluate_to(model, tasks[0], settings.scoring, 1000, runtime())     # the second: 500 more
-    scores = joined(parts)
+    scores = join_parts(parts)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated
@@ -111,9 +113,9 @@ def evaluate_to(
     if scoring.backend == "vllm":
         runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **_version_of_vllm()}})
     artifacts: list[Artifact[Scores]] = []
-    with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as telling:
+    with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as report:
         artifacts += (evaluate(model, task, scoring, part, runtime) for part in asked)
-        telling.summary = join_parts(artifacts).summary()
+        report.summary = join_parts(artifacts).summary()
     return artifacts
 
 
@@ -134,31 +136,86 @@ def document_count(task: EvalTask, time_limit: float | None = None) -> int:
     return store().build("documents", key, TaskSize, size)[0].value.documents
 
 
+@dataclass(frozen=True)
+class TaskScores:
+    """What one model scored on one task: all of its parts together.
+
+    Args:
+        where: What messages call them: ``'gsm8k: scores of merge'``.
+        parts: In the order in which they were given. Their tables are read when ``rows`` is first asked for.
+    """
+
+    where: str
+    task: str
+    parts: tuple[Artifact[Scores], ...]
+
+    @cached_property
+    def rows(self) -> tuple[DocumentScore, ...]:
+        """The score of every document under every metric.
+
+        Raises:
+            InvalidInput: when two parts hold the same document.
+        """
+        together = tuple(row for part in self.parts for row in read_document_scores(part.directory / SCORES_FILE))
+        if len({(row.task, row.doc_id, row.metric) for row in together}) < len(together):
+            raise InvalidInput(self.where, found="parts that hold the same documents", expected="every document once")
+        return together
+
+    @cached_property
+    def higher_is_better(self) -> Mapping[str, bool]:
+        """By metric, ``acc,none``, in the order in which the parts name them."""
+        return {score.metric: score.higher_is_better for part in self.parts for score in part.value.tasks}
+
+    @property
+    def lm_eval_version(self) -> str:
+        """Of all parts: ``by_task`` joins no others."""
+        return self.parts[0].value.lm_eval_version
+
+    @property
+    def documents(self) -> int:
+        """How many were scored; of a group of tasks, in all of them."""
+        return len({(row.task, row.doc_id) for row in self.rows})
+
+    def table(self) -> tuple[TaskScore, ...]:
+        """Mean and standard error under each metric. Of a single part they stand in the artifact."""
+        if len(self.parts) == 1:
+            return self.parts[0].value.tasks
+        return score_table(self.task, self.rows, self.higher_is_better)
+
+    def by_document(self, metric: str) -> dict[tuple[str, int], DocumentScore]:
+        """The scores under one metric, by task (of a group: the one below it) and position in its data."""
+        return {(row.task, row.doc_id): row for row in self.rows if row.metric == metric}
+
+
+def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
+    """Scores of one model with the parts of each task joined, in the order in which tasks are first met.
+
+    Args:
+        model: What messages call it; an artifact may have been made when it went by another name.
+
+    Raises:
+        InvalidInput: when the parts of a task are of different versions of lm-eval.
+    """
+    grouped: dict[str, list[Artifact[Scores]]] = {}
+    for part in parts:
+        grouped.setdefault(part.value.tasks[0].task, []).append(part)
+    found = {}
+    for task, group in grouped.items():
+        found[task] = TaskScores(f"{task}: scores of {model}", task, tuple(group))
+        _check_one_version(found[task].where, group)
+    return found
+
+
 def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
     """Scores of one model over all parts of each task: one table, in the order in which tasks are first met.
 
     Raises:
         InvalidInput: when the parts are of different versions of lm-eval.
     """
-    by_task: dict[str, list[Artifact[Scores]]] = {}
-    for artifact in artifacts:
-        by_task.setdefault(artifact.value.tasks[0].task, []).append(artifact)
-    found = {artifact.value.lm_eval_version for artifact in artifacts}
-    if len(found) > 1:
-        raise InvalidInput(
-            f"scores of {artifacts[0].value.model}",
-            found=f"parts by lm-eval {' and '.join(sorted(found))}",
-            expected="one version",
-        )
-    scores: list[TaskScore] = []
-    for task, of_task in by_task.items():
-        if len(of_task) == 1:
-            scores += of_task[0].value.tasks
-            continue
-        rows = [row for part in of_task for row in read_document_scores(part.directory / SCORES_FILE)]
-        scores += score_table(task, rows, {s.metric: s.higher_is_better for part in of_task for s in part.value.tasks})
     value = artifacts[0].value
-    return value.model_copy(update={"tasks": tuple(scores), "part": value.part if len(artifacts) == 1 else None})
+    _check_one_version(f"scores of {value.model}", artifacts)
+    scores = tuple(score for joined in by_task(value.model, artifacts).values() for score in joined.table())
+    return value.model_copy(update={"tasks": scores, "part": value.part if len(artifacts) == 1 else None})
 
 
 def score_table(
@@ -177,6 +234,12 @@ def default_metric(metrics: Sequence[str]) -> str:
     if "acc,none" in metrics:
         return "acc,none"
     return next((metric for metric in metrics if metric.endswith(",flexible-extract")), metrics[0])
+
+
+def _check_one_version(where: str, parts: Sequence[Artifact[Scores]]) -> None:
+    versions_found = sorted({part.value.lm_eval_version for part in parts})
+    if len(versions_found) > 1:
+        raise InvalidInput(where, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
 
 
 def _version_of_vllm() -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.analysis import Tally
-from merge_core.methods import merge_methods
+from merge_core.methods import Method, merge_methods
 from tasks.gate import GateVerdict
 
 # Task vectors that have nothing to do with each other oppose each other in half of the weights that both move.
@@ -31,12 +31,6 @@ _DENSITIES = (0.5, 0.3, 0.2, 0.1)
 _MORE_WEIGHT = 1.5
 # Distances that differ by less are equal: two parents of equal weight are equally far, but for rounding.
 _NEARLY = 1.01
-# Methods in which opposed elements of task vectors simply add up.
-_ADD_UP = frozenset(
-    {"linear", "task_arithmetic", "dare_linear", "breadcrumbs", "della_linear", "nuslerp", "multislerp", "karcher"}
-)
-# Methods that keep a share of each task vector: ``density``.
-_SPARSE = frozenset({"ties", "dare_linear", "dare_ties", "breadcrumbs", "breadcrumbs_ties", "della", "della_linear"})
 
 
 class Remedy(BaseModel):
@@ -81,7 +75,7 @@ def suggest_remedies(found: Diagnosis) -> tuple[Remedy, ...]:
         return ()
     return tuple(
         remedy
-        for rule in (_move_less, _leave_one_out, _elect_signs, _keep_less, _weigh_more, _move_less_for_perplexity)
+        for rule in (_move_less, _leave_one_out, _resolve_conflict, _keep_less, _weigh_more, _move_less_for_perplexity)
         for remedy in rule(found)
     )
 
@@ -113,22 +107,28 @@ def _leave_one_out(found: Diagnosis) -> Iterator[Remedy]:
             )
 
 
-def _elect_signs(found: Diagnosis) -> Iterator[Remedy]:
-    method, conflict = str(found.recipe["merge_method"]), found.whole.conflict
-    if method not in _ADD_UP or not found.has_base or "models" not in found.recipe:
+def _resolve_conflict(found: Diagnosis) -> Iterator[Remedy]:
+    """Change from a method in which opposed task vectors cancel to those that offer themselves for it."""
+    method, conflict = _method(found), found.whole.conflict
+    if not method.traits.adds_up or not found.has_base or "models" not in found.recipe:
         return
-    if conflict is not None and conflict >= _HIGH_CONFLICT:
-        weights = {} if merge_methods()[method].parameter("weight") else {"weight": 1.0}
+    if conflict is None or conflict < _HIGH_CONFLICT:
+        return
+    for other in merge_methods().values():
+        offer = other.traits.conflict_remedy
+        if offer is None or other is method:
+            continue
+        added = {name: value for name, value in offer.additions.items() if method.parameter(name) is None}
         yield Remedy(
-            change={"merge_method": "ties", "density": 0.3, **weights},
-            reason=f"{_conflict_words(found.whole)}; {method} adds them up and they cancel, "
-            "while ties keeps the largest and lets the stronger sign win.",
+            change={"merge_method": other.name, **offer.settings, **added},
+            reason=f"{_conflict_words(found.whole)}; {method.name} adds them up and they cancel, "
+            f"while {other.name} {offer.because}.",
         )
 
 
 def _keep_less(found: Diagnosis) -> Iterator[Remedy]:
-    method, conflict = str(found.recipe["merge_method"]), found.whole.conflict
-    if method not in _SPARSE or conflict is None or conflict < _HIGH_CONFLICT:
+    conflict = found.whole.conflict
+    if not _method(found).traits.sparse or conflict is None or conflict < _HIGH_CONFLICT:
         return
     now = max(_numbers(found.recipe, "density"), default=1.0)
     lower = next((density for density in _DENSITIES if density < now - 0.05), None)
@@ -185,9 +185,13 @@ def movement(whole: Tally) -> float | None:
     return whole.gram[-1][-1] ** 0.5 / farthest if whole.has_merge and farthest else None
 
 
+def _method(found: Diagnosis) -> Method:
+    return merge_methods()[found.recipe["merge_method"]]
+
+
 def _strength(found: Diagnosis) -> float | None:
     """The factor of the merged task vector; None where the method has none, or it is not one number."""
-    if merge_methods()[found.recipe["merge_method"]].parameter("lambda") is None:
+    if _method(found).parameter("lambda") is None:
         return None
     value = (found.recipe.get("parameters") or {}).get("lambda", 1.0)
     return float(value) if isinstance(value, (int, float)) else None

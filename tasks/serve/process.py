@@ -25,8 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tasks.remote import Unreachable
 from tasks.serve import supervisor
-from tasks.serve.client import Client, Unreachable
+from tasks.serve.client import Client
 from tasks.serve.launch import Launch
 from tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
 from tasks.serve.settings import ServeSettings

@@ -129,7 +129,7 @@ def test_joined_parts_score_as_all_their_documents(model: Model, task: EvalTask)
 def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask) -> None:
     _, (parts,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU))
     older = parts[0].value.model_copy(update={"lm_eval_version": "0.4.2"})
-    other = Artifact("evaluate", parts[0].key, parts[0].digest, parts[0].directory, older, parts[0].files)
+    other = Artifact("evaluate", parts[0].key, parts[0].digest, older, parts[0].directory, parts[0].files)
     with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.2"):
         join_parts([other, parts[1]])
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from family import random_tensors, save_checkpoint, save_tokenizer
 
-from merge_core import Finding, load_recipe, open_checkpoint, plan_merge, preflight
+from merge_core import Finding, PlannedMerge, load_recipe, open_checkpoint, plan_merge, plan_with_findings, preflight
 from merge_core.errors import InvalidInput
+from merge_core.plan import compatibility
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 
@@ -32,6 +33,50 @@ def pair(root: Path, *, tensors: Any = None, config: Any = None, **sizes: int) -
 
 def test_nothing_is_found_in_a_family(family: Path) -> None:
     assert findings(family) == ()
+
+
+def planned(root: Path, text: str = LINEAR) -> PlannedMerge:
+    recipe = load_recipe(text)
+    return plan_with_findings(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
+
+
+def test_one_call_gives_the_findings_and_the_plan_and_assembles_once(
+    family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    assemble = compatibility.assemble
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return assemble(*arguments)
+
+    monkeypatch.setattr(compatibility, "assemble", counted)
+    recipe = load_recipe(LINEAR)
+    opened = {str(ref): open_checkpoint(family / ref.path) for ref in recipe.references()}
+    result = plan_with_findings(recipe, opened)
+    assert len(calls) == 1
+    assert result.plan == plan_merge(recipe, opened)
+    assert result.findings == preflight(recipe, opened)
+
+
+def test_what_cannot_be_merged_has_findings_and_no_plan(tmp_path: Path) -> None:
+    pair(tmp_path, tokens=30)
+    result = planned(tmp_path)
+    assert result.plan is None
+    assert "b: model.embed_tokens.weight" in blocking(result.blocking)
+
+
+def test_what_can_be_merged_into_nothing_useful_has_a_plan_and_a_finding_that_blocks(family: Path) -> None:
+    save_tokenizer(family / "b", [f"t{number}" for number in reversed(range(24))])
+    result = planned(family)
+    assert result.plan is not None
+    assert blocking(result.blocking) == ["b: tokenizer.json"]
+
+
+def test_a_reference_without_checkpoint_is_a_finding() -> None:
+    result = plan_with_findings(load_recipe(LINEAR), {})
+    assert result.plan is None
+    assert blocking(result.findings) == ["a"]
 
 
 def test_another_number_of_layers_is_found(tmp_path: Path) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from family import load, merge_text
 
+from merge_core import EngineSettings, load_recipe, open_checkpoint, plan_merge
+from merge_core.analysis import Tally
 from merge_core.errors import InvalidInput
-from merge_core.methods import registry
-from merge_core.methods.contract import Map, Method, TensorTask, fold_sums
+from merge_core.forecast import Needs, needs_of
+from merge_core.methods import REQUIRED, ConflictRemedy, Costs, Map, Method, Parameter, TensorTask, Traits, registry
+from merge_core.methods.contract import fold_sums
+from tasks.explain.remedies import Diagnosis, Remedy, suggest_remedies
+from tasks.gate import GateVerdict
 
 PEER = {
     "linear",
@@ -46,6 +54,9 @@ def louder(task: TensorTask):  # type: ignore[no-untyped-def]
 
 
 LOUDER = Method("louder", "Divide by the mean magnitude", "", "ordinary", (1, None), (), louder)
+PROJECT = Path(__file__).parents[2]
+# Where one checkpoint is opened by way of a recipe that passes it through.
+NAMES_ELSEWHERE = {"flows/compare.py", "flows/cli/smoke.py"}
 
 
 class Point:
@@ -57,19 +68,35 @@ class Point:
         self.load = lambda: value
 
 
+def suggested(method: str, conflict: float) -> tuple[Remedy, ...]:
+    """Remedies for a refused merge of two models whose task vectors oppose each other in this share of weights."""
+    moved, opposed = 1000, round(1000 * conflict)
+    whole = Tally(
+        elements=moved, vectors=2, origin=1.0, gram=((1.0, 0.0), (0.0, 1.0)),
+        moved=moved, opposed=opposed, pair_moved=(moved,), pair_opposed=(opposed,),
+    )  # fmt: skip
+    verdict = GateVerdict(
+        outcome="fail", publishable=False, guards=(), drift=None, overall_drop=None, overall_low=None,
+        overall_high=None, on_inconclusive="block", reasons=("lost",),
+    )  # fmt: skip
+    recipe = {"merge_method": method, "base_model": "base", "models": [{"model": "a"}, {"model": "b"}]}
+    names = ("a", "b")
+    return suggest_remedies(Diagnosis(recipe, names, names, ("base", "base"), True, whole, verdict))
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
     """Entry points that the registry finds."""
     points: list[Point] = []
     monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "mergegate.methods" else [])
-    registry.methods.cache_clear()
+    registry.merge_methods.cache_clear()
     yield points
-    registry.methods.cache_clear()
+    registry.merge_methods.cache_clear()
 
 
 def test_every_method_of_the_peer_is_there_and_says_what_it_is() -> None:
-    assert set(registry.methods()) >= PEER
-    for method in registry.methods().values():
+    assert set(registry.merge_methods()) >= PEER
+    for method in registry.merge_methods().values():
         assert method.summary
         assert all(parameter.summary for parameter in method.parameters)
 
@@ -86,7 +113,51 @@ def test_a_method_of_another_package_is_used_like_our_own(family: Path, installe
 def test_what_another_package_registers_is_checked(installed: list[Point], value: object) -> None:
     installed.append(Point(value))
     with pytest.raises(InvalidInput, match="extra"):
-        registry.methods()
+        registry.merge_methods()
+
+
+def test_what_a_method_of_another_package_declares_is_in_the_estimate(family: Path, installed: list[Point]) -> None:
+    costs = Costs(map=0.5, fold=7.0, folds=lambda task: 2 if len(task.shape) > 1 else 0)
+    installed.append(Point([LOUDER, replace(LOUDER, name="measured", costs=costs)]))
+
+    def needs(method: str) -> Needs:
+        recipe = load_recipe(f"merge_method: {method}\nmodels: [{{model: a}}]")
+        plan = plan_merge(recipe, {"a": open_checkpoint(family / "a")})
+        return needs_of(plan, EngineSettings(), cores=2, device="cpu")
+
+    sizes = [tensor.shape for tensor in open_checkpoint(family / "a").tensors.values()]
+    units = sum(math.prod(shape) * (14.5 if len(shape) > 1 else 0.5) for shape in sizes)
+    assert needs("measured").units == pytest.approx(units)
+    assert (needs("measured").passes, needs("measured").assumed_cost) == (3, ())
+    assert needs("louder").assumed_cost == ("louder",)
+
+
+def test_the_traits_of_a_method_of_another_package_decide_the_remedies(installed: list[Point]) -> None:
+    weight = Parameter("weight", "float", "non_base", REQUIRED, "factor")
+    density = Parameter("density", "float", "non_base", 1.0, "share")
+    plain = Method("adding", "Add up", "", "required", (1, None), (weight, density), louder)
+    adding = replace(plain, traits=Traits(adds_up=True, sparse=True))
+    peace = ConflictRemedy("lets them talk", settings={"patience": 3}, additions={"weight": 0.5, "calm": True})
+    installed.append(Point([adding, replace(plain, name="peace", traits=Traits(conflict_remedy=peace))]))
+    found = suggested("adding", conflict=0.48)
+    assert [remedy.change for remedy in found] == [
+        {"merge_method": "ties", "density": 0.3},
+        {"merge_method": "peace", "patience": 3, "calm": True},
+        {"density": 0.5},
+    ]
+    assert found[1].reason.endswith("adding adds them up and they cancel, while peace lets them talk.")
+    assert suggested("peace", conflict=0.48) == ()
+
+
+def test_no_method_is_named_outside_the_files_of_the_methods() -> None:
+    naming = set()
+    for floor in ("merge_core", "tasks", "flows"):
+        for file in (PROJECT / floor).rglob("*.py"):
+            place = file.relative_to(PROJECT)
+            texts = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+            if not place.is_relative_to("merge_core/methods") and texts & PEER:
+                naming.add(place.as_posix())
+    assert naming <= NAMES_ELSEWHERE
 
 
 def test_reading_recipes_and_planning_need_no_torch() -> None:

@@ -14,7 +14,7 @@ from sparse_models import LLAMA_70B, header_bytes, llama, save_sparse, weights_o
 
 from merge_core import EngineSettings, MergePlan, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
 from merge_core.forecast.forecast import Needs, Rates, duration, input_files, needs_of
-from merge_core.forecast.method_costs import work_of
+from merge_core.forecast.work import Work, work_of
 from merge_core.methods.contract import REQUIRED, Block, Fold, Map, TensorTask
 from merge_core.methods.masks import mask_key
 
@@ -99,7 +99,7 @@ def test_passes_are_those_that_the_method_makes(name: str, chosen: dict[str, Any
     per_input = tuple({} if has_base and index == 0 else own for index in range(count))
     shape = (32, 64)
     task = TensorTask("w", shape, dtype, has_base, shared, per_input, tuple(mask_key(0, "w", i) for i in range(count)))
-    expected = work_of(method, shape, shared, per_input, wide=dtype == "float64")
+    expected = work_of(method, task)
     assert expected.known
     assert expected.folds == folds_made(method.steps(task), count, dtype, method.grain(shape, shared))
 
@@ -119,9 +119,10 @@ def folds_made(steps: Any, count: int, dtype: str, grain: int) -> int:
         result, folds = step.combine([step.of(block).numpy()]), folds + 1
 
 
-def test_a_method_of_another_package_has_an_assumed_cost(tmp_path: Path) -> None:
-    foreign = replace(merge_methods()["linear"], name="foreign")
-    assert not work_of(foreign, (4, 4), {"normalize": True}, ({"weight": 1.0},) * 2, wide=False).known
+def test_a_method_without_declared_costs_has_assumed_ones() -> None:
+    foreign = replace(merge_methods()["linear"], name="foreign", costs=None)
+    task = TensorTask("w", (4, 4), "float32", False, {"normalize": True}, ({"weight": 1.0},) * 2, ((0, 0),) * 2)
+    assert work_of(foreign, task) == Work(1, 8.0, known=False)
 
 
 def test_a_70_b_merge_reads_all_weights_and_writes_one_model(tmp_path: Path) -> None:

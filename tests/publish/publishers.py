@@ -28,7 +28,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOpera
 from merge_core.errors import MergegateError
 from merge_core.store import HashMemo, sha256_file
 from tasks.publish.content import ReleaseFile
-from tasks.publish.targets.hub import publish_hub
+from tasks.publish.targets.hub.publication import publish_hub
 from tasks.checkpoints.hub import HubAccess
 
 time.sleep = lambda seconds: None

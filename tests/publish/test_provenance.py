@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from release_samples import COMMIT, NUMERICS, RECIPE, content, files, licence, parents, sha, share
+from release_samples import COMMIT, NUMERICS, RECIPE, content, files, license_verdict, parents, sha, share
 
 from tasks.publish.bom import bill_of_materials
 from tasks.publish.card_metadata import card_metadata
@@ -98,7 +98,7 @@ _SCHEMA = {
 
 def text_of(root: Path) -> str:
     said, both = content((share("arc_easy", 300, 400),)), parents(root)
-    verdict = licence("other", "mit", accepted={"acme/other": "alice: we have a contract"})
+    verdict = license_verdict("other", "mit", accepted={"acme/other": "alice: we have a contract"})
     return provenance(
         files(),
         recipe=list(yaml.safe_load_all(RECIPE)),
@@ -108,7 +108,7 @@ def text_of(root: Path) -> str:
         parents=both,
         versions={library.name: library.version for library in said.versions},
         verdict=said.verdict,
-        licence=verdict,
+        license=verdict,
         card=card_metadata(said, both, verdict.combination),
     )
 

@@ -8,8 +8,9 @@ import pytest
 
 from flows.profile import parse_profile
 from merge_core.errors import InvalidInput
-from tasks.publish.targets.check import check_target
-from tasks.publish.targets.settings import DirectoryTarget, HubTarget
+from tasks.publish.targets.contract import check_target
+from tasks.publish.targets.directory import DirectoryTarget
+from tasks.publish.targets.hub import HubTarget
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 

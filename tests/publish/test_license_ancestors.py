@@ -65,7 +65,7 @@ def _local(place: Path, card: str) -> ResolvedCheckpoint:
 
 
 def _judge(declared: Declared, name: str = "acme/Llama-mix") -> LicenseVerdict:
-    return check_licenses.work(Path(), declared, LicenseSettings().use(name), TABLE, {})
+    return check_licenses.work(declared, LicenseSettings().use(name), TABLE, {})
 
 
 def _key(declared: Declared) -> str:
