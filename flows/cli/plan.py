@@ -115,7 +115,7 @@ def make_forecast(
     Args:
         bytes_to_download: Of parents on the Hub. Other arguments as for :func:`plan_file`.
     """
-    from merge_core.forecast import usable_cores
+    from merge_core.engine import usable_cores
     from tasks.stage import device_kind
 
     device = device_kind() if device == "auto" else device

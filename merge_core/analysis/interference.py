@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.analysis.tally import Tally, total
 from merge_core.architecture import KINDS, TensorKind, find_tensor, layer_place, stacks, tensor_kind
 from merge_core.checkpoint import BY_CODE, Checkpoint, numbers
-from merge_core.engine import BufferPool, JobInputs, cores, read_ahead
+from merge_core.engine import BufferPool, JobInputs, read_ahead, usable_cores
 from merge_core.errors import InvalidInput
 from merge_core.methods import StoredBlock
 from merge_core.plan import Input, OutputTensor, TensorJob
@@ -243,7 +243,7 @@ def _tallied(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int
             return tally(block.stored(), vectors)
 
     sums: list[list[Tally]] = [[] for _ in jobs]
-    threads = min(_THREADS, cores() + 1)
+    threads = min(_THREADS, usable_cores() + 1)
     waiting: deque[tuple[int, Future[Tally]]] = deque()
     with _opened(jobs) as files, ThreadPoolExecutor(threads) as threads_at_work:
         try:

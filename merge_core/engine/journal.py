@@ -1,8 +1,8 @@
 """What a merge has finished of a shard, line by line; and, by its lock, who works on it.
 
-Every output shard has a journal file beside it. Who holds its lock (``flock``) works on it: so several processes, also
-on several machines that share the file system, divide a merge between them. The lock of a killed one is free at
-once, and whoever takes it goes on where the journal ends.
+Every output shard has a journal file beside it. Whoever holds its lock works on it: so several processes, also on
+several machines that share the file system, divide a merge between them. The lock of a killed one is free at once, and
+whoever takes it resumes where the journal ends.
 
 A line is appended when all blocks of a tensor have been written, and when the shard is complete, flushed to the disk
 and hashed. After ``kill -9`` everything that was written is still there, so both kinds count. After a crash of the
@@ -23,10 +23,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from merge_core.engine.coordination import NAME, try_lock
+from merge_core.engine.coordination import NAME
 from merge_core.engine.health import TensorHealth
 from merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
 from merge_core.plan import MergePlan, Shard
+from merge_core.store import try_open_locked
 
 # To be raised whenever the engine would write other bytes for the same plan.
 ENGINE = 2
@@ -92,11 +93,10 @@ def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
     path = out / f"{shard.name}{_SUFFIX}"
     with refusing_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = try_open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, required=False)
+        if fd is None:
+            return None
         try:
-            if not try_lock(fd):
-                os.close(fd)
-                return None
             entries = _believed(fd, out, shard, identity)
             return ShardJournal(path, fd, shard, entries)
         except BaseException:

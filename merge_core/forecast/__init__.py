@@ -5,19 +5,17 @@ from merge_core.forecast.forecast import (
     Needs,
     Rates,
     duration,
-    engine_threads,
     input_files,
     needs_of,
     peak_memory,
 )
-from merge_core.forecast.probe import measure_bus, measure_machine, place_of, recall, remember, usable_cores
+from merge_core.forecast.probe import measure_bus, measure_machine, place_of, recall, remember
 
 __all__ = [
     "Duration",
     "Needs",
     "Rates",
     "duration",
-    "engine_threads",
     "input_files",
     "measure_bus",
     "measure_machine",
@@ -26,5 +24,4 @@ __all__ = [
     "place_of",
     "recall",
     "remember",
-    "usable_cores",
 ]

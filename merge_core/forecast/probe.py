@@ -114,11 +114,6 @@ def reference_pass(elements: int) -> float:
     return time.perf_counter() - began
 
 
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def remember(memory: Path, place: str, rates: Rates) -> None:
     """Keep ``rates`` for :func:`recall`, if ``memory`` can be written."""
     known = {**_known(memory), place: asdict(rates)}

@@ -14,13 +14,10 @@ it with the process, so a killed run never leaves one behind.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -30,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo
 from merge_core.store.keys import digest
-from merge_core.store.locks import is_linked
+from merge_core.store.locks import locked
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +127,9 @@ class Store:
             on_wait: Called once if another process is building the same artifact.
         """
         final = self.directory(stage, key)
-        with self._lock(stage, key, on_wait):
+        lock = self.root / "locks" / f"{stage}-{key[:32]}"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with locked(lock, remove=True, on_wait=on_wait):
             try:
                 return self.open(stage, key, value_type), False
             except StoreMiss as miss:
@@ -166,27 +165,6 @@ class Store:
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         fsync(partial / MANIFEST)
         fsync_directories(partial)
-
-    @contextmanager
-    def _lock(self, stage: str, key: str, on_wait: Callable[[], None]) -> Iterator[None]:
-        path = self.root / "locks" / f"{stage}-{key[:32]}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                on_wait()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The holder before us unlinks the file on its way out: only a lock on the file that is still there counts.
-            if is_linked(descriptor, path):
-                break
-            os.close(descriptor)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
 
 
 def _files_below(directory: Path) -> list[str]:

@@ -153,14 +153,16 @@ def test_an_empty_override_changes_nothing(table: LicenseTable, tmp_path: Path) 
         ("licenses: {mit: {only_with: [lama2]}}", "licenses.mit.only_with", "did you mean 'llama2'?"),
         ("licenses: {mit: {use_policy: gema-pup}}", "licenses.mit.use_policy", "did you mean 'gemma-pup'?"),
         ("licenses: {mit: permissive}", "licenses.mit", "'permissive'"),
-        ("licenses: {mit: {cap: a}, mit: {cap: b}}", "licences.yaml", "twice"),
+        ("licenses: {mit: {cap: a}, mit: {cap: b}}", "licences.yaml, line 1, column 27", "'mit' is written twice"),
+        ("aliases: {1: mit}", "licences.yaml, line 1", "the key 1 is not text"),
+        ("licenses: {}\n---\naliases: {}", "licences.yaml", "2 documents"),
         ("aliases: {acme: mitt}", "aliases.acme", "did you mean 'mit'?"),
         ("aliases: {gemma: mit}", "aliases.gemma", "not itself one"),
         ("policies: {acme: 3}", "policies.acme", "3"),
         ("licences: {}", "licences", "did you mean 'licenses'?"),
         ("licenses: [mit]", "licenses", "list"),
         ("- mit", "licences.yaml", "list"),
-        ("licenses: {mit", "licences.yaml", "not valid YAML"),
+        ("licenses: {mit", "licences.yaml", "not YAML"),
     ],
 )
 def test_a_wrong_override_is_refused_with_its_place(tmp_path: Path, text: str, where: str, word: str) -> None:

@@ -11,15 +11,15 @@ What each field means stands at the head of `table.yaml`. An override file has t
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from merge_core.errors import InvalidInput, suggest
+from merge_core.parsing import read_yaml_mapping
 
 SHIPPED = Path(__file__).with_name("table.yaml")
 UNKNOWN, OTHER = "unknown", "other"
@@ -155,38 +155,9 @@ def _shipped() -> LicenseTable:
     return _typed(_read(SHIPPED), SHIPPED.name)
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML lets a later duplicate key win silently; a licence that stands twice is a mistake worth hearing about."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key_node.value!r} stands here twice", key_node.start_mark
-                )
-            if isinstance(key_node.value, str):
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep=deep)
-
-
 def _read(path: Path) -> dict[str, dict[str, object]]:
     """The sections of a table file as YAML gives them; sections that are missing are empty."""
-    try:
-        # The subclass of SafeLoader constructs plain values only, like yaml.safe_load.
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
-    except OSError as error:
-        raise InvalidInput(
-            str(path),
-            found=error.strerror or "not readable",
-            expected="a licence table",
-            remedy="check checks.license.table",
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidInput(str(path), found=f"not valid YAML: {error}", expected="a licence table") from error
-    content = {} if content is None else content
-    if not isinstance(content, dict):
-        raise InvalidInput(str(path), found=f"a {type(content).__name__}", expected="a mapping with `licenses`")
+    content = read_yaml_mapping(path, "a licence table", remedy="check checks.license.table")
     for section in content:
         if section not in _SECTIONS:
             raise InvalidInput(

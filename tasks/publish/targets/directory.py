@@ -12,17 +12,15 @@ by running again; a run with nothing new changes nothing.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from merge_core.errors import Refused
-from merge_core.store import HashMemo, fsync, fsync_directories
+from merge_core.store import HashMemo, fsync, fsync_directories, locked
 from tasks.publish.content import ReleaseFile
 
 LATEST = "latest"
@@ -55,7 +53,7 @@ def publish_directory(
     """
     place = target / version
     target.mkdir(parents=True, exist_ok=True)
-    with _alone_in(target):
+    with locked(target):  # One publisher at a time; on the directory itself, so there is nothing to clean up.
         fresh = not place.exists()
         if fresh:
             _write_version(files, place, on_progress)
@@ -94,17 +92,6 @@ def _point(link: Path, version: str) -> bool:
     step.symlink_to(version)
     step.rename(link)
     return True
-
-
-@contextmanager
-def _alone_in(target: Path) -> Iterator[None]:
-    """One publisher at a time. The lock is on the directory itself: nothing to clean up, gone with its holder."""
-    descriptor = os.open(target, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _require_same(place: Path, files: Sequence[ReleaseFile], hashes: HashMemo) -> None:
