@@ -69,7 +69,7 @@ class Skipped(BaseModel):
 
 
 class Interference(BaseModel):
-    """What task vectors do to each other. They are known by position: names are for whoever shows them.
+    """What task vectors do to each other. They are identified by position; names are added where they are shown.
 
     ``spots`` stand in the order of the network: what is before the layers, layers, what is after them.
     """
@@ -111,7 +111,7 @@ def measure_interference(
         origin: Where task vectors begin: the base.
         parents: Where they end, one or more.
         merge: Made of them.
-        on_progress: Told bytes read and in all.
+        on_progress: Called with bytes read and in all.
 
     Raises:
         InvalidInput: A file cannot be read, or no tensor can be compared.
@@ -149,7 +149,7 @@ def measure_interference(
 
 
 def tally_grains(block: StoredBlock, vectors: int) -> Tally:
-    """The tally of one block, by numpy: the readable twin of the fused kernels.
+    """The tally of one block, by numpy: the readable counterpart of the fused kernels.
 
     Args:
         block: Rows: the origin, ``vectors`` parents, and the merge if there is one.

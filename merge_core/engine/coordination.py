@@ -60,7 +60,7 @@ def _join(out: Path, check: Callable[[], None], prepare: Callable[[], None]) -> 
         check()
         with refusing_disk_errors(path):
             try:
-                # Not made again when it is gone by now: the others have finished, and their result must stay.
+                # Not created when it is gone by now: the others have finished, and their result must stay.
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if there else os.O_CREAT), 0o644)
             except FileNotFoundError:
                 continue

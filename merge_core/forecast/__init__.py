@@ -9,7 +9,7 @@ from merge_core.forecast.forecast import (
     needs_of,
     peak_memory,
 )
-from merge_core.forecast.probe import measure_bus, measure_machine, place_of, recall, remember
+from merge_core.forecast.probe import load_rates, machine_key, measure_bus, measure_machine, save_rates
 
 __all__ = [
     "Duration",
@@ -17,11 +17,11 @@ __all__ = [
     "Rates",
     "duration",
     "input_files",
+    "load_rates",
+    "machine_key",
     "measure_bus",
     "measure_machine",
     "needs_of",
     "peak_memory",
-    "place_of",
-    "recall",
-    "remember",
+    "save_rates",
 ]

@@ -61,7 +61,7 @@ class Artifact(Generic[R]):
 
 
 class Store:
-    """Artifacts below ``root``. ``root`` and everything in it may be deleted at any time; it will be made again."""
+    """Artifacts below ``root``. ``root`` and everything in it may be deleted at any time; it will be rebuilt."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -123,7 +123,7 @@ class Store:
         Args:
             make: Writes files into the directory it is given and returns the value.
             hashes_of: sha256 of files that ``make`` hashed while writing them, by name; they are not read again.
-            resumable: ``make`` can go on from what a killed run left in the directory; otherwise it starts empty.
+            resumable: ``make`` can resume from what a killed run left in the directory; otherwise it starts empty.
             on_wait: Called once if another process is building the same artifact.
         """
         final = self.directory(stage, key)
@@ -134,7 +134,7 @@ class Store:
                 return self.open(stage, key, value_type), False
             except StoreMiss as miss:
                 if final.exists():
-                    log.warning("%s; it is made again", miss)
+                    log.warning("%s; it is rebuilt", miss)
                     _remove(final)
             partial = final.with_name(final.name + ".partial")
             if not resumable and partial.exists():
