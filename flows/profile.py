@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flows.candidates import Candidate, Written, candidate_recipes
 from merge_core.errors import InvalidInput, suggest
+from merge_core.parsing import read_yaml
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
 from tasks.gate import EvaluateSettings
@@ -180,15 +180,7 @@ def _mapping_in(file: Path) -> Mapping[str, object]:
 
 
 def _documents_in(file: Path) -> list[object]:
-    try:
-        return list(yaml.safe_load_all(file.read_text(encoding="utf-8"))) or [None]
-    except OSError as error:
-        raise InvalidInput(str(file), found=error.strerror or "not readable", expected="a profile (YAML)") from None
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise InvalidInput(str(file), found=f"not YAML{line}: {error.problem}", expected="a profile (YAML)") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidInput(str(file), found=f"not YAML: {error}", expected="a profile (YAML)") from None
+    return read_yaml(file, "a profile (YAML)") or [None]
 
 
 def _explain(error: ValidationError, where: str) -> InvalidInput:

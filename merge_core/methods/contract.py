@@ -9,8 +9,8 @@ of inputs into one block of output::
         scale = 1 / norms.sum()
         return Map(lambda block: (block.inputs * scale).sum(0))
 
-The functions get :class:`Block` (torch, any device): the readable reference. Each may carry a ``fused`` twin for the
-CPU that works on the stored bytes directly; twins must give the same result.
+The functions get :class:`Block` (torch, any device): the readable reference. Each may carry a ``fused`` counterpart
+for the CPU that works on the stored bytes directly and must give the same result.
 
 Every reduction is per *grain* (a fixed run of elements, or a row), and grains are combined in their order: results do
 not depend on block size or number of threads.
@@ -180,7 +180,7 @@ class Fold:
         of: Partial result of a block.
         combine: Partial results in block order → result of the pass.
         eager: Whether partial results may be combined as they come, in any order, so that few are held.
-        fused: Twin of ``of`` for stored numbers on the CPU.
+        fused: Counterpart of ``of`` for stored numbers on the CPU.
     """
 
     of: Callable[[Block], torch.Tensor]
@@ -193,7 +193,7 @@ class Fold:
 class Map:
     """The last pass: a block of inputs → ``[elements]`` of output, in the dtype of the arithmetic.
 
-    The fused twin writes into its second argument: uint16 (bfloat16 bit patterns), float32 or float64.
+    The fused counterpart writes into its second argument: uint16 (bfloat16 bit patterns), float32 or float64.
     """
 
     of: Callable[[Block], torch.Tensor]

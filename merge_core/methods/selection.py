@@ -68,7 +68,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Counters:
-    """Fused twins of the passes: counts from stored blocks.
+    """Fused counterparts of the passes: counts from stored blocks.
 
     Args:
         first: Leading digit → ``[streams, bins]``.

@@ -1,4 +1,4 @@
-"""Do the books balance: every tensor of every model goes somewhere, and config and tensors say the same."""
+"""Consistency: every tensor of every model is used, and configs agree with their tensors."""
 
 from __future__ import annotations
 

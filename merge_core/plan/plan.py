@@ -21,7 +21,7 @@ from merge_core.plan.layout import OutputTensor, Shard, lay_out
 from merge_core.plan.outline import OutputSpec, outline, sliced_module
 from merge_core.recipe import CheckpointRef, Parameters, Recipe, Source, value_for
 
-# Directory that stands for the result of a step until it is written.
+# Prefix of the placeholder directory of a step's result, until it is written.
 _STEP = "step:"
 
 
@@ -180,12 +180,12 @@ def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Mer
 def planned_checkpoint(plan: MergePlan) -> Checkpoint:
     """The result of a step as the input of another, before it exists: its layout is already known.
 
-    Its files lie in the stand-in directory ``step:<name>``; see :func:`step_of`.
+    Its files lie in the placeholder directory ``step:<name>``; see :func:`step_of`.
     """
     outputs = {job.output.name: job.output for job in plan.jobs}
-    place_of = Path(f"{_STEP}{plan.recipe.name}")
+    directory = Path(f"{_STEP}{plan.recipe.name}")
     tensors = {
-        name: StoredTensor(name, place_of / shard.name, outputs[name].dtype, outputs[name].shape, offset)
+        name: StoredTensor(name, directory / shard.name, outputs[name].dtype, outputs[name].shape, offset)
         for shard in plan.shards
         for name, offset in zip(shard.tensors, shard.offsets, strict=True)
     }
@@ -212,8 +212,8 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
     donor = checkpoints[str(donor_reference(recipe))]
     alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
-    drafts = outline(recipe, donor, checkpoints)
-    jobs = [job for draft in drafts if (job := _job(recipe, draft, alignment, checkpoints, problems)) is not None]
+    specs = outline(recipe, donor, checkpoints)
+    jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
     config = architecture.output_config(donor.config, _bulk_dtype(jobs), _layer_sources(recipe, donor, checkpoints))
     if alignment is not None:
         config = architecture.with_vocabulary(config, alignment.size, alignment.tokenizer.config)
@@ -239,14 +239,14 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
 
 def _job(
     recipe: Recipe,
-    draft: OutputSpec,
+    spec: OutputSpec,
     alignment: Alignment | None,
     checkpoints: Mapping[str, Checkpoint],
     problems: list[Finding],
 ) -> TensorJob | None:
-    method, cut = recipe.method, draft.cut
+    method, cut = recipe.method, spec.cut
     found: list[tuple[Source, StoredTensor]] = []
-    for source, name in zip(cut.sources, draft.source_names, strict=True):
+    for source, name in zip(cut.sources, spec.source_names, strict=True):
         tensor = architecture.find_tensor(checkpoints[str(source.model)], name)
         if tensor is not None:
             found.append((source, tensor))
@@ -270,7 +270,7 @@ def _job(
         problems.append(
             Finding(
                 "block",
-                f"{cut.base}: {draft.name}",
+                f"{cut.base}: {spec.name}",
                 found="missing in the base",
                 expected=f"{method.name} works on differences to it",
                 remedy="use a base that has it",
@@ -278,19 +278,19 @@ def _job(
         )
         return None
     tensors = [tensor for _, tensor in found]
-    dtype = _output_dtype(recipe, draft.name, found, problems)
-    maps = alignment.maps if alignment is not None and has_vocabulary_rows(draft.name) else {}
-    if dtype is None or (not maps and not _same_shape(draft.name, found, problems)):
+    dtype = _output_dtype(recipe, spec.name, found, problems)
+    maps = alignment.maps if alignment is not None and has_vocabulary_rows(spec.name) else {}
+    if dtype is None or (not maps and not _same_shape(spec.name, found, problems)):
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
     low, _ = method.models
     alone = len(found) == 1 and method.alone == "copy" and low > 1
-    shared, per_input = _values(recipe, draft, found, has_base)
+    shared, per_input = _values(recipe, spec, found, has_base)
     if not alone:
-        method.check(shared, per_input, f"{cut.where}: {draft.name}")
+        method.check(shared, per_input, f"{cut.where}: {spec.name}")
     mode: Literal["merge", "copy", "equal"] = "copy" if alone else "merge"
     return TensorJob(
-        output=OutputTensor(draft.name, dtype, shape),
+        output=OutputTensor(spec.name, dtype, shape),
         inputs=tuple(Input(str(source.model), tensor, maps.get(str(source.model))) for source, tensor in found),
         has_base=has_base,
         shared=shared,
@@ -359,33 +359,33 @@ def _same_shape(name: str, found: Sequence[tuple[Source, StoredTensor]], problem
 
 def _values(
     recipe: Recipe,
-    draft: OutputSpec,
+    spec: OutputSpec,
     found: Sequence[tuple[Source, StoredTensor]],
     has_base: bool,
 ) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
     method = recipe.method
-    wider = (draft.cut.parameters, draft.module.parameters, recipe.parameters)
+    wider = (spec.cut.parameters, spec.module.parameters, recipe.parameters)
     shared = {}
     per_input: list[dict[str, Any]] = [{} for _ in found]
     for parameter in method.parameters:
         if parameter.scope == "shared":
             shared[parameter.name] = _required(
-                value_for(parameter, wider, draft.name, draft.t), parameter.name, draft, draft.name
+                value_for(parameter, wider, spec.name, spec.t), parameter.name, spec, spec.name
             )
             continue
         for index, (source, tensor) in enumerate(found):
             if parameter.scope == "non_base" and has_base and index == 0:
                 continue
             scopes: tuple[Parameters, ...] = (source.parameters, *wider)
-            value = value_for(parameter, scopes, tensor.name, draft.t)
-            per_input[index][parameter.name] = _required(value, parameter.name, draft, f"{source.model}: {tensor.name}")
+            value = value_for(parameter, scopes, tensor.name, spec.t)
+            per_input[index][parameter.name] = _required(value, parameter.name, spec, f"{source.model}: {tensor.name}")
     return shared, tuple(per_input)
 
 
-def _required(value: Any, parameter: str, draft: OutputSpec, what: str) -> Any:
+def _required(value: Any, parameter: str, spec: OutputSpec, what: str) -> Any:
     if value is REQUIRED:
         raise InvalidInput(
-            f"{draft.cut.where}: {parameter}",
+            f"{spec.cut.where}: {parameter}",
             found=f"no value for {what}: no filter matches it",
             expected="a value for every tensor",
             remedy="end the list with a value without filter",

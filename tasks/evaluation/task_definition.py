@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
+from merge_core.parsing import StrictLoader, read_yaml_mapping
 from merge_core.store import HashMemo, NotInKey, digest, sha256_file
 from tasks.stage import versions
 
@@ -124,23 +125,10 @@ def _read(path: Path, files: list[Path], above: tuple[Path, ...]) -> tuple[dict[
     where = str(path)
     if path in above:
         raise InvalidInput(where, found="includes itself", expected="includes without a circle")
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise InvalidInput(
-            where,
-            found=error.strerror or "cannot be read",
-            expected="an lm-eval task definition (YAML)",
-            remedy=f"it is included by {above[-1]}" if above else "paths are relative to the profile",
-        ) from None
-    files.append(path)
     functions: list[str] = []
-    try:
-        own = yaml.load(text, Loader=_loader(functions))
-    except yaml.YAMLError as error:
-        raise InvalidInput(where, found=f"not YAML: {error}", expected="an lm-eval task definition") from None
-    if not isinstance(own, dict):
-        raise InvalidInput(where, found=type(own).__name__, expected="an lm-eval task definition (a mapping)")
+    remedy = f"it is included by {above[-1]}" if above else "paths are relative to the profile"
+    own = read_yaml_mapping(path, "an lm-eval task definition (YAML)", remedy=remedy, loader=_loader(functions))
+    files.append(path)
     for function in functions:
         module = path.parent / (function.rpartition(".")[0].replace(".", "/") + ".py")
         if module.is_file():  # otherwise it is of an installed package
@@ -157,9 +145,11 @@ def _read(path: Path, files: list[Path], above: tuple[Path, ...]) -> tuple[dict[
     return config, path.parent if says_data else data_root
 
 
-def _loader(functions: list[str]) -> type[yaml.SafeLoader]:
-    class Loader(yaml.SafeLoader):
+def _loader(functions: list[str]) -> type[StrictLoader]:
+    class Loader(StrictLoader):
         """Plain data; a function is noted by name and not imported."""
+
+        text_keys = False
 
     def note(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
         functions.append(str(loader.construct_scalar(node)))

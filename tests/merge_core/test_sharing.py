@@ -98,7 +98,7 @@ def together(root: Path, count: int, kills: int, seed: int = 0) -> tuple[list[in
         text=True,
         check=False,
         cwd=root,
-        timeout=120,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout)
