@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import make_model, words, write_choices
-from traps import PROJECT, asked, ends, in_another_process, write_trap
+from traps import PROJECT, asked, ends, in_another_process, parent_of, write_trap
 
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store.hashing import HashMemo
@@ -187,10 +187,12 @@ def test_it_dies_with_the_flow_even_when_that_is_killed(
     with in_another_process(flow(model, task), tmp_path) as running:
         child = int((tmp_path / "told").read_text())  # waits until it hangs
         scoring = asked(task)[-1][0]
+        supervisor = parent_of(scoring)
         assert not ends(scoring, within=0)
         running.kill()
         assert ends(scoring)
         assert ends(child)
+        assert ends(supervisor)
     assert not list(scratch.glob("mergegate-*"))
 
 

@@ -64,6 +64,10 @@ def ends(process: int, within: float = 30.0) -> bool:
         os.close(descriptor)
 
 
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 @contextmanager
 def in_another_process(script: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """A Python process in a session of its own that runs ``script`` with this project's code and that of the tests."""
