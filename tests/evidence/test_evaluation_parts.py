@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import HANG_S
 from prefect import flow
 from tiny_models import CPU, make_model, words, write_choices
 from traps import asked, ends, in_another_process, write_trap
@@ -223,13 +224,13 @@ def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
     task = write_trap(tmp_path / "tasks", KILL_ONCE, at=25)  # in the third part: documents 21 to 40
     script = RUN.format(model=model.model_dump_json(), task=task.model_dump_json())
     with in_another_process(script, tmp_path) as killed:
-        assert killed.wait(timeout=120) == -signal.SIGKILL, killed.communicate()
+        assert killed.wait(timeout=HANG_S) == -signal.SIGKILL, killed.communicate()
     first = asked(task)[-1][0]
     assert ends(first)
     before = made()
     assert len(before) == 2
     with in_another_process(script, tmp_path) as run:
-        _, said = run.communicate(timeout=120)
+        _, said = run.communicate(timeout=HANG_S)
         assert run.returncode == 0, said
     assert made().items() > before.items()  # the same files, and one more
     assert len(made()) == 3

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from patience import HANG_S
 from tiny_models import words, write_choices
 
 from merge_core.store.hashing import HashMemo
@@ -52,7 +53,7 @@ def asked(task: EvalTask) -> list[tuple[int, str]]:
     return [(int(line.split()[0]), line.split()[1]) for line in lines]
 
 
-def ends(process: int, within: float = 30.0) -> bool:
+def ends(process: int, within: float = HANG_S) -> bool:
     """Whether a process, of any parent, ends in time."""
     try:
         descriptor = os.pidfd_open(process)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patience import HANG_S
+
 PROJECT = Path(__file__).resolve().parents[2]
 
 _WARM = """
@@ -134,4 +136,4 @@ def publishers(place: Path, *, xet: bool) -> Iterator[Publishers]:
         finally:
             assert process.stdin
             process.stdin.close()
-            process.wait(timeout=30)
+            process.wait(timeout=HANG_S)

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patience import HANG_S
 from traces import MARK, Traces, flow, listens, stand_in
 
 from tasks.processes import Gpus
@@ -24,7 +25,7 @@ from tasks.serve.settings import ServeSettings
 
 
 def settings(**changes: float) -> ServeSettings:
-    return ServeSettings(ready_within=changes.pop("ready_within", 60), answer_within=10, **changes)
+    return ServeSettings(ready_within=changes.pop("ready_within", HANG_S), answer_within=HANG_S, **changes)
 
 
 def test_a_server_is_awaited_answers_and_is_gone_afterwards(tmp_path: Path, traces: Traces) -> None:
@@ -166,7 +167,7 @@ def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: T
 def test_the_total_limit_ends_a_server_that_is_ready(tmp_path: Path, traces: Traces) -> None:
     with ServerProcess(stand_in(traces), tmp_path / "log", settings(total_within=2)) as server:
         server.await_ready()
-        assert server.has_died(within=20)
+        assert server.has_died(within=HANG_S)
         assert "longer than 2 s" in server.ended().cause
 
 
@@ -186,7 +187,7 @@ def test_a_killed_server_takes_its_workers_along(tmp_path: Path, traces: Traces)
     with ServerProcess(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
         server.await_ready()
         os.kill(server._process.pid, signal.SIGKILL)
-        assert server.has_died(within=20)
+        assert server.has_died(within=HANG_S)
         assert server.ended().blame == "machine"
     assert traces.processes() == []
     assert traces.files() == []
