@@ -155,10 +155,10 @@ def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[F
         Refused: for parents that do not fit each other, or cannot be looked into.
     """
     (found,) = find_parents([recipe], Problems(stop_at_once=True))
-    findings, plan, _ = open_and_plan(recipe, found)
-    if plan is None:
-        raise next(finding for finding in findings if finding.severity == "block").refusal()
-    return found, findings, plan
+    planned, _ = open_and_plan(recipe, found)
+    if planned.plan is None:
+        raise next(finding for finding in planned.findings if finding.severity == "block").refusal()
+    return found, planned.findings, planned.plan
 
 
 def find_parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
