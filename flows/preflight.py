@@ -19,7 +19,7 @@ from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_fi
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, search_parents
 from tasks.checkpoints.hub import all_at_once
-from tasks.evaluation import document_count
+from tasks.evaluation import CountLimit, count_task
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
     Compatibility,
@@ -134,7 +134,7 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
         cleared.append(_clear(candidate, found, rules, problems))
     for task in evidence.tasks if evidence else ():
         with problems.noted():  # data that cannot be loaded is found out before hours of merging, not after
-            document_count(task, evidence.scoring.time_limit if evidence else None)
+            problems.ask(count_task, task, CountLimit(seconds=evidence.scoring.time_limit if evidence else None))
     return Preflight(tuple(one for one in cleared if one), evidence)
 
 

@@ -24,10 +24,12 @@ from tasks.evaluation.lm_eval_results import (
 from tasks.evaluation.sampling import looks
 from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.stage import (
+    CountLimit,
     Scores,
     TaskScore,
     TaskScores,
     by_task,
+    count_task,
     default_metric,
     document_count,
     evaluate_to,
@@ -39,6 +41,7 @@ from tasks.evaluation.task_texts import document_texts
 
 __all__ = [
     "SCORES_FILE",
+    "CountLimit",
     "DocumentScore",
     "EvalTask",
     "Paired",
@@ -50,6 +53,7 @@ __all__ = [
     "TaskScores",
     "by_task",
     "check_alike",
+    "count_task",
     "default_metric",
     "document_count",
     "document_texts",

@@ -21,13 +21,13 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from merge_core.store import Artifact, NotInKey, stage_key
+from merge_core.store import Artifact, NotInKey
 from tasks.checkpoints import Model
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
 from tasks.evaluation.sampling import DocumentRange, document_ranges
 from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.task_definition import EvalTask
-from tasks.stage import Runtime, StageValue, advance, report_together, stage, store, versions
+from tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
 
 
 class TaskScore(BaseModel):
@@ -56,12 +56,21 @@ class Scores(StageValue):
         return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in self.tasks)
 
 
-class TaskSize(BaseModel):
+class TaskSize(StageValue):
     """How many documents a task has."""
+
+    documents: int
+
+    def summary(self) -> str:
+        return f"{self.documents:,}"
+
+
+class CountLimit(BaseModel):
+    """How long the data of a task may take to load."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    documents: int
+    seconds: Annotated[float | None, NotInKey] = None
 
 
 @stage("evaluate", version=2, subject="model")
@@ -119,21 +128,22 @@ def evaluate_to(
     return artifacts
 
 
-def document_count(task: EvalTask, time_limit: float | None = None) -> int:
-    """Documents that ``task`` has; counted once, in the process that scores, and kept in the store.
+@value_stage("documents", version=2, subject="task")
+def count_task(task: EvalTask, limit: CountLimit) -> TaskSize:
+    """Load the data of ``task`` in the process that scores, and count its documents.
 
     Raises:
-        InvalidInput: when the task's data cannot be loaded.
-        Refused: when ``time_limit`` seconds are over.
+        InvalidInput: when the data cannot be loaded.
+        Refused: when the time is over.
     """
+    from tasks.evaluation.process import count_in_child
 
-    def size(out: Path) -> TaskSize:
-        from tasks.evaluation.process import count_in_child
+    return TaskSize(documents=count_in_child(task, limit.seconds))
 
-        return TaskSize(documents=count_in_child(task, time_limit))
 
-    key = stage_key("documents", 1, {"task": task})
-    return store().build("documents", key, TaskSize, size)[0].value.documents
+def document_count(task: EvalTask, time_limit: float | None = None) -> int:
+    """Documents that ``task`` has; counted once, and kept in the store. Raises as ``count_task``."""
+    return count_task.build(task, CountLimit(seconds=time_limit)).value.documents
 
 
 @dataclass(frozen=True)
