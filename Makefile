@@ -72,6 +72,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+# CycloneDX's own validator brings checkers of formats that any schema library picks up: beside them every import of
+# Prefect takes seconds longer. One test asks it.
+.venv-cyclonedx/ready: constraints.txt
+	$(PYTHON) -m venv .venv-cyclonedx
+	@.venv-cyclonedx/bin/python -m pip install -qq --constraint constraints.txt "cyclonedx-python-lib[json-validation]==11.12.0"
+	touch $@
+
 # mergekit wants other versions of half of what we use, so it lives in an environment of its own.
 .venv-peer/ready: benchmarks/peer-constraints.txt
 	$(PYTHON) -m venv .venv-peer

@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from flows.candidates import Candidate
-from flows.judging import Assessment
+from pydantic import BaseModel
+
+from flows.assessment import Assessment
+from flows.preflight import ClearedCandidate
+from flows.profile import Profile
 from merge_core.errors import Refused
 from merge_core.store import Artifact
-from tasks.checkpoints import PinnedRecipe, ResolvedCheckpoint
+from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from tasks.explain import Explanation
-from tasks.gate import GateVerdict
-from tasks.judge import JudgeVerdict
 from tasks.merge import Merged
 from tasks.perplexity import Likelihoods
-from tasks.preflight.licenses import LicenseVerdict
-from tasks.serve import ServedModels
+from tasks.preflight import Evidence
+from tasks.stage import JointVerdict, Verdict, combined
+
+E = TypeVar("E", bound=BaseModel)
 
 
 @dataclass(frozen=True)
-class ClearedCandidate:
-    """A recipe that may be merged, as far as licences, headers and disk tell. No weight has been read."""
+class JudgedMerge:
+    """A merge that passed so far, with all that another judgement may ask for."""
 
-    candidate: Candidate
-    found: tuple[ResolvedCheckpoint, ...]
-    licence: Artifact[LicenseVerdict]
+    profile: Profile
+    evidence: Evidence
+    model: Model
+    parents: tuple[PinnedCheckpoint, ...]
+
+
+# A further judgement of a merge, or None where the profile does not ask for it.
+FurtherJudgement = Callable[[JudgedMerge], Verdict | None]
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A merge with all that was found out about it."""
+    """A merge with all that was found out about it.
 
-    examined: ClearedCandidate
+    Args:
+        verdicts: Every judgement in the order in which it was asked for, the gate's first.
+        expected_head: Of the target, when the champion was looked up: what may be replaced.
+    """
+
+    cleared: ClearedCandidate
     pinned: PinnedRecipe
     merged: Artifact[Merged]
-    judged: Assessment
+    assessment: Assessment
     explanation: Explanation
+    verdicts: tuple[Verdict, ...]
     ensemble: Artifact[Likelihoods] | None = None
-    answers: JudgeVerdict | None = None
-    base: str | None = None  # commit of the champion on the Hub: what may be replaced
-    served: ServedModels | None = None
+    expected_head: str | None = None
 
     @property
     def is_good(self) -> bool:
@@ -48,22 +62,20 @@ class Attempt:
         return self.verdict.publishable
 
     @property
-    def verdict(self) -> GateVerdict:
-        """Of the gate, and of all that came after it."""
-        verdict = self.judged.verdict.value
-        if self.answers:
-            verdict = verdict.and_also(self.answers.outcome, self.answers.publishable, self.answers.reason)
-        if self.served:
-            served = self.served.verdict
-            verdict = verdict.and_also(served.outcome, served.outcome == "pass", f"served: {served.summary()}")
-        return verdict
+    def verdict(self) -> JointVerdict:
+        """What all judgements come to together."""
+        return combined(self.verdicts)
+
+    def evidence_of(self, kind: type[E]) -> E | None:
+        """The evidence of that kind, if any judgement has it."""
+        return next((one.evidence for one in self.verdicts if isinstance(one.evidence, kind)), None)
 
 
 @dataclass(frozen=True)
 class AlreadyReleased:
-    """A recipe whose merge is what is released today: there is nothing to hold it against."""
+    """A recipe whose merge is what is released today: there is nothing to compare it with."""
 
-    examined: ClearedCandidate
+    cleared: ClearedCandidate
     location: Path
     is_good: bool = True
 
@@ -72,6 +84,6 @@ class AlreadyReleased:
 class FailedMerge:
     """A recipe whose merge was no model (NaN, zeros): there was nothing to judge."""
 
-    examined: ClearedCandidate
+    cleared: ClearedCandidate
     refusal: Refused
     is_good: bool = False

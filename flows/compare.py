@@ -20,14 +20,13 @@ from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from flows.judging import Assessment, assess_merge
+from flows.assessment import Assessment, assess_merge
 from flows.outcome import RunOutcome, reported_outcome, show_in_prefect, stopped_outcome
-from flows.profile import Evidence, Profile, load_profile
-from merge_core import load_recipe
+from flows.profile import Profile, load_profile
 from merge_core.errors import InvalidInput, MergegateError
-from merge_core.recipe import CheckpointRef, parse_reference
-from tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint, fetch_weights, pin_checkpoints, resolve_parents
+from tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint, fetch_weights, find_checkpoint, pin_checkpoints
 from tasks.evaluation import join_parts
+from tasks.preflight import Evidence
 from tasks.report import Library, ReportContent, ReportedModel, write_report
 from tasks.stage import ProgressLog, is_watched, store, versions, watched_by
 
@@ -58,7 +57,7 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
     """The story of a release without merge and publication. Raises what is wrong with its input."""
     found = find_checkpoints(reference, candidate)
     against, judged_one = (model.name for model in found)
-    evidence = pin_evidence(profile, found[0])
+    evidence = pin_against(profile, found[0])
     fetch_weights(found, store().hashes)
     models = pin_checkpoints(found, store().hashes)
 
@@ -79,14 +78,14 @@ def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint
     Raises:
         InvalidInput: for one that is neither a local directory nor a repository that can be reached.
     """
-    found = [_find(text) for text in (reference, candidate)]
+    found = [find_checkpoint(text) for text in (reference, candidate)]
     if found[0].name == found[1].name:  # the last component says no more; the whole reference does, or the role
         names = (reference, candidate) if reference != candidate else (f"{reference} (reference)", candidate)
         found = [model.model_copy(update={"name": name}) for model, name in zip(found, names, strict=True)]
     return found[0], found[1]
 
 
-def pin_evidence(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
+def pin_against(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
     """The profile's evidence by content, with every guard held against ``reference``.
 
     Raises:
@@ -130,19 +129,3 @@ def _reported(model: PinnedCheckpoint, role: Literal["parent", "merge"], measure
         scores=join_parts(scores) if scores else None,
         likelihoods=likelihoods.value if likelihoods else None,
     )
-
-
-def _find(text: str) -> ResolvedCheckpoint:
-    # A directory may have an @ or a + in its name.
-    reference = CheckpointRef(text) if Path(text).expanduser().is_dir() else parse_reference(text, text)
-    if reference.adapter:
-        raise InvalidInput(
-            text,
-            found="an adapter",
-            expected="a whole checkpoint",
-            remedy="merge the adapter into its model first: mergegate merge",
-        )
-    # A merge of one: the way from a reference to a directory is that of a recipe's parents.
-    model = {"path": reference.path, "revision": reference.revision}
-    (found,) = resolve_parents(load_recipe({"merge_method": "passthrough", "models": [{"model": {"model": model}}]}))
-    return found.model_copy(update={"ref": text})

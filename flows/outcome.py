@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict
 from flows.attempt import AlreadyReleased, Attempt, FailedMerge
 from flows.profile import Profile
 from merge_core.errors import MergegateError, Refused
-from merge_core.store import Artifact
+from merge_core.store import Artifact, StoredValue
 from tasks.evaluation import join_parts
-from tasks.gate import Outcome as GateOutcome
+from tasks.gate import GateVerdict
 from tasks.judge import JudgeVerdict
 from tasks.merge import MERGED
 from tasks.publish import Release, stored_files
@@ -33,11 +33,13 @@ from tasks.report import (
     render,
 )
 from tasks.serve import ServedModels
-from tasks.stage import home, versions
+from tasks.stage import Outcome, home, versions
 
 RunStatus = Literal["released", "nothing new", "passed", "refused", "invalid"]
 
 _EXIT_CODES: dict[RunStatus, int] = {"released": 0, "nothing new": 0, "passed": 0, "invalid": 2, "refused": 3}
+# Verdicts that the page draws in its own way; of all others it shows the section.
+_DRAWN = (GateVerdict, JudgeVerdict, ServedModels)
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
 
 
@@ -122,11 +124,11 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
     Args:
         earlier: What was tried before it and refused.
     """
-    licence, merged, judged = attempt.examined.licence.value, attempt.merged, attempt.judged
+    license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
 
     def measured(name: str) -> dict[str, object]:
-        together = join_parts(judged.scores[name]) if judged.scores.get(name) else None
-        likelihoods = judged.likelihoods[name].value if name in judged.likelihoods else None
+        together = join_parts(assessed.scores[name]) if assessed.scores.get(name) else None
+        likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
         return {"scores": together, "likelihoods": likelihoods}
 
     parents = [
@@ -136,23 +138,23 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
             ref=parent.ref,
             revision=parent.revision,
             digest=parent.digest,
-            licence=licence.licenses[parent.name],
+            licence=license.licenses[parent.name],
             **measured(parent.name),
         )
         for parent in attempt.pinned.parents
     ]
     itself = ReportedModel(
-        name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=licence.result, **measured(MERGED)
+        name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
     )
     parents.sort(key=lambda model: model.role != "base")  # stable: the base first, the others as the recipe has them
     return ReportContent(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
-        recipe=attempt.examined.candidate.text,
+        recipe=attempt.cleared.candidate.text,
         models=(*parents, itself),
-        licence=licence.result,
-        obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in licence.combination.obligations),
-        verdict=attempt.verdict,
+        licence=license.result,
+        obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
+        verdict=assessed.verdict.value.joined_by(attempt.verdict),
         scoring=profile.evaluate.scoring if profile.evaluate else None,
         windows=profile.perplexity.windows if profile.perplexity else None,
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
@@ -160,10 +162,11 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         reproduce=(f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",),
         explanation=attempt.explanation,
         attempts=tuple(_tried(one) for one in (*earlier, attempt)) if earlier else (),
-        judge=_reported(attempt.answers) if attempt.answers else None,
+        judge=_reported(attempt.evidence_of(JudgeVerdict)),
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
-        **_serving(attempt.served),
+        **_serving(attempt.evidence_of(ServedModels)),
         artifacts=_artifacts(attempt),
+        sections=tuple(one.section for one in attempt.verdicts if not isinstance(one.evidence, _DRAWN)),
     )
 
 
@@ -184,14 +187,16 @@ def _serving(served: ServedModels | None) -> dict[str, Any]:
     }
 
 
-def _reported(answers: JudgeVerdict) -> ReportedJudge:
+def _reported(answers: JudgeVerdict | None) -> ReportedJudge | None:
+    if answers is None:
+        return None
     fields = answers.model_dump(include=set(ReportedJudge.model_fields))
     return ReportedJudge(model=answers.judge, **fields)
 
 
 def _tried(attempt: Attempt | FailedMerge) -> ReportedAttempt:
-    candidate = attempt.examined.candidate
-    outcome: GateOutcome
+    candidate = attempt.cleared.candidate
+    outcome: Outcome
     if isinstance(attempt, FailedMerge):
         outcome, reason, digest = "fail", str(attempt.refusal.found), ""
     else:
@@ -204,13 +209,13 @@ def _tried(attempt: Attempt | FailedMerge) -> ReportedAttempt:
 
 def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
     """Where the evidence lies in the store, in the order in which it was made."""
-    judged = attempt.judged
-    found: list[tuple[Artifact[Any], str]] = [
-        (attempt.examined.licence, ""),
+    assessed = attempt.assessment
+    found: list[tuple[StoredValue[Any], str]] = [
+        (attempt.cleared.license, ""),
         (attempt.merged, ""),
-        *((artifact, name) for name, artifact in judged.likelihoods.items()),
-        *((part, f"{name}, {part.value.tasks[0].task}") for name, parts in judged.scores.items() for part in parts),
-        (judged.verdict, ""),
+        *((artifact, name) for name, artifact in assessed.likelihoods.items()),
+        *((part, f"{name}, {part.value.tasks[0].task}") for name, parts in assessed.scores.items() for part in parts),
+        (assessed.verdict, ""),
         *([(attempt.ensemble, "")] if attempt.ensemble else []),
     ]
     return tuple(StoredArtifact(stage=one.stage, subject=subject, key=one.key) for one, subject in found)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -20,13 +21,13 @@ from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import read_yaml
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
-from tasks.evaluation import EvalTask, Scoring
-from tasks.gate import EvaluateSettings, GateRule, Guard, check_guards, pin_tasks
-from tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
+from tasks.gate import EvaluateSettings
+from tasks.judge import JudgeSettings
 from tasks.merge import MergeSettings
-from tasks.perplexity import DriftLimits, HeldOutText, PerplexitySettings, WindowSettings, pin_documents
+from tasks.perplexity import PerplexitySettings
+from tasks.preflight import Evidence, check_references, pin_evidence
 from tasks.preflight.licenses import LicenseSettings
-from tasks.publish.targets import TARGETS, HubTarget, Target
+from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
 
 
@@ -40,27 +41,6 @@ class Checks(ProfileSection):
     """What is checked before any weight is read."""
 
     license: LicenseSettings = LicenseSettings()
-
-
-class JudgeQuestions(NamedTuple):
-    """What a judge is asked, pinned by content, and how."""
-
-    prompts: JudgePrompts
-    settings: JudgeSettings
-
-
-class Evidence(NamedTuple):
-    """What the merge and its parents are measured on, pinned by content, and the rules that judge it."""
-
-    tasks: tuple[EvalTask, ...] = ()
-    scoring: Scoring = Scoring()
-    guards: tuple[Guard, ...] = ()
-    rule: GateRule = GateRule()
-    documents: HeldOutText | None = None
-    windows: WindowSettings | None = None
-    limits: DriftLimits | None = None
-    ensemble: bool = False
-    answers: JudgeQuestions | None = None
 
 
 class Profile(ProfileSection):
@@ -93,18 +73,22 @@ class Profile(ProfileSection):
         return self
 
     @model_validator(mode="after")
-    def _shows_only_whom_the_licences_were_asked_for(self) -> Self:
-        public = isinstance(self.publish, HubTarget) and self.publish.visibility == "public"
+    def _shows_only_whom_the_licenses_were_asked_for(self) -> Self:
+        public = self.publish is not None and self.publish.is_public
         if public and self.checks.license.visibility != "public":
             raise ValueError("publish is public, so checks.license.visibility must be public too")
         return self
 
     def candidates(self) -> tuple[Candidate, ...]:
-        """The recipe, then the remedies in their order.
+        """The recipe, then the remedies in their order. Read and parsed once.
 
         Raises:
             InvalidInput: for a recipe that cannot mean anything, or a change that does not fit the recipe.
         """
+        return self._candidates
+
+    @cached_property
+    def _candidates(self) -> tuple[Candidate, ...]:
         return candidate_recipes(self.recipe, self.remedies, self.root, f"profile {self.name}")
 
     def check_references(self, parents: Sequence[ResolvedCheckpoint]) -> None:
@@ -113,15 +97,7 @@ class Profile(ProfileSection):
         Raises:
             InvalidInput: naming the first that does not, with a suggestion.
         """
-        names = [parent.name for parent in parents]
-        check_guards(self.evaluate.tasks if self.evaluate else (), names)
-        if self.judge and self.judge.guarded_by not in names:
-            raise InvalidInput(
-                "judge.guarded_by",
-                found=f"{self.judge.guarded_by!r}, which is no model of this merge",
-                expected="the name of a parent",
-                remedy=suggest(self.judge.guarded_by, names),
-            )
+        check_references(self.evaluate, self.judge, parents)
 
     def pin_evidence(self, parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Evidence:
         """Tasks and documents by content, after seeing that every guard names a parent.
@@ -130,24 +106,14 @@ class Profile(ProfileSection):
             InvalidInput: for a guard, a task or a file that is not there.
         """
         self.check_references(parents)
-        evidence = Evidence()
-        if self.evaluate:
-            guards, tasks = pin_tasks(self.evaluate.tasks, self.root, hashes)
-            evidence = evidence._replace(
-                tasks=tasks, scoring=self.evaluate.scoring, guards=guards, rule=self.evaluate.rule
-            )
-        if self.perplexity:
-            documents = pin_documents(self.perplexity, self.root, hashes)
-            evidence = evidence._replace(
-                documents=documents,
-                windows=self.perplexity.windows,
-                limits=self.perplexity.limits,
-                ensemble=self.perplexity.ensemble,
-            )
-        if self.judge:
-            prompts = pin_prompts(self.judge, self.root, hashes)
-            evidence = evidence._replace(answers=JudgeQuestions(prompts, self.judge))
-        return evidence
+        return pin_evidence(self.evaluate, self.perplexity, self.judge, self.root, hashes)
+
+    def dtypes_to_evaluate(self) -> tuple[str, ...]:
+        """In which the models will be loaded on this machine to be measured."""
+        found = [str(self.perplexity.dtype)] if self.perplexity else []
+        if self.evaluate and self.evaluate.scoring.backend == "hf":
+            found.append(self.evaluate.scoring.dtype)
+        return tuple(found)
 
 
 def load_profile(source: Path | Profile) -> Profile:
@@ -157,7 +123,21 @@ def load_profile(source: Path | Profile) -> Profile:
         InvalidInput: when the file cannot be read, is no YAML, or says something a profile cannot say.
     """
     if isinstance(source, Profile):
-        return source.model_copy(update={"root": source.root.absolute()})
+        return Profile.model_validate({**dict(source), "root": source.root.absolute()})
+    try:
+        status = source.stat()
+    except OSError:  # whoever reads it says what is wrong with it
+        return _read_profile(source)
+    return _profile_once(source.absolute(), source, (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache(maxsize=8)
+def _profile_once(file: Path, source: Path, identity: tuple[int, ...]) -> Profile:
+    """A profile is read once in a run: the command line wants its headline, the flow the rest."""
+    return _read_profile(source)
+
+
+def _read_profile(source: Path) -> Profile:
     data = _mapping_in(source)
     if "merge_method" in data:
         raise InvalidInput(
@@ -233,7 +213,7 @@ def _place(location: tuple[int | str, ...]) -> str:
     """``('evaluate', 'tasks', 0, 'max_drop')`` as ``evaluate.tasks[0].max_drop``."""
     text = ""
     for before, part in zip((None, *location), location, strict=False):
-        if before == "publish" and part in TARGETS:  # pydantic's word for which of the targets it is
+        if before == "publish" and part in publish_targets():  # pydantic's word for which of the targets it is
             continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
@@ -241,11 +221,11 @@ def _place(location: tuple[int | str, ...]) -> str:
 
 def _keys_at(model: type[BaseModel], location: list[int | str]) -> list[str]:
     """Keys that the settings at ``location`` know, found by walking the types."""
-    for part in location:
+    for before, part in zip((None, *location), location, strict=False):
         if isinstance(part, int):
             continue
-        if part in TARGETS:
-            model = TARGETS[part]
+        if before == "publish" and part in publish_targets():
+            model = publish_targets()[part]
             continue
         field = model.model_fields.get(part)
         inner = _settings_in(field.annotation) if field else None

@@ -5,23 +5,23 @@
     mergegate run profiles/demo.yaml                                       # on this machine, no server
     prefect deployment run release/release -p profile=profiles/demo.yaml   # on a worker; the same flow, the same store
 
-Every stage is cached by what goes into it: a run after a crash goes on where it was, a run with nothing new ends in
-seconds, a changed threshold runs only the gate. Whatever refuses says where, what was found and what to do.
+Every stage is cached by what goes into it: a run after a crash resumes where it left off, a run with nothing new ends
+in seconds, a changed threshold runs only the gate. Whatever refuses says where, what was found and what to do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from flows.attempt import AlreadyReleased, Attempt, ClearedCandidate, FailedMerge
-from flows.candidates import Candidate
-from flows.judging import assess_merge, compare_answers, ensemble_of
+from flows.assessment import assess_merge, ensemble_of
+from flows.attempt import AlreadyReleased, Attempt, FailedMerge, FurtherJudgement, JudgedMerge
+from flows.judgements import judge_answers, serve_merge
 from flows.outcome import (
     RunOutcome,
     already_released,
@@ -30,20 +30,22 @@ from flows.outcome import (
     show_in_prefect,
     stopped_outcome,
 )
-from flows.profile import Evidence, Profile, load_profile
+from flows.preflight import ClearedCandidate, Problems, preflight_profile
+from flows.profile import Profile, load_profile
 from merge_core.errors import MergegateError, Refused
-from tasks.checkpoints import PinnedRecipe, ResolvedCheckpoint, fetch_weights, pin_checkpoints, resolve_all_parents
+from tasks.checkpoints import PinnedRecipe, fetch_weights, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
 from tasks.merge import merge, merged_model, numerics
-from tasks.preflight import check_compatibility, header_digests, require_machine
-from tasks.preflight.licenses import AncestorLookup, check_licenses, hub_ancestors, license_table, read_licenses
+from tasks.preflight import Evidence
 from tasks.publish import publish
-from tasks.publish.targets import check_target
 from tasks.releases import find_champion
 from tasks.report import write_report
-from tasks.serve import check_server, serve_models
 from tasks.stage import ProgressLog, announce, is_watched, store, watched_by
+
+# What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
+# money and a server minutes: only for what would otherwise be published.
+JUDGEMENTS: tuple[FurtherJudgement, ...] = (judge_answers, serve_merge)
 
 
 @flow(name="release")
@@ -64,18 +66,13 @@ def release(profile: Path | Profile) -> State[RunOutcome]:
     return Completed(name=outcome.status.title().replace(" ", ""), message=outcome.message, data=outcome)
 
 
-def make_release(profile: Profile) -> RunOutcome:
+def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDGEMENTS) -> RunOutcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
     # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
-    check_target(profile.publish, profile.root)
-    check_server(profile.serve, profile.root)
-    candidates = profile.candidates()
-    parents = resolve_all_parents([candidate.recipe for candidate in candidates])
-    evidence = profile.pin_evidence(parents[0], store().hashes)
-    ask = hub_ancestors()
-    examined = [examine(candidate, found, profile, ask) for candidate, found in zip(candidates, parents, strict=True)]
+    ready = preflight_profile(profile, Problems(stop_at_once=True))
+    assert ready.evidence is not None  # or its problem had been raised
 
-    attempt, earlier = first_that_passes(examined, profile, evidence)
+    attempt, earlier = first_that_passes(ready.cleared, profile, ready.evidence, judgements)
     if isinstance(attempt, AlreadyReleased):
         return already_released(profile.name, attempt)
 
@@ -89,35 +86,23 @@ def make_release(profile: Profile) -> RunOutcome:
         content,
         attempt.pinned,
         numerics(profile.merge),
-        attempt.examined.licence,
+        attempt.cleared.license,
         attempt.merged,
         report,
-        base=attempt.base,
+        expected_head=attempt.expected_head,
     )
     return reported_outcome(content, report, released)
 
 
-def examine(
-    candidate: Candidate, found: tuple[ResolvedCheckpoint, ...], profile: Profile, ask: AncestorLookup
-) -> ClearedCandidate:
-    """See that the parents may be merged, and judged as the profile says: guards, licences, compatibility, machine."""
-    profile.check_references(found)
-    use, table = profile.checks.license.use(profile.name), license_table(profile.checks.license, profile.root)
-    licence = check_licenses(read_licenses(found, table, ask), use, table, profile.checks.license.accepted)
-    compatibility = check_compatibility(candidate.recipe, header_digests(found), found)
-    require_machine(compatibility.value, found, numerics(profile.merge).where)
-    return ClearedCandidate(candidate, found, licence)
-
-
 def first_that_passes(
-    examined: list[ClearedCandidate], profile: Profile, evidence: Evidence
+    cleared: Sequence[ClearedCandidate], profile: Profile, evidence: Evidence, judgements: Sequence[FurtherJudgement]
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
     """The first recipe whose merge passes the gate, else the last one; and what was tried before it."""
     tried: list[Attempt | AlreadyReleased | FailedMerge] = []
-    for one in examined:
+    for one in cleared:
         if tried:
             announce(f"remedy {len(tried)}: {one.candidate.remedy}")
-        tried.append(make_attempt(one, profile, evidence))
+        tried.append(make_attempt(one, profile, evidence, judgements))
         if tried[-1].is_good:
             break
     *earlier, last = tried
@@ -127,31 +112,38 @@ def first_that_passes(
 
 
 def make_attempt(
-    examined: ClearedCandidate, profile: Profile, evidence: Evidence
+    cleared: ClearedCandidate, profile: Profile, evidence: Evidence, judgements: Sequence[FurtherJudgement]
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch what is not here, merge, measure, judge, explain."""
-    recipe = examined.candidate.recipe
-    fetch_weights(examined.found, store().hashes)
-    pinned = PinnedRecipe(recipe, pin_checkpoints(examined.found, store().hashes))
+    recipe = cleared.candidate.recipe
+    fetch_weights(cleared.found, store().hashes)
+    pinned = PinnedRecipe(recipe, pin_checkpoints(cleared.found, store().hashes))
     try:
-        merged = merge(pinned, numerics(profile.merge))
+        merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
     except Refused as refusal:
-        return FailedMerge(examined, refusal)
+        return FailedMerge(cleared, refusal)
     model = merged_model(merged)
     champion = None
     if needs_champion(evidence.guards):
         champion = find_champion(profile.publish, profile.root, model, store().hashes)
         if champion and champion.digest == model.digest:
-            return AlreadyReleased(examined, champion.directory)
-    judged = assess_merge(model, pinned.parents, champion, evidence)
-    verdict = judged.verdict.value
-    explanation = explain_merge(pinned, model, examined.candidate.document, verdict, judged.scores, evidence.tasks)
+            return AlreadyReleased(cleared, champion.directory)
+    assessment = assess_merge(model, pinned.parents, champion, evidence)
+    gate = assessment.verdict.value
+    explanation = explain_merge(pinned, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks)
     together = ensemble_of(pinned.parents, evidence)
-    base = champion.commit if champion else None
-    attempt = Attempt(examined, pinned, merged, judged, explanation, ensemble=together, base=base)
-    # A judge costs money and a server minutes: only for what would otherwise be published.
-    if attempt.is_good and evidence.answers:
-        attempt = replace(attempt, answers=compare_answers(model, pinned.parents, evidence.answers))
-    if attempt.is_good and profile.serve:
-        attempt = replace(attempt, served=serve_models(profile.serve, profile.root, model, pinned.parents))
-    return attempt
+    verdicts = [gate.as_verdict()]
+    for judgement in judgements:
+        if all(verdict.publishable for verdict in verdicts):
+            verdict = judgement(JudgedMerge(profile, evidence, model, pinned.parents))
+            verdicts += [verdict] if verdict else []
+    return Attempt(
+        cleared,
+        pinned,
+        merged,
+        assessment,
+        explanation,
+        tuple(verdicts),
+        ensemble=together,
+        expected_head=champion.head if champion else None,
+    )

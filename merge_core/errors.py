@@ -7,7 +7,7 @@ the *remedy*. The command line turns the type into an exit code and prints the m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
@@ -75,9 +75,29 @@ class Finding:
     expected: str = ""
     remedy: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.where}: {self.found}"
+
     def error(self) -> InvalidInput:
-        """The finding as an exception."""
+        """The finding as an exception: the input cannot mean anything."""
         return InvalidInput(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
+
+    def refusal(self) -> Refused:
+        """The finding as an exception: the input is well formed, and the answer is no."""
+        return Refused(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
+
+    def softened(self, remedy: str) -> Finding:
+        """The same as a warning, with another remedy."""
+        return replace(self, severity="warn", remedy=remedy)
+
+    def content_key(self) -> object:
+        """What counts in a key or a digest: all of it."""
+        return asdict(self)
+
+
+def finding_of(error: MergegateError) -> Finding:
+    """What was raised, as a finding that blocks."""
+    return Finding("block", error.where, error.found, error.expected, error.remedy)
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -1,22 +1,93 @@
-"""The floors hold: imports only point down, and the ground floor stays light."""
+"""The shape holds: arrows only point down, no circle, packages are entered by their fronts, one name for one thing.
+
+A *room* is what lies directly on a floor: a file, or a package with everything in it. ``docs/architecture.md`` draws
+them; this reads the imports.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 PROJECT = Path(__file__).resolve().parent.parent
 FLOORS = ("merge_core", "tasks", "flows")  # from the ground up
+MOST_ROOMS = 40
+MOST_ROOMS_OF_TASKS = 15
+
+# Public names with two definitions, and why that is one thing.
+TWINS = {
+    "combine": "merge_core.methods: a fused kernel is the twin of the torch expression of that name",
+    "gram": "merge_core.methods: a fused kernel is the twin of the torch expression of that name",
+    "words": "merge_core.methods: a fused kernel is the twin of the torch expression of that name",
+    "main": "the entry point of a program: of the command line, and of a script that a child process runs",
+}
 
 
-def imports_of(file: Path) -> set[str]:
-    """Top-level packages that a module imports, anywhere in it."""
-    found: set[str] = set()
+class Import(NamedTuple):
+    """``name`` of ``module`` (dotted, in this project), as ``importer`` (dotted) imports it."""
+
+    importer: str
+    module: str
+    name: str
+
+
+def files() -> list[Path]:
+    return [file for floor in FLOORS for file in sorted((PROJECT / floor).rglob("*.py"))]
+
+
+def dotted(file: Path) -> str:
+    parts = file.relative_to(PROJECT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted(file): file for file in files()}
+PACKAGES = {name for name, file in MODULES.items() if file.name == "__init__.py"}
+
+
+def imports_of(module: str, file: Path) -> Iterator[Import]:
+    """Every import of this project in a file: at its top, inside a function, or for types only."""
     for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                if name.name.partition(".")[0] in FLOORS:
+                    yield Import(module, name.name, "")
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").partition(".")[0] in FLOORS:
+            for name in node.names:
+                yield Import(module, str(node.module), name.name)
+
+
+IMPORTS = [one for module, file in MODULES.items() for one in imports_of(module, file)]
+
+
+def target(one: Import) -> str:
+    """The module that is imported: the name itself, where it is one."""
+    inner = f"{one.module}.{one.name}"
+    exported = one.module in PACKAGES and one.name in fronts(one.module)
+    return one.module if exported or inner not in MODULES else inner
+
+
+def fronts(package: str) -> set[str]:
+    """What a package exports: ``__all__`` of its ``__init__.py``."""
+    for node in ast.parse(MODULES[package].read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def third_party(module: str) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             found.update(name.name.partition(".")[0] for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -24,29 +95,134 @@ def imports_of(file: Path) -> set[str]:
     return found
 
 
-def modules() -> list[Path]:
-    return [file for floor in FLOORS for file in sorted((PROJECT / floor).rglob("*.py"))]
+@pytest.mark.parametrize("module", MODULES)
+def test_arrows_only_point_down(module: str) -> None:
+    own = FLOORS.index(module.partition(".")[0])
+    above = [one for one in imports_of(module, MODULES[module]) if FLOORS.index(one.module.partition(".")[0]) > own]
+    assert above == []
 
 
-@pytest.mark.parametrize("file", modules(), ids=lambda file: str(file.relative_to(PROJECT)))
-def test_arrows_only_point_down(file: Path) -> None:
-    floor = FLOORS.index(file.relative_to(PROJECT).parts[0])
-    above = set(FLOORS[floor + 1 :])
-    assert not imports_of(file) & above
+@pytest.mark.parametrize("module", MODULES)
+def test_a_package_is_entered_by_its_front(module: str) -> None:
+    """Outside its room, a file inside a package is nobody's business; nor is a name that its front does not export."""
+    past = []
+    for one in imports_of(module, MODULES[module]):
+        if room(one.module) == room(module) or one.module in FLOORS:
+            continue
+        if one.module not in PACKAGES and room(one.module) != one.module:
+            past.append(f"{one.module} is a file of a package")
+        if one.module in PACKAGES and one.name not in fronts(one.module):
+            inner = f"{one.module}.{one.name}"
+            if inner not in PACKAGES:
+                past.append(f"{one.module} does not export {one.name}")
+    assert past == []
+
+
+def arrows() -> dict[str, set[str]]:
+    """Which room imports which, types included."""
+    found: dict[str, set[str]] = {room(module): set() for module in MODULES if module not in FLOORS}
+    for one in IMPORTS:
+        inside, there = room(one.importer), room(target(one))
+        if one.importer in FLOORS or there in FLOORS or inside == there:
+            continue
+        found[inside].add(there)
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Nodes of one circle, in its order; empty where there is none."""
+    done: set[str] = set()
+
+    def walk(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for after in sorted(graph.get(node, ())):
+            if found := walk(after, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(graph) if (found := walk(node, []))), [])
+
+
+def test_no_room_needs_itself() -> None:
+    assert circle(arrows()) == []
+
+
+def test_no_file_needs_itself_when_it_is_imported() -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for one in IMPORTS:
+        if one.importer not in PACKAGES and target(one) not in PACKAGES:
+            graph[one.importer].add(target(one))
+    assert circle(graph) == []
+
+
+def test_a_circle_would_be_seen() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_the_house_has_few_rooms() -> None:
+    rooms = {room(module) for module in MODULES if module not in FLOORS}
+    assert len(rooms) <= MOST_ROOMS, sorted(rooms)
+    assert len([one for one in rooms if one.startswith("tasks.")]) <= MOST_ROOMS_OF_TASKS
+
+
+def test_every_room_is_on_the_picture() -> None:
+    drawn = (PROJECT / "docs" / "architecture.md").read_text()
+    rooms = {room(module).partition(".")[2] for module in MODULES if module not in FLOORS}
+    assert sorted(one for one in rooms if one not in drawn) == []
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES - set(FLOORS)))
+def test_every_package_says_what_it_is_for_and_exports_what_is_there(package: str) -> None:
+    tree = ast.parse(MODULES[package].read_text())
+    assert ast.get_docstring(tree)
+    lines = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    imported = {name.asname or name.name for line in lines for name in line.names}
+    assert fronts(package) == imported - {"annotations"}
+
+
+def definitions() -> dict[str, set[str]]:
+    """Public classes, type aliases and functions at the top of a file, by name."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, file in MODULES.items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+                found[node.name].add(module)
+            elif isinstance(node, ast.Assign):
+                names: Iterable[ast.expr] = node.targets
+                # An alias of a type: 'OnProgress = Callable[...]'; constants may repeat.
+                found_names = [one.id for one in names if isinstance(one, ast.Name) and one.id[:1].isupper()]
+                for name in found_names:
+                    if not name.isupper() and "_" not in name and len(name) > 1:
+                        found[name].add(module)
+    return {name: modules for name, modules in found.items() if not name.startswith("_")}
+
+
+def test_one_name_is_one_thing() -> None:
+    twice = {name: sorted(modules) for name, modules in definitions().items() if len(modules) > 1 and name not in TWINS}
+    assert twice == {}
+
+
+def test_every_exception_to_that_is_still_needed() -> None:
+    known = definitions()
+    assert [name for name in TWINS if len(known.get(name, ())) < 2] == []
 
 
 @pytest.mark.parametrize("package", ["prefect", "transformers", "lm_eval"])
 def test_the_ground_floor_knows_no(package: str) -> None:
-    users = [file for file in sorted((PROJECT / "merge_core").rglob("*.py")) if package in imports_of(file)]
-    assert users == []
+    assert [module for module in MODULES if module.startswith("merge_core") and package in third_party(module)] == []
+
+
+LIBRARIES = ("torch", "numba", "prefect", "transformers", "lm_eval", "matplotlib", "scipy", "pyarrow", "datasets")
 
 
 @pytest.mark.parametrize(
     ("module", "heavy"),
-    [
-        ("merge_core", ("torch", "numba", "prefect", "transformers")),
-        ("flows.cli", ("torch", "numba", "prefect", "transformers", "lm_eval", "matplotlib", "pydantic")),
-    ],
+    [("flows.cli", (*LIBRARIES, "pydantic")), ("flows.preflight", LIBRARIES)]
+    + [(package, LIBRARIES) for package in sorted(PACKAGES - {"flows", "merge_core.methods.kernels"})],
 )
 def test_importing_stays_light(module: str, heavy: tuple[str, ...]) -> None:
     script = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"

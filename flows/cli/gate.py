@@ -70,7 +70,7 @@ def gate_results(entries: Sequence[str], profile_file: Path, console: Console) -
         console.print("! perplexity is not judged: lm-eval's output has none of the held-out text", style="yellow")
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
         scores = _as_artifacts(results, Path(scratch))
-        verdict = gate.work(Path(scratch), guards, scores, {}, None, profile.evaluate.rule, MERGE)
+        verdict = gate.work(guards, scores, {}, None, profile.evaluate.rule, MERGE)
         return _outcome(profile, verdict, scores, places)
 
 
@@ -142,7 +142,7 @@ def _as_artifacts(results: Mapping[tuple[str, str], TaskResults], scratch: Path)
             lm_eval_version=result.conditions.lm_eval_version,
         )
         content = digest([list(outcome) for outcome in result.outcomes])
-        scores.setdefault(model, []).append(Artifact("evaluate", content, content, directory, value, {}))
+        scores.setdefault(model, []).append(Artifact("evaluate", content, content, value, directory, {}))
     return scores
 
 

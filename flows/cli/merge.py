@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge, preflight
+from flows.preflight import plan_recipe
+from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
-from merge_core.errors import InvalidInput, Refused
+from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
-from tasks.checkpoints import open_parent, resolve_parents
 from tasks.checkpoints.hub import Snapshot, download_snapshots
 from tasks.stage import home
 
@@ -34,11 +34,8 @@ def merge_to(
     if out.exists() and not share:
         raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
     recipe = load_recipe(recipe_file)
-    found = resolve_parents(recipe)
-    findings = preflight(recipe, {parent.ref: open_parent(parent) for parent in found})
+    found, findings, _ = plan_recipe(recipe)
     for finding in findings:
-        if finding.severity == "block":
-            raise Refused(finding.where, found=finding.found, expected=finding.expected, remedy=finding.remedy)
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
     _fetch([parent.snapshot for parent in found if parent.snapshot], console)
     plan = plan_merge(recipe, {parent.ref: open_checkpoint(parent.directory) for parent in found})
@@ -60,7 +57,7 @@ def merge_to(
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
         if finding.severity == "block":
             shutil.rmtree(place, ignore_errors=share)  # another participant may have been as quick
-            raise Refused(finding.where, found=finding.found, expected=finding.expected, remedy=finding.remedy)
+            raise finding.refusal()
     if not share:
         place.rename(out)
     console.print(f"{out}: {record.tensors} tensors, {record.bytes_written / 1e6:,.1f} MB in {record.seconds:.1f} s")

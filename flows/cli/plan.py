@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from merge_core import EngineSettings, MergePlan, load_recipe, plan_merge
+from flows.preflight import plan_recipe
+from merge_core import EngineSettings, MergePlan, load_recipe
 from merge_core.errors import InvalidInput
 from merge_core.forecast import Duration, Needs, Rates, duration, input_files, needs_of
 from merge_core.units import format_bytes
-from tasks.checkpoints import open_parent, resolve_parents
 from tasks.stage import home, nearest
 
 # How long measured rates count, and under which name they are kept in the project's state.
@@ -96,8 +96,7 @@ def plan_file(
     named = dict(_price(text) for text in prices)
     recipe = load_recipe(recipe_file)
     with console.status("reading headers"):
-        found = resolve_parents(recipe)
-        plan = plan_merge(recipe, {parent.ref: open_parent(parent) for parent in found})
+        found, _, plan = plan_recipe(recipe)
     snapshots = {parent.directory: parent.snapshot for parent in found if parent.snapshot}
     coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
     forecast = make_forecast(plan, coming, out, device, named, probe)

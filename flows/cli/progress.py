@@ -26,11 +26,12 @@ from tasks.stage import StageStatus, watched_by
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
     "made": ("✓", "+", "green"),
     "cached": ("=", "=", "cyan"),
+    "rebuilt": ("↻", "~", "yellow"),
     "refused": ("✗", "x", "bold red"),
     "failed": ("✗", "x", "bold red"),
 }
 _BRIEF = 12  # characters that one of several subjects may take
-_SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "refused", "failed")
+_SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "rebuilt", "refused", "failed")
 
 
 @dataclass
@@ -43,7 +44,7 @@ class _Call:
     done: int = 0
     total: int = 0
     unit: str = ""
-    ending: StageStatus | None = None
+    status: StageStatus | None = None
     seconds: float = 0.0
     summary: str = ""
 
@@ -56,22 +57,22 @@ class _Line:
     calls: list[_Call] = field(default_factory=list)
 
     @property
-    def ending(self) -> StageStatus | None:
-        endings = [call.ending for call in self.calls]
-        return None if None in endings else max((e for e in endings if e), key=_SEVERITY.index)
+    def status(self) -> StageStatus | None:
+        statuses = [call.status for call in self.calls]
+        return None if None in statuses else max((one for one in statuses if one), key=_SEVERITY.index)
 
     @property
     def seconds(self) -> float:
-        return sum(call.seconds if call.ending else time.monotonic() - call.began for call in self.calls)
+        return sum(call.seconds if call.status else time.monotonic() - call.began for call in self.calls)
 
     def text(self) -> str:
         """What to say: the summary of a single call; of several, what was cached and what each new one found."""
-        running = [call for call in self.calls if call.ending is None]
+        running = [call for call in self.calls if call.status is None]
         if running:
             return _how_far(running[-1], time.monotonic())
         if not any(call.subject for call in self.calls):
             return self.calls[-1].summary
-        fresh = dict.fromkeys(call.subject for call in self.calls if call.ending != "cached")
+        fresh = dict.fromkeys(call.subject for call in self.calls if call.status != "cached")
         cached = dict.fromkeys(call.subject for call in self.calls if call.subject not in fresh)
         said = {name: ", ".join(call.summary for call in self.calls if call.subject == name) for name in fresh}
         if any(len(text) > _BRIEF for text in said.values()):  # then only the last, the merge, is worth the room
@@ -127,19 +128,24 @@ class TerminalProgress:
         self._lines.setdefault(stage, _Line(stage)).calls.append(_Call(subject, time.monotonic()))
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        call = self._lines[stage].calls[-1]
+        call = self._running(stage, subject)
         call.done, call.total, call.unit = done, total, unit
         call.moved = call.moved or (time.monotonic(), done)
 
-    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
-        call = self._lines[stage].calls[-1]
-        call.ending, call.seconds, call.summary = ending, seconds, summary
+    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        call = self._running(stage, subject)
+        call.status, call.seconds, call.summary = status, seconds, summary
+
+    def _running(self, stage: str, subject: str) -> _Call:
+        """The call that is meant: stages may run side by side, each subject on its own."""
+        calls = self._lines[stage].calls
+        return next((one for one in reversed(calls) if one.subject == subject and one.status is None), calls[-1])
 
     def _print_ended(self) -> None:
         if self._console.is_terminal:
             return
         for line in self._lines.values():
-            if line.stage not in self._printed and line.ending:
+            if line.stage not in self._printed and line.status:
                 self._printed.add(line.stage)
                 self._console.print(self._row(line))
 
@@ -153,12 +159,12 @@ class TerminalProgress:
         grid.add_column(ratio=1)
         grid.add_column(justify="right", no_wrap=True)
         mark: RenderableType
-        if line.ending is None:
+        if line.status is None:
             mark, style = Spinner("line" if self._ascii else "dots", style="yellow"), "yellow"
         else:
-            glyph, plain, style = _MARKS[line.ending]
+            glyph, plain, style = _MARKS[line.status]
             mark = Text(plain if self._ascii else glyph, style=style)
-        text_style = style if line.ending in ("refused", "failed") else ""
+        text_style = style if line.status in ("refused", "failed") else ""
         grid.add_row(
             mark, Text(line.stage), Text(line.text(), style=text_style), Text(format_duration(line.seconds), "dim")
         )

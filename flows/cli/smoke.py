@@ -10,10 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.profile import load_profile
-from merge_core import load_recipe
 from merge_core.errors import InvalidInput
 from merge_core.store import digest
-from tasks.checkpoints import Model, resolve_parents
+from tasks.checkpoints import Model, find_checkpoint
 from tasks.checkpoints.hub import download_snapshots
 from tasks.serve import STEPS, ServeSettings, ServeVerdict, find_server, smoke_checkpoint, smoke_url
 from tasks.stage import device_kind, home, store
@@ -83,10 +82,7 @@ def smoke_target(
 
 def _local(reference: str) -> Model:
     """The checkpoint as a model; one on the Hub is downloaded."""
-    recipe = load_recipe(
-        {"merge_method": "passthrough", "models": [{"model": str(reference)}]}, where=f"smoke {reference}"
-    )
-    (found,) = resolve_parents(recipe)
+    found = find_checkpoint(reference)
     if found.snapshot:
         download_snapshots([found.snapshot], store().hashes)
     # Nothing is cached here, so the place is identity enough.

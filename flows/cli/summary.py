@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.outcome import RunOutcome
-from tasks.report import Costs, costs, final_table
+from tasks.report import CostTable, costs, final_table
+from tasks.stage import Section
 
 _STYLES = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
 
@@ -30,6 +31,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
         console.print()
         console.print(table)
         _print_costs(console, costs(outcome.content))
+        for section in outcome.content.sections:
+            _print_section(console, section)
     console.print()
     first, *rest = outcome.message.splitlines()
     console.print(Text(first, style="bold green" if outcome.exit_code == 0 else "bold red"))
@@ -40,7 +43,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
             console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
 
 
-def _print_costs(console: Console, drawn: Costs) -> None:
+def _print_costs(console: Console, drawn: CostTable) -> None:
     """What serving took, of the merge and of the parents that were measured too."""
     if not drawn.rows:
         return
@@ -55,6 +58,19 @@ def _print_costs(console: Console, drawn: Costs) -> None:
     console.print()
     console.print(table)
     console.print(Text(f"measured {drawn.occasion}", style="dim"))
+
+
+def _print_section(console: Console, section: Section) -> None:
+    """A verdict that has a drawing of its own nowhere."""
+    console.print()
+    console.print(Text(section.title, style="bold"))
+    for sentence in section.sentences:
+        console.print(Text(f"  {sentence}"))
+    if section.rows:
+        table = Table(*section.columns, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+        for row in section.rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
 
 
 def _cell(text: str) -> Text:

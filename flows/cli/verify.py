@@ -1,4 +1,4 @@
-"""``mergegate verify`` and ``rebuild_release``: is a release what it says, and does making it again give the same?"""
+"""``mergegate verify`` and ``mergegate reproduce``: is a release what it says, and does it come out the same again?"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tasks.checkpoints.hub import HubAccess, hub_access
-from tasks.releases import PublishedRelease, Verified, check_release, find_release, is_directory
+from tasks.publish.targets import find_release
+from tasks.releases import Verified, check_release
 
 _SIGNED = {
     "valid": "the signature is valid",
@@ -27,7 +27,7 @@ def verify_release(release: str, key: Path | None, console: Console, as_json: bo
         InvalidInput: for something that is no release, or no key.
         Refused: when anything does not agree.
     """
-    verified = check_release(_find(release), key)
+    verified = check_release(find_release(release), key)
     if as_json:
         print(json.dumps({"status": "verified", **_plain(verified)}))
         return
@@ -49,13 +49,13 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
     from tasks.releases import rebuild_release
     from tasks.stage import store
 
-    standing = _find(release)
-    verified = check_release(standing)
+    published = find_release(release)
+    verified = check_release(published)
     columns = (TextColumn("merging again"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with TemporaryDirectory(prefix="mergegate-reproduce-") as place, Progress(*columns, console=console) as bar:
         job = bar.add_task("merge", total=None)
         made = rebuild_release(
-            standing,
+            published,
             verified,
             Path(place) / "merged",
             store().hashes,
@@ -70,14 +70,6 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
     console.print(f"{made.where}: {how}; {len(made.files)} files, all equal to the byte")
     for name in made.files:
         console.print(f"  = {name}")
-
-
-def _find(release: str) -> PublishedRelease:
-    return find_release(release, None if is_directory(release) else _access())
-
-
-def _access() -> HubAccess:
-    return hub_access(writing=False)
 
 
 def _plain(verified: Verified) -> dict[str, object]:

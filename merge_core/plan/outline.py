@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from merge_core.architecture import architecture, before_layers, layer_place, stacks
+from merge_core.architecture import before_layers, layer_count, layer_place, main_stack, stacks
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput, suggest
 from merge_core.recipe import Module, Recipe, Slice, Source
@@ -52,7 +52,7 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
     specs = []
     for module, stack, names in _parts(recipe, donor):
         if is_sliced(module):
-            chosen = stack or architecture.main_stack(donor, f"{recipe.where}: slices")
+            chosen = stack or main_stack(donor, f"{recipe.where}: slices")
             specs += _sliced(module, chosen, names, checkpoints)
         else:
             specs += _whole(module, names)
@@ -73,7 +73,7 @@ def sliced_module(recipe: Recipe, donor: Checkpoint) -> Module | None:
     for module, stack, _ in _parts(recipe, donor):
         if not is_sliced(module):
             continue
-        if stack is not None and stack != architecture.main_stack(donor, f"{recipe.where}: modules"):
+        if stack is not None and stack != main_stack(donor, f"{recipe.where}: modules"):
             raise InvalidInput(
                 f"{recipe.where}: modules.{module.name}.slices",
                 found=f"slices of {stack}",
@@ -100,7 +100,7 @@ def _parts(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str | None, 
                 remedy=f"add a module named {stack.rsplit('.', 2)[-2] if stack.count('.') else stack!r}",
             )
     # What is in no module's part of the tree (heads, projections) goes with the main layers.
-    main = [name for name, stack in chosen.items() if found[stack] == architecture.layer_count(donor.config)]
+    main = [name for name, stack in chosen.items() if found[stack] == layer_count(donor.config)]
     home = main[0] if main else recipe.modules[-1].name
     owned: dict[str | None, list[str]] = {module.name: [] for module in recipe.modules}
     for tensor in donor.tensors:

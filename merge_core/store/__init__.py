@@ -4,7 +4,7 @@ from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo, sha256_file
 from merge_core.store.keys import NotInKey, canonical, digest, merkle, stage_key
 from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
-from merge_core.store.store import MANIFEST, VALUE, Artifact, Store, StoreMiss
+from merge_core.store.store import MANIFEST, VALUE, Artifact, Store, StoredValue, StoreMiss
 
 __all__ = [
     "MANIFEST",
@@ -14,6 +14,7 @@ __all__ = [
     "NotInKey",
     "Store",
     "StoreMiss",
+    "StoredValue",
     "canonical",
     "digest",
     "fsync",

@@ -8,6 +8,8 @@ is believed only after it agrees with its manifest, and anything else is a miss 
     artifact = store.build("merge", key, MergeRecord, lambda out: merge(plan, out))   # makes it, or finds it
     artifact.directory, artifact.value, artifact.digest
 
+A stage whose value is all that it makes has no directory: its value lies in ``<root>/<stage>/<key>.json``.
+
 Two processes that want the same key: one builds, the other waits and finds it. The lock is flock(2): the kernel drops
 it with the process, so a killed run never leaves one behind.
 """
@@ -42,22 +44,28 @@ class StoreMiss(Exception):
 
 
 @dataclass(frozen=True)
-class Artifact(Generic[R]):
-    """An artifact as it stands in the store: what a stage made, and what it says about it.
+class StoredValue(Generic[R]):
+    """What a stage says, as it stands in the store.
 
-    ``digest`` (64 hex digits) covers the content of every file and the value, but no field that is marked ``NotInKey``.
-    Used as an input of a later stage, an artifact counts as its digest: equal content gives equal keys.
+    ``digest`` (64 hex digits) covers the value, but no field that is marked ``NotInKey``. Used as an input of a later
+    stage, it counts as its digest: equal content gives equal keys.
     """
 
     stage: str
     key: str
     digest: str
-    directory: Path
     value: R
-    files: Mapping[str, str]  # relative name -> sha256
 
     def content_key(self) -> str:
         return self.digest
+
+
+@dataclass(frozen=True)
+class Artifact(StoredValue[R]):
+    """What a stage made, and what it says about it. ``digest`` covers the content of every file, too."""
+
+    directory: Path
+    files: Mapping[str, str]  # relative name -> sha256
 
 
 class Store:
@@ -105,7 +113,27 @@ class Store:
         except (OSError, ValidationError) as error:
             raise StoreMiss(f"{directory / VALUE} cannot be read: {error}") from None
         hashes = {name: str(entry["sha256"]) for name, entry in files.items()}
-        return Artifact(stage, key, str(manifest["digest"]), directory, value, hashes)
+        return Artifact(stage, key, str(manifest["digest"]), value, directory, hashes)
+
+    def open_value(self, stage: str, key: str, value_type: type[R]) -> StoredValue[R]:
+        """What a stage without files said, after comparing it with its digests.
+
+        Raises:
+            StoreMiss: when it is absent or altered.
+        """
+        path = self.directory(stage, key).with_suffix(".json")
+        try:
+            record = json.loads(path.read_bytes())
+            if record["key"] != key:
+                raise StoreMiss(f"{path} belongs to another key")
+            value = value_type.model_validate(record["value"])
+            if record["sha256"] != digest(record["value"]):
+                raise StoreMiss(f"{path} was altered")
+            return StoredValue(stage, key, str(record["digest"]), value)
+        except FileNotFoundError:
+            raise StoreMiss(f"{stage} {key[:12]} is not in the store") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreMiss(f"{path} cannot be read: {error}") from None
 
     def build(
         self,
@@ -117,6 +145,7 @@ class Store:
         hashes_of: Callable[[R], Mapping[str, str]] = lambda value: {},
         resumable: bool = False,
         on_wait: Callable[[], None] = lambda: None,
+        on_damage: Callable[[str], None] = log.warning,
     ) -> tuple[Artifact[R], bool]:
         """The artifact from the store, or made now. The second value is true when it was made now.
 
@@ -125,16 +154,15 @@ class Store:
             hashes_of: sha256 of files that ``make`` hashed while writing them, by name; they are not read again.
             resumable: ``make`` can resume from what a killed run left in the directory; otherwise it starts empty.
             on_wait: Called once if another process is building the same artifact.
+            on_damage: Told why, if an artifact is there and cannot be believed: it is made again.
         """
         final = self.directory(stage, key)
-        lock = self.root / "locks" / f"{stage}-{key[:32]}"
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with locked(lock, remove=True, on_wait=on_wait):
+        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
             try:
                 return self.open(stage, key, value_type), False
             except StoreMiss as miss:
                 if final.exists():
-                    log.warning("%s; it is rebuilt", miss)
+                    on_damage(str(miss))
                     _remove(final)
             partial = final.with_name(final.name + ".partial")
             if not resumable and partial.exists():
@@ -150,6 +178,41 @@ class Store:
             partial.rename(final)
             fsync(final.parent)
             return self.open(stage, key, value_type), True
+
+    def build_value(
+        self,
+        stage: str,
+        key: str,
+        value_type: type[R],
+        make: Callable[[], R],
+        *,
+        on_wait: Callable[[], None] = lambda: None,
+        on_damage: Callable[[str], None] = log.warning,
+    ) -> tuple[StoredValue[R], bool]:
+        """The value from the store, or made now. As :meth:`build`, for a stage that makes no files."""
+        path = self.directory(stage, key).with_suffix(".json")
+        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
+            try:
+                return self.open_value(stage, key, value_type), False
+            except StoreMiss as miss:
+                if path.exists():
+                    on_damage(str(miss))
+            value = make()
+            plain = json.loads(value.model_dump_json())
+            content = digest({"files": {}, "value": value})
+            record = {"stage": stage, "key": key, "digest": content, "sha256": digest(plain), "value": plain}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps(record, indent=1))
+            fsync(partial)
+            partial.rename(path)
+            fsync(path.parent)
+            return StoredValue(stage, key, content, value), True
+
+    def _lock_file(self, stage: str, key: str) -> Path:
+        file = self.root / "locks" / f"{stage}-{key[:32]}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
 
     def _seal(self, stage: str, key: str, partial: Path, value: BaseModel, known: Mapping[str, str]) -> None:
         (partial / VALUE).write_text(value.model_dump_json(indent=1))

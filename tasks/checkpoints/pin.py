@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
 from merge_core.errors import InvalidInput, MergegateError
+from merge_core.recipe import parse_reference
 from merge_core.store import HashMemo, NotInKey, merkle
 from tasks.checkpoints.files import files_beside, files_in, weight_files
 from tasks.checkpoints.hub.errors import all_at_once
@@ -98,6 +99,30 @@ def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
         Refused: for repositories that may not be read, or a Hub that cannot be reached.
     """
     return resolve_all_parents([recipe])[0]
+
+
+def find_checkpoint(text: str) -> ResolvedCheckpoint:
+    """One checkpoint by name: a directory, relative to where we are, or ``org/name@revision``.
+
+    Raises:
+        InvalidInput: for what is neither, or an adapter.
+        Refused: for a repository that may not be read, or a Hub that cannot be reached.
+    """
+    # A directory may have an @ or a + in its name.
+    reference = CheckpointRef(text) if Path(text).expanduser().is_dir() else parse_reference(text, text)
+    if reference.adapter:
+        raise InvalidInput(
+            text,
+            found="an adapter",
+            expected="a whole checkpoint",
+            remedy="merge the adapter into its model first: mergegate merge",
+        )
+    place = _locate(reference, None, _snapshot)
+    if isinstance(place, MergegateError):
+        raise place
+    directory, snapshot = place
+    revision = snapshot.commit if snapshot else None
+    return ResolvedCheckpoint(name=reference.name, ref=text, directory=directory, revision=revision, snapshot=snapshot)
 
 
 def resolve_all_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:

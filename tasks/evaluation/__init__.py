@@ -24,8 +24,12 @@ from tasks.evaluation.lm_eval_results import (
 from tasks.evaluation.sampling import looks
 from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.stage import (
+    CountLimit,
     Scores,
     TaskScore,
+    TaskScores,
+    by_task,
+    count_task,
     default_metric,
     document_count,
     evaluate_to,
@@ -37,6 +41,7 @@ from tasks.evaluation.task_texts import document_texts
 
 __all__ = [
     "SCORES_FILE",
+    "CountLimit",
     "DocumentScore",
     "EvalTask",
     "Paired",
@@ -45,7 +50,10 @@ __all__ = [
     "Scoring",
     "TaskResults",
     "TaskScore",
+    "TaskScores",
+    "by_task",
     "check_alike",
+    "count_task",
     "default_metric",
     "document_count",
     "document_texts",

@@ -6,12 +6,14 @@ parents are evaluated once, ever, a crash loses one part at most, and more docum
     guards, tasks = pin_tasks(settings.tasks, root, hashes)
     parts = evaluate_to(model, tasks[0], settings.scoring, 500, runtime())      # the first look
     parts = evaluate_to(model, tasks[0], settings.scoring, 1000, runtime())     # the second: 500 more
-    scores = joined(parts)
+    scores = join_parts(parts)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated
@@ -19,13 +21,13 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from merge_core.store import Artifact, NotInKey, stage_key
+from merge_core.store import Artifact, NotInKey
 from tasks.checkpoints import Model
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
 from tasks.evaluation.sampling import DocumentRange, document_ranges
 from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.task_definition import EvalTask
-from tasks.stage import Runtime, StageValue, advance, report_together, stage, store, versions
+from tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
 
 
 class TaskScore(BaseModel):
@@ -54,12 +56,21 @@ class Scores(StageValue):
         return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in self.tasks)
 
 
-class TaskSize(BaseModel):
+class TaskSize(StageValue):
     """How many documents a task has."""
+
+    documents: int
+
+    def summary(self) -> str:
+        return f"{self.documents:,}"
+
+
+class CountLimit(BaseModel):
+    """How long the data of a task may take to load."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    documents: int
+    seconds: Annotated[float | None, NotInKey] = None
 
 
 @stage("evaluate", version=2, subject="model")
@@ -111,27 +122,98 @@ def evaluate_to(
     if scoring.backend == "vllm":
         runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **_version_of_vllm()}})
     artifacts: list[Artifact[Scores]] = []
-    with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as telling:
+    with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as report:
         artifacts += (evaluate(model, task, scoring, part, runtime) for part in asked)
-        telling.summary = join_parts(artifacts).summary()
+        report.summary = join_parts(artifacts).summary()
     return artifacts
 
 
-def document_count(task: EvalTask, time_limit: float | None = None) -> int:
-    """Documents that ``task`` has; counted once, in the process that scores, and kept in the store.
+@value_stage("documents", version=2, subject="task")
+def count_task(task: EvalTask, limit: CountLimit) -> TaskSize:
+    """Load the data of ``task`` in the process that scores, and count its documents.
 
     Raises:
-        InvalidInput: when the task's data cannot be loaded.
-        Refused: when ``time_limit`` seconds are over.
+        InvalidInput: when the data cannot be loaded.
+        Refused: when the time is over.
+    """
+    from tasks.evaluation.process import count_in_child
+
+    return TaskSize(documents=count_in_child(task, limit.seconds))
+
+
+def document_count(task: EvalTask, time_limit: float | None = None) -> int:
+    """Documents that ``task`` has; counted once, and kept in the store. Raises as ``count_task``."""
+    return count_task.build(task, CountLimit(seconds=time_limit)).value.documents
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """What one model scored on one task: all of its parts together.
+
+    Args:
+        where: What messages call them: ``'gsm8k: scores of merge'``.
+        parts: In the order in which they were given. Their tables are read when ``rows`` is first asked for.
     """
 
-    def size(out: Path) -> TaskSize:
-        from tasks.evaluation.process import count_in_child
+    where: str
+    task: str
+    parts: tuple[Artifact[Scores], ...]
 
-        return TaskSize(documents=count_in_child(task, time_limit))
+    @cached_property
+    def rows(self) -> tuple[DocumentScore, ...]:
+        """The score of every document under every metric.
 
-    key = stage_key("documents", 1, {"task": task})
-    return store().build("documents", key, TaskSize, size)[0].value.documents
+        Raises:
+            InvalidInput: when two parts hold the same document.
+        """
+        together = tuple(row for part in self.parts for row in read_document_scores(part.directory / SCORES_FILE))
+        if len({(row.task, row.doc_id, row.metric) for row in together}) < len(together):
+            raise InvalidInput(self.where, found="parts that hold the same documents", expected="every document once")
+        return together
+
+    @cached_property
+    def higher_is_better(self) -> Mapping[str, bool]:
+        """By metric, ``acc,none``, in the order in which the parts name them."""
+        return {score.metric: score.higher_is_better for part in self.parts for score in part.value.tasks}
+
+    @property
+    def lm_eval_version(self) -> str:
+        """Of all parts: ``by_task`` joins no others."""
+        return self.parts[0].value.lm_eval_version
+
+    @property
+    def documents(self) -> int:
+        """How many were scored; of a group of tasks, in all of them."""
+        return len({(row.task, row.doc_id) for row in self.rows})
+
+    def table(self) -> tuple[TaskScore, ...]:
+        """Mean and standard error under each metric. Of a single part they stand in the artifact."""
+        if len(self.parts) == 1:
+            return self.parts[0].value.tasks
+        return score_table(self.task, self.rows, self.higher_is_better)
+
+    def by_document(self, metric: str) -> dict[tuple[str, int], DocumentScore]:
+        """The scores under one metric, by task (of a group: the one below it) and position in its data."""
+        return {(row.task, row.doc_id): row for row in self.rows if row.metric == metric}
+
+
+def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
+    """Scores of one model with the parts of each task joined, in the order in which tasks are first met.
+
+    Args:
+        model: What messages call it; an artifact may have been made when it went by another name.
+
+    Raises:
+        InvalidInput: when the parts of a task are of different versions of lm-eval.
+    """
+    grouped: dict[str, list[Artifact[Scores]]] = {}
+    for part in parts:
+        grouped.setdefault(part.value.tasks[0].task, []).append(part)
+    found = {}
+    for task, group in grouped.items():
+        found[task] = TaskScores(f"{task}: scores of {model}", task, tuple(group))
+        _check_one_version(found[task].where, group)
+    return found
 
 
 def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
@@ -140,25 +222,10 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
     Raises:
         InvalidInput: when the parts are of different versions of lm-eval.
     """
-    by_task: dict[str, list[Artifact[Scores]]] = {}
-    for artifact in artifacts:
-        by_task.setdefault(artifact.value.tasks[0].task, []).append(artifact)
-    found = {artifact.value.lm_eval_version for artifact in artifacts}
-    if len(found) > 1:
-        raise InvalidInput(
-            f"scores of {artifacts[0].value.model}",
-            found=f"parts by lm-eval {' and '.join(sorted(found))}",
-            expected="one version",
-        )
-    scores: list[TaskScore] = []
-    for task, of_task in by_task.items():
-        if len(of_task) == 1:
-            scores += of_task[0].value.tasks
-            continue
-        rows = [row for part in of_task for row in read_document_scores(part.directory / SCORES_FILE)]
-        scores += score_table(task, rows, {s.metric: s.higher_is_better for part in of_task for s in part.value.tasks})
     value = artifacts[0].value
-    return value.model_copy(update={"tasks": tuple(scores), "part": value.part if len(artifacts) == 1 else None})
+    _check_one_version(f"scores of {value.model}", artifacts)
+    scores = tuple(score for joined in by_task(value.model, artifacts).values() for score in joined.table())
+    return value.model_copy(update={"tasks": scores, "part": value.part if len(artifacts) == 1 else None})
 
 
 def score_table(
@@ -177,6 +244,12 @@ def default_metric(metrics: Sequence[str]) -> str:
     if "acc,none" in metrics:
         return "acc,none"
     return next((metric for metric in metrics if metric.endswith(",flexible-extract")), metrics[0])
+
+
+def _check_one_version(where: str, parts: Sequence[Artifact[Scores]]) -> None:
+    versions_found = sorted({part.value.lm_eval_version for part in parts})
+    if len(versions_found) > 1:
+        raise InvalidInput(where, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
 
 
 def _version_of_vllm() -> dict[str, str]:

@@ -21,7 +21,7 @@ from merge_core.analysis import Interference, measure_interference
 from merge_core.errors import InvalidInput, MergegateError
 from merge_core.store import Artifact
 from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
-from tasks.evaluation import SCORES_FILE, DocumentScore, EvalTask, Scores, document_texts, read_document_scores
+from tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
 from tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies
 from tasks.gate import GateVerdict, GuardVerdict
 from tasks.stage import StageValue, advance, stage
@@ -131,7 +131,10 @@ def flips(
     Raises:
         InvalidInput: when the task's data can no longer be loaded.
     """
-    theirs, ours = _by_document(reference, metric), _by_document(merge, metric)
+    theirs, ours = (
+        TaskScores(f"{task.name}: scores of {side}", task.name, parts).by_document(metric)
+        for side, parts in (("the reference", reference), ("the merge", merge))
+    )
     sign = 1.0 if higher_is_better else -1.0
     drops = {at: sign * (theirs[at].outcome - ours[at].outcome) for at in sorted(theirs.keys() & ours.keys())}
     lost = sorted((at for at, drop in drops.items() if drop > 0), key=lambda at: (-drops[at], at))
@@ -235,9 +238,10 @@ def _lost_documents(
     for guard in guards:
         if guard.outcome == "pass" or guard.lost == 0 or guard.task not in by_name:
             continue
-        theirs, ours = (_parts_on(guard.task, scores.get(name, ())) for name in (guard.reference, merged))
         try:
-            value = flips(by_name[guard.task], guard.metric, _better(guard, theirs), theirs, ours).value
+            theirs, ours = (_scores_under(guard, name, scores.get(name, ())) for name in (guard.reference, merged))
+            better = theirs.higher_is_better[guard.metric]
+            value = flips(by_name[guard.task], guard.metric, better, theirs.parts, ours.parts).value
         except MergegateError as error:
             log.warning("lost documents of %s are not shown: %s", guard.task, error)
             continue
@@ -245,21 +249,12 @@ def _lost_documents(
     return tuple(found)
 
 
-def _parts_on(task: str, artifacts: Sequence[Artifact[Scores]]) -> tuple[Artifact[Scores], ...]:
-    return tuple(artifact for artifact in artifacts if artifact.value.tasks[0].task == task)
-
-
-def _better(guard: GuardVerdict, parts: Sequence[Artifact[Scores]]) -> bool:
-    for part in parts:
-        for score in part.value.tasks:
-            if score.metric == guard.metric:
-                return score.higher_is_better
-    raise InvalidInput(f"task {guard.task}", found=f"no scores of {guard.reference} under {guard.metric}")
-
-
-def _by_document(parts: Sequence[Artifact[Scores]], metric: str) -> dict[tuple[str, int], DocumentScore]:
-    rows = (row for part in parts for row in read_document_scores(part.directory / SCORES_FILE))
-    return {(row.task, row.doc_id): row for row in rows if row.metric == metric}
+def _scores_under(guard: GuardVerdict, model: str, parts: Sequence[Artifact[Scores]]) -> TaskScores:
+    """The scores that a guard compared."""
+    joined = by_task(model, parts).get(guard.task)
+    if joined is None or guard.metric not in joined.higher_is_better:
+        raise InvalidInput(f"task {guard.task}", found=f"no scores of {model} under {guard.metric}")
+    return joined
 
 
 def _shortened(flip: Flip) -> Flip:

@@ -3,7 +3,7 @@
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import CHAMPION, MARGIN_ABOVE_MAX_DROP, GateRule, Guard
 from tasks.gate.references import check_guards, needs_champion, reference_models
-from tasks.gate.regression import GuardVerdict, Outcome, decide_guard
+from tasks.gate.regression import GuardVerdict, decide_guard
 from tasks.gate.settings import EvaluateSettings, pin_tasks
 from tasks.gate.stage import GateVerdict, OnInconclusive, gate, perplexity_drift, undecided_tasks
 from tasks.gate.statistics import Difference, graded_difference, graded_documents_needed, normal_quantile
@@ -19,7 +19,6 @@ __all__ = [
     "Guard",
     "GuardVerdict",
     "OnInconclusive",
-    "Outcome",
     "check_guards",
     "decide_guard",
     "gate",

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from tasks.gate.regression import Outcome
 from tasks.gate.statistics import likelihood_ratio
 from tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
+from tasks.stage import Outcome
 
 BROKEN_RATIO = 2.0  # of perplexities; no merge that is worth a look is worse
 

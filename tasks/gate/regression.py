@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -34,8 +33,7 @@ from tasks.gate.statistics import (
     documents_needed,
     graded_difference,
 )
-
-Outcome = Literal["pass", "fail", "inconclusive"]
+from tasks.stage import Outcome
 
 
 class GuardVerdict(BaseModel):

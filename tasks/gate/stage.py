@@ -3,7 +3,7 @@
 Perplexity is judged first (``tasks.gate.drift``), then one guard for each promise of the profile
 (``tasks.gate.regression``). All of them must pass. While a guard is undecided and its task has documents left,
 ``undecided_tasks`` names the task: the flow has more of it evaluated, up to the next look, and asks again
-(``flows.judging``).
+(``flows.assessment``).
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from merge_core.errors import InvalidInput, suggest
 from merge_core.store import Artifact
-from tasks.evaluation import SCORES_FILE, DocumentScore, Scores, default_metric, pair_documents, read_document_scores
+from tasks.evaluation import Scores, TaskScores, by_task, default_metric, pair_documents
 from tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
 from tasks.gate.guards import CHAMPION, GateRule, Guard
 from tasks.gate.references import best_model, check_guards, reference_models
-from tasks.gate.regression import GuardEvidence, GuardVerdict, Outcome, judge_guards, measure_guard
+from tasks.gate.regression import GuardEvidence, GuardVerdict, judge_guards, measure_guard
 from tasks.gate.statistics import selection_bias
 from tasks.perplexity import DriftLimits, Likelihoods, read_documents
-from tasks.stage import StageValue, stage
+from tasks.stage import JointVerdict, Outcome, Section, StageValue, Verdict, severity, value_stage, worst
 
 OnInconclusive = Literal["block", "warn", "pass"]
-
-_SEVERITY: tuple[Outcome, ...] = ("pass", "inconclusive", "fail")
 
 
 class GateVerdict(StageValue):
@@ -56,22 +53,24 @@ class GateVerdict(StageValue):
     def refuses(self) -> bool:
         return not self.publishable
 
-    def and_also(self, outcome: Outcome, publishable: bool, reason: str) -> GateVerdict:
-        """This verdict with what else was found out about the merge, by a judge or by serving it."""
-        if outcome == "pass":
-            return self
-        worst = max(self.outcome, outcome, key=_SEVERITY.index)
-        # The worst reason first, as everywhere.
-        own_first = _SEVERITY.index(self.outcome) >= _SEVERITY.index(outcome)
-        reasons = (*self.reasons, reason) if own_first else (reason, *self.reasons)
-        return self.model_copy(
-            update={"outcome": worst, "publishable": self.publishable and publishable, "reasons": reasons}
+    def as_verdict(self) -> Verdict:
+        """The same in the shape of every judgement."""
+        return Verdict(
+            name="gate",
+            outcome=self.outcome,
+            publishable=self.publishable,
+            reasons=self.reasons,
+            evidence=self,
+            section=Section(title="Gate", sentences=self.reasons or (self.summary(),)),
         )
 
+    def joined_by(self, joint: JointVerdict) -> GateVerdict:
+        """This verdict with what all judgements of the merge come to together."""
+        return self.model_copy(update=joint._asdict())
 
-@stage("gate", version=2)
+
+@value_stage("gate", version=2)
 def gate(
-    out: Path,
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],
     likelihoods: Mapping[str, Artifact[Likelihoods]],
@@ -99,7 +98,7 @@ def gate(
     if drifted is not None and drifted.broken:
         return gate_verdict((), drifted, rule.on_inconclusive)
     check_guards(guards, set(scores) - {merged, CHAMPION})
-    known = {(model, task): part for model, parts in scores.items() for task, part in _by_task(model, parts).items()}
+    known = {(model, task): each for model, parts in scores.items() for task, each in by_task(model, parts).items()}
     judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
     plan = schedule or {}
     measured = [_measured(guard, known, tuple(scores), merged, plan.get(guard.task, ())) for guard in judged]
@@ -138,9 +137,9 @@ def gate_verdict(
     parts = [(guard.outcome, guard.reason) for guard in guards]
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
-    outcome = max((part for part, _ in parts), key=_SEVERITY.index, default="pass")
+    outcome = worst(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
-    bad.sort(key=lambda part: -_SEVERITY.index(part[0]))  # stable: drift first, then in the order of the profile
+    bad.sort(key=lambda part: -severity(part[0]))  # stable: drift first, then in the order of the profile
     drop, low, high = _overall(guards)
     return GateVerdict(
         outcome=outcome,
@@ -156,39 +155,9 @@ def gate_verdict(
     )
 
 
-class _TaskScores(NamedTuple):
-    """What one model scored on one task: all of its parts together."""
-
-    outcomes: tuple[DocumentScore, ...]
-    higher_is_better: dict[str, bool]  # by metric
-    lm_eval_version: str
-
-    @property
-    def documents(self) -> int:
-        return len({(outcome.task, outcome.doc_id) for outcome in self.outcomes})
-
-
-def _by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, _TaskScores]:
-    grouped: dict[str, list[Artifact[Scores]]] = defaultdict(list)
-    for part in parts:
-        grouped[part.value.tasks[0].task].append(part)
-    return {task: _joined(f"{task}: scores of {model}", group) for task, group in grouped.items()}
-
-
-def _joined(where: str, parts: Sequence[Artifact[Scores]]) -> _TaskScores:
-    together = tuple(outcome for part in parts for outcome in read_document_scores(part.directory / SCORES_FILE))
-    if len({(o.task, o.doc_id, o.metric) for o in together}) < len(together):
-        raise InvalidInput(where, found="parts that hold the same documents", expected="every document once")
-    versions = sorted({part.value.lm_eval_version for part in parts})
-    if len(versions) > 1:
-        raise InvalidInput(where, found=f"parts of lm-eval {' and '.join(versions)}", expected="one version")
-    better = {score.metric: score.higher_is_better for part in parts for score in part.value.tasks}
-    return _TaskScores(together, better, versions[0])
-
-
 def _measured(
     guard: Guard,
-    known: Mapping[tuple[str, str], _TaskScores],
+    known: Mapping[tuple[str, str], TaskScores],
     models: Sequence[str],
     merged: str,
     schedule: Sequence[int],
@@ -211,7 +180,7 @@ def _measured(
             found=f"{metric!r}, which the task does not have",
             remedy=suggest(metric, better),
         )
-    paired = {name: pair_documents(theirs.outcomes, ours.outcomes, metric, where) for name, theirs in sides.items()}
+    paired = {name: pair_documents(theirs.rows, ours.rows, metric, where) for name, theirs in sides.items()}
     chosen = best_model({name: each.reference for name, each in paired.items()}, better[metric])
     return measure_guard(
         guard,
@@ -226,7 +195,7 @@ def _measured(
     )
 
 
-def _scores_on(task: str, model: str, known: Mapping[tuple[str, str], _TaskScores], where: str) -> _TaskScores:
+def _scores_on(task: str, model: str, known: Mapping[tuple[str, str], TaskScores], where: str) -> TaskScores:
     if (model, task) in known:
         return known[model, task]
     raise InvalidInput(where, found=f"no scores of {model}", expected="both models evaluated on this task")

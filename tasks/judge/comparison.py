@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from tasks.gate import Difference, OnInconclusive, Outcome, decide_guard, graded_difference, graded_documents_needed
+from tasks.gate import Difference, OnInconclusive, decide_guard, graded_difference, graded_documents_needed
 from tasks.judge.settings import JudgeRule
+from tasks.stage import Outcome, Section, Verdict
 
 Order = Literal["reference first", "merge first"]
 Winner = Literal["reference", "merge", "tie"]
@@ -94,6 +95,17 @@ class JudgeVerdict(BaseModel):
     def publishable(self) -> bool:
         """What the outcome and ``on_inconclusive`` make of it."""
         return self.outcome == "pass" or (self.outcome == "inconclusive" and self.on_inconclusive != "block")
+
+    def as_verdict(self) -> Verdict:
+        """The same in the shape of every judgement."""
+        return Verdict(
+            name="judge",
+            outcome=self.outcome,
+            publishable=self.publishable,
+            reasons=() if self.outcome == "pass" else (self.reason,),
+            evidence=self,
+            section=Section(title="Judged answers", sentences=(self.reason,)),
+        )
 
 
 class Answering(NamedTuple):

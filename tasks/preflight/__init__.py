@@ -1,15 +1,18 @@
 """Everything that can be wrong, found before any weight is read: compatibility, machine, licences."""
 
-from tasks.preflight.compat import Compatibility, Remark, check_compatibility, header_digests, remark_of
-from tasks.preflight.machine import machine_remarks, require_machine, this_machine
+from tasks.preflight.compat import Compatibility, check_compatibility, header_digests, open_and_plan
+from tasks.preflight.evidence import Evidence, JudgeQuestions, check_references, pin_evidence
+from tasks.preflight.machine import machine_findings, this_machine
 
 __all__ = [
     "Compatibility",
-    "Remark",
+    "Evidence",
+    "JudgeQuestions",
     "check_compatibility",
+    "check_references",
     "header_digests",
-    "machine_remarks",
-    "remark_of",
-    "require_machine",
+    "machine_findings",
+    "open_and_plan",
+    "pin_evidence",
     "this_machine",
 ]

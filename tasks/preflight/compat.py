@@ -6,14 +6,13 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core import Checkpoint, Finding, MergePlan, Recipe, plan_merge, preflight
-from merge_core.errors import MergegateError, Refused
+from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, plan_with_findings
+from merge_core.errors import Refused
 from tasks.checkpoints import ResolvedCheckpoint, deciding_files, open_parent
-from tasks.stage import StageValue, stage
+from tasks.stage import StageValue, value_stage
 
 _WEIGHTS = (".safetensors", ".bin")
 
@@ -28,21 +27,6 @@ class HeaderDigest(BaseModel):
     digest: str
 
 
-class Remark(BaseModel):
-    """One finding, worst first: ``block`` stops the run, ``warn`` does not, ``info`` is for the record."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    severity: Literal["block", "warn", "info"]
-    where: str
-    found: str
-    expected: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.found}"
-
-
 class Compatibility(StageValue):
     """All findings at once, and the size of the job: bytes, all zero where something blocks.
 
@@ -54,7 +38,7 @@ class Compatibility(StageValue):
         largest_parameters: Number of its parameters.
     """
 
-    remarks: tuple[Remark, ...]
+    remarks: tuple[Finding, ...]
     tensors: int
     bytes_read: int
     bytes_written: int
@@ -64,7 +48,7 @@ class Compatibility(StageValue):
     largest_bytes: int
     largest_parameters: int
 
-    def blocking(self) -> tuple[Remark, ...]:
+    def blocking(self) -> tuple[Finding, ...]:
         return tuple(remark for remark in self.remarks if remark.severity == "block")
 
     def summary(self) -> str:
@@ -89,9 +73,9 @@ def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest,
     return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 
-@stage("compat", version=2)
+@value_stage("compat", version=2)
 def check_compatibility(
-    out: Path, recipe: Recipe, metadata: Sequence[HeaderDigest], parents: Sequence[ResolvedCheckpoint]
+    recipe: Recipe, metadata: Sequence[HeaderDigest], parents: Sequence[ResolvedCheckpoint]
 ) -> Compatibility:
     """Findings about the recipe and its parents; blocks before any weight is read, or downloaded.
 
@@ -99,25 +83,25 @@ def check_compatibility(
         InvalidInput: for a parent that cannot be a checkpoint.
         Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
     """
-    checkpoints = open_checkpoints(parents)
-    findings = preflight(recipe, checkpoints)
-    blocked = any(finding.severity == "block" for finding in findings)
-    plan = None if blocked else plan_merge(recipe, checkpoints)
-    return _compatibility([_remark(finding) for finding in findings], plan, checkpoints)
+    planned, checkpoints = open_and_plan(recipe, parents)
+    return _compatibility(planned.findings, planned.plan, checkpoints)
 
 
-def open_checkpoints(parents: Sequence[ResolvedCheckpoint]) -> dict[str, Checkpoint]:
-    """The parents' headers and configurations, by reference."""
-    return {parent.ref: open_parent(parent) for parent in parents}
+def open_and_plan(
+    recipe: Recipe, parents: Sequence[ResolvedCheckpoint]
+) -> tuple[PlannedMerge, Mapping[str, Checkpoint]]:
+    """Findings and plan, assembled once; and the parents' headers by reference, each read once.
 
-
-def remark_of(error: MergegateError) -> Remark:
-    """What was raised, as a finding that blocks."""
-    return Remark(severity="block", where=error.where, found=error.found, expected=error.expected, remedy=error.remedy)
+    Raises:
+        InvalidInput: for a parent that cannot be a checkpoint.
+        Refused: for one that cannot be looked into.
+    """
+    checkpoints = {parent.ref: open_parent(parent) for parent in parents}
+    return plan_with_findings(recipe, checkpoints), checkpoints
 
 
 def _compatibility(
-    remarks: Sequence[Remark], plan: MergePlan | None, checkpoints: Mapping[str, Checkpoint]
+    remarks: Sequence[Finding], plan: MergePlan | None, checkpoints: Mapping[str, Checkpoint]
 ) -> Compatibility:
     if plan is None:
         return Compatibility(
@@ -174,13 +158,3 @@ def _header(path: Path) -> bytes:
         # A lying length is the checkpoint reader's to refuse; here it must only not exhaust the memory.
         length = min(int.from_bytes(start, "little"), os.fstat(file.fileno()).st_size, 1 << 27)
         return start + (file.read(length) if path.suffix == ".safetensors" else b"")
-
-
-def _remark(finding: Finding) -> Remark:
-    return Remark(
-        severity=finding.severity,
-        where=finding.where,
-        found=finding.found,
-        expected=finding.expected,
-        remedy=finding.remedy,
-    )

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.errors import Refused
+from merge_core.errors import Finding
 from merge_core.units import format_bytes
 from tasks.checkpoints import ResolvedCheckpoint
-from tasks.preflight.compat import Compatibility, Remark
+from tasks.preflight.compat import Compatibility
 from tasks.stage import home, nearest
 
 _SPARE = 1.1  # of what is known to be needed; file systems keep some for themselves
@@ -75,9 +75,9 @@ def this_machine(compatibility: Compatibility, found: Sequence[ResolvedCheckpoin
     )
 
 
-def machine_remarks(
+def machine_findings(
     compatibility: Compatibility, machine: Machine, *, device: str, dtypes: Sequence[str] = ()
-) -> tuple[Remark, ...]:
+) -> tuple[Finding, ...]:
     """What ``machine`` lacks for a merge and for evaluating its models.
 
     Args:
@@ -86,27 +86,15 @@ def machine_remarks(
     """
     if compatibility.blocking():  # nothing is known about a merge that cannot be
         return ()
-    return (*_disk_remarks(machine), *_memory_remarks(compatibility, machine, device, dtypes))
+    return (*_disk_findings(machine), *_memory_findings(compatibility, machine, device, dtypes))
 
 
-def require_machine(compatibility: Compatibility, found: Sequence[ResolvedCheckpoint], device: str) -> None:
-    """Refuse a run that this machine cannot carry out.
-
-    Raises:
-        Refused: when a disk has too little room, or there will never be enough memory.
-    """
-    machine = this_machine(compatibility, found, device)
-    for remark in machine_remarks(compatibility, machine, device=device):
-        if remark.severity == "block":
-            raise Refused(remark.where, found=remark.found, expected=remark.expected, remedy=remark.remedy)
-
-
-def _disk_remarks(machine: Machine) -> Iterator[Remark]:
+def _disk_findings(machine: Machine) -> Iterator[Finding]:
     for disk in machine.disks:
         needed = round(_SPARE * sum(disk.writes.values()))
         if disk.free < needed:
             parts = " and ".join(f"{format_bytes(count)} for {why}" for why, count in disk.writes.items() if count)
-            yield Remark(
+            yield Finding(
                 severity="block",
                 where=str(disk.place),
                 found=f"{format_bytes(disk.free)} free",
@@ -115,9 +103,9 @@ def _disk_remarks(machine: Machine) -> Iterator[Remark]:
             )
 
 
-def _memory_remarks(
+def _memory_findings(
     compatibility: Compatibility, machine: Machine, device: str, dtypes: Sequence[str]
-) -> Iterator[Remark]:
+) -> Iterator[Finding]:
     from merge_core.engine import EngineSettings
     from merge_core.forecast import peak_memory
 
@@ -131,7 +119,7 @@ def _memory_remarks(
     evaluating, where = round(_TO_EVALUATE * weights), f"memory of {device}" if machine.gpu else "memory"
     place = machine.gpu or machine.memory
     if place and place.available < evaluating:
-        yield Remark(
+        yield Finding(
             severity="warn",
             where=where,
             found=f"{format_bytes(place.available)} available",
@@ -140,11 +128,11 @@ def _memory_remarks(
         )
 
 
-def _lacking(where: str, capacity: Capacity | None, needed: int, to: str, remedy: str) -> Iterator[Remark]:
+def _lacking(where: str, capacity: Capacity | None, needed: int, to: str, remedy: str) -> Iterator[Finding]:
     if capacity is None or capacity.available >= needed:
         return
     never = capacity.total < needed
-    yield Remark(
+    yield Finding(
         severity="block" if never else "warn",
         where=where,
         found=f"{format_bytes(capacity.total)} in all"

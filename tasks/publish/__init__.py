@@ -2,10 +2,22 @@
 
 from tasks.publish.card_metadata import front_matter
 from tasks.publish.card_scores import escaped
-from tasks.publish.content import ABOUT, BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS, stored_files
+from tasks.publish.content import (
+    ABOUT,
+    BOM,
+    CARD,
+    PROVENANCE,
+    RECIPE,
+    SIGNATURE,
+    SUMS,
+    ReleaseFile,
+    stored_files,
+    version_of,
+)
 from tasks.publish.signature import public_key, read_signature
-from tasks.publish.step import Release, publish
-from tasks.publish.sums import checksums_text, parse_checksums, sha256_of, version_of
+from tasks.publish.step import publish
+from tasks.publish.sums import checksums_text, parse_checksums, sha256_of
+from tasks.publish.targets import Release
 
 __all__ = [
     "ABOUT",
@@ -16,6 +28,7 @@ __all__ = [
     "SIGNATURE",
     "SUMS",
     "Release",
+    "ReleaseFile",
     "checksums_text",
     "escaped",
     "front_matter",

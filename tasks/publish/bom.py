@@ -18,12 +18,12 @@ def bill_of_materials(
     files: Sequence[ReleaseFile],
     content: ReportContent,
     parents: Sequence[PinnedCheckpoint],
-    licence: Mapping[str, object],
+    license: Mapping[str, object],
 ) -> str:
     """``bom.json`` over ``files``.
 
     Args:
-        licence: The licence as the model card states it: ``license``, or ``license: other`` with ``license_name``.
+        license: The licence as the model card states it: ``license``, or ``license: other`` with ``license_name``.
     """
     of_parent = {model.ref: model.licence for model in content.parents}
     model = {
@@ -31,7 +31,7 @@ def bill_of_materials(
         "bom-ref": "model",
         "name": content.name,
         "description": f"A merge made without training: {content.method}.",
-        "licenses": [_licence(str(licence.get("license_name") or licence.get("license") or "unknown"))],
+        "licenses": [_license(str(license.get("license_name") or license.get("license") or "unknown"))],
         "pedigree": {"ancestors": [_ancestor(parent, of_parent.get(parent.ref, "unknown")) for parent in parents]},
         "modelCard": {
             "modelParameters": {"task": "text-generation"},
@@ -66,17 +66,17 @@ def bill_of_materials(
     return json.dumps(bom, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _ancestor(parent: PinnedCheckpoint, licence: str) -> dict[str, object]:
+def _ancestor(parent: PinnedCheckpoint, license: str) -> dict[str, object]:
     return {
         "type": "machine-learning-model",
         "bom-ref": f"parent:{parent.name}",
         "name": parent.ref,
         "version": parent.revision or parent.digest,
-        "licenses": [_licence(licence)],
+        "licenses": [_license(license)],
     }
 
 
-def _licence(name: str) -> dict[str, object]:
+def _license(name: str) -> dict[str, object]:
     # By name, not by id: the Hub's identifiers are lower case and only partly SPDX's, and an id must be SPDX's.
     return {"license": {"name": name}}
 

@@ -45,7 +45,7 @@ class Publication:
 def model_card(
     content: ReportContent,
     metadata: CardMetadata,
-    licence: LicenseVerdict,
+    license: LicenseVerdict,
     missing: Sequence[Obligation],
     files: Sequence[str],
     publication: Publication,
@@ -59,50 +59,50 @@ def model_card(
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     sections = [
         f"# {escaped(content.name)}",
-        *_displayed(licence),
+        *_displayed(license),
         f"A merge made without training: {escaped(content.method)}. It was checked, evaluated and gated by mergegate "
         "before it was released. The evidence is in [report.html](report.html), where it comes from in "
         "[provenance.json](provenance.json).",
         "**Statement of changes.** The weights are not those of any model named below: they were computed from them by "
         "the recipe below and replace theirs. Configuration and tokenizer are taken over or adapted.",
-        f"## Made from\n\n{_sources(content, licence)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
+        f"## Made from\n\n{_sources(content, license)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
         f"## Evidence\n\n{quality_section(content)}",
-        f"## Licence\n\n{_licence(licence, missing, files)}",
+        f"## Licence\n\n{_license(license, missing, files)}",
         f"## Verify and reproduce\n\n{_commands(content, publication)}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _displayed(licence: LicenseVerdict) -> list[str]:
+def _displayed(license: LicenseVerdict) -> list[str]:
     """The lines that licences want to be seen: 'Built with Llama'."""
-    lines = [item.text for item in licence.combination.obligations if item.kind == "display"]
+    lines = [item.text for item in license.combination.obligations if item.kind == "display"]
     return [f"**{escaped(line)}**" for line in dict.fromkeys(lines)]
 
 
-def _sources(content: ReportContent, licence: LicenseVerdict) -> str:
+def _sources(content: ReportContent, license: LicenseVerdict) -> str:
     rows = [
         f"| {escaped(model.ref)} | {model.role} | {escaped(model.licence)} | `{model.revision or model.digest[:16]}` |"
         for model in content.parents
     ]
     head = "| model | role | licence | commit or digest |\n| :-- | :-- | :-- | :-- |\n"
     parts = [head + "\n".join(rows)]
-    if licence.ancestors:
+    if license.ancestors:
         rows = [
             f"| {escaped(one.name)} | {escaped(one.license)} | {f'`{one.revision}`' if one.revision else ''} |"
-            for one in licence.ancestors
+            for one in license.ancestors
         ]
         head = "Models that these were made from, as far as their cards say, with what they are licensed under:\n\n"
         parts.append(head + "| model | licence | commit |\n| :-- | :-- | :-- |\n" + "\n".join(rows))
-    if licence.unread:
-        names = ", ".join(f"{escaped(name)} ({escaped(why)})" for name, why in licence.unread.items())
+    if license.unread:
+        names = ", ".join(f"{escaped(name)} ({escaped(why)})" for name, why in license.unread.items())
         parts.append(f"Named by those cards, but not to be read: {names}.")
     return "\n\n".join(parts)
 
 
-def _licence(licence: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str]) -> str:
-    combination = licence.combination
+def _license(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str]) -> str:
+    combination = license.combination
     why = [reason.sentence for reason in combination.reasons if reason.rule.startswith("R7")]
-    parts = [f"**{escaped(licence.result)}**" + (f": {escaped(why[0])}." if why else "")]
+    parts = [f"**{escaped(license.result)}**" + (f": {escaped(why[0])}." if why else "")]
     if "LICENSE" in files:
         parts[0] += " The text is in [LICENSE](LICENSE)."
     if asked := dict.fromkeys((*combination.obligations, *missing)):
@@ -115,9 +115,9 @@ def _licence(licence: LicenseVerdict, missing: Sequence[Obligation], files: Sequ
     else:
         parts.append("No obligations.")
     if accepted := [reason for reason in combination.reasons if reason.accepted]:
-        said = [(reason.sentence, "; ".join(reason.accepted)) for reason in accepted]
+        settled = [(reason.sentence, "; ".join(reason.accepted)) for reason in accepted]
         parts.append(
-            f"Doubts that a person has settled:\n\n{markdown_table(('doubt', 'accepted (what: who: why)'), said, 0)}"
+            f"Doubts that a person has settled:\n\n{markdown_table(('doubt', 'accepted (what: who: why)'), settled, 0)}"
         )
     return "\n\n".join(parts)
 

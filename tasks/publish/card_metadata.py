@@ -35,10 +35,10 @@ _LONGEST_FRONT_MATTER = 1 << 20  # characters
 
 
 def card_metadata(
-    content: ReportContent, parents: Sequence[PinnedCheckpoint], licence: Combination
+    content: ReportContent, parents: Sequence[PinnedCheckpoint], license: Combination
 ) -> dict[str, object]:
     """What stands between the dashes, as plain data that YAML and JSON can hold."""
-    metadata: dict[str, object] = {**licence.card}
+    metadata: dict[str, object] = {**license.card}
     if languages := _common_languages(parents):
         metadata["language"] = languages
     metadata |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["merge", "mergegate"]}
@@ -127,16 +127,16 @@ def _results(scores: Sequence[TaskScore]) -> list[dict[str, object]]:
 def _metric(score: TaskScore, dataset: str) -> dict[str, object]:
     metric, _, how = score.metric.partition(",")
     kind, words = _METRICS.get(metric, (metric, metric.replace("_", " ")))
-    said = ", ".join([score.task] * (score.task != dataset) + [how] * (how not in ("", "none")))
+    detail = ", ".join([score.task] * (score.task != dataset) + [how] * (how not in ("", "none")))
     in_percent = score.higher_is_better and 0 <= score.score <= 1
     value = round(100 * score.score, 2) if in_percent else round(score.score, 4)
-    return {"type": kind, "value": value, "name": f"{words} ({said})" if said else words}
+    return {"type": kind, "value": value, "name": f"{words} ({detail})" if detail else words}
 
 
 def _common_languages(parents: Sequence[PinnedCheckpoint]) -> list[str]:
     """What every parent's card says, where all say the same; else nothing."""
-    said = {_languages(parent.directory) for parent in parents}
-    return list(said.pop()) if len(said) == 1 else []
+    found = {_languages(parent.directory) for parent in parents}
+    return list(found.pop()) if len(found) == 1 else []
 
 
 def _languages(directory: Path) -> tuple[str, ...]:

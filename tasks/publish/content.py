@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from merge_core.errors import Refused
 from merge_core.store import MANIFEST, VALUE, Artifact, merkle
 
 CARD = "README.md"
@@ -18,6 +20,7 @@ SIGNATURE = "model.sig"
 SUMS = "SHA256SUMS"
 # JSON beside a checkpoint in a release that is about it, not part of it.
 ABOUT = frozenset({BOM, PROVENANCE})
+_CONTENT_VERSION = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,19 @@ class ReleaseFile:
     size: int
     sha256: str
     source: Path | bytes
+
+    def read(self) -> bytes:
+        """All of its bytes."""
+        return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+
+    def altered(self, found: str) -> Refused:
+        """What to say when the source is not what was gated, but has the sha256 ``found``, or is not there."""
+        return Refused(
+            str(self.source),
+            found=f"sha256 {found[:12]}…",
+            expected=f"{self.sha256[:12]}…, the bytes that were evaluated and gated",
+            remedy="run again: the altered artifact is noticed and made anew",
+        )
 
 
 def stored_files(artifact: Artifact[Any]) -> tuple[ReleaseFile, ...]:
@@ -47,4 +63,14 @@ def written_file(name: str, text: str) -> ReleaseFile:
 
 def content_version(files: Iterable[ReleaseFile]) -> str:
     """A version that is the content: the first 12 hex digits of the Merkle digest over all files."""
-    return merkle({file.name: (file.size, file.sha256) for file in files})[:12]
+    return version_of({file.name: (file.size, file.sha256) for file in files})
+
+
+def version_of(files: Mapping[str, tuple[int, str]]) -> str:
+    """The same from name -> (size, sha256) of all files."""
+    return merkle(files)[:12]
+
+
+def is_content_version(name: str) -> bool:
+    """Whether ``name`` can be such a version, rather than one that a person chose."""
+    return _CONTENT_VERSION.fullmatch(name) is not None

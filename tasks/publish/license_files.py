@@ -26,7 +26,7 @@ _LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
-class _Own:
+class _LicenseFileOfModel:
     """A licence file that lies beside a model."""
 
     model: str
@@ -70,7 +70,7 @@ def open_obligations(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdic
     return tuple(item for item in (*asked, *carried) if not _fulfilled(item, own))
 
 
-def _fulfilled(item: Obligation, own: Sequence[_Own]) -> bool:
+def _fulfilled(item: Obligation, own: Sequence[_LicenseFileOfModel]) -> bool:
     if item.model is not None:
         return any(one.model == item.model for one in own)
     return all(
@@ -88,13 +88,13 @@ def _shipped(identifier: str) -> dict[str, str]:
     return license_texts(entry) if entry else {}
 
 
-def _own_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> Iterator[_Own]:
+def _own_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> Iterator[_LicenseFileOfModel]:
     for parent in parents:
         for file in _files(parent.directory, LICENSE_FILE):
-            yield _Own(parent.name, verdict.licenses[parent.name], file.name, _read(file))
+            yield _LicenseFileOfModel(parent.name, verdict.licenses[parent.name], file.name, _read(file))
     for ancestor in verdict.ancestors:
         if ancestor.own_text:
-            yield _Own(ancestor.name, ancestor.license, LICENSE, ancestor.own_text)
+            yield _LicenseFileOfModel(ancestor.name, ancestor.license, LICENSE, ancestor.own_text)
 
 
 def _files(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -105,7 +105,7 @@ def _read(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace")
 
 
-def _license(own: Sequence[_Own], verdict: LicenseVerdict) -> str:
+def _license(own: Sequence[_LicenseFileOfModel], verdict: LicenseVerdict) -> str:
     """The texts of all licences that the weights are under; under headings where there are several."""
     parts: dict[str, str] = {}
     for identifier in verdict.combination.licenses:
@@ -115,7 +115,7 @@ def _license(own: Sequence[_Own], verdict: LicenseVerdict) -> str:
     return "\n\n".join(f"{_RULE}\n{name}\n{_RULE}\n\n{text.strip()}\n" for name, text in parts.items())
 
 
-def _texts_of(identifier: str, own: Sequence[_Own], verdict: LicenseVerdict) -> dict[str, str]:
+def _texts_of(identifier: str, own: Sequence[_LicenseFileOfModel], verdict: LicenseVerdict) -> dict[str, str]:
     """Text by heading. A file beside a model says whose copyright it is and which edition, so it comes first."""
     table = load_table()
     entry = table.licenses.get(identifier)
@@ -152,7 +152,7 @@ def _modifications(parents: Sequence[PinnedCheckpoint]) -> str:
     )
 
 
-def _add(files: dict[str, str], stem: str, one: _Own) -> None:
+def _add(files: dict[str, str], stem: str, one: _LicenseFileOfModel) -> None:
     """Add a model's own file under a name that is still free; the same text under the same name stands there once."""
     candidates = [f"{stem}.txt", f"{stem}--{one.file}.txt", *(f"{stem}--{number}.txt" for number in range(2, 1000))]
     name = next(name for name in candidates if files.get(name, one.text) == one.text)

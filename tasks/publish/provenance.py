@@ -34,7 +34,7 @@ def provenance(
     parents: Sequence[PinnedCheckpoint],
     versions: Mapping[str, str],
     verdict: GateVerdict,
-    licence: LicenseVerdict,
+    license: LicenseVerdict,
     card: Mapping[str, object],
 ) -> str:
     """``provenance.json`` over ``files``: what was made, from what, by which recipe, and why it was let through.
@@ -67,7 +67,7 @@ def provenance(
             },
             "runDetails": {"builder": {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}}},
             "mergegate_verdict": verdict.model_dump(mode="json"),
-            "mergegate_licence": _licence(licence),
+            "mergegate_licence": _license(license),
             "mergegate_card": card,
         },
     }
@@ -94,18 +94,18 @@ def hub_id(parent: PinnedCheckpoint) -> str:
     return parse_reference(parent.ref, parent.name).path
 
 
-def _licence(licence: LicenseVerdict) -> dict[str, object]:
-    combination = licence.combination
+def _license(license: LicenseVerdict) -> dict[str, object]:
+    combination = license.combination
     return {
-        "result": licence.result,
+        "result": license.result,
         "status": combination.status,
         "card": combination.card,
-        "parents": licence.licenses,
+        "parents": license.licenses,
         "ancestors": [
             {"name": one.name, "license": one.license} | ({"gitCommit": one.revision} if one.revision else {})
-            for one in licence.ancestors
+            for one in license.ancestors
         ],
-        "unread": licence.unread,
+        "unread": license.unread,
         "accepted": [
             {"rule": reason.rule, "what": reason.sentence, "by": list(reason.accepted)}
             for reason in combination.reasons

@@ -44,7 +44,7 @@ _CURVES: Mapping[str, hashes.HashAlgorithm] = {
     "secp384r1": hashes.SHA384(),
     "secp521r1": hashes.SHA512(),
 }
-_HOW = (
+_KEY_COMMANDS = (
     "openssl ecparam -name prime256v1 -genkey -noout -out release.key; "
     "openssl ec -in release.key -pubout -out release.pub"
 )
@@ -202,7 +202,7 @@ def _no_key(file: Path, kind: str, error: Exception | None) -> InvalidInput:
         str(file),
         found=found,
         expected=f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without password",
-        remedy=_HOW,
+        remedy=_KEY_COMMANDS,
     )
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from merge_core.store import Artifact
+from merge_core.store import Artifact, StoredValue
 from tasks.checkpoints import PinnedRecipe
-from tasks.checkpoints.hub import hub_access
 from tasks.merge import Merged, Numerics
 from tasks.preflight.licenses import LicenseVerdict
 from tasks.publish.bom import bill_of_materials
@@ -32,81 +30,56 @@ from tasks.publish.license_files import license_files, open_obligations
 from tasks.publish.provenance import provenance
 from tasks.publish.signature import sign
 from tasks.publish.sums import checksums
-from tasks.publish.targets.directory import publish_directory
-from tasks.publish.targets.hub import publish_hub
-from tasks.publish.targets.settings import HubTarget, Target
+from tasks.publish.targets.contract import PublishTarget, Release
 from tasks.report import Report, ReportContent
 from tasks.stage import advance, step, store
 
 
-@dataclass(frozen=True)
-class Release:
-    """A release where it stands. ``new`` is false when it stood there already and nothing was touched."""
-
-    name: str
-    version: str
-    location: Path | str  # a directory, or the address of a page
-    place: str  # the same, short: what a person calls the target
-    new: bool
-
-    def summary(self) -> str:
-        return f"{self.version} at {self.place}" if self.new else f"{self.version} is released already"
-
-
 @step("publish")
 def publish(
-    target: Target,
+    target: PublishTarget,
     root: Path,
     content: ReportContent,
     pinned: PinnedRecipe,
     numerics: Numerics,
-    licence: Artifact[LicenseVerdict],
+    license: StoredValue[LicenseVerdict],
     merged: Artifact[Merged],
     report: Artifact[Report],
-    base: str | None = None,
+    expected_head: str | None = None,
 ) -> Release:
     """Publish to ``target``; relative paths relative to ``root``. Idempotent.
 
     Args:
-        base: On the Hub, the commit of ``main`` that the merge was held against: when it has moved since, nothing is
-            published. None: whatever is there.
+        expected_head: Of the release that the merge was compared with (``CurrentRelease.head``): when the target has
+            another now, nothing is published. None: whatever is there.
 
     Raises:
         InvalidInput: when there is no token for the Hub, or no key to sign with.
         Refused: when the version exists with other content, the merge is not what was gated any more, the card does not
-            say to others what it is meant to, or the Hub says no or has another ``main`` than ``base``.
+            say to others what it is meant to, or the target says no or has another head than ``expected_head``.
     """
     key = root / target.sign_key if target.sign_key else None
-    place = target.repo if isinstance(target, HubTarget) else "."
-    files = release_files(content, pinned, numerics, licence.value, merged, report, place, key)
-    version = target.version or content_version(files)
+    files = release_files(content, pinned, numerics, license.value, merged, report, target.address, key)
 
-    def tell(done: int, total: int) -> None:
+    def report_bytes(done: int, total: int) -> None:
         advance(done, total, "B")
 
-    if isinstance(target, HubTarget):
-        access = hub_access(target.token_block, writing=True)
-        there = publish_hub(
-            files,
-            target.repo,
-            version,
-            access,
-            store().hashes,
-            visibility=target.visibility,
-            gated=target.gated or False,
-            base=base,
-            on_progress=tell,
-        )
-        return Release(content.name, version, access.url(target.repo, version), target.repo, there.new)
-    made = publish_directory(files, (root / target.path).resolve(), version, store().hashes, tell)
-    return Release(content.name, version, made.location, f"{made.location.parent.name}/", made.new)
+    return target.publish(
+        files,
+        content.name,
+        target.version or content_version(files),
+        root,
+        expected_head=expected_head,
+        hashes=store().hashes,
+        on_progress=report_bytes,
+    )
 
 
 def release_files(
     content: ReportContent,
     pinned: PinnedRecipe,
     numerics: Numerics,
-    licence: LicenseVerdict,
+    license: LicenseVerdict,
     merged: Artifact[Merged],
     report: Artifact[Report],
     place: str,
@@ -126,20 +99,20 @@ def release_files(
     """
     files = [
         *stored_files(merged),
-        *license_files(pinned.parents, licence),
+        *license_files(pinned.parents, license),
         *(file for file in stored_files(report) if file.name == "report.html"),
         *(written_file(name, text) for name, text in eval_results(content).items()),
         written_file(RECIPE, content.recipe),
     ]
     names = [file.name for file in files]
     versions = {library.name: library.version for library in content.versions}
-    metadata = card_metadata(content, pinned.parents, licence.combination)
+    metadata = card_metadata(content, pinned.parents, license.combination)
     made_with = Publication(place, key is not None, numerics.device, {**versions, **numerics.versions})
-    missing = open_obligations(pinned.parents, licence)
-    card = model_card(content, metadata, licence, missing, names, made_with)
+    missing = open_obligations(pinned.parents, license)
+    card = model_card(content, metadata, license, missing, names, made_with)
     check_card(card, metadata, names)
     files.append(written_file(CARD, card))
-    files.append(written_file(BOM, bill_of_materials(files, content, pinned.parents, licence.combination.card)))
+    files.append(written_file(BOM, bill_of_materials(files, content, pinned.parents, license.combination.card)))
     origin = provenance(
         files,
         recipe=list(yaml.safe_load_all(content.recipe)),
@@ -149,7 +122,7 @@ def release_files(
         parents=pinned.parents,
         versions=versions,
         verdict=content.verdict,
-        licence=licence,
+        license=license,
         card=metadata,
     )
     files.append(written_file(PROVENANCE, origin))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from merge_core.store import merkle
 from tasks.publish.content import ReleaseFile
 
 
@@ -33,8 +32,3 @@ def parse_checksums(text: str) -> dict[str, str]:
 def sha256_of(data: bytes) -> str:
     """64 hex digits."""
     return hashlib.sha256(data).hexdigest()
-
-
-def version_of(files: Mapping[str, tuple[int, str]]) -> str:
-    """The version that is the content, from name -> (size, sha256) of all files."""
-    return merkle(files)[:12]

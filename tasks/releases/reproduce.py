@@ -22,12 +22,12 @@ from merge_core.store import HashMemo
 from tasks.checkpoints import checkpoint_digest
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
 from tasks.publish import PROVENANCE, RECIPE, sha256_of
-from tasks.releases.published_release import PublishedRelease
+from tasks.publish.targets import PublishedRelease
 from tasks.releases.verify import Files, Verified
 from tasks.stage import device_kind, versions
 
 _WEIGHTS = ".safetensors"
-_DECIDES = ("torch", "numba")  # the last place of a number, besides recipe and parents
+_DECIDING_LIBRARIES = ("torch", "numba")  # the last place of a number, besides recipe and parents
 _NOT_SEARCHED = frozenset({"node_modules", "site-packages", "__pycache__"})
 _RECIPES = (".yaml", ".yml")
 
@@ -83,34 +83,34 @@ def rebuild_release(
     return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), record.seconds, device)
 
 
-class _Said(BaseModel):
+class _ProvenancePart(BaseModel):
     """A part of the provenance, as far as it is needed here."""
 
     model_config = ConfigDict(frozen=True, alias_generator=to_camel)
 
 
-class _Digest(_Said):
+class _Digest(_ProvenancePart):
     sha256: str
     git_commit: str | None = None
 
 
-class _Dependency(_Said):
+class _Dependency(_ProvenancePart):
     name: str
     digest: _Digest
 
 
-class _Seeds(_Said):
+class _Seeds(_ProvenancePart):
     merge: int = Field(ge=0)
 
 
-class _MadeBy(_Said):
+class _BuildParameters(_ProvenancePart):
     device: str
     versions: dict[str, str]
     seeds: _Seeds
 
 
-class _Build(_Said):
-    internal_parameters: _MadeBy
+class _Build(_ProvenancePart):
+    internal_parameters: _BuildParameters
     resolved_dependencies: tuple[_Dependency, ...]
 
 
@@ -132,7 +132,7 @@ def _device(made_on: str) -> str:
     return made_on if made_on == "cpu" or device_kind() == made_on else "cpu"
 
 
-def _require_equal(verified: Verified, made: Files, made_by: _MadeBy, device: str) -> None:
+def _require_equal(verified: Verified, made: Files, made_by: _BuildParameters, device: str) -> None:
     released = verified.listing
     weights = {name for name in released if name.endswith(_WEIGHTS)}
     other = sorted(name for name in weights | set(made) if made.get(name) != released.get(name))
@@ -146,14 +146,14 @@ def _require_equal(verified: Verified, made: Files, made_by: _MadeBy, device: st
     )
 
 
-def _remedy(made_by: _MadeBy, device: str) -> str:
+def _remedy(made_by: _BuildParameters, device: str) -> str:
     """What differs from how it was made, most telling first."""
-    made_on, made_with, here = made_by.device, made_by.versions, versions(*_DECIDES)
+    made_on, made_with, here = made_by.device, made_by.versions, versions(*_DECIDING_LIBRARIES)
     if made_on != device.partition(":")[0]:
         return f"it was made on {made_on}, and again on {device}: use --device {made_on}, on a machine that has one"
     moved = [
         f"{name} {made_with[name]} (here {here[name]})"
-        for name in _DECIDES
+        for name in _DECIDING_LIBRARIES
         if made_with.get(name, here[name]) != here[name]
     ]
     if moved:

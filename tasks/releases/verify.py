@@ -37,7 +37,7 @@ from tasks.publish import (
     read_signature,
     version_of,
 )
-from tasks.releases.published_release import PublishedRelease
+from tasks.publish.targets import PublishedRelease
 
 Signed = Literal["valid", "not checked", "none"]
 Files = Mapping[str, tuple[int, str]]
@@ -133,26 +133,26 @@ def _against_version(release: PublishedRelease, files: Files) -> list[str]:
 
 
 def _against_subjects(files: Files, statement: Mapping[str, Any]) -> list[str]:
-    said = {
+    listed = {
         str(_at(subject, "name")): str(_at(subject, "digest", "sha256")) for subject in _list(_at(statement, "subject"))
     }
-    return _differences(said, _hashes(files, without={PROVENANCE, SIGNATURE, SUMS}), PROVENANCE)
+    return _differences(listed, _hashes(files, without={PROVENANCE, SIGNATURE, SUMS}), PROVENANCE)
 
 
 def _against_bom(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
     """The bill of materials: its files, and the parents of the provenance."""
     if BOM not in files:
-        return []  # said already: it is missing
+        return []  # reported already: it is missing
     try:
         bom: object = json.loads(release.read(BOM))
     except ValueError:
         bom = None
-    said = {
+    listed = {
         str(_at(part, "name")): str(_at(digest, "content"))
         for part in _list(_at(bom, "components"))
         for digest in _list(_at(part, "hashes"))
     }
-    findings = _differences(said, _hashes(files, without={BOM, PROVENANCE, SIGNATURE, SUMS}), BOM)
+    findings = _differences(listed, _hashes(files, without={BOM, PROVENANCE, SIGNATURE, SUMS}), BOM)
     ancestors = [
         (_at(one, "name"), _at(one, "version"))
         for one in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
@@ -168,7 +168,7 @@ def _against_bom(release: PublishedRelease, files: Files, statement: Mapping[str
 
 def _against_recipe(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
     if RECIPE not in files:
-        return []  # said already: it is missing
+        return []  # reported already: it is missing
     try:
         documents: object = json.loads(json.dumps(list(yaml.safe_load_all(_text(release, RECIPE)))))
     except (yaml.YAMLError, TypeError, ValueError):
@@ -181,14 +181,16 @@ def _against_recipe(release: PublishedRelease, files: Files, statement: Mapping[
 def _against_card(release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> list[str]:
     """The card: its metadata as the provenance has them, its recipe, its parents."""
     if not {RECIPE, CARD} <= set(files):
-        return []  # said already: they are missing
+        return []  # reported already: they are missing
     card = _text(release, CARD)
     findings = []
     metadata, stated = front_matter(card), _at(statement, "predicate", "mergegate_card")
     if metadata is None or metadata != stated:
         both = {**(metadata or {}), **(stated if isinstance(stated, dict) else {})}
-        odd = [name for name in both if _at(metadata, name) != _at(stated, name)]
-        findings.append(f"{CARD}: its metadata is not that of {PROVENANCE} ({', '.join(odd) or 'none can be read'})")
+        different = [name for name in both if _at(metadata, name) != _at(stated, name)]
+        findings.append(
+            f"{CARD}: its metadata is not that of {PROVENANCE} ({', '.join(different) or 'none can be read'})"
+        )
     hub = [
         str(_at(one, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
         for one in _parents(statement)
@@ -196,8 +198,8 @@ def _against_card(release: PublishedRelease, files: Files, statement: Mapping[st
     ]
     if (_at(metadata, "base_model") or []) != list(dict.fromkeys(hub)):
         findings.append(f"{CARD}: its base_model is not what {PROVENANCE} was made from")
-    licence = _at(statement, "predicate", "mergegate_licence", "card")
-    if not isinstance(licence, dict) or any(_at(metadata, name) != value for name, value in licence.items()):
+    license = _at(statement, "predicate", "mergegate_licence", "card")
+    if not isinstance(license, dict) or any(_at(metadata, name) != value for name, value in license.items()):
         findings.append(f"{CARD}: its licence is not that of {PROVENANCE}")
     if _text(release, RECIPE).strip() not in card:
         findings.append(f"{CARD}: its recipe is not that of {RECIPE}")
@@ -233,16 +235,16 @@ def _parents(statement: Mapping[str, Any]) -> list[Any]:
     return _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
 
 
-def _differences(said: Mapping[str, str], found: Mapping[str, str], by: str) -> list[str]:
+def _differences(listed: Mapping[str, str], found: Mapping[str, str], by: str) -> list[str]:
     """What ``by`` says of the files (name -> sha256), beside what they are."""
     return [
         f"{name}: missing, though {by} lists it"
         if name not in found
         else f"{name}: not listed by {by}"
-        if name not in said
-        else f"{name}: sha256 is {found[name][:12]}…, {by} says {said[name][:12]}…"
-        for name in sorted({*said, *found})
-        if said.get(name) != found.get(name)
+        if name not in listed
+        else f"{name}: sha256 is {found[name][:12]}…, {by} says {listed[name][:12]}…"
+        for name in sorted({*listed, *found})
+        if listed.get(name) != found.get(name)
     ]
 
 

@@ -20,12 +20,12 @@ from tasks.report.content import (
     StoredArtifact,
 )
 from tasks.report.page import render
-from tasks.report.serving import Costs, costs
+from tasks.report.serving import CostTable, costs
 from tasks.report.stage import Report, write_report
 from tasks.report.table import as_markdown, evaluated, final_table, likelihood, uses_bytes
 
 __all__ = [
-    "Costs",
+    "CostTable",
     "Library",
     "MergedFile",
     "Report",

@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from merge_core.store import NotInKey
 from tasks.evaluation import Scores, Scoring
 from tasks.explain import Explanation
-from tasks.gate import GateVerdict, Outcome
+from tasks.gate import GateVerdict
 from tasks.perplexity import Likelihoods, WindowSettings
 from tasks.serve import ServingCost
+from tasks.stage import Outcome, Section
 
 
 class _Part(BaseModel):
@@ -136,6 +137,8 @@ class ReportContent(_Part):
     serving: Annotated[tuple[ReportedServing, ...], NotInKey] = ()  # parents in the recipe's order, then the merge
     ensemble: Likelihoods | None = None  # of the parents together, on the same text
     artifacts: tuple[StoredArtifact, ...] = ()
+    # Of verdicts that have no drawing of their own here.
+    sections: Annotated[tuple[Section, ...], Field(exclude_if=lambda sections: not sections)] = ()
 
     def as_released(self) -> ReportContent:
         """Without what a machine took: what is left is in the key, and the same for everybody."""

@@ -29,7 +29,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostTable:
     """The table, ready for whatever draws it. No rows where nothing was measured."""
 
     columns: tuple[str, ...]
@@ -38,11 +38,11 @@ class Costs:
     how: str
 
 
-def costs(content: ReportContent) -> Costs:
+def costs(content: ReportContent) -> CostTable:
     """A row for each model that was served; without columns that say nothing of any of them."""
     served = content.serving
     if not any(model.measured.quantities() for model in served):
-        return Costs((), (), "", "")
+        return CostTable((), (), "", "")
     columns = [(name, cell) for name, cell in _COLUMNS if any(cell(model.measured) for model in served)]
     occasion = served[-1].measured.occasion
     rows = tuple(
@@ -56,7 +56,7 @@ def costs(content: ReportContent) -> Costs:
         for model in served
     )
     names = tuple(name for name, _ in columns)
-    return Costs(names, rows, occasion, _how(names))
+    return CostTable(names, rows, occasion, _how(names))
 
 
 def _how(columns: tuple[str, ...]) -> str:

@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass
 
 from tasks.evaluation import TaskScore
-from tasks.gate import DriftVerdict, GuardVerdict, Outcome
+from tasks.gate import DriftVerdict, GuardVerdict
 from tasks.perplexity import Likelihoods
 from tasks.report import wording
 from tasks.report.content import ReportContent, ReportedModel
+from tasks.stage import Outcome
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,15 @@ def as_markdown(content: ReportContent) -> str:
             word = f"{wording.GLYPHS[row.outcome]} {verdict}" if row.outcome else verdict
             lines.append("| " + " | ".join(_escaped(cell) for cell in (*cells, word)) + " |")
         lines += ["", "Scores and drops in points; a positive drop is a loss. \\* the best parent."]
+    for section in content.sections:
+        lines += ["", f"### {_escaped(section.title)}", "", *(_escaped(sentence) for sentence in section.sentences)]
+        if section.rows:
+            lines += [
+                "",
+                "| " + " | ".join(map(_escaped, section.columns)) + " |",
+                "| :-- " * len(section.columns) + "|",
+            ]
+            lines += ["| " + " | ".join(map(_escaped, row)) + " |" for row in section.rows]
     if content.explanation is not None and content.explanation.remedies:
         lines += ["", "What to try:", ""]
         lines += [f"- {_escaped(remedy.text())}: {_escaped(remedy.reason)}" for remedy in content.explanation.remedies]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, Outcome
+from tasks.gate import DriftVerdict, GateVerdict, GuardVerdict
 from tasks.report.content import ReportContent
+from tasks.stage import Outcome
 
 MINUS, TIMES, NONE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 NOT_FINITE = "not finite"

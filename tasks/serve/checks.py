@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from tasks.serve.client import Answer, Client, Completion, chat_logprobs_of, chat_text_of, completion_of
+from tasks.remote import Answer
+from tasks.serve.client import Client, Completion, chat_logprobs_of, chat_text_of, completion_of
 from tasks.serve.reference import Reference
 from tasks.serve.settings import ServeSettings
 from tasks.serve.verdict import Check

@@ -2,39 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-
-class Unreachable(Exception):
-    """No answer: nobody listens, the connection broke, or it took too long."""
-
-    def __init__(self, why: str, *, late: bool = False) -> None:
-        super().__init__(why)
-        self.late = late  # somebody is there, but does not answer
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer, whatever its status."""
-
-    status: int
-    body: Any  # parsed JSON, or text
-
-    @property
-    def complaint(self) -> str:
-        """What an error says, on one line."""
-        body = self.body
-        if isinstance(body, Mapping):
-            error = body.get("error", body)
-            body = error.get("message", error) if isinstance(error, Mapping) else error
-        return f"HTTP {self.status} {' '.join(str(body).split())[:200]}".strip()
+from tasks.remote import Answer, JsonClient
 
 
 @dataclass(frozen=True)
@@ -61,19 +34,16 @@ class Completion:
 
 
 class Client:
-    """Requests to one server.
+    """Requests to one server, each over a connection of its own: by the next one it may be gone.
 
     Args:
-        url: Its address, without ``/v1``.
+        url: Its address, with or without ``/v1``.
         timeout: Seconds that may pass without a byte.
         key: Sent as a bearer token, if there is one.
     """
 
     def __init__(self, url: str, timeout: float, key: str = "") -> None:
-        self._url, self._timeout, self._key = url.rstrip("/").removesuffix("/v1"), timeout, key
-        local = self._url.startswith(("http://127.0.0.1", "http://localhost"))
-        # A proxy of the environment does not know our loopback.
-        self._open = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * local).open
+        self._http = JsonClient(url.rstrip("/").removesuffix("/v1"), timeout, key)
 
     def health(self) -> int:
         """Status of ``/health``."""
@@ -84,29 +54,12 @@ class Client:
         return models_of(self.request("/v1/models"))
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
-        """GET, or POST of ``body``.
+        """GET, or POST of ``body``; asked once, because that an answer fails to come is what is to be found out.
 
         Raises:
             Unreachable: when there is no answer.
         """
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data=data, headers=headers)
-        try:
-            try:
-                with self._open(request, timeout=self._timeout) as response:
-                    return Answer(response.status, _parsed(response.read()))
-            except urllib.error.HTTPError as error:
-                with error:
-                    return Answer(error.code, _parsed(error.read()))
-        except TimeoutError:
-            raise Unreachable(f"no answer in {self._timeout:g} s", late=True) from None
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                raise Unreachable(f"no answer in {self._timeout:g} s", late=True) from None
-            raise Unreachable(str(error.reason)) from None
-        except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"the connection broke ({type(error).__name__})") from None
+        return self._http.request(path, body)
 
 
 def models_of(answer: Answer) -> dict[str, int | None]:
@@ -175,10 +128,3 @@ def _numbers(values: Sequence[Any] | None) -> tuple[float, ...] | None:
     if values is None:
         return None
     return tuple(float(value) if isinstance(value, (int, float)) else math.nan for value in values)
-
-
-def _parsed(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError:
-        return body.decode(errors="replace")

@@ -9,9 +9,10 @@ from pathlib import Path
 from merge_core.checkpoint import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput
 from tasks.checkpoints import Model
+from tasks.remote import Unreachable
 from tasks.serve import checks
 from tasks.serve.checks import ServedSubject, ServerQuestion
-from tasks.serve.client import Client, Unreachable, models_of
+from tasks.serve.client import Client, models_of
 from tasks.serve.launch import ServerKind, context_of, dtype_of, launch
 from tasks.serve.measured import ServingCost, machine_name, today
 from tasks.serve.process import ServerEnded, ServerProcess

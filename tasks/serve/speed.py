@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from tasks.remote import Answer
 from tasks.serve.checks import ServedSubject
-from tasks.serve.client import Answer, completion_of
+from tasks.serve.client import completion_of
 from tasks.serve.measured import token_rate
 from tasks.serve.verdict import Check
 

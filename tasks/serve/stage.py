@@ -71,10 +71,12 @@ def serve_models(
     server = server_of(settings, root)
     verdict = serve(merge, settings, server, runtime()).value
     if not settings.parents or verdict.refuses():
-        return ServedModels(verdict)
+        return ServedModels(verdict=verdict)
     # A base model need not chat.
     settings = settings.model_copy(update={"chat": None})
-    return ServedModels(verdict, {parent.name: _measurement(parent, settings, server) for parent in parents})
+    return ServedModels(
+        verdict=verdict, parents={parent.name: _measurement(parent, settings, server) for parent in parents}
+    )
 
 
 def _measurement(parent: Model, settings: ServeSettings, server: ServerVersion) -> Measurement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -12,7 +11,7 @@ from merge_core.errors import Refused
 from merge_core.store import NotInKey
 from tasks.serve.measured import NOTHING, ServingCost
 from tasks.serve.server_log import Blame
-from tasks.stage import StageValue
+from tasks.stage import Section, StageValue, Verdict
 
 CheckOutcome = Literal["pass", "fail", "not offered"]
 
@@ -90,8 +89,7 @@ class Measurement(StageValue):
         return f"not measured: {self.problem}" if self.problem else self.measured.line()
 
 
-@dataclass(frozen=True)
-class ServedModels:
+class ServedModels(BaseModel):
     """What came of serving a merge.
 
     Args:
@@ -99,8 +97,27 @@ class ServedModels:
         parents: By name in this run, in the recipe's order; empty where they were not to be measured.
     """
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     verdict: ServeVerdict
-    parents: Mapping[str, Measurement] = field(default_factory=dict)
+    parents: Mapping[str, Measurement] = {}
+
+    def as_verdict(self) -> Verdict:
+        """The same in the shape of every judgement."""
+        outcome = self.verdict.outcome
+        return Verdict(
+            name="serve",
+            outcome=outcome,
+            publishable=outcome == "pass",
+            reasons=() if outcome == "pass" else (f"served: {self.verdict.summary()}",),
+            evidence=self,
+            section=Section(
+                title=f"Served by {self.verdict.server}",
+                sentences=(self.verdict.count(),),
+                columns=("check", "outcome", "right is"),
+                rows=tuple((check.name, check.outcome, check.expected) for check in self.verdict.checks),
+            ),
+        )
 
 
 class MachineFailed(Refused):

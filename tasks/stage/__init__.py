@@ -7,24 +7,47 @@ from tasks.stage.combined import report_together
 from tasks.stage.environment import Runtime, device_kind, runtime, versions
 from tasks.stage.progress import ProgressLog, StageStatus, advance, announce, is_watched, watched_by
 from tasks.stage.project import home, nearest
-from tasks.stage.stages import StageValue, stage, step, store
+from tasks.stage.stages import (
+    DeclaredStage,
+    Stage,
+    StageFuture,
+    StageValue,
+    ValueStage,
+    stage,
+    step,
+    store,
+    value_stage,
+)
+from tasks.stage.verdict import JointVerdict, Outcome, Section, Verdict, combined, severity, worst
 
 __all__ = [
+    "DeclaredStage",
+    "JointVerdict",
+    "Outcome",
     "ProgressLog",
     "Runtime",
+    "Section",
+    "Stage",
+    "StageFuture",
     "StageStatus",
     "StageValue",
+    "ValueStage",
+    "Verdict",
     "advance",
     "announce",
+    "combined",
     "device_kind",
     "home",
     "is_watched",
     "nearest",
     "report_together",
     "runtime",
+    "severity",
     "stage",
     "step",
     "store",
+    "value_stage",
     "versions",
     "watched_by",
+    "worst",
 ]

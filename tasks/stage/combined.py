@@ -16,11 +16,11 @@ def report_together(stage: str, subject: str, sizes: Sequence[int]) -> Iterator[
     It is told how far all of them are; what those to come will take is reckoned by their sizes (documents). It has
     ended as ``made`` when any was made. The summary is the caller's to fill in.
     """
-    with report_stage(stage, subject) as telling:
+    with report_stage(stage, subject) as report:
         parts = _Together(sizes)
         with watched_by(parts):
-            yield telling
-        telling.ending = "made" if parts.made else "cached"
+            yield report
+        report.status = "made" if parts.made else "cached"
 
 
 class _Together:
@@ -44,8 +44,8 @@ class _Together:
         to_come = round(total * sum(self._left[1:]) / self._left[0])
         self._outside.run(advance, self._before + done, self._before + total + to_come, unit)
 
-    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
+    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         del self._left[0]
-        if ending != "cached":
+        if status != "cached":
             self.made = True
             self._before += self._total

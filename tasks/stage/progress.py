@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 from merge_core.errors import MergegateError, Refused
 from merge_core.units import format_duration
 
-StageStatus = Literal["made", "cached", "refused", "failed"]
-_MARKS: dict[StageStatus, str] = {"made": "✓", "cached": "=", "refused": "✗", "failed": "✗"}
+StageStatus = Literal["made", "cached", "rebuilt", "refused", "failed"]
+_MARKS: dict[StageStatus, str] = {"made": "✓", "cached": "=", "rebuilt": "↻", "refused": "✗", "failed": "✗"}
 
 
 class Watcher(Protocol):
@@ -23,7 +23,7 @@ class Watcher(Protocol):
     def announced(self, text: str) -> None: ...
     def started(self, stage: str, subject: str) -> None: ...
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None: ...
-    def ended(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None: ...
+    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None: ...
 
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
@@ -61,7 +61,7 @@ def announce(text: str) -> None:
 class StageReport:
     """How a stage will be said to have ended; the stage fills it in before it returns."""
 
-    ending: StageStatus = "failed"
+    status: StageStatus = "failed"
     summary: str = ""
 
 
@@ -69,24 +69,24 @@ class StageReport:
 def report_stage(name: str, subject: str) -> Iterator[StageReport]:
     """Tell the watcher that a stage runs and how it ended; ``advance`` inside speaks for this stage."""
     watcher = _watcher.get()
-    telling = StageReport()
+    report = StageReport()
     if watcher:
         watcher.started(name, subject)
     token = _running.set((name, subject))
     began = time.monotonic()
     try:
-        yield telling
+        yield report
     except MergegateError as error:
-        telling.ending = "refused" if isinstance(error, Refused) else "failed"
-        telling.summary = telling.summary or error.found
+        report.status = "refused" if isinstance(error, Refused) else "failed"
+        report.summary = report.summary or error.found
         raise
     except BaseException:
-        telling.ending = "failed"
+        report.status = "failed"
         raise
     finally:
         _running.reset(token)
         if watcher:
-            watcher.ended(name, subject, telling.ending, time.monotonic() - began, telling.summary)
+            watcher.ended(name, subject, report.status, time.monotonic() - began, report.summary)
 
 
 class ProgressLog:

@@ -1,47 +1,54 @@
-"""What makes a function a stage: a Prefect task with a content key, a verified record behind it, and a watcher.
+"""What makes a function a stage: a content key, an artifact in the store, a Prefect task, and somebody who is told.
 
 A stage is declared once, next to the function that does the work::
 
     @stage("merge", version=1)
-    def merge(out: Path, recipe: Recipe, parents: Sequence[Parent]) -> MergeRecord:
+    def merge(out: Path, recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> Merged:
         ...                                    # writes its files into ``out``, returns what is to be said about them
 
-    artifact = merge(recipe, parents)          # through Prefect: cached by content, told to whoever watches
+    @value_stage("gate", version=2)
+    def gate(guards: tuple[Guard, ...], ...) -> GateVerdict:
+        ...                                    # makes nothing but its value
+
+    artifact = merge(recipe, parents)          # from the store, or made now, as a task of the running flow
+    future = merge.submit(recipe, parents)     # the same on the flow's task runner, beside others
     record = merge.work(directory, recipe, parents)    # the plain function, without Prefect and without the store
 
-The key is made of the stage's name, its version and its arguments (see ``merge_core.store.keys``). Bump ``version``
-when the meaning of a stage changes: what it made before is then made again. Prefect's record of a run holds only stage
-and key; reading it opens the artifact in the store and checks it, so a deleted, truncated or altered artifact is a
-cache miss.
+The key is made of the stage's name, its version and its arguments (see ``merge_core.store``). Bump ``version`` when the
+meaning of a stage changes: what it made before is then rebuilt. The store is the only cache: Prefect keeps no result.
+It shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (there was an artifact, and it was damaged), or as a failed
+``Refused`` or ``Invalid``, with what the stage says of it; and which stage waited for which, found by the digests that
+stand in its inputs.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, get_type_hints
 
-from prefect import Task
-from prefect.cache_policies import NO_CACHE, CachePolicy
-from prefect.client.schemas.objects import State
-from prefect.serializers import Serializer
-from prefect.states import Failed
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import MergegateError, Refused
-from merge_core.store import Artifact, Store, StoreMiss, stage_key
-from tasks.stage.progress import report_stage
-from tasks.stage.project import home  # where it has always been looked for
+from merge_core.store import Artifact, Store, StoredValue, canonical, stage_key
+from tasks.stage.progress import StageStatus, report_stage
+from tasks.stage.project import home
+
+if TYPE_CHECKING:
+    from prefect import Task
+    from prefect.client.schemas.objects import State
+    from prefect.futures import PrefectFuture
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
-T = TypeVar("T")
 V = TypeVar("V", bound="StageValue")
+A = TypeVar("A", bound=StoredValue[Any])
 
 
 class StageValue(BaseModel):
@@ -67,100 +74,223 @@ def store() -> Store:
     return Store(home() / "store")
 
 
-class ContentKey(CachePolicy):
-    """Prefect's cache key is the stage's own content key, which is computed before the task is called."""
+class StageCall:
+    """One call of a stage: its arguments, and the key that follows from them. Opaque to Prefect, which would look
+    through everything that it can."""
 
-    def compute_key(
-        self, task_ctx: object, inputs: dict[str, Any], flow_parameters: dict[str, Any], **kwargs: Any
-    ) -> str:
-        return f"{inputs['stage']}-{inputs['key'][:32]}"
+    def __init__(self, name: str, subject: str, key: str, inputs: inspect.BoundArguments) -> None:
+        self.name, self.subject, self.key, self.inputs = name, subject, key, inputs
 
-
-class ArtifactSerializer(Serializer):  # unparametrised: Prefect registers serializers by concrete class
-    """Writes stage and key; reads by opening and checking the artifact. Any doubt is a miss with a log line."""
-
-    type: str = Field(default="mergegate-artifact", frozen=True)
-
-    def dumps(self, obj: Any) -> bytes:
-        return json.dumps({"stage": obj.stage, "key": obj.key}).encode()
-
-    def loads(self, blob: bytes) -> Any:
-        record = json.loads(blob)
-        try:
-            return store().open(record["stage"], record["key"], _value_types[record["stage"]])
-        except StoreMiss as miss:
-            log.warning("%s; the stage is run again", miss)
-            raise
+    @property
+    def label(self) -> str:
+        """``perplexity reverser``: what Prefect's pages call the run."""
+        return f"{self.name} {self.subject}".strip()
 
 
-class Stage(Generic[P, V]):
-    """A stage of the pipeline. Calling it runs it as a cached Prefect task; ``work`` is the plain function."""
+class DeclaredStage(Generic[P, V, A]):
+    """A stage of the pipeline. Calling it runs it as a task of the running flow; ``work`` is the plain function."""
+
+    work: Callable[..., V]
 
     def __init__(
-        self,
-        work: Callable[Concatenate[Path, P], V],
-        name: str,
-        version: int,
-        hashes_of: Callable[[V], Mapping[str, str]],
-        resumable: bool,
-        subject: str | None,
+        self, work: Callable[..., V], skipped: int, name: str, version: int, subject: str | None, **options: Any
     ) -> None:
-        self.work, self.name, self.version = work, name, version
-        self._hashes_of, self._resumable, self._subject = hashes_of, resumable, subject
+        self.work, self.name, self.version, self._subject, self._options = work, name, version, subject, options
         signature = inspect.signature(work)
-        self._signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        self._signature = signature.replace(parameters=list(signature.parameters.values())[skipped:])
         self.value_type: type[V] = get_type_hints(work)["return"]
-        _value_types[name] = self.value_type
+        functools.update_wrapper(self, work)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Artifact[V]:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> A:
         """The artifact of these inputs, from the store or made now.
 
         Raises:
             Refused: when the value says that the flow must not go on.
             MergegateError: what the work raised about its input.
         """
+        return self._called((), args, kwargs)
+
+    def after(self, *earlier: StoredValue[Any]) -> Callable[P, A]:
+        """The same stage, shown as waiting for ``earlier`` too: what allowed it, rather than what goes into it."""
+        return lambda *args, **kwargs: self._called(earlier, args, kwargs)
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> StageFuture[A]:
+        """Begin on the flow's task runner, beside what was submitted before. Call inside a flow."""
+        call = self._bind(args, kwargs)
+        return StageFuture(self.task.submit(call, wait_for=_upstream(call.inputs.arguments)))
+
+    def build(self, *args: P.args, **kwargs: P.kwargs) -> A:
+        """From the store or made now, without Prefect: for commands that run no flow. A refusal is not raised."""
+        return self._build(self._bind(args, kwargs))[0]
+
+    def key(self, *args: P.args, **kwargs: P.kwargs) -> str:
+        """Under which the store has, or would have, the artifact of these inputs."""
+        return self._bind(args, kwargs).key
+
+    @cached_property
+    def task(self) -> Task[..., Any]:
+        """The Prefect task, made when it is first run: importing a stage does not import Prefect."""
+        from prefect import Task
+        from prefect.cache_policies import NO_CACHE
+
+        def run(call: StageCall) -> State[A]:
+            return self._run(call)
+
+        return Task(
+            fn=run,
+            name=self.name,
+            description=inspect.getdoc(self.work),
+            version=str(self.version),
+            task_run_name="{call.label}",
+            cache_policy=NO_CACHE,
+            persist_result=False,
+            retry_condition_fn=_may_help,
+            **self._options,
+        )
+
+    def _called(self, earlier: Sequence[StoredValue[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> A:
+        call = self._bind(args, kwargs)
+        waited = _upstream({**call.inputs.arguments, "": earlier})
+        return cast(A, _settled(self.task(call, return_state=True, wait_for=waited or None)))
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageCall:
         inputs = self._signature.bind(*args, **kwargs)
         inputs.apply_defaults()
         subject = str(getattr(inputs.arguments[self._subject], "name", "")) if self._subject else ""
-        key = stage_key(self.name, self.version, inputs.arguments)
-        with report_stage(self.name, subject) as telling:
-            artifact, made = self._run(key, subject, inputs)
-            telling.summary = artifact.value.summary()
-            telling.ending = "refused" if artifact.value.refuses() else "made" if made else "cached"
-            if (refusal := artifact.value.refusal()) is not None:
-                raise refusal
-            return artifact
+        return StageCall(self.name, subject, stage_key(self.name, self.version, inputs.arguments), inputs)
 
-    def _run(self, key: str, subject: str, inputs: inspect.BoundArguments) -> tuple[Artifact[V], bool]:
-        made = False
+    def _run(self, call: StageCall) -> State[A]:
+        """The body of the Prefect task. What a user can cause fails it without a traceback."""
+        from prefect.states import Completed, Failed
 
-        def body(stage: str, key: str) -> Artifact[V]:
-            nonlocal made
-            artifact, made = store().build(
-                stage,
-                key,
-                self.value_type,
-                lambda out: self.work(out, *inputs.args, **inputs.kwargs),
-                hashes_of=self._hashes_of,
-                resumable=self._resumable,
-                on_wait=lambda: log.info("%s is being made by another run; waiting for it", stage),
-            )
-            return artifact
+        try:
+            with report_stage(self.name, call.subject) as report:
+                artifact, status = self._build(call)
+                report.summary = artifact.value.summary()
+                report.status = "refused" if artifact.value.refuses() else status
+                if (refusal := artifact.value.refusal()) is not None:
+                    raise refusal
+        except MergegateError as error:
+            return Failed(name="Refused" if isinstance(error, Refused) else "Invalid", message=str(error), data=error)
+        if status != "cached":
+            _show(call, artifact, report.summary)
+        return Completed(name=status.title(), message=report.summary, data=artifact)
 
-        artifact = _run_as_task(
-            body,
-            {"stage": self.name, "key": key},
-            name=self.name,
-            task_run_name=f"{self.name} {subject}".strip(),
-            cache_policy=ContentKey(),
-            persist_result=True,
-            result_storage=home() / "records",
-            result_serializer=ArtifactSerializer(),
+    def _build(self, call: StageCall) -> tuple[A, StageStatus]:
+        raise NotImplementedError
+
+    def _watch(self, call: StageCall) -> tuple[dict[str, Callable[..., None]], list[str]]:
+        """What the store tells while it looks or waits; damage that it found is collected."""
+        damage: list[str] = []
+
+        def damaged(why: str) -> None:
+            log.warning("%s; the stage is run again", why)
+            damage.append(why)
+
+        def waiting() -> None:
+            log.info("%s is being made by another run; waiting for it", call.label)
+
+        return {"on_damage": damaged, "on_wait": waiting}, damage
+
+
+class Stage(DeclaredStage[P, V, Artifact[V]]):
+    """A stage that makes files."""
+
+    def __init__(
+        self,
+        work: Callable[Concatenate[Path, P], V],
+        *,
+        hashes_of: Callable[[V], Mapping[str, str]],
+        resumable: bool,
+        **declared: Any,
+    ) -> None:
+        super().__init__(work, 1, **declared)
+        self._hashes_of, self._resumable = hashes_of, resumable
+
+    def _build(self, call: StageCall) -> tuple[Artifact[V], StageStatus]:
+        told, damage = self._watch(call)
+        artifact, made = store().build(
+            self.name,
+            call.key,
+            self.value_type,
+            lambda out: self.work(out, *call.inputs.args, **call.inputs.kwargs),
+            hashes_of=self._hashes_of,
+            resumable=self._resumable,
+            **told,
         )
-        return artifact, made
+        return artifact, _status(made, damage)
 
 
-_value_types: dict[str, type[StageValue]] = {}
+class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
+    """A stage whose value is all that it makes."""
+
+    def __init__(self, work: Callable[P, V], **declared: Any) -> None:
+        super().__init__(work, 0, **declared)
+
+    def _build(self, call: StageCall) -> tuple[StoredValue[V], StageStatus]:
+        told, damage = self._watch(call)
+        found, made = store().build_value(
+            self.name,
+            call.key,
+            self.value_type,
+            lambda: self.work(*call.inputs.args, **call.inputs.kwargs),
+            **told,
+        )
+        return found, _status(made, damage)
+
+
+class StageFuture(Generic[A]):
+    """A stage that runs beside others."""
+
+    def __init__(self, future: PrefectFuture[Any]) -> None:
+        self._future = future
+
+    def result(self) -> A:
+        """Its artifact, when it is there. Raises as a call of the stage does."""
+        self._future.wait()
+        return cast(A, _settled(self._future.state))
+
+
+def stage(
+    name: str,
+    *,
+    version: int,
+    subject: str | None = None,
+    hashes_of: Callable[[Any], Mapping[str, str]] = lambda value: {},
+    resumable: bool = False,
+    retries: int = 0,
+    timeout_seconds: float | None = None,
+) -> Callable[[Callable[Concatenate[Path, P], V]], Stage[P, V]]:
+    """Declare a stage that makes files.
+
+    Args:
+        name: One of the stage names of ``docs/architecture.md``; also its directory in the store.
+        version: Bumped by hand when the meaning of the stage changes; part of every key.
+        subject: Name of the parameter whose ``.name`` tells calls of this stage apart for a person.
+        hashes_of: Hashes that the work computed while writing, by file name (see ``Store.build``).
+        resumable: The work can go on from what a killed run left behind.
+        retries: How often it is tried again after an error that no user caused. Input and refusals are not retried.
+        timeout_seconds: After which Prefect ends it; None: never. What can hang runs in a process of its own anyway.
+    """
+    return lambda work: Stage(
+        work,
+        hashes_of=hashes_of,
+        resumable=resumable,
+        name=name,
+        version=version,
+        subject=subject,
+        retries=retries,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def value_stage(
+    name: str, *, version: int, subject: str | None = None, retries: int = 0, timeout_seconds: float | None = None
+) -> Callable[[Callable[P, V]], ValueStage[P, V]]:
+    """Declare a stage whose value is all that it makes. Arguments as of :func:`stage`."""
+    return lambda work: ValueStage(
+        work, name=name, version=version, subject=subject, retries=retries, timeout_seconds=timeout_seconds
+    )
 
 
 class StepValue(Protocol):
@@ -174,64 +304,122 @@ class StepValue(Protocol):
 S = TypeVar("S", bound=StepValue)
 
 
-def step(name: str) -> Callable[[Callable[P, S]], Callable[P, S]]:
+def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[P, S]]:
     """Declare a step that is never cached because it looks at the world outside the store, or changes it.
 
     Running it again must be harmless: a step is idempotent by its own means.
     """
 
     def declare(work: Callable[P, S]) -> Callable[P, S]:
-        @functools.wraps(work)
-        def run(*args: P.args, **kwargs: P.kwargs) -> S:
-            with report_stage(name, "") as telling:
-                value = _run_as_task(lambda: work(*args, **kwargs), {}, name=name, cache_policy=NO_CACHE)
-                telling.ending, telling.summary = ("made" if value.new else "cached"), value.summary()
-                return value
+        signature = inspect.signature(work)
 
-        return run
+        def run(call: StageCall) -> State[S]:
+            from prefect.states import Completed, Failed
+
+            try:
+                with report_stage(name, "") as report:
+                    value = work(*call.inputs.args, **call.inputs.kwargs)
+                    report.status, report.summary = ("made" if value.new else "cached"), value.summary()
+            except MergegateError as error:
+                kind = "Refused" if isinstance(error, Refused) else "Invalid"
+                return Failed(name=kind, message=str(error), data=error)
+            return Completed(name="Made" if value.new else "Unchanged", message=report.summary, data=value)
+
+        @functools.cache
+        def task() -> Task[..., Any]:
+            from prefect import Task
+            from prefect.cache_policies import NO_CACHE
+
+            return Task(
+                fn=run,
+                name=name,
+                cache_policy=NO_CACHE,
+                persist_result=False,
+                retries=retries,
+                retry_condition_fn=_may_help,
+            )
+
+        @functools.wraps(work)
+        def call(*args: P.args, **kwargs: P.kwargs) -> S:
+            inputs = signature.bind(*args, **kwargs)
+            waited = _upstream(inputs.arguments)
+            state = task()(StageCall(name, "", "", inputs), return_state=True, wait_for=waited or None)
+            return cast(S, _settled(state))
+
+        return call
 
     return declare
 
 
-def _run_as_task(body: Callable[..., T], parameters: dict[str, object], **options: Any) -> T:
-    """Run ``body`` as a Prefect task. What a user can cause fails the task without a traceback and is raised here."""
-    problem: MergegateError | None = None
-
-    def guarded(**parameters: object) -> Any:
-        nonlocal problem
-        try:
-            return body(**parameters)
-        except MergegateError as error:
-            problem = error
-            return Failed(message=str(error))
-
-    # Prefect reads the parameters of a task off its signature; ours are whatever the caller names.
-    guarded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in parameters]
-    )
-    # No tags: each would ask the API for a concurrency slot before every stage.
-    run: Task[..., Any] = Task(fn=guarded, **options)
-    state = cast(State[Any], run(**parameters, return_state=True))
-    if problem is not None:
-        raise problem
-    return cast(T, state.result())
+# Which stages of the running flow made which content: (the flow run, state by digest).
+_made: ContextVar[tuple[object, dict[str, Any]]] = ContextVar("made", default=(None, {}))
 
 
-def stage(
-    name: str,
-    *,
-    version: int,
-    hashes_of: Callable[[Any], Mapping[str, str]] = lambda value: {},
-    resumable: bool = False,
-    subject: str | None = None,
-) -> Callable[[Callable[Concatenate[Path, P], V]], Stage[P, V]]:
-    """Declare a stage.
+def _states() -> dict[str, Any]:
+    from prefect.context import FlowRunContext
 
-    Args:
-        name: One of the stage names of ``docs/architecture.md``; also its directory in the store.
-        version: Bumped by hand when the meaning of the stage changes; part of every key.
-        hashes_of: Hashes that the work computed while writing, by file name (see ``Store.build``).
-        resumable: The work can go on from what a killed run left behind.
-        subject: Name of the parameter whose ``.name`` tells calls of this stage apart for a person.
-    """
-    return lambda work: Stage(work, name, version, hashes_of, resumable, subject)
+    context = FlowRunContext.get()
+    run = context.flow_run.id if context and context.flow_run else None
+    if _made.get()[0] != run:
+        _made.set((run, {}))
+    return _made.get()[1]
+
+
+def _upstream(arguments: Mapping[str, object]) -> list[Any]:
+    """States of the stages in this flow whose content stands in ``arguments``: the edges of Prefect's graph."""
+    states = _states()
+    found = {id(states[text]): states[text] for text in _digests(arguments) if text in states}
+    return list(found.values())
+
+
+def _digests(value: object) -> set[str]:
+    """Every text in ``value`` that may be a digest. What has no canonical form has none to find."""
+    try:
+        plain = canonical(value)
+    except (TypeError, ValueError):
+        if isinstance(value, Mapping):
+            return set().union(*map(_digests, value.values()))
+        if isinstance(value, (list, tuple)):
+            return set().union(*map(_digests, value))
+        parents = getattr(value, "parents", ())
+        return _digests(parents) if isinstance(parents, tuple) else set()
+    found: set[str] = set()
+    waiting = [plain]
+    while waiting:
+        match waiting.pop():
+            case str() as text if len(text) == 64:
+                found.add(text)
+            case dict() as inner:
+                waiting += [*inner, *inner.values()]
+            case list() as inner:
+                waiting += inner
+    return found
+
+
+def _may_help(task: object, run: object, state: State[Any]) -> bool:
+    """Whether trying again may help: what a user can cause is the same the next time."""
+    return state.name not in ("Refused", "Invalid")
+
+
+def _settled(state: Any) -> Any:
+    """What a task run gave; what it failed with is raised here."""
+    value = state.result(raise_on_failure=False)
+    if isinstance(value, BaseException):
+        raise value
+    if isinstance(value, StoredValue):
+        _states()[value.digest] = state
+    return value
+
+
+def _status(made: bool, damage: Sequence[str]) -> StageStatus:
+    return "cached" if not made else "rebuilt" if damage else "made"
+
+
+def _show(call: StageCall, artifact: StoredValue[Any], summary: str) -> None:
+    """What was made, on the page of the task run."""
+    from prefect.artifacts import create_markdown_artifact
+
+    rows = [f"| {name} | `{sha256}` |" for name, sha256 in sorted(getattr(artifact, "files", {}).items())]
+    table = "\n".join(["", "| file | sha256 |", "| --- | --- |", *rows]) if rows else ""
+    text = f"{summary}\n\n* key `{artifact.key}`\n* content `{artifact.digest}`\n{table}\n"
+    create_markdown_artifact(text, key=f"stage-{call.name}", description=f"{call.label}: {summary}")

@@ -72,7 +72,7 @@ def worse(by: float, noise: float = 0.01, **other: object) -> ModelLikelihoods:
 
 
 def stored(directory: Path, value: Scores | Likelihoods) -> Artifact[Scores] | Artifact[Likelihoods]:
-    return Artifact("made here", "key", f"{directory}", directory, value, {})  # type: ignore[return-value]  # generic
+    return Artifact("made here", "key", f"{directory}", value, directory, {})  # type: ignore[return-value]  # generic
 
 
 def scores(directory: Path, right: int, *, version: str = "0.4.13", n: int = 400) -> Artifact[Scores]:

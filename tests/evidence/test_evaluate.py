@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from tiny_models import Prefix, make_model, words, write_choices, write_jsonl
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
@@ -102,22 +102,43 @@ def test_every_document_is_scored_as_plain_transformers_do(tmp_path: Path, task:
 def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The oracle starts from the very logits that were scored: whether a bfloat16 product of another shape is rounded
+    in the same way depends on the processor, and says nothing about what is made of the logits.
+    """
     from lm_eval.models.huggingface import HFLM
 
     said: list[tuple[float, bool]] = []
-    original = HFLM.loglikelihood
+    logits_of: dict[tuple[int, ...], torch.Tensor] = {}
+    original, forward = HFLM.loglikelihood, LlamaForCausalLM.forward
 
     def listen(self: HFLM, *args: Any, **kwargs: Any) -> Any:
         said.extend(original(self, *args, **kwargs))
         return said
 
+    def watch(self: LlamaForCausalLM, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        output = forward(self, input_ids, **kwargs)
+        logits_of[tuple(input_ids[0].tolist())] = output.logits[0].detach().clone()
+        return output
+
     monkeypatch.setattr(HFLM, "loglikelihood", listen)
     model = make_model(tmp_path / "m", dtype=torch.bfloat16)
-    found = measure(model, task, batch_size=1, part=(0, 6))
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "forward", watch)
+        found = measure(model, task, batch_size=1, part=(0, 6))
     by_id = documents_of(task)
     chosen = [by_id[o.doc_id] for o in found]
-    wanted = [loglik for document in chosen for loglik in reference_choices(model, document, 1)]
+    wanted = []
+    for document in chosen:
+        prompt = [1, *tokenizer(document["word"], add_special_tokens=False).input_ids]
+        logits = logits_of[tuple(prompt)]  # with one begin of text, and no other prompt was asked
+        assert logits.dtype == torch.bfloat16
+        log_p = torch.log_softmax(logits[-1].double(), -1)
+        wanted += [float(log_p[tokenizer.convert_tokens_to_ids(choice)]) for choice in document["choices"]]
+    assert len(logits_of) == len({document["word"] for document in chosen})
     assert [loglik for loglik, _ in said] == pytest.approx(wanted, abs=1e-4)  # bf16 steps here are 0.01 and more
+    plain = [loglik for document in chosen for loglik in reference_choices(model, document, 1)]
+    assert wanted == pytest.approx(plain, abs=2**-5)  # two bfloat16 steps of a logit between 2 and 4
 
 
 def test_a_prompt_that_begins_with_begin_of_text_is_not_given_another(

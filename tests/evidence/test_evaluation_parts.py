@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import HANG_S
 from prefect import flow
 from tiny_models import CPU, make_model, words, write_choices
 from traps import asked, ends, in_another_process, write_trap
@@ -128,7 +129,7 @@ def test_joined_parts_score_as_all_their_documents(model: Model, task: EvalTask)
 def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask) -> None:
     _, (parts,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU))
     older = parts[0].value.model_copy(update={"lm_eval_version": "0.4.2"})
-    other = Artifact("evaluate", parts[0].key, parts[0].digest, parts[0].directory, older, parts[0].files)
+    other = Artifact("evaluate", parts[0].key, parts[0].digest, older, parts[0].directory, parts[0].files)
     with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.2"):
         join_parts([other, parts[1]])
 
@@ -210,7 +211,9 @@ with local_api():
 
 KILL_ONCE = """if not (HERE / "killed").exists():
     (HERE / "killed").touch()
-    os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
+    supervisor = Path(f"/proc/{os.getppid()}/stat").read_text()
+    flow = int(supervisor.rpartition(")")[2].split()[1])
+    os.killpg(os.getpgid(flow), signal.SIGKILL)
     signal.pause()"""
 
 
@@ -221,13 +224,13 @@ def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
     task = write_trap(tmp_path / "tasks", KILL_ONCE, at=25)  # in the third part: documents 21 to 40
     script = RUN.format(model=model.model_dump_json(), task=task.model_dump_json())
     with in_another_process(script, tmp_path) as killed:
-        assert killed.wait(timeout=120) == -signal.SIGKILL, killed.communicate()
+        assert killed.wait(timeout=HANG_S) == -signal.SIGKILL, killed.communicate()
     first = asked(task)[-1][0]
     assert ends(first)
     before = made()
     assert len(before) == 2
     with in_another_process(script, tmp_path) as run:
-        _, said = run.communicate(timeout=120)
+        _, said = run.communicate(timeout=HANG_S)
         assert run.returncode == 0, said
     assert made().items() > before.items()  # the same files, and one more
     assert len(made()) == 3

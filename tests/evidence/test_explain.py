@@ -66,7 +66,7 @@ def scored(tmp_path: Path, documents: Sequence[Mapping[str, Any]]) -> Scored:
         table = TaskScore(task="letters", metric=METRIC, n=len(part), score=0.5, stderr=0.1, higher_is_better=True)
         value = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
         digest = hashlib.sha256(f"{sorted(wrong)}{part}".encode()).hexdigest()
-        return Artifact("evaluate", digest, digest, directory, value, {})
+        return Artifact("evaluate", digest, digest, value, directory, {})
 
     return write
 
@@ -140,7 +140,7 @@ def test_long_prompts_keep_both_their_ends_and_the_artifact_all(tmp_path: Path) 
         )
         table = TaskScore(task="letters", metric=METRIC, n=1, score=value, stderr=0.0, higher_is_better=True)
         scores = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
-        artifacts.append(Artifact("evaluate", "k", "d", tmp_path / name, scores, {}))
+        artifacts.append(Artifact("evaluate", "k", "d", scores, tmp_path / name, {}))
     found = lost(task, tmp_path / "out", artifacts[:1], artifacts[1:])
     shown = found.examples[0].prompt
     assert shown is not None

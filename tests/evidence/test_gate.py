@@ -10,11 +10,13 @@ from gate_samples import GUARD, PARENT, likelihoods, part, read, right_on, score
 from prefect import flow
 
 from merge_core.errors import InvalidInput
+from tasks.evaluation.stage import join_parts
 from tasks.gate.drift import judge_drift
 from tasks.gate.guards import GateRule
 from tasks.gate.settings import EvaluateSettings
 from tasks.gate.stage import GateVerdict, gate, gate_verdict
 from tasks.perplexity.stage import DriftLimits
+from tasks.stage import Section, Verdict, combined
 
 LIMITS = DriftLimits()
 
@@ -56,7 +58,15 @@ def test_what_comes_after_the_gate_can_only_make_the_verdict_worse(
     outcome: str, publishable: bool, reasons: tuple[str, ...]
 ) -> None:
     verdict = gate_verdict([verdict_of(1, 1, 40)], None, "warn")
-    further = verdict.and_also(outcome, outcome == "pass", "judge: undecided")  # type: ignore[arg-type]  # parametrised
+    judge = Verdict(
+        name="judge",
+        outcome=outcome,  # type: ignore[arg-type]  # parametrised
+        publishable=outcome == "pass",
+        reasons=() if outcome == "pass" else ("judge: undecided",),
+        evidence=verdict,
+        section=Section(title="Judge"),
+    )
+    further = combined((verdict.as_verdict(), judge))
     assert further.publishable == publishable
     assert [reason.partition(" ")[0] for reason in further.reasons] == [reason.partition(" ")[0] for reason in reasons]
     assert further.outcome == ("inconclusive" if outcome == "pass" else outcome)
@@ -97,7 +107,7 @@ def test_every_setting_of_the_rule_reaches_the_gate() -> None:
 def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 340)]}
     likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(0.0))}
-    verdict = gate.work(tmp_path, (GUARD,), found, likelihood, LIMITS, GateRule())
+    verdict = gate.work((GUARD,), found, likelihood, LIMITS, GateRule())
     assert verdict.outcome == "fail"
     assert verdict.drift is not None
     assert verdict.drift.outcome == "pass"
@@ -106,7 +116,7 @@ def test_the_stage_judges_stored_evidence(tmp_path: Path) -> None:
 
 def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:
     likelihood = {"base": read(tmp_path / "b", PARENT), "merge": read(tmp_path / "l", worse(5.0))}
-    verdict = gate.work(tmp_path, (GUARD,), {}, likelihood, LIMITS, GateRule())
+    verdict = gate.work((GUARD,), {}, likelihood, LIMITS, GateRule())
     assert (verdict.outcome, verdict.guards) == ("fail", ())
     assert verdict.reasons[0].startswith("perplexity: 148 times base's")
 
@@ -114,14 +124,14 @@ def test_a_broken_merge_needs_no_scores(tmp_path: Path) -> None:
 def test_scores_of_two_versions_of_lm_eval_are_not_compared(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400, version="0.4.12")]}
     with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.12"):
-        gate.work(tmp_path, (GUARD,), found, {}, None, GateRule())
+        gate.work((GUARD,), found, {}, None, GateRule())
 
 
 def test_a_metric_that_the_task_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400)]}
     guard = GUARD.model_copy(update={"metric": "acc"})
     with pytest.raises(InvalidInput, match="known here: acc,none"):
-        gate.work(tmp_path, (guard,), found, {}, None, GateRule())
+        gate.work((guard,), found, {}, None, GateRule())
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
@@ -147,9 +157,7 @@ def test_the_parts_of_a_task_are_judged_together(tmp_path: Path) -> None:
         name: [part(tmp_path / name / str(at), right_on(range(right), at + 100, at)) for at in range(0, 400, 100)]
         for name, right in (("reverser", 400), ("merge", 340))
     }
-    assert gate.work(tmp_path, (GUARD,), pieces, {}, None, GateRule()) == gate.work(
-        tmp_path, (GUARD,), whole, {}, None, GateRule()
-    )
+    assert gate.work((GUARD,), pieces, {}, None, GateRule()) == gate.work((GUARD,), whole, {}, None, GateRule())
 
 
 def test_a_document_in_two_parts_would_count_twice_and_is_refused(tmp_path: Path) -> None:
@@ -158,4 +166,6 @@ def test_a_document_in_two_parts_would_count_twice_and_is_refused(tmp_path: Path
         "merge": [scores(tmp_path / "a", 400), part(tmp_path / "b", right_on((), 500, 399))],
     }
     with pytest.raises(InvalidInput, match="parts that hold the same documents"):
-        gate.work(tmp_path, (GUARD,), found, {}, None, GateRule())
+        gate.work((GUARD,), found, {}, None, GateRule())
+    with pytest.raises(InvalidInput, match="parts that hold the same documents"):
+        join_parts(found["merge"])  # for the table that people read: joined by the same function

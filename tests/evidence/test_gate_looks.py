@@ -94,7 +94,7 @@ def test_the_stage_knows_the_look_by_the_documents_scored(tmp_path: Path) -> Non
         name: [part(tmp_path / f"{name}{at}", right_on(range(1319), at + 500, at)) for at in (0, 500)]
         for name in ("reverser", "merge")
     }
-    verdict = gate.work(tmp_path, (GUARD,), found, {}, None, GateRule(), schedule={"reverse": PLAN})
+    verdict = gate.work((GUARD,), found, {}, None, GateRule(), schedule={"reverse": PLAN})
     assert verdict.guards[0].look == plan_looks(PLAN, 0.95)[1]
     with pytest.raises(InvalidInput, match="1,000 documents scored"):
-        gate.work(tmp_path, (GUARD,), found, {}, None, GateRule(), schedule={"reverse": (500, 1319)})
+        gate.work((GUARD,), found, {}, None, GateRule(), schedule={"reverse": (500, 1319)})

@@ -18,7 +18,7 @@ from tasks.gate.references import check_guards, needs_champion
 from tasks.gate.regression import judge_guards, measure_guard
 from tasks.gate.stage import gate
 from tasks.gate.statistics import selection_bias
-from tasks.publish.targets.settings import DirectoryTarget
+from tasks.publish.targets.directory import DirectoryTarget
 from tasks.releases.champion import find_champion
 
 BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})
@@ -54,7 +54,7 @@ def test_the_best_parent_is_the_one_that_scores_best_on_the_task(tmp_path: Path)
         name: [scores(tmp_path / name, right)]
         for name, right in (("base", 100), ("reverser", 395), ("shifter", 200), ("merge", 340))
     }
-    guard = gate.work(tmp_path, (BEST,), found, {}, None, GateRule()).guards[0]
+    guard = gate.work((BEST,), found, {}, None, GateRule()).guards[0]
     assert (guard.reference, guard.candidates, guard.outcome) == ("reverser", 3, "fail")
     assert guard.reason.startswith("reverse: 13.8 points below reverser, the best of 3 parents, [")
     assert f"choosing the best makes up to {guard.selection_bias:.1f} of it" in guard.reason
@@ -62,7 +62,7 @@ def test_the_best_parent_is_the_one_that_scores_best_on_the_task(tmp_path: Path)
 
 def test_neither_the_merge_nor_the_champion_is_a_parent(tmp_path: Path) -> None:
     found = {name: [scores(tmp_path / name, right)] for name, right in (("base", 100), (CHAMPION, 400), ("merge", 390))}
-    guard = gate.work(tmp_path, (BEST,), found, {}, None, GateRule()).guards[0]
+    guard = gate.work((BEST,), found, {}, None, GateRule()).guards[0]
     assert (guard.reference, guard.candidates) == ("base", 1)
 
 
@@ -88,23 +88,23 @@ def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> No
 
 def test_a_merge_that_is_worse_than_the_release_of_today_fails(tmp_path: Path) -> None:
     found = {name: [scores(tmp_path / name, right)] for name, right in (("base", 100), (CHAMPION, 400), ("merge", 340))}
-    guard = gate.work(tmp_path, (REIGNING,), found, {}, None, GateRule()).guards[0]
+    guard = gate.work((REIGNING,), found, {}, None, GateRule()).guards[0]
     assert guard.reason == "reverse: 15.0 points below champion [11.9, 18.2], limit 3.0"
 
 
 def test_the_first_release_has_no_champion_to_beat_and_says_so(tmp_path: Path) -> None:
     found = {name: [scores(tmp_path / name, 400)] for name in ("reverser", "merge")}
-    verdict = gate.work(tmp_path, (GUARD, REIGNING), found, {}, None, GateRule(), first_release=True)
+    verdict = gate.work((GUARD, REIGNING), found, {}, None, GateRule(), first_release=True)
     assert (verdict.outcome, len(verdict.guards)) == ("pass", 1)
     assert verdict.notes == ("reverse: no release to hold it against yet",)
-    alone = gate.work(tmp_path, (REIGNING,), found, {}, None, GateRule(), first_release=True)
+    alone = gate.work((REIGNING,), found, {}, None, GateRule(), first_release=True)
     assert (alone.publishable, alone.summary()) == (True, "reverse: no release to hold it against yet")
 
 
 def test_a_champion_that_was_not_evaluated_is_not_taken_for_none(tmp_path: Path) -> None:
     found = {name: [scores(tmp_path / name, 400)] for name in ("reverser", "merge")}
     with pytest.raises(InvalidInput, match="no scores of champion"):
-        gate.work(tmp_path, (REIGNING,), found, {}, None, GateRule())
+        gate.work((REIGNING,), found, {}, None, GateRule())
 
 
 def test_only_some_guards_need_a_champion() -> None:
@@ -167,4 +167,4 @@ def test_a_task_in_parts_is_compared_with_the_best_parent_over_all_of_them(tmp_p
         ],
         "merge": [part(tmp_path / "m", right_on(range(400), 400))],
     }
-    assert gate.work(tmp_path, (BEST,), found, {}, None, GateRule()).guards[0].reference == "reverser"
+    assert gate.work((BEST,), found, {}, None, GateRule()).guards[0].reference == "reverser"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from patience import HANG_S
 from tiny_models import words, write_choices
 
 from merge_core.store.hashing import HashMemo
@@ -52,7 +53,7 @@ def asked(task: EvalTask) -> list[tuple[int, str]]:
     return [(int(line.split()[0]), line.split()[1]) for line in lines]
 
 
-def ends(process: int, within: float = 30.0) -> bool:
+def ends(process: int, within: float = HANG_S) -> bool:
     """Whether a process, of any parent, ends in time."""
     try:
         descriptor = os.pidfd_open(process)
@@ -62,6 +63,10 @@ def ends(process: int, within: float = 30.0) -> bool:
         return bool(select.select([descriptor], [], [], within)[0])
     finally:
         os.close(descriptor)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from demo_project import PROFILES
+from patience import HANG_S
 
 MERGEGATE = str(Path(sys.executable).parent / "mergegate")
 
@@ -21,7 +22,7 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         env={**kept, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -54,7 +55,7 @@ def test_merges_that_share_a_directory_make_what_one_makes(tmp_path: Path) -> No
     assert run("merge", recipe, "alone", cwd=tmp_path).returncode == 0
     command = [MERGEGATE, "merge", recipe, "together", "--share"]
     together = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) for _ in range(3)]
-    codes = [process.wait(120) for process in together]
+    codes = [process.wait(HANG_S) for process in together]
     # Whoever comes when all is done is told so: the directory is not empty.
     assert set(codes) <= {0, 2}
     assert 0 in codes

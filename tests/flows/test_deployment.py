@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 from demo_project import make_project
+from patience import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ class Site:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=HANG_S,
             check=False,
         )
         assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -70,7 +71,7 @@ class Site:
             data=b"{}",
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
             found: list[dict[str, object]] = json.load(answer)
         return found
 
@@ -123,11 +124,11 @@ def _served(root: Path) -> Iterator[Site]:
     finally:
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGTERM)
-            server.wait(30)
+            server.wait(HANG_S)
 
 
 def _until_healthy(site: Site, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         assert server.poll() is None, (site.root / "server.log").read_text()
         try:
@@ -170,8 +171,8 @@ def test_by_hand_and_by_schedule_the_same_release_comes_out_as_by_mergegate_run(
     assert pages, "Prefect's pages do not show the verdict"
     assert all("| reverse |" in str(page) and "✓ pass" in str(page) for page in pages)
 
-    for leftover in ("store", "records"):  # nothing of what the worker made may help the second maker
-        (site.root / ".mergegate" / leftover).rename(site.root / f"{leftover}-of-the-worker")
+    # Nothing of what the worker made may help the second maker.
+    (site.root / ".mergegate" / "store").rename(site.root / "store-of-the-worker")
     (site.root / "releases").rename(site.root / "releases-of-the-worker")
     site.run("mergegate", "run", "profiles/demo.yaml")
     assert site.release_digest() == by_worker

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from demo_project import Project, make_project
+from patience import HANG_S
 from typer.testing import Result
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,7 @@ def test_killed_at_every_stage_in_turn_the_release_is_byte_identical(
             env=environment(project),
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=HANG_S,
             check=False,
         )
         assert run.returncode == -signal.SIGKILL, f"{moment}\n{run.stdout}\n{run.stderr}"
@@ -74,7 +75,7 @@ def test_killed_at_every_stage_in_turn_the_release_is_byte_identical(
         env=environment(project),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
@@ -99,7 +100,7 @@ def test_two_runs_at_once_make_everything_once(tmp_path: Path) -> None:
         )
         for _ in range(2)
     ]
-    outputs = [run.communicate(timeout=300)[0] for run in runs]
+    outputs = [run.communicate(timeout=HANG_S)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
     for stage in ("licenses", "compat", "merge", "gate", "report"):
         made = sum(bool(re.search(rf"✓ {stage} ", output)) for output in outputs)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from uuid import UUID
 
 import pytest
-from prefect import flow
+from prefect import flow, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from merge_core.errors import InvalidInput, Refused
-from merge_core.store.store import Artifact
+from merge_core.store.store import Artifact, StoredValue
 from tasks.checkpoints.model import Model
 from tasks.stage.progress import StageStatus, advance, watched_by
-from tasks.stage.stages import StageValue, stage, step, store
+from tasks.stage.stages import StageValue, stage, step, store, value_stage
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 
@@ -83,8 +90,8 @@ def test_other_inputs_are_another_run() -> None:
     assert run(1)[2] + run(2)[2] == 2
 
 
-@pytest.mark.parametrize("damage", ["delete", "truncate", "alter", "record"])
-def test_a_damaged_artifact_is_made_again_and_the_log_says_why(
+@pytest.mark.parametrize("damage", ["delete", "truncate", "alter", "value"])
+def test_a_damaged_artifact_is_rebuilt_and_the_log_says_why(
     damage: str, home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, _, _ = run(3)
@@ -97,17 +104,15 @@ def test_a_damaged_artifact_is_made_again_and_the_log_says_why(
             file.write_text("")
         case "alter":
             file.write_text("4")
-        case "record":
-            for record in (home / "records").iterdir():
-                record.write_text("{")
+        case "value":
+            (first.directory / "value.json").write_text("{")
     with caplog.at_level(logging.WARNING, logger="tasks.stage"):
-        again, _, ran = run(3)
+        again, spy, ran = run(3)
     assert again == first
-    if damage == "record":  # the artifact itself is whole: only Prefect's note of it is gone
-        assert ran == 0
-    else:
-        assert ran == 1
-        assert "the stage is run again" in caplog.text
+    assert ran == 1
+    # The store is the only record: what is gone without a trace is simply not there yet.
+    assert spy.seen[-1][3] == ("made" if damage == "delete" else "rebuilt")
+    assert ("the stage is run again" in caplog.text) == (damage != "delete")
 
 
 def test_what_a_user_can_cause_is_raised_without_a_traceback_and_not_cached(
@@ -166,3 +171,136 @@ def test_a_step_is_never_cached() -> None:
 
     twice(return_state=True)
     assert len(done) == 2
+
+
+@value_stage("double", version=1)
+def double(counted: StoredValue[Counted]) -> Counted:
+    calls.append(2 * counted.value.number)
+    return Counted(number=2 * counted.value.number)
+
+
+@flow
+def two_stages(number: int, allowed: bool = True) -> UUID:
+    """Both stages, one of the other's artifact; the id of the run."""
+    from prefect.context import FlowRunContext
+
+    with watched_by(Spy()), suppress(Refused):
+        double(count(number, allowed=allowed))
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow_run is not None
+    return context.flow_run.id
+
+
+def task_runs(flow_run: UUID, count: int = 2) -> dict[str, Any]:
+    """What Prefect shows of a run: its tasks by name, as soon as it shows all of them ended (it hears of it later)."""
+    chosen = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run]))
+    deadline = time.monotonic() + 120
+    with get_client(sync_client=True) as client:
+        while time.monotonic() < deadline:
+            found = client.read_task_runs(flow_run_filter=chosen)
+            if len(found) == count and all(run.state and run.state.is_final() for run in found):
+                return {run.name: run for run in found}
+            threading.Event().wait(0.05)
+    raise AssertionError(f"{len(found)} task runs: {found}")
+
+
+def test_prefect_shows_a_miss_a_hit_and_a_rebuild_apart() -> None:
+    def seen() -> tuple[str, str]:
+        runs = task_runs(two_stages(21))
+        return runs["count"].state_name, runs["double"].state_name
+
+    assert seen() == ("Made", "Made")
+    assert seen() == ("Cached", "Cached")
+    artifact, _, _ = run(21)
+    assert isinstance(artifact, Artifact)
+    (artifact.directory / "number.txt").write_text("x")
+    assert seen() == ("Rebuilt", "Cached")  # rebuilt to the byte, so what follows from it stands
+
+
+def test_prefect_shows_a_refusal_as_a_failure_with_its_reason() -> None:
+    runs = task_runs(two_stages(22, allowed=False), count=1)
+    assert set(runs) == {"count"}
+    assert (runs["count"].state_name, runs["count"].state.message) == ("Refused", "here: no")
+
+
+def test_prefects_graph_shows_which_stage_waited_for_which() -> None:
+    for _ in range(2):  # also where both come from the store
+        runs = task_runs(two_stages(23))
+        assert [str(one.id) for one in runs["double"].task_inputs["wait_for"]] == [str(runs["count"].id)]
+        assert not runs["count"].task_inputs.get("wait_for")
+
+
+def test_what_allowed_a_stage_is_in_the_graph_too() -> None:
+    @flow
+    def allowed() -> dict[str, Any]:
+        from prefect.context import FlowRunContext
+
+        count.after(double(count(24)))(25, Model(name="second", digest="d", directory=Path("/")))
+        context = FlowRunContext.get()
+        assert context is not None
+        assert context.flow_run is not None
+        return task_runs(context.flow_run.id, count=3)
+
+    runs = allowed()
+    assert [one.id for one in runs["count second"].task_inputs["wait_for"]] == [runs["double"].id]
+
+
+def test_a_stage_without_files_has_no_directory_and_is_verified_all_the_same(home: Path) -> None:
+    two_stages(26)
+    (file,) = (home / "store" / "double").iterdir()
+    assert file.suffix == ".json"
+    file.write_text(file.read_text().replace("52", "53"))
+    assert task_runs(two_stages(26))["double"].state_name == "Rebuilt"
+    assert "52" in file.read_text()
+
+
+meeting = threading.Barrier(2)
+
+
+@stage("meet", version=1)
+def meet(out: Path, number: int) -> Counted:
+    meeting.wait(timeout=60)  # passes only when two of them run at once
+    return Counted(number=number)
+
+
+def test_independent_stages_run_side_by_side_on_a_task_runner() -> None:
+    @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
+    def both() -> list[int]:
+        running = [meet.submit(1), meet.submit(2)]
+        return [one.result().value.number for one in running]
+
+    assert both() == [1, 2]
+
+
+def test_what_a_submitted_stage_raises_is_raised_where_its_result_is_wanted() -> None:
+    @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
+    def one() -> None:
+        running = count.submit(27, fail=True)
+        with pytest.raises(InvalidInput, match="27"):
+            running.result()
+
+    one()
+
+
+def test_an_error_that_no_user_caused_is_retried_where_the_stage_says_so() -> None:
+    tries: list[int] = []
+
+    @stage("shaky", version=1, retries=2)
+    def shaky(out: Path, invalid: bool) -> Counted:
+        tries.append(1)
+        if invalid:
+            raise InvalidInput("number", found="no number")
+        if len(tries) < 3:
+            raise ConnectionError("gone")
+        return Counted(number=len(tries))
+
+    @flow
+    def one(invalid: bool) -> int:
+        return shaky(invalid).value.number
+
+    assert one(False) == 3
+    tries.clear()
+    with pytest.raises(InvalidInput):
+        one(True)
+    assert len(tries) == 1

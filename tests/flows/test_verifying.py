@@ -18,7 +18,7 @@ from merge_core.errors import InvalidInput, Refused
 from tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS
 from tasks.publish.signature import sign
 from tasks.publish.sums import checksums_text, sha256_of
-from tasks.releases.published_release import InDirectory
+from tasks.publish.targets.directory import DirectoryRelease
 from tasks.releases.verify import check_release
 from tasks.stage.progress import watched_by
 
@@ -87,7 +87,7 @@ def sign_it(release: Path, private: Path) -> None:
 
 def refusal_of(release: Path, key: Path | None = None) -> str:
     with pytest.raises(Refused) as refusal:
-        check_release(InDirectory(release), key)
+        check_release(DirectoryRelease(release), key)
     return str(refusal.value)
 
 
@@ -108,7 +108,7 @@ def test_plain_sha256sum_can_check_it_too(release: Path) -> None:
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_byte_flipped_in_any_file_is_found(release: Path, keys: tuple[Path, Path], signed: bool) -> None:
-    assert check_release(InDirectory(release)).files == len(files_of(release))
+    assert check_release(DirectoryRelease(release)).files == len(files_of(release))
     elsewhere = release.rename(release.with_name("downloaded"))  # so that no version name helps
     if signed:
         sign_it(elsewhere, keys[0])
@@ -123,16 +123,16 @@ def test_a_byte_flipped_in_any_file_is_found(release: Path, keys: tuple[Path, Pa
             damaged[place] ^= 1
             path.write_bytes(damaged)
             with pytest.raises(Refused):
-                check_release(InDirectory(elsewhere), key)
+                check_release(DirectoryRelease(elsewhere), key)
         path.write_bytes(original)
-    check_release(InDirectory(elsewhere), key)
+    check_release(DirectoryRelease(elsewhere), key)
 
 
 def test_a_missing_file_and_an_added_one_are_named(release: Path) -> None:
     (release / "tokenizer.json").unlink()
     (release / "extra.py").write_text("print('hello')")
     with pytest.raises(Refused) as refusal:
-        check_release(InDirectory(release))
+        check_release(DirectoryRelease(release))
     assert "tokenizer.json: missing, though SHA256SUMS lists it" in str(refusal.value)
     assert "extra.py: not listed by provenance.json" in str(refusal.value)
 
@@ -141,7 +141,7 @@ def test_what_a_download_leaves_beside_it_is_no_part_of_it(release: Path) -> Non
     (release / ".cache" / "huggingface").mkdir(parents=True)
     (release / ".cache" / "huggingface" / "x.lock").touch()
     (release / ".gitattributes").write_text("*.safetensors filter=lfs\n")
-    assert check_release(InDirectory(release)).version == release.name
+    assert check_release(DirectoryRelease(release)).version == release.name
 
 
 def test_an_edited_provenance_is_refused(released: Released, release: Path) -> None:
@@ -155,7 +155,7 @@ def test_an_edited_provenance_with_sums_made_to_agree_is_refused_by_the_version(
     edit_provenance(release)
     write_sums(release)
     with pytest.raises(Refused, match=f"its version is {release.name}, its content is"):
-        check_release(InDirectory(release))
+        check_release(DirectoryRelease(release))
 
 
 def test_a_recipe_that_is_not_that_of_the_provenance_is_refused(release: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_signature_holds_what_nothing_else_can(released: Released, release: Pa
     result = released[0].mergegate("verify", str(elsewhere), "--key", str(public))
     assert result.exit_code == 0, result.output
     assert "the signature is valid" in result.output
-    assert check_release(InDirectory(elsewhere)).signed == "not checked"
+    assert check_release(DirectoryRelease(elsewhere)).signed == "not checked"
 
     edit_provenance(elsewhere)
     write_sums(elsewhere)
@@ -301,7 +301,7 @@ def test_what_is_no_key_is_said(release: Path) -> None:
     with pytest.raises(InvalidInput, match="openssl ecparam"):
         sign("demo", {}, release / "README.md")
     with pytest.raises(InvalidInput, match="openssl ecparam"):
-        check_release(InDirectory(release), release / "README.md")
+        check_release(DirectoryRelease(release), release / "README.md")
 
 
 def test_what_is_no_release_is_said(project: Project) -> None:

@@ -10,8 +10,9 @@ from hub_look_alike import NARROW, NARROW_READER, READER, STRANGER, WRITER, Faul
 
 from merge_core.errors import InvalidInput, Refused
 from tasks.checkpoints.hub.permissions import Account, parse_account, why_not
-from tasks.publish.targets.check import check_target
-from tasks.publish.targets.settings import DirectoryTarget, HubTarget
+from tasks.publish.targets.contract import check_target
+from tasks.publish.targets.directory import DirectoryTarget
+from tasks.publish.targets.hub import HubTarget
 
 HUB = "https://hub.example"
 

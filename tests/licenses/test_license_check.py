@@ -33,9 +33,7 @@ def test_acceptances_stand_in_the_verdict_with_who_and_why(tmp_path: Path) -> No
     }
     settings = LicenseSettings(accepted=accepted)
     chat = _model(tmp_path / "chat", "license: llama3.2\nbase_model: gone/base")
-    verdict = check_licenses.work(
-        tmp_path, read_licenses([chat], TABLE), settings.use("acme/Llama-mix"), TABLE, accepted
-    )
+    verdict = check_licenses.work(read_licenses([chat], TABLE), settings.use("acme/Llama-mix"), TABLE, accepted)
     assert verdict.refusal() is None
     assert verdict.combination.accepted == (
         "gone/base: bob: it is MIT, seen on 1 May",
@@ -47,7 +45,7 @@ def test_acceptances_stand_in_the_verdict_with_who_and_why(tmp_path: Path) -> No
 def test_an_ancestor_that_is_a_parent_too_goes_by_the_name_of_the_parent(tmp_path: Path) -> None:
     base = _model(tmp_path / "base", "license: cc-by-4.0")
     chat = _model(tmp_path / "chat", "license: cc-by-4.0\nbase_model: ../base")
-    verdict = check_licenses.work(tmp_path, read_licenses([base, chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
+    verdict = check_licenses.work(read_licenses([base, chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
     assert verdict.ancestors == ()
     notices = [item.text for item in verdict.combination.obligations if item.kind == "notice"]
     assert notices == ["Made with base and chat, licensed under CC-BY-4.0."]
@@ -56,7 +54,7 @@ def test_an_ancestor_that_is_a_parent_too_goes_by_the_name_of_the_parent(tmp_pat
 def test_an_ancestor_beside_a_parent_is_recorded_with_its_licence_file(tmp_path: Path) -> None:
     _model(tmp_path / "base", "license: other", LICENSE="Our own terms.")
     chat = _model(tmp_path / "chat", "license: mit\nbase_model: ../base")
-    verdict = check_licenses.work(tmp_path, read_licenses([chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
+    verdict = check_licenses.work(read_licenses([chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
     (ancestor,) = verdict.ancestors
     assert (ancestor.name, ancestor.license, ancestor.revision) == ("../base", "other", None)
     assert ancestor.own_text == "Our own terms."
@@ -65,7 +63,7 @@ def test_an_ancestor_beside_a_parent_is_recorded_with_its_licence_file(tmp_path:
 
 def test_a_refusal_names_all_doubts_and_what_to_accept(tmp_path: Path) -> None:
     chat = _model(tmp_path / "chat", "license: mit\nbase_model: gone/base")
-    verdict = check_licenses.work(tmp_path, read_licenses([chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
+    verdict = check_licenses.work(read_licenses([chat], TABLE), LicenseSettings().use("mix"), TABLE, {})
     refusal = verdict.refusal()
     assert refusal is not None
     assert "chat was made from gone/base, whose licence could not be read (HF_HUB_OFFLINE is set)" in str(refusal)

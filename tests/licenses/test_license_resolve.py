@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.preflight.licenses.case import Unread
-from tasks.preflight.licenses.resolve import CardSource, Find, NotRead, declared, lineage, walk
+from tasks.preflight.licenses.resolve import CardSource, FindAncestor, NotRead, declared, lineage, walk
 from tasks.preflight.licenses.table import load_table
 
 TABLE = load_table()
@@ -31,7 +31,7 @@ def _nowhere(entry: str, descendant: CardSource) -> CardSource | NotRead:
     return NotRead("nowhere")
 
 
-def _among(root: Path) -> Find:
+def _among(root: Path) -> FindAncestor:
     return lambda entry, descendant: CardSource(root / entry) if (root / entry).is_dir() else NotRead("not there")
 
 

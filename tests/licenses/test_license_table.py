@@ -163,6 +163,7 @@ def test_an_empty_override_changes_nothing(table: LicenseTable, tmp_path: Path) 
         ("licenses: [mit]", "licenses", "list"),
         ("- mit", "licences.yaml", "list"),
         ("licenses: {mit", "licences.yaml", "not YAML"),
+        ("licenses: {}\n---\nlicenses: {}", "licences.yaml", "documents"),
     ],
 )
 def test_a_wrong_override_is_refused_with_its_place(tmp_path: Path, text: str, where: str, word: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from family import merge_text, random_tensors, save_checkpoint
+from patience import HANG_S
 
 from merge_core.engine import journal
 from merge_core.errors import InvalidInput
@@ -45,7 +46,7 @@ def participant(number, dies_at):
         nonlocal writes
         writes += 1
         if writes == 1:
-            barrier.wait(60)
+            barrier.wait(float(sys.argv[7]))
         if writes == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return pwrite(*args)
@@ -93,12 +94,13 @@ def together(root: Path, count: int, kills: int, seed: int = 0) -> tuple[list[in
             str(count),
             str(kills),
             str(seed),
+            str(HANG_S),
         ],
         capture_output=True,
         text=True,
         check=False,
         cwd=root,
-        timeout=900,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout)

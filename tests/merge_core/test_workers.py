@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from patience import HANG_S
+
 from merge_core.engine.workers import Workers
 
 
@@ -19,7 +21,7 @@ def test_the_oldest_tensor_is_worked_on_first_and_its_blocks_in_their_order() ->
         workers.submit(order, lambda order=order, block=block: seen.append((order, block)))  # type: ignore[misc]
     workers.submit(9, done.set)
     gate.set()
-    assert done.wait(30)
+    assert done.wait(HANG_S)
     workers.stop()
     assert seen == [(0, "a"), (1, "a"), (1, "b"), (2, "a")]
 
@@ -39,7 +41,7 @@ def test_nothing_is_begun_after_a_failure_and_the_failure_is_told() -> None:
     workers.submit(0, fail)
     workers.submit(1, lambda: seen.append("begun"))
     gate.set()
-    assert failed.wait(30)
+    assert failed.wait(HANG_S)
     workers.stop()
     assert told == ["broken"]
     assert seen == []
@@ -56,9 +58,9 @@ def test_stopping_waits_for_what_has_begun_and_drops_what_waits() -> None:
     workers = Workers(1, ignore)
     workers.submit(0, work)
     workers.submit(1, lambda: seen.append("begun"))
-    assert began.wait(30)
+    assert began.wait(HANG_S)
     stopper = threading.Thread(target=workers.stop)
     stopper.start()
     gate.set()
-    stopper.join(30)
+    stopper.join(HANG_S)
     assert seen == ["ended"]

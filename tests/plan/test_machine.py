@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from merge_core.errors import Refused
+from merge_core.errors import Finding
 from tasks.preflight import machine
 from tasks.preflight.compat import Compatibility
-from tasks.preflight.machine import Capacity, Disk, Machine, machine_remarks, require_machine, this_machine
+from tasks.preflight.machine import Capacity, Disk, Machine, machine_findings, this_machine
 
 GB = 10**9
 JOB = Compatibility(
@@ -33,7 +33,7 @@ def found(
 ) -> list[tuple[str, str]]:
     device = "cuda:0" if gpu else "cpu"
     there = Machine(cores=8, disks=disks, memory=memory, gpu=gpu)
-    remarks = machine_remarks(JOB, there, device=device, dtypes=dtypes.split())
+    remarks = machine_findings(JOB, there, device=device, dtypes=dtypes.split())
     assert all(remark.found and remark.expected and remark.remedy for remark in remarks)
     return [(remark.severity, remark.where) for remark in remarks]
 
@@ -79,12 +79,10 @@ def test_a_system_that_does_not_say_is_believed() -> None:
 
 
 def test_of_a_merge_that_cannot_be_nothing_is_known() -> None:
-    from tasks.preflight.compat import Remark
-
-    remark = Remark(severity="block", where="x", found="y", expected="", remedy="")
+    remark = Finding(severity="block", where="x", found="y")
     blocked = JOB.model_copy(update={"remarks": (remark,)})
     empty = Machine(cores=1, disks=(Disk(Path("/"), 0, {"x": 1}),), memory=Capacity(1, 1))
-    assert machine_remarks(blocked, empty, device="cpu") == ()
+    assert machine_findings(blocked, empty, device="cpu") == ()
 
 
 def test_this_machine_has_a_disk_and_memory(home: Path) -> None:
@@ -109,7 +107,12 @@ def test_a_container_has_what_its_limit_leaves_and_cached_files_are_free(tmp_pat
 
 def test_a_run_that_cannot_be_is_refused(home: Path) -> None:
     endless = JOB.model_copy(update={"disk": 10**18})
-    with pytest.raises(Refused, match="free") as caught:
-        require_machine(endless, (), "cpu")
-    assert "MERGEGATE_HOME" in caught.value.remedy
-    require_machine(JOB.model_copy(update={"disk": 1}), (), "cpu")
+    (blocking,) = (
+        one
+        for one in machine_findings(endless, this_machine(endless, (), "cpu"), device="cpu")
+        if one.severity == "block"
+    )
+    assert "free" in blocking.found
+    assert "MERGEGATE_HOME" in blocking.remedy
+    little = JOB.model_copy(update={"disk": 1})
+    assert not machine_findings(little, this_machine(little, (), "cpu"), device="cpu")

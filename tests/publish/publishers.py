@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patience import HANG_S
+
 PROJECT = Path(__file__).resolve().parents[2]
 
 _WARM = """
@@ -26,7 +28,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOpera
 from merge_core.errors import MergegateError
 from merge_core.store import HashMemo, sha256_file
 from tasks.publish.content import ReleaseFile
-from tasks.publish.targets.hub import publish_hub
+from tasks.publish.targets.hub.publication import publish_hub
 from tasks.checkpoints.hub import HubAccess
 
 time.sleep = lambda seconds: None
@@ -134,4 +136,4 @@ def publishers(place: Path, *, xet: bool) -> Iterator[Publishers]:
         finally:
             assert process.stdin
             process.stdin.close()
-            process.wait(timeout=30)
+            process.wait(timeout=HANG_S)

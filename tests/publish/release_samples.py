@@ -5,20 +5,27 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tasks.checkpoints.pin import PinnedCheckpoint
+from merge_core import load_recipe
+from merge_core.store import Artifact, digest
+from tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.stage import Scores, TaskScore
 from tasks.gate.stage import GateVerdict
-from tasks.merge import Numerics
+from tasks.merge import Merged, Numerics
 from tasks.preflight.licenses.algebra import combine_licenses
 from tasks.preflight.licenses.case import LicensedParent
 from tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from tasks.preflight.licenses.table import load_table
 from tasks.preflight.licenses.use import Use
 from tasks.publish.content import ReleaseFile, written_file
+from tasks.publish.step import publish
+from tasks.publish.targets.contract import PublishTarget, Release
 from tasks.report.content import Library, ReportContent, ReportedModel
+from tasks.report.stage import Report
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RECIPE = """\
@@ -113,7 +120,7 @@ def content(scores: Sequence[TaskScore] = (), name: str = "demo", scoring: Scori
     )
 
 
-def licence(
+def license_verdict(
     *ids: str,
     name: str = "acme/demo",
     accepted: dict[str, str] | None = None,
@@ -131,3 +138,45 @@ def licence(
 
 def files() -> tuple[ReleaseFile, ...]:
     return (written_file("model.safetensors", "weights"), written_file("licenses/mit.txt", "terms"))
+
+
+def stored(stage: str, directory: Path, value: Any, **contents: bytes) -> Artifact[Any]:
+    """An artifact with these files (``__`` for a dot in their names), as the store would hand it out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = {name.replace("__", "."): data for name, data in contents.items()}
+    for name, data in names.items():
+        (directory / name).write_bytes(data)
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in names.items()}
+    return Artifact(stage, sha(f"key of {stage}"), digest(sums), value, directory, sums)
+
+
+@dataclass(frozen=True)
+class Publishable:
+    """All that the publish step is handed, but the target: a merge that passed, with its licences and its report."""
+
+    content: ReportContent
+    pinned: PinnedRecipe
+    numerics: Numerics
+    license: Artifact[LicenseVerdict]
+    merged: Artifact[Merged]
+    report: Artifact[Report]
+
+    def publish(self, target: PublishTarget, root: Path, expected_head: str | None = None) -> Release:
+        """The step itself, as the flow calls it."""
+        inputs = (self.content, self.pinned, self.numerics, self.license, self.merged, self.report)
+        return publish(target, root, *inputs, expected_head=expected_head)
+
+
+def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
+    """A small release in the making; other weights make another one."""
+    merge = Merged(
+        method="linear", tensors=1, parameters=7, bytes_written=len(weights), warnings=(), seconds=1.0, weights={}
+    )
+    return Publishable(
+        content(),
+        PinnedRecipe(load_recipe(RECIPE), parents(root / "parents")),
+        NUMERICS,
+        stored("licenses", root / "licenses", license_verdict("apache-2.0", "mit")),
+        stored("merge", root / "merge", merge, model__safetensors=weights, config__json=b"{}"),
+        stored("report", root / "report", Report(headline="passed"), report__html=b"<html>", report__json=b"{}"),
+    )

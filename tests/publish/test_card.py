@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
-from release_samples import COMMIT, content, licence, parents, share
+from release_samples import COMMIT, content, license_verdict, parents, share
 from scipy.stats import binomtest
 
 from merge_core.errors import Refused
@@ -37,7 +37,7 @@ def card_of(
     names: tuple[str, ...] = ("LICENSE", "licenses/apache-2.0.txt", "NOTICE"),
 ) -> str:
     """The card, after the check that a release makes."""
-    said, verdict = said or content(SCORES), verdict or licence("apache-2.0", "mit")
+    said, verdict = said or content(SCORES), verdict or license_verdict("apache-2.0", "mit")
     metadata = card_metadata(said, parents(root), verdict.combination)
     card = model_card(said, metadata, verdict, (), names, publication)
     check_card(card, metadata, names)
@@ -81,11 +81,11 @@ def test_ordinary_names_are_not_refused(tmp_path: Path) -> None:
 
 def test_a_path_of_the_machine_is_no_base_model(tmp_path: Path) -> None:
     one, other = parents(tmp_path)
-    local = card_metadata(content(), (other,), licence("mit").combination)
+    local = card_metadata(content(), (other,), license_verdict("mit").combination)
     assert not {"base_model", "base_model_relation"} & set(local)
     twice = one.model_copy(update={"ref": "acme/general@other"})
     adapted = one.model_copy(update={"ref": "acme/tuned+acme/adapter"})
-    both = card_metadata(content(), (one, twice, adapted), licence("mit").combination)
+    both = card_metadata(content(), (one, twice, adapted), license_verdict("mit").combination)
     assert both["base_model"] == ["acme/general", "acme/tuned"]
 
 
@@ -109,7 +109,7 @@ def test_a_language_is_named_where_all_parents_agree(
     both = parents(tmp_path)
     for parent, said in zip(both, (first, second), strict=True):
         (parent.directory / "README.md").write_text(f"---\n{said}\n---\n# x\n")
-    assert card_metadata(content(), both, licence("mit").combination).get("language") == expected
+    assert card_metadata(content(), both, license_verdict("mit").combination).get("language") == expected
 
 
 def test_a_score_that_is_no_share_keeps_its_scale(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_every_score_stands_there_with_its_interval(tmp_path: Path) -> None:
 
 
 def test_what_a_licence_wants_displayed_stands_at_the_top(tmp_path: Path) -> None:
-    verdict = licence("llama3.1", "apache-2.0", name="acme/Llama-demo")
+    verdict = license_verdict("llama3.1", "apache-2.0", name="acme/Llama-demo")
     assert verdict.combination.status == "allowed"
     card = card_of(tmp_path, verdict=verdict)
     page = card.split("---\n", 2)[2]
@@ -152,9 +152,9 @@ def test_what_a_licence_wants_displayed_stands_at_the_top(tmp_path: Path) -> Non
 
 
 def test_who_settled_a_doubt_and_why_is_named(tmp_path: Path) -> None:
-    doubtful = licence("other")
+    doubtful = license_verdict("other")
     assert doubtful.combination.status == "review"
-    settled = licence("other", accepted={"acme/other": "alice: we have a contract"})
+    settled = license_verdict("other", accepted={"acme/other": "alice: we have a contract"})
     card = card_of(tmp_path, verdict=settled)
     assert "| acme/other: alice: we have a contract |" in card
     assert settled.combination.accepted
@@ -162,13 +162,15 @@ def test_who_settled_a_doubt_and_why_is_named(tmp_path: Path) -> None:
 
 def test_what_the_parents_go_back_to_is_named_and_what_could_not_be_read(tmp_path: Path) -> None:
     old = Ancestor(name="acme/old", license="mit", revision=COMMIT, own_text="")
-    card = card_of(tmp_path, verdict=licence("mit", ancestors=(old,), unread={"acme/older": "no such repository"}))
+    card = card_of(
+        tmp_path, verdict=license_verdict("mit", ancestors=(old,), unread={"acme/older": "no such repository"})
+    )
     assert f"| acme/old | mit | `{COMMIT}` |" in card
     assert "acme/older (no such repository)" in card
 
 
 def test_a_text_that_is_not_there_is_left_to_do(tmp_path: Path) -> None:
-    verdict = licence("apache-2.0")
+    verdict = license_verdict("apache-2.0")
     (asked,) = (item for item in verdict.combination.obligations if item.kind == "text")
     metadata = card_metadata(content(), parents(tmp_path), verdict.combination)
     card = model_card(content(), metadata, verdict, (asked,), ("LICENSE",), HERE)
@@ -207,7 +209,7 @@ def test_a_card_that_says_something_else_than_meant_is_refused(
 ) -> None:
     import yaml
 
-    metadata = {**card_metadata(content(SCORES), parents(tmp_path), licence("mit").combination), **change}
+    metadata = {**card_metadata(content(SCORES), parents(tmp_path), license_verdict("mit").combination), **change}
     card = f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n# demo\n"
     with pytest.raises(Refused, match="nothing was uploaded") as refusal:
         check_card(card, metadata, ("LICENSE",))
@@ -216,7 +218,7 @@ def test_a_card_that_says_something_else_than_meant_is_refused(
 
 def test_metadata_edited_after_it_was_made_is_refused(tmp_path: Path) -> None:
     card = card_of(tmp_path)
-    metadata = card_metadata(content(SCORES), parents(tmp_path), licence("apache-2.0", "mit").combination)
+    metadata = card_metadata(content(SCORES), parents(tmp_path), license_verdict("apache-2.0", "mit").combination)
     with pytest.raises(Refused, match=r"license: 'apache-2\.0' is read as 'mit'"):
         check_card(card.replace("license: apache-2.0", "license: mit"), metadata, ())
 

@@ -13,12 +13,26 @@ import pytest
 from merge_core.errors import Refused
 from merge_core.store.hashing import HashMemo, sha256_file
 from tasks.publish.content import ReleaseFile, content_version, written_file
-from tasks.publish.targets.directory import publish_directory
+from tasks.publish.targets.contract import OnProgress, Release
+from tasks.publish.targets.directory import DirectoryTarget
 
 
 @pytest.fixture
 def hashes(tmp_path: Path) -> HashMemo:
     return HashMemo(tmp_path / "memo.sqlite")
+
+
+def publish_directory(
+    files: tuple[ReleaseFile, ...],
+    directory: Path,
+    version: str,
+    hashes: HashMemo,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Release:
+    """As the publish step does it."""
+    target = DirectoryTarget(path=directory)
+    options = {"expected_head": None, "hashes": hashes, "on_progress": on_progress}
+    return target.publish(files, "demo", version, Path(), **options)
 
 
 def stored(path: Path, name: str, data: bytes) -> ReleaseFile:
@@ -107,7 +121,7 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
         from pathlib import Path
         from merge_core.store import HashMemo
         from tasks.publish.content import ReleaseFile, written_file
-        from tasks.publish.targets.directory import publish_directory
+        from tasks.publish.targets.directory import DirectoryTarget
         original, calls = {call}, 0
         def dies(*arguments, **options):
             global calls
@@ -120,7 +134,12 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
             ReleaseFile("model.safetensors", 7, {files[0].sha256!r}, Path({str(files[0].source)!r})),
             written_file("licenses/base.txt", "terms"),
         )
-        publish_directory(files, Path({str(target)!r}), "v1", HashMemo(Path({str(tmp_path / "m2")!r})))
+        options = dict(
+            expected_head=None,
+            hashes=HashMemo(Path({str(tmp_path / "m2")!r})),
+            on_progress=lambda done, total: None,
+        )
+        DirectoryTarget(path=Path({str(target)!r})).publish(files, "demo", "v1", Path(), **options)
     """)
     code = subprocess.run([sys.executable, "-c", script], check=False).returncode
     assert code in (-signal.SIGKILL, 0)

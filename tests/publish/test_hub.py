@@ -101,10 +101,10 @@ def test_the_current_release_is_main_and_its_commit(
     tmp_path: Path, lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
     script = """
-from tasks.publish.targets.hub_current import current_release
-from tasks.publish.targets.settings import HubTarget
-found = current_release(HubTarget(to="hub", repo="acme/demo"))
-print(found and found.commit, found and sorted(p.name for p in found.directory.iterdir() if p.is_file()))
+from pathlib import Path
+from tasks.publish.targets.hub import HubTarget
+found = HubTarget(to="hub", repo="acme/demo").current(Path())
+print(found and found.head, found and sorted(p.name for p in found.directory.iterdir() if p.is_file()))
 """
 
     def current() -> str:
@@ -157,7 +157,7 @@ def test_a_main_that_moved_since_the_release_was_judged_is_not_written_over(
     judged = stand_in.repository.branches["main"]
     theirs = stand_in.repository.add("main", judged, "somebody else's", stand_in.repository.at("main").tree | {})
     files["model.safetensors"].write_bytes(os.urandom(2000))
-    answer = lfs.publish(stand_in.url, WRITER, files, "v2", base=judged)
+    answer = lfs.publish(stand_in.url, WRITER, files, "v2", expected_head=judged)
     assert f"main is at {theirs.id[:12]} now" in answer["refused"]
     assert "run again" in answer["refused"]
     assert stand_in.repository.branches["main"] == theirs.id

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hub_look_alike import WRITER, Fault, LookAlike, hub
+from patience import HANG_S
 from publishers import Publishers, publishers
 
 CARD = b"---\nlicense: mit\n---\n# demo\n"
@@ -50,7 +51,7 @@ class Transport:
             "fail": [Fault("fail", nth)],
             "down": [Fault("fail", nth, times=FOREVER)],
             "drop": [Fault("drop", nth)],
-            "kill": [Fault("call", nth, call=lambda: os.kill(pids.get(timeout=30), signal.SIGKILL))],
+            "kill": [Fault("call", nth, call=lambda: os.kill(pids.get(timeout=HANG_S), signal.SIGKILL))],
         }
         self.stand_in.set_faults(faults[kind])
         self.stand_in.log.clear()

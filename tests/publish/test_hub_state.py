@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from tasks.checkpoints.hub.file import RemoteFile
-from tasks.publish.targets.hub_state import (
+from tasks.publish.targets.hub.state import (
     ChangeSettings,
     CreateBranch,
     CreateRepository,
     DeleteBranch,
+    DesiredFile,
     DesiredState,
     Done,
     Head,
@@ -21,14 +22,13 @@ from tasks.publish.targets.hub_state import (
     Step,
     Stop,
     Tag,
-    WantedFile,
     next_step,
 )
 
-WEIGHTS = WantedFile(size=9, sha256="a" * 64, blob=None)
-CARD = WantedFile(size=4, sha256="b" * 64, blob="b" * 40)
-WANTED = DesiredState("v2", {"README.md": CARD, "model.safetensors": WEIGHTS})
-PUBLIC = replace(WANTED, visibility="public")
+WEIGHTS = DesiredFile(size=9, sha256="a" * 64, blob=None)
+CARD = DesiredFile(size=4, sha256="b" * 64, blob="b" * 40)
+DESIRED = DesiredState("v2", {"README.md": CARD, "model.safetensors": WEIGHTS})
+PUBLIC = replace(DESIRED, visibility="public")
 
 ATTRIBUTES = RemoteFile(10, "0" * 40)
 RELEASED = {
@@ -48,50 +48,50 @@ BOTH = ("README.md", "model.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("wanted", "seen", "step"),
+    ("desired", "observed", "step"),
     [
-        pytest.param(WANTED, ObservedState(exists=False), CreateRepository(), id="no repository"),
-        pytest.param(WANTED, FRESH, CreateBranch(EMPTY.commit), id="empty repository"),
-        pytest.param(WANTED, replace(FRESH, staged=EMPTY), StageFiles(EMPTY.commit, BOTH, ()), id="empty branch"),
+        pytest.param(DESIRED, ObservedState(exists=False), CreateRepository(), id="no repository"),
+        pytest.param(DESIRED, FRESH, CreateBranch(EMPTY.commit), id="empty repository"),
+        pytest.param(DESIRED, replace(FRESH, staged=EMPTY), StageFiles(EMPTY.commit, BOTH, ()), id="empty branch"),
         pytest.param(
-            WANTED,
+            DESIRED,
             replace(REPLACING, staged=OLD_MAIN),
             StageFiles(OLD_MAIN.commit, ("model.safetensors",), ("model-2.safetensors",)),
             id="branch with the old release",
         ),
         pytest.param(
-            WANTED,
+            DESIRED,
             replace(REPLACING, staged=STAGED),
             Promote(OLD_MAIN.commit, STAGED, ("model.safetensors",), ("model-2.safetensors",)),
             id="staged",
         ),
         pytest.param(
-            WANTED, replace(REPLACING, main=NEW_MAIN, staged=STAGED), Tag(NEW_MAIN.commit), id="promoted, not tagged"
+            DESIRED, replace(REPLACING, main=NEW_MAIN, staged=STAGED), Tag(NEW_MAIN.commit), id="promoted, not tagged"
         ),
         pytest.param(
-            WANTED,
+            DESIRED,
             replace(REPLACING, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN),
             DeleteBranch("mergegate-staging/v2"),
             id="tagged, branch still there",
         ),
         pytest.param(
-            WANTED,
+            DESIRED,
             replace(REPLACING, main=NEW_MAIN, tagged=NEW_MAIN, leftovers=("mergegate-staging/v0",)),
             DeleteBranch("mergegate-staging/v0"),
             id="the branch of a run that died",
         ),
-        pytest.param(WANTED, replace(FRESH, main=NEW_MAIN, tagged=NEW_MAIN), Done(NEW_MAIN.commit), id="released"),
+        pytest.param(DESIRED, replace(FRESH, main=NEW_MAIN, tagged=NEW_MAIN), Done(NEW_MAIN.commit), id="released"),
         pytest.param(
-            WANTED, replace(FRESH, main=NEW_MAIN), Tag(NEW_MAIN.commit), id="the same content under a new name"
+            DESIRED, replace(FRESH, main=NEW_MAIN), Tag(NEW_MAIN.commit), id="the same content under a new name"
         ),
         pytest.param(
-            WANTED,
+            DESIRED,
             replace(REPLACING, tagged=NEW_MAIN),
             Promote(OLD_MAIN.commit, NEW_MAIN, ("model.safetensors",), ("model-2.safetensors",)),
             id="another release is current",
         ),
         pytest.param(
-            WANTED,
+            DESIRED,
             ObservedState(exists=True, main=Head("9" * 40, OLD), tagged=NEW_MAIN),
             Done(NEW_MAIN.commit),
             id="what a person changed after the release stays",
@@ -131,12 +131,12 @@ BOTH = ("README.md", "model.safetensors")
         ),
     ],
 )
-def test_the_next_step_follows_from_what_is_there(wanted: DesiredState, seen: ObservedState, step: Step) -> None:
-    assert next_step(wanted, seen) == step
+def test_the_next_step_follows_from_what_is_there(desired: DesiredState, observed: ObservedState, step: Step) -> None:
+    assert next_step(desired, observed) == step
 
 
 @pytest.mark.parametrize(
-    ("seen", "base", "found"),
+    ("observed", "expected_head", "found"),
     [
         pytest.param(replace(FRESH, tagged=OLD_MAIN), None, "already published with other content", id="tag"),
         pytest.param(replace(REPLACING, staged=STAGED), EMPTY.commit, "main is at 1111", id="main changed meanwhile"),
@@ -150,16 +150,18 @@ def test_the_next_step_follows_from_what_is_there(wanted: DesiredState, seen: Ob
     ],
 )
 def test_what_would_break_a_promise_stops_it_and_says_what_to_do(
-    seen: ObservedState, base: str | None, found: str
+    observed: ObservedState, expected_head: str | None, found: str
 ) -> None:
-    step = next_step(WANTED, seen, base)
+    step = next_step(DESIRED, observed, expected_head)
     assert isinstance(step, Stop)
     assert found in step.found
     assert step.remedy
 
 
 def test_a_main_that_is_the_release_already_was_not_changed_by_somebody_else() -> None:
-    assert next_step(WANTED, replace(FRESH, main=NEW_MAIN, staged=STAGED), base=EMPTY.commit) == Tag(NEW_MAIN.commit)
+    assert next_step(DESIRED, replace(FRESH, main=NEW_MAIN, staged=STAGED), expected_head=EMPTY.commit) == Tag(
+        NEW_MAIN.commit
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,24 +184,24 @@ def test_a_small_file_is_known_by_its_git_id(blob: str, held: bool) -> None:
 
 
 def test_acting_out_the_steps_leads_from_nothing_to_done() -> None:
-    seen, steps = ObservedState(exists=False), []
-    while not isinstance(step := next_step(PUBLIC, seen, EMPTY.commit), Done):
+    observed, steps = ObservedState(exists=False), []
+    while not isinstance(step := next_step(PUBLIC, observed, EMPTY.commit), Done):
         steps.append(type(step).__name__)
         match step:
             case CreateRepository():
-                seen = FRESH
+                observed = FRESH
             case CreateBranch():
-                seen = replace(seen, staged=seen.main)
+                observed = replace(observed, staged=observed.main)
             case StageFiles():
-                seen = replace(seen, staged=STAGED)
+                observed = replace(observed, staged=STAGED)
             case Promote():
-                seen = replace(seen, main=NEW_MAIN)
+                observed = replace(observed, main=NEW_MAIN)
             case Tag(commit):
-                seen = replace(seen, tagged=NEW_MAIN, tags={"v2": commit})
+                observed = replace(observed, tagged=NEW_MAIN, tags={"v2": commit})
             case ChangeSettings(private, gated):
-                seen = replace(seen, private=private, gated=gated)
+                observed = replace(observed, private=private, gated=gated)
             case DeleteBranch():
-                seen = replace(seen, staged=None)
+                observed = replace(observed, staged=None)
     assert steps == [
         "CreateRepository",
         "CreateBranch",

@@ -14,7 +14,7 @@ from tasks.evaluation.stage import Scores, TaskScore
 from tasks.explain.remedies import Remedy
 from tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
 from tasks.gate.drift import DriftVerdict
-from tasks.gate.regression import GuardVerdict, Outcome
+from tasks.gate.regression import GuardVerdict
 from tasks.gate.stage import GateVerdict
 from tasks.perplexity.stage import Likelihoods, WindowSettings
 from tasks.report.content import (
@@ -29,6 +29,7 @@ from tasks.report.content import (
     StoredArtifact,
 )
 from tasks.serve.measured import ServingCost
+from tasks.stage import Outcome
 
 RECIPE = """\
 merge_method: ties

@@ -32,7 +32,7 @@ name = f"{os.environ['MERGEGATE_TEST_SERVER']}-{os.getpid()}"
 segment = shared_memory.SharedMemory(name, create=True, size=4096)
 tempfile.mkstemp(prefix="worker-")
 print("worker started", flush=True)
-time.sleep(600)
+time.sleep(14400)
 """
 
 
@@ -260,7 +260,7 @@ def main() -> None:
         worker.stdout.readline()
     if "never ready" in faults:
         print("loading weights", flush=True)
-        time.sleep(600)
+        time.sleep(14400)
     answers = Tiny(arguments.model) if arguments.model else Canned()
     StandIn(answers, arguments.name, *faults, port=arguments.port).serve_forever()
 

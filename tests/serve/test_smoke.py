@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from patience import HANG_S
 from stand_in import Tiny, standing_in
 from typer.testing import CliRunner
 from variants import DEMO, copied, missing_tensor, model_in, no_chat_template
@@ -37,7 +38,7 @@ def settings(*arguments: str, **changes: object) -> ServeSettings:
     """With the stand-in as the configured server; ``--model {model}`` for one that is no canned one."""
     command = (sys.executable, STAND_IN, "--port", "{port}", "--name", "{name}", *arguments)
     asked = {"prompts": ("rev: abcd>", "the old "), "texts": ("the old pig sees the red cat.",), "max_tokens": 16}
-    return ServeSettings.model_validate({"command": command, "answer_within": 30, **asked, **changes})
+    return ServeSettings.model_validate({"command": command, "answer_within": HANG_S, **asked, **changes})
 
 
 def smoke(checkpoint: Path, log: Path, configured: ServeSettings) -> ServeVerdict:

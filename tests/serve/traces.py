@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from patience import HANG_S
+
 from tasks.serve.launch import Launch
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -36,14 +38,14 @@ class Traces:
                 found.append(int(entry.name))
         return found
 
-    def wait_until_gone(self, seconds: float = 20) -> list[int]:
+    def wait_until_gone(self, seconds: float = HANG_S) -> list[int]:
         """The processes that are still there in the end."""
         deadline = time.monotonic() + seconds
         while self.processes() and time.monotonic() < deadline:
             _look_again()
         return self.processes()
 
-    def wait_for(self, count: int, seconds: float = 120) -> None:
+    def wait_for(self, count: int, seconds: float = HANG_S) -> None:
         """Wait until so many processes live."""
         deadline = time.monotonic() + seconds
         while len(self.processes()) < count:
@@ -52,7 +54,7 @@ class Traces:
 
     def files(self) -> list[str]:
         """Temporary files and segments of shared memory."""
-        deadline = time.monotonic() + 5  # the supervisor's last act, after the last process
+        deadline = time.monotonic() + HANG_S  # the supervisor's last act, after the last process
         while list(self.temporary.iterdir()) and time.monotonic() < deadline:
             _look_again()
         return [*map(str, self.temporary.iterdir()), *map(str, Path("/dev/shm").glob(f"{self.mark}-*"))]

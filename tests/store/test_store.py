@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 from pydantic import BaseModel
 
 from merge_core.store.store import MANIFEST, Store, StoreMiss
@@ -143,7 +144,7 @@ def test_two_that_want_the_same_build_it_once(tmp_path: Path) -> None:
 
     def slow(out: Path) -> Value:
         inside.set()
-        assert go_on.wait(30)
+        assert go_on.wait(HANG_S)
         return Value(words="once")
 
     results: list[bool] = []
@@ -156,12 +157,12 @@ def test_two_that_want_the_same_build_it_once(tmp_path: Path) -> None:
 
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
     threads[0].start()
-    assert inside.wait(30)
+    assert inside.wait(HANG_S)
     threads[1].start()
-    assert waits.wait(30)
+    assert waits.wait(HANG_S)
     go_on.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     assert sorted(results) == [False, True]
 
 

@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING
 
 from merge_core.errors import InvalidInput
 from tasks.checkpoints.hub.file import RemoteFile
+from tasks.remote import TRANSIENT_STATUSES, causes, is_transient, status_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _PUBLIC = "https://huggingface.co"
-# Worth another look: timeouts, conflicts with a step that went through or with somebody else's, limits, a sick server.
-_PASSING = frozenset({404, 408, 409, 412, 425, 429, 500, 502, 503, 504})
+# Beside what may pass: the repository is not in the state that a step expected, because of a step of ours whose answer
+# was lost, one of somebody else's, or a listing that is behind. The same request again would get the same answer; what
+# helps is a new look.
+LOOK_AGAIN_STATUSES = TRANSIENT_STATUSES | {404, 409, 412}
 
 
 @dataclass(frozen=True)
@@ -117,18 +120,18 @@ def _from_block(name: str) -> str:
     return str(block.get()).strip()  # type: ignore[union-attr]  # a block, after the synchronous load
 
 
-def is_transient(error: BaseException) -> bool:
+def is_worth_another_look(error: BaseException) -> bool:
     """Whether the state should be read again and the next step tried: trouble on the way, not a no."""
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
 
-    for cause in causes(error):
-        if (status := status_of(cause)) is not None:
-            return status in _PASSING
-        if isinstance(cause, json.JSONDecodeError):  # an error page where the client expected its answer
-            return True
-        if isinstance(cause, HTTPError | ConnectionError | TimeoutError):
-            return True
-    return isinstance(error, RuntimeError)  # hf_xet's own, and uploads that were cut off
+    chain = causes(error)
+    if any(status_of(cause) is not None for cause in chain) or is_transient(error):
+        return is_transient(error, LOOK_AGAIN_STATUSES)
+    # The client's own kinds of silence: an error page where it expected its answer, a connection that broke, and what
+    # hf_xet raises when an upload is cut off.
+    return isinstance(error, RuntimeError) or any(
+        isinstance(cause, json.JSONDecodeError | HTTPError) for cause in chain
+    )
 
 
 def describe(error: BaseException, access: HubAccess) -> str:
@@ -143,18 +146,3 @@ def describe(error: BaseException, access: HubAccess) -> str:
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         text = " ".join(lines[:2]) or type(cause).__name__
     return text.replace(access.token, "***") if access.token else text
-
-
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status that an error is about."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-def causes(error: BaseException | None) -> list[BaseException]:
-    """The error, what it was raised from, and so on."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__
-    return found

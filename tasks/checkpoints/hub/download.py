@@ -17,15 +17,14 @@ from typing import Any
 
 from merge_core.errors import MergegateError, Refused
 from merge_core.store import HashMemo
-from tasks.checkpoints.hub.access import HubAccess, causes, hub_access, is_offline, status_of
+from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
 from tasks.checkpoints.hub.errors import all_at_once, client_errors, hub_refusal
 from tasks.checkpoints.hub.file import RemoteFile, git_blob
 from tasks.checkpoints.hub.snapshot import Snapshot
+from tasks.remote import retrying
 
 _FILES_AT_ONCE = 4
-_TRIES = 5
-# The client asks again when a connection breaks, but not for these.
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+_TRIES = 5  # where the client gives up at once: it asks again itself only when a connection breaks
 
 OnBytes = Callable[[int, int], None]
 
@@ -66,7 +65,7 @@ def download_snapshots(
         path = snapshot.directory / name
         try:
             if not path.is_file():
-                _get_at_last(lambda: _get(snapshot, name, access, bar), wait)
+                retrying(_TRIES, sleep=wait)(_get, snapshot, name, access, bar)
             return _wrong(snapshot, path, name, file, hashes)
         except client_errors() as error:
             return hub_refusal(f"{snapshot.repo}: {name}", snapshot.repo, error, access)
@@ -80,18 +79,6 @@ def download_snapshots(
     if problems:
         raise all_at_once(problems)
     return Downloaded(len(wanted), len(missing), sum(missing.values()))
-
-
-def _get_at_last(get: Callable[[], None], wait: Callable[[float], None]) -> None:
-    """Do it again, after 1, 2, 4 and 8 seconds, for as long as the server says that it is sick or busy."""
-    for attempt in range(_TRIES):
-        try:
-            return get()
-        except client_errors() as error:
-            statuses = {status_of(cause) for cause in causes(error)}
-            if attempt + 1 == _TRIES or not statuses & _PASSING:
-                raise
-            wait(2.0**attempt)
 
 
 def _get(snapshot: Snapshot, name: str, access: HubAccess | None, bar: Any) -> None:

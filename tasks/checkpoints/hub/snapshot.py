@@ -15,10 +15,11 @@ from pathlib import Path
 
 from merge_core.errors import InvalidInput
 from tasks.checkpoints.files import files_about, files_beside, weight_files
-from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline, status_of
+from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
 from tasks.checkpoints.hub.cache import snapshots_place
 from tasks.checkpoints.hub.errors import client_errors, hub_refusal, unreachable_offline
 from tasks.checkpoints.hub.file import RemoteFile
+from tasks.remote import status_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # A file with the name of a small one that is larger than this comes with the weights.

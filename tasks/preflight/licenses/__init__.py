@@ -5,7 +5,7 @@ from tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from tasks.preflight.licenses.check import LicenseVerdict, check_licenses, license_table, read_licenses
 from tasks.preflight.licenses.resolve import LICENSE_FILE
 from tasks.preflight.licenses.resulting_license import Obligation, ObligationKind
-from tasks.preflight.licenses.table import load_table
+from tasks.preflight.licenses.table import LicenseTable, load_table
 from tasks.preflight.licenses.texts import license_texts, recognised
 from tasks.preflight.licenses.use import LicenseSettings
 
@@ -14,6 +14,7 @@ __all__ = [
     "AncestorLookup",
     "Combination",
     "LicenseSettings",
+    "LicenseTable",
     "LicenseVerdict",
     "Obligation",
     "ObligationKind",

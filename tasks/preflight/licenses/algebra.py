@@ -1,9 +1,9 @@
 """The licence algebra: parents and an intended use in, a verdict with its reasons, a licence and obligations out.
 
-    combine([table.lookup("llama3.1"), table.lookup("apache-2.0")], use, table).status     # "allowed"
+    combine_licenses([table.lookup("llama3.1"), table.lookup("apache-2.0")], use, table).status     # "allowed"
 
 Pure. Neither order nor repetition of the parents matters, and adding a parent never improves the status. The rules
-stand in rules.py, what follows for the release in outcome.py, the facts in table.yaml.
+stand in rules.py, what follows for the release in resulting_license.py, the facts in table.yaml.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
-from tasks.preflight.licenses.case import Case, LicensedParent, LicenseFinding, LicenseStatus, Subject, listed, worst
+from tasks.preflight.licenses.case import (
+    Case,
+    LicensedParent,
+    LicenseFinding,
+    LicenseStatus,
+    Subject,
+    listed,
+    worst_status,
+)
 from tasks.preflight.licenses.resulting_license import Obligation, obligations, resulting_license
 from tasks.preflight.licenses.rules import RULES, LicenseRule
 from tasks.preflight.licenses.table import License, LicenseTable
@@ -93,7 +101,7 @@ def combine_licenses(
         raise ValueError("a merge has at least one parent")
     case = Case.of(parents, use, table)
     reasons = {_settled(rule, finding, accepted) for rule in RULES for finding in rule.judge(case)}
-    status = worst(reason.status for reason in reasons)
+    status = worst_status(reason.status for reason in reasons)
     result = None if status == "blocked" else resulting_license(case)
     if result is not None:
         reasons.add(Reason(rule="R7: licence of the merge", status="allowed", sentence=result.sentence))

@@ -33,7 +33,7 @@ def hub_ancestors(most: int = _MOST) -> AncestorLookup:
     Args:
         most: How many repositories are asked for at most.
     """
-    silent: list[str] = [_OFFLINE] if is_offline() else []  # why nothing more is asked
+    unavailable: list[str] = [_OFFLINE] if is_offline() else []  # why nothing more is asked
     asked: set[str] = set()
 
     @cache
@@ -45,27 +45,27 @@ def hub_ancestors(most: int = _MOST) -> AncestorLookup:
         asked.add(repository)
         if len(asked) > most:
             return NotRead(f"it has more than {most} ancestors on the Hub")
-        if not silent:
-            answer = _ask(access(), repository)
-            if not isinstance(answer, _Silence):
+        if not unavailable:
+            answer = _read_repository(access(), repository)
+            if not isinstance(answer, _HubUnavailable):
                 return answer
-            silent.append(answer.why)
-        return _cached(repository) or NotRead(silent[0])
+            unavailable.append(answer.why)
+        return _cached(repository) or NotRead(unavailable[0])
 
-    def ask(entry: str) -> CardSource | NotRead:
+    def look_up(entry: str) -> CardSource | NotRead:
         repository = _PAGE.sub("", entry).rstrip("/")
         if not _REPOSITORY.fullmatch(repository):
             return NotRead("neither a directory here nor a repository on the Hub")
         return find(repository)
 
-    return ask
+    return look_up
 
 
-class _Silence(NotRead):
+class _HubUnavailable(NotRead):
     """No answer: the network or the Hub, not this one repository."""
 
 
-def _ask(access: HubAccess, repository: str) -> CardSource | NotRead:
+def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead:
     """The card and the licence files of `repository` at the commit that is current now."""
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # httpx or httpx2, as the library's version has it
         GatedRepoError,
@@ -93,13 +93,13 @@ def _ask(access: HubAccess, repository: str) -> CardSource | NotRead:
         return NotRead("it is not on the Hub, or private")
     except HfHubHTTPError as error:
         status = error.response.status_code
-        kind = _Silence if status >= 500 or status == 429 else NotRead
+        kind = _HubUnavailable if status >= 500 or status == 429 else NotRead
         return kind(f"the Hub answered {status}")
     except OfflineModeIsEnabled:
-        return _Silence(_OFFLINE)
+        return _HubUnavailable(_OFFLINE)
     except (HTTPError, OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
         # The network, a full disk, hf_xet's own, or an answer that is not the Hub's.
-        return _Silence(f"no answer from the Hub: {type(error).__name__}")
+        return _HubUnavailable(f"no answer from the Hub: {type(error).__name__}")
 
 
 def _download(access: HubAccess, repository: str, commit: str, names: list[str]) -> Path:

@@ -20,7 +20,7 @@ LicenseStatus = Literal["allowed", "review", "blocked"]
 _RANK: dict[LicenseStatus, int] = {"allowed": 0, "review": 1, "blocked": 2}
 
 
-def worst(statuses: Iterable[LicenseStatus]) -> LicenseStatus:
+def worst_status(statuses: Iterable[LicenseStatus]) -> LicenseStatus:
     """The highest of the statuses; `allowed` when there are none."""
     return max(statuses, key=_RANK.__getitem__, default="allowed")
 

@@ -17,7 +17,7 @@ from tasks.preflight.licenses.case import LicensedParent
 from tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
 from tasks.preflight.licenses.table import LicenseTable, load_table
 from tasks.preflight.licenses.use import LicenseSettings, Use
-from tasks.stage import StageValue, stage
+from tasks.stage import StageValue, value_stage
 
 
 class Declared(BaseModel):
@@ -40,7 +40,7 @@ class Ancestor(BaseModel):
     Attributes:
         license: Identifier in the licence table.
         revision: Commit of the Hub; None for a local directory. A later commit that declares the same keeps this one.
-        own_text: Content of the licence file beside it; empty when there is none, or it is not to be told which.
+        own_text: Content of the licence file beside it; empty when there is none, or several.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,9 +86,8 @@ class LicenseVerdict(StageValue):
         return Refused(f"licences ({worst.rule})", found=worst.sentence + also, remedy=worst.remedy)
 
 
-@stage("licenses", version=2)
+@value_stage("licenses", version=2)
 def check_licenses(
-    out: Path,
     declared: Declared,
     use: Use,
     table: LicenseTable,
@@ -120,14 +119,14 @@ def check_licenses(
 
 
 def read_licenses(
-    parents: Sequence[ResolvedCheckpoint], table: LicenseTable, ask: AncestorLookup | None = None
+    parents: Sequence[ResolvedCheckpoint], table: LicenseTable, look_up: AncestorLookup | None = None
 ) -> Declared:
     """What the cards of the parents and of their readable ancestors declare, be they here or on the Hub.
 
     Reads cards and licence files only, and raises nothing: what cannot be read counts as unread.
 
     Args:
-        ask: How ancestors on the Hub are read; it remembers, so a recipe and its remedies share one. None: a new one.
+        look_up: How ancestors on the Hub are read; it remembers, so a recipe and its remedies share one. None: anew.
     """
     known = {
         key: CardSource(parent.directory, parent.revision)
@@ -135,10 +134,10 @@ def read_licenses(
         for key in (parent.ref.partition("@")[0], parent.ref, parent.name)
     }
     names = {parent.directory.resolve(): parent.name for parent in parents}
-    ask = ask or hub_ancestors()
+    look_up = look_up or hub_ancestors()
 
     def find(name: str, descendant: CardSource) -> CardSource | NotRead:
-        return known.get(name) or ask(name)
+        return known.get(name) or look_up(name)
 
     found = {
         parent.name: lineage(CardSource(parent.directory, parent.revision), find, table, parent.name, names)

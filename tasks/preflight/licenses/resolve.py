@@ -3,8 +3,8 @@
 A card is somebody else's text: whatever stands in it, reading it raises nothing. What cannot be understood counts as
 not declared, with the reason in `problems`.
 
-    root, *ancestors = walk(Place(Path("models/acme-chat")), find)
-    parents = lineage(Place(Path("models/acme-chat")), find, load_table()).models       # the same, for `combine`
+    root, *ancestors = walk(CardSource(Path("models/acme-chat")), find)
+    parents = lineage(CardSource(Path("models/acme-chat")), find, load_table()).models    # for `combine_licenses`
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class NotRead:
     why: str
 
 
-Find = Callable[[str, CardSource], CardSource | NotRead]
+FindAncestor = Callable[[str, CardSource], CardSource | NotRead]
 """From an entry of `base_model` and the place of the model that names it: the ancestor's place."""
 
 _FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 LICENSE_FILE = re.compile(r"(licen[cs]e|copying)(\.(md|txt|rst))?", re.IGNORECASE)
 _CARD_CHARACTERS = 1_000_000
 _LICENSE_BYTES = 200_000
-_SILENCE = ("there is no README.md", "README.md has no front matter")
+_NO_CARD = ("there is no README.md", "README.md has no front matter")
 _QUOTED_CHARACTERS = 80
 
 
@@ -90,14 +90,14 @@ class Declaration(BaseModel):
     def words(self) -> str:
         """The declaration for a message: what stands in the card, and what was wrong with it."""
         fields = {"license": " / ".join(self.license), "license_name": self.license_name}
-        said = [f"{key}: {_quoted(value)}" for key, value in fields.items() if value]
-        return "; ".join([*said, *self.problems])
+        named = [f"{key}: {_quoted(value)}" for key, value in fields.items() if value]
+        return "; ".join([*named, *self.problems])
 
     @property
-    def silent(self) -> bool:
+    def names_none(self) -> bool:
         """Whether the card names no licence, and nothing in it hides one."""
         named = [word for word in self.license if word.strip().lower() not in (OTHER, UNKNOWN)]
-        return not named and all(problem in _SILENCE for problem in self.problems)
+        return not named and all(problem in _NO_CARD for problem in self.problems)
 
 
 def declared(place: CardSource, name: str | None = None) -> Declaration:
@@ -124,7 +124,7 @@ def declared(place: CardSource, name: str | None = None) -> Declaration:
     )
 
 
-def walk(root: CardSource, find: Find, name: str | None = None) -> tuple[Declaration, ...]:
+def walk(root: CardSource, find: FindAncestor, name: str | None = None) -> tuple[Declaration, ...]:
     """The declarations of the model at `root` and of every ancestor that can be read, nearest first.
 
     An ancestor of a local model is looked for as a path relative to its descendant's directory, then by `find`. Each
@@ -149,12 +149,12 @@ class Lineage:
 
 def lineage(
     root: CardSource,
-    find: Find,
+    find: FindAncestor,
     table: LicenseTable,
     name: str | None = None,
     names: Mapping[Path, str] = MappingProxyType({}),
 ) -> Lineage:
-    """The model at `root` and every readable ancestor as parents for `combine`.
+    """The model at `root` and every readable ancestor as parents for `combine_licenses`.
 
     Args:
         names: What models are called that have a name already, by resolved directory, however a card names them.
@@ -178,7 +178,7 @@ def _licensed(step: _Step, table: LicenseTable) -> Licensed:
     license = table.lookup(declaration.license or None, declaration.license_name)
     contradicted = None
     beside = recognised(declaration.license_text, table, license) if declaration.license_text else None
-    if not license.resolved and declaration.silent:
+    if not license.resolved and declaration.names_none:
         # `other`, or nothing: what lies beside the card, or what it links to, is what the author meant.
         link = linked(declaration.license_link, table) if declaration.license_link else None
         license = beside or link or license
@@ -212,7 +212,7 @@ class _Step:
 
 
 def _steps(
-    root: CardSource, find: Find, name: str | None, names: Mapping[Path, str] = MappingProxyType({})
+    root: CardSource, find: FindAncestor, name: str | None, names: Mapping[Path, str] = MappingProxyType({})
 ) -> list[_Step]:
     steps: list[_Step] = []
     queue = [(root, name)]

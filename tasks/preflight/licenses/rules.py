@@ -262,7 +262,7 @@ RULES: tuple[LicenseRule, ...] = (
     ),
     LicenseRule("R5", "name of the merged model", _name, "rename the merged model"),
     LicenseRule("R6", "share-alike", _share_alike, _CHOOSE),
-    # R7 to R9 cannot refuse: the result licence, the use policies passed on and all obligations, see outcome.py.
+    # R7 to R9 cannot refuse: the licence that results, use policies passed on, all obligations: resulting_license.py.
     LicenseRule("R10", "territory", _territory, "check that the limit does not concern this model and its users"),
     LicenseRule(
         "R11", "no weaker than its ancestors", _ancestry, "compare with the licence of its ancestor, or ask its authors"

@@ -1,17 +1,26 @@
-"""Where a release goes. A target is one file that keeps the contract: check, current release, publish, open."""
+"""Where a release goes. A target is one file that keeps the contract: check, current release, publish, open.
 
-from tasks.publish.targets.check import check_target
-from tasks.publish.targets.directory import LATEST
-from tasks.publish.targets.hub_current import current_release
-from tasks.publish.targets.hub_state import KEPT
-from tasks.publish.targets.settings import TARGETS, HubTarget, Target
+Other packages add theirs under the entry point ``mergegate.targets``.
+"""
+
+from tasks.publish.targets.contract import (
+    CurrentRelease,
+    OnProgress,
+    PublishedRelease,
+    PublishTarget,
+    Release,
+    check_target,
+)
+from tasks.publish.targets.registry import Target, find_release, publish_targets
 
 __all__ = [
-    "KEPT",
-    "LATEST",
-    "TARGETS",
-    "HubTarget",
+    "CurrentRelease",
+    "OnProgress",
+    "PublishTarget",
+    "PublishedRelease",
+    "Release",
     "Target",
     "check_target",
-    "current_release",
+    "find_release",
+    "publish_targets",
 ]

@@ -15,56 +15,115 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from merge_core.errors import Refused
-from merge_core.store import HashMemo, fsync, fsync_directories, locked
-from tasks.publish.content import ReleaseFile
+from merge_core.store import HashMemo, fsync, fsync_directories, locked, sha256_file
+from tasks.publish.content import ReleaseFile, is_content_version
+from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
 
 LATEST = "latest"
 _CHUNK = 1 << 22
+# What git, a download or the Hub leaves beside the files of a release that was fetched into a directory.
+_FOREIGN_FOLDERS = (".cache", ".git")
+_FOREIGN_FILE = ".gitattributes"
+
+
+class DirectoryTarget(PublishTarget):
+    """A directory that holds every version of the release and a link to the latest one."""
+
+    known_as: ClassVar[str] = "the directory of a release"
+
+    to: Literal["directory"] = "directory"
+    path: Path
+
+    @property
+    def address(self) -> str:
+        return "."
+
+    def check(self, root: Path) -> None:
+        """See that the directory is there and may be written, or can be made."""
+        place = (root / self.path).absolute()
+        above = next(parent for parent in (place, *place.parents) if parent.exists())
+        # Asked, not tried: a run with nothing new leaves no trace, not even a time on a directory.
+        if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+            return
+        raise Refused(
+            f"publish.path: {place}",
+            found=f"{above} {'may not be written' if above.is_dir() else 'is no directory'}",
+            expected="a directory that can be made and written",
+            remedy="name another, or have its permissions changed",
+        )
+
+    def current(self, root: Path) -> CurrentRelease | None:
+        """What ``latest`` points to. Without a head: one machine writes there, one publisher at a time."""
+        latest = root / self.path / LATEST
+        return CurrentRelease(latest.resolve()) if latest.is_dir() else None
+
+    def publish(
+        self,
+        files: Sequence[ReleaseFile],
+        name: str,
+        version: str,
+        root: Path,
+        *,
+        expected_head: str | None,
+        hashes: HashMemo,
+        on_progress: OnProgress,
+    ) -> Release:
+        """Write the version beside the others, then move ``latest``. There is no head to be expected."""
+        directory = (root / self.path).resolve()
+        place = directory / version
+        directory.mkdir(parents=True, exist_ok=True)
+        with locked(directory):
+            fresh = not place.exists()
+            if fresh:
+                _write_version(files, place, on_progress)
+            else:
+                _require_same(place, files, hashes)
+            moved = _move_link(directory / LATEST, version)
+            fsync(directory)
+        return Release(name, version, place, f"{directory.name}/", new=fresh or moved)
+
+    @classmethod
+    def open(cls, named: str) -> DirectoryRelease | None:
+        """The directory of that name, whatever lies in it."""
+        return DirectoryRelease(place) if (place := Path(named)).is_dir() else None
 
 
 @dataclass(frozen=True)
-class Published:
-    """Where a release stands. ``new`` is false when it was there already and nothing was touched."""
+class DirectoryRelease:
+    """A release in a directory. Every byte is read."""
 
-    version: str
-    location: Path
-    new: bool
+    directory: Path
 
+    @property
+    def where(self) -> str:
+        return str(self.directory)
 
-def publish_directory(
-    files: Sequence[ReleaseFile],
-    target: Path,
-    version: str,
-    hashes: HashMemo,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Published:
-    """Make ``target/version`` hold exactly ``files`` and ``target/latest`` point to it.
+    @property
+    def version(self) -> str | None:
+        """The name of the directory, where it is a content hash."""
+        name = self.directory.resolve().name
+        return name if is_content_version(name) else None
 
-    Args:
-        on_progress: Told bytes written and to be written, while there is something to write.
+    def files(self) -> Mapping[str, tuple[int, str]]:
+        """Size and sha256 of every file, without what git or a download left beside them."""
+        found = {}
+        for path in sorted(self.directory.rglob("*")):
+            relative = path.relative_to(self.directory)
+            if path.is_file() and relative.parts[0] not in _FOREIGN_FOLDERS and str(relative) != _FOREIGN_FILE:
+                found[relative.as_posix()] = (path.stat().st_size, sha256_file(path))
+        return found
 
-    Raises:
-        Refused: when the version exists with other content, or a source is not what was gated.
-    """
-    place = target / version
-    target.mkdir(parents=True, exist_ok=True)
-    with locked(target):  # One publisher at a time; on the directory itself, so there is nothing to clean up.
-        fresh = not place.exists()
-        if fresh:
-            _write_version(files, place, on_progress)
-        else:
-            _require_same(place, files, hashes)
-        moved = _point(target / LATEST, version)
-        fsync(target)
-    return Published(version, place, new=fresh or moved)
+    def read(self, name: str) -> bytes:
+        return (self.directory / name).read_bytes()
 
 
-def _write_version(files: Sequence[ReleaseFile], place: Path, on_progress: Callable[[int, int], None]) -> None:
+def _write_version(files: Sequence[ReleaseFile], place: Path, on_progress: OnProgress) -> None:
     """All files beside their final place, then one rename."""
     done, total = 0, sum(file.size for file in files)
 
@@ -81,7 +140,7 @@ def _write_version(files: Sequence[ReleaseFile], place: Path, on_progress: Calla
     partial.rename(place)
 
 
-def _point(link: Path, version: str) -> bool:
+def _move_link(link: Path, version: str) -> bool:
     """Make ``link`` point to ``version`` in one step; whether it pointed elsewhere before."""
     if link.is_symlink() and link.readlink() == Path(version):
         return False
@@ -124,9 +183,4 @@ def _write(file: ReleaseFile, place: Path, wrote: Callable[[int], None]) -> None
         output.flush()
         os.fsync(output.fileno())
     if running.hexdigest() != file.sha256:
-        raise Refused(
-            str(file.source),
-            found=f"sha256 {running.hexdigest()[:12]}…",
-            expected=f"{file.sha256[:12]}…, the bytes that were evaluated and gated",
-            remedy="run again: the altered artifact is noticed and made anew",
-        )
+        raise file.altered(running.hexdigest())

@@ -25,11 +25,11 @@ MAIN = "main"
 # Ours alone: branches below it are staging places, and those of dead runs are swept away.
 STAGING = "mergegate-staging/"
 # The Hub writes it itself, when a file needs large file storage.
-KEPT = frozenset({".gitattributes"})
+WRITTEN_BY_HUB = frozenset({".gitattributes"})
 
 
 @dataclass(frozen=True)
-class WantedFile:
+class DesiredFile:
     """A file as it was gated. ``blob`` is None where it is too large to be a plain git blob."""
 
     size: int
@@ -56,7 +56,7 @@ class DesiredState:
     """The release that shall stand there."""
 
     version: str
-    files: Mapping[str, WantedFile]
+    files: Mapping[str, DesiredFile]
     visibility: RepositoryVisibility = "private"
     gated: Gated = False
 
@@ -71,7 +71,7 @@ class DesiredState:
 
     def stale(self, head: Head) -> tuple[str, ...]:
         """Files of ``head`` that the release does not have: shards of an older one."""
-        return tuple(sorted(set(head.files) - set(self.files) - KEPT))
+        return tuple(sorted(set(head.files) - set(self.files) - WRITTEN_BY_HUB))
 
     def is_on(self, head: Head) -> bool:
         """Whether ``head`` lists exactly this release."""
@@ -164,64 +164,66 @@ class Stop:
 Step = CreateRepository | ChangeSettings | CreateBranch | StageFiles | Promote | Tag | DeleteBranch | Done | Stop
 
 
-def next_step(wanted: DesiredState, seen: ObservedState, base: str | None = None) -> Step:
+def next_step(desired: DesiredState, observed: ObservedState, expected_head: str | None = None) -> Step:
     """The one thing to do now.
 
     Args:
-        wanted: The release.
-        seen: The repository, just read.
-        base: Head of ``main`` that the release was judged against. A ``main`` that is neither that nor already this
-            release was changed meanwhile. None: whatever is there.
+        desired: The release.
+        observed: The repository, just read.
+        expected_head: Head of ``main`` that the release was judged against. A ``main`` that is neither that nor already
+            this release was changed meanwhile. None: whatever is there.
     """
-    if not seen.exists:
+    if not observed.exists:
         return CreateRepository()
-    main = seen.main
+    main = observed.main
     if main is None:
         return Stop("it has no branch 'main'", "a model repository with a first commit", "create it anew on the Hub")
-    if seen.tagged is not None:
-        return _after_tag(wanted, seen, main, seen.tagged, base)
-    if (stop := _forbidden(wanted, seen)) or (stop := _changed(wanted, main, base)):
+    if observed.tagged is not None:
+        return _after_tag(desired, observed, main, observed.tagged, expected_head)
+    if (stop := _forbidden(desired, observed)) or (stop := _changed(desired, main, expected_head)):
         return stop
-    if not seen.private and _strictness(wanted.gated) > _strictness(seen.gated):
-        return ChangeSettings(private=False, gated=wanted.gated)
-    if wanted.is_on(main):
+    if not observed.private and _strictness(desired.gated) > _strictness(observed.gated):
+        return ChangeSettings(private=False, gated=desired.gated)
+    if desired.is_on(main):
         return Tag(main.commit)
-    if seen.staged is None:
+    if observed.staged is None:
         return CreateBranch(main.commit)
-    if not wanted.is_on(seen.staged):
-        return StageFiles(seen.staged.commit, wanted.missing(seen.staged), wanted.stale(seen.staged))
-    return Promote(main.commit, seen.staged, wanted.missing(main), wanted.stale(main))
+    if not desired.is_on(observed.staged):
+        return StageFiles(observed.staged.commit, desired.missing(observed.staged), desired.stale(observed.staged))
+    return Promote(main.commit, observed.staged, desired.missing(main), desired.stale(main))
 
 
-def _after_tag(wanted: DesiredState, seen: ObservedState, main: Head, tagged: Head, base: str | None) -> Step:
+def _after_tag(
+    desired: DesiredState, observed: ObservedState, main: Head, tagged: Head, expected_head: str | None
+) -> Step:
     """The version has its name already; what may be left is to make it the current one again, and to tidy up."""
-    if not wanted.is_on(tagged):
-        odd = (*wanted.missing(tagged), *wanted.stale(tagged))[0]
+    if not desired.is_on(tagged):
+        odd = (*desired.missing(tagged), *desired.stale(tagged))[0]
         return Stop(
-            f"the version {wanted.version} is already published with other content ({odd})",
+            f"the version {desired.version} is already published with other content ({odd})",
             "a version that never changes",
             "publish under a new version, or delete the tag by hand",
         )
     # Another of our releases is current: the one that was let through now takes its place. What a person changed on
     # main after the release is theirs and stays.
-    superseded = any(commit == main.commit and name != wanted.version for name, commit in seen.tags.items())
-    if superseded and not wanted.is_on(main):
+    superseded = any(commit == main.commit and name != desired.version for name, commit in observed.tags.items())
+    if superseded and not desired.is_on(main):
         return (
-            _forbidden(wanted, seen)
-            or _changed(wanted, main, base)
-            or Promote(main.commit, tagged, wanted.missing(main), wanted.stale(main))
+            _forbidden(desired, observed)
+            or _changed(desired, main, expected_head)
+            or Promote(main.commit, tagged, desired.missing(main), desired.stale(main))
         )
-    if seen.staged is not None:  # only a publication that is under way opens anything
-        if wanted.visibility == "public" and (seen.private or seen.gated != wanted.gated):
-            return ChangeSettings(private=False, gated=wanted.gated)
-        return DeleteBranch(wanted.branch)
-    if seen.leftovers:
-        return DeleteBranch(seen.leftovers[0])
+    if observed.staged is not None:  # only a publication that is under way opens anything
+        if desired.visibility == "public" and (observed.private or observed.gated != desired.gated):
+            return ChangeSettings(private=False, gated=desired.gated)
+        return DeleteBranch(desired.branch)
+    if observed.leftovers:
+        return DeleteBranch(observed.leftovers[0])
     return Done(tagged.commit)
 
 
-def _forbidden(wanted: DesiredState, seen: ObservedState) -> Stop | None:
-    if seen.private or wanted.visibility == "public":
+def _forbidden(desired: DesiredState, observed: ObservedState) -> Stop | None:
+    if observed.private or desired.visibility == "public":
         return None
     return Stop(
         "the repository is public",
@@ -230,12 +232,12 @@ def _forbidden(wanted: DesiredState, seen: ObservedState) -> Stop | None:
     )
 
 
-def _changed(wanted: DesiredState, main: Head, base: str | None) -> Stop | None:
-    if base is None or main.commit == base or wanted.is_on(main):
+def _changed(desired: DesiredState, main: Head, expected_head: str | None) -> Stop | None:
+    if expected_head is None or main.commit == expected_head or desired.is_on(main):
         return None
     return Stop(
         f"main is at {main.commit[:12]} now",
-        f"{base[:12]}, the head that this release was compared with",
+        f"{expected_head[:12]}, the head that this release was compared with",
         "run again: it is judged anew, against what is published now",
     )
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from prefect import flow
 
-from flows import judging
-from flows.judging import Assessment, assess_merge
-from flows.profile import Evidence
+from flows import assessment
+from flows.assessment import Assessment, assess_merge
 from merge_core.store.keys import digest
 from merge_core.store.store import Artifact
 from tasks.checkpoints.model import Model
@@ -21,6 +20,7 @@ from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.stage import Scores, TaskScore
 from tasks.evaluation.task_definition import EvalTask
 from tasks.gate.guards import CHAMPION, GateRule, Guard
+from tasks.preflight import Evidence
 from tasks.stage.environment import Runtime
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
@@ -58,7 +58,7 @@ class Bench:
         document_scores.write_document_scores(directory / document_scores.SCORES_FILE, scored)
         table = TaskScore(task=task, metric="acc,none", n=last - first, score=0.5, stderr=0.0, higher_is_better=True)
         value = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
-        return Artifact("evaluate", str(directory), digest([list(o) for o in scored]), directory, value, {})
+        return Artifact("evaluate", str(directory), digest([list(o) for o in scored]), value, directory, {})
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         champion: Model | None = None,
     ) -> tuple[Assessment, Bench]:
         bench = Bench(tmp_path, right)
-        monkeypatch.setattr(judging, "evaluate_to", bench.evaluate_to)
-        monkeypatch.setattr(judging, "document_count", lambda task, time_limit: SIZE)
+        monkeypatch.setattr(assessment, "evaluate_to", bench.evaluate_to)
+        monkeypatch.setattr(assessment, "document_count", lambda task, time_limit: SIZE)
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
         evidence = Evidence(tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule())
 

@@ -1,4 +1,4 @@
-"""Judging a merge: perplexity, then the tasks, then more of those tasks that are not decided, and the verdict.
+"""Assessing a merge: perplexity, then the tasks, then more of those tasks that are not decided, and the verdict.
 
 The same for a release and for a comparison of any two models: nothing here knows where they come from.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from flows.profile import Evidence, JudgeQuestions
-from merge_core.store import Artifact
+from merge_core.store import Artifact, StoredValue
 from tasks.checkpoints import Model, PinnedCheckpoint
 from tasks.evaluation import EvalTask, Scores, document_count, evaluate_to, looks
 from tasks.gate import CHAMPION, GateVerdict, gate, needs_champion, perplexity_drift, undecided_tasks
-from tasks.judge import JudgeVerdict, judge_models
 from tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
+from tasks.preflight import Evidence
 from tasks.stage import runtime
 
 
@@ -23,7 +22,7 @@ class Assessment(NamedTuple):
 
     scores: dict[str, list[Artifact[Scores]]]  # by model; of a task as many parts as were evaluated
     likelihoods: dict[str, Artifact[Likelihoods]]  # by model
-    verdict: Artifact[GateVerdict]
+    verdict: StoredValue[GateVerdict]
 
 
 def assess_merge(merge: Model, parents: Sequence[Model], champion: Model | None, evidence: Evidence) -> Assessment:
@@ -55,12 +54,6 @@ def assess_merge(merge: Model, parents: Sequence[Model], champion: Model | None,
         if not (tasks := undecided_tasks(verdict.value)):
             return Assessment(scores, likelihoods, verdict)
         seen |= {task: next(look for look in plan[task] if look > seen[task]) for task in tasks}
-
-
-def compare_answers(merge: Model, parents: Sequence[Model], answers: JudgeQuestions) -> JudgeVerdict:
-    """Have a judge compare the answers of the merge with those of the parent that the profile names."""
-    reference = next(parent for parent in parents if parent.name == answers.settings.guarded_by)
-    return judge_models(reference, merge, answers.prompts, answers.settings, runtime()).verdict
 
 
 def ensemble_of(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:

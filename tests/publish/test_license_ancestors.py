@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +41,14 @@ def _reach(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     monkeypatch.setenv("HF_ENDPOINT", url)
 
 
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that anybody wanted to wait for a better moment: they are counted, not waited, on a slow machine too."""
+    seconds: list[float] = []
+    monkeypatch.setattr("time.sleep", seconds.append)
+    return seconds
+
+
 def _add(stand_in: LookAlike, name: str, card: str, **files: bytes) -> str:
     """A commit with this card in a public repository; its id."""
     repository = stand_in.repositories.setdefault(name, Repository(name, private=False))
@@ -58,7 +65,7 @@ def _local(place: Path, card: str) -> ResolvedCheckpoint:
 
 
 def _judge(declared: Declared, name: str = "acme/Llama-mix") -> LicenseVerdict:
-    return check_licenses.work(Path(), declared, LicenseSettings().use(name), TABLE, {})
+    return check_licenses.work(declared, LicenseSettings().use(name), TABLE, {})
 
 
 def _key(declared: Declared) -> str:
@@ -163,12 +170,11 @@ def test_more_ancestors_than_any_model_has_are_not_asked_for(stand_in: LookAlike
     assert not any("m3" in entry.path for entry in stand_in.log)
 
 
-def test_a_sick_hub_is_asked_once(stand_in: LookAlike, tmp_path: Path) -> None:
+def test_a_sick_hub_is_asked_once(stand_in: LookAlike, tmp_path: Path, waited: list[float]) -> None:
     stand_in.set_faults([Fault("fail", times=1000)])
     bases = "\n".join(f"- acme/base{number}" for number in range(20))
-    began = time.monotonic()
     verdict = _judge(read_licenses([_local(tmp_path / "chat", f"license: mit\nbase_model:\n{bases}")], TABLE))
-    assert time.monotonic() - began < 5
+    assert sum(waited) < 5
     assert len(stand_in.log) == 1
     assert set(verdict.unread.values()) == {"the Hub answered 503"}
 
@@ -180,23 +186,25 @@ def test_an_answer_that_is_not_the_hubs_raises_nothing(stand_in: LookAlike, tmp_
     assert list(verdict.unread) == ["acme/base"]
 
 
-def test_a_hub_that_falls_sick_between_two_questions_is_not_waited_for(stand_in: LookAlike, tmp_path: Path) -> None:
+def test_a_hub_that_falls_sick_between_two_questions_is_not_waited_for(
+    stand_in: LookAlike, tmp_path: Path, waited: list[float]
+) -> None:
     _add(stand_in, "acme/base", "license: mit")
     stand_in.set_faults([Fault("fail", path="/resolve/", times=1000)])
-    began = time.monotonic()
     verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/base")], TABLE))
-    assert time.monotonic() - began < 5
+    assert sum(waited) < 5
     assert verdict.unread == {"acme/base": "the Hub answered 503"}
 
 
-def test_without_a_network_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_run_goes_on(
+    tmp_path: Path, waited: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as closed:  # a port that nobody listens at
         closed.bind(("127.0.0.1", 0))
         _reach(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}", tmp_path / "cache")
-        began = time.monotonic()
         chat = _local(tmp_path / "chat", "license: mit\nbase_model: [acme/a, acme/b]")
         verdict = _judge(read_licenses([chat], TABLE))
-    assert time.monotonic() - began < 5
+    assert sum(waited) < 5
     assert set(verdict.unread) == {"acme/a", "acme/b"}
     assert verdict.combination.status == "review"
 

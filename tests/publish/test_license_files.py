@@ -33,7 +33,7 @@ def _judge(*parents: PinnedCheckpoint, name: str = "acme/Llama-mix", accept: tup
     found = [ResolvedCheckpoint(name=one.name, ref=one.ref, directory=one.directory) for one in parents]
     accepted = dict.fromkeys(accept, "alice: has read it")
     settings = LicenseSettings(accepted=accepted)
-    verdict = check_licenses.work(Path(), read_licenses(found, TABLE), settings.use(name), TABLE, accepted)
+    verdict = check_licenses.work(read_licenses(found, TABLE), settings.use(name), TABLE, accepted)
     assert verdict.combination.status == "allowed", verdict.combination.reasons
     return verdict
 

@@ -1,6 +1,6 @@
 """Publishing to the Hugging Face Hub: look, take the next step, look again, until the release stands there.
 
-What the next step is, and why in that order, stands in ``hub_state``; here is only the talking. A failed call is never
+What the next step is, and why in that order, stands in ``state``; here is only the talking. A failed call is never
 repeated blindly: the state is read again first, because a commit whose answer was lost has happened. Everything that is
 sent is compared by the Hub's own hashes before anybody can see it, so a file that changed on disk meanwhile, or was
 damaged on the way, never reaches ``main``.
@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING
 
 from merge_core.errors import Refused
 from merge_core.store import HashMemo
-from tasks.checkpoints.hub import HubAccess, RemoteFile, describe, git_blob, is_transient
+from tasks.checkpoints.hub import HubAccess, RemoteFile, describe, git_blob, is_worth_another_look
 from tasks.publish.content import CARD, ReleaseFile
-from tasks.publish.targets.hub_state import (
+from tasks.publish.targets.contract import OnProgress
+from tasks.publish.targets.hub.state import (
     MAIN,
     STAGING,
     ChangeSettings,
     CreateBranch,
     CreateRepository,
     DeleteBranch,
+    DesiredFile,
     DesiredState,
     Done,
     Gated,
@@ -39,7 +41,6 @@ from tasks.publish.targets.hub_state import (
     Step,
     Stop,
     Tag,
-    WantedFile,
     next_step,
 )
 
@@ -59,10 +60,9 @@ _ROUNDS = 200
 
 
 @dataclass(frozen=True)
-class PublishedOnHub:
+class PublishedCommit:
     """Where a release stands. ``new`` is false when it was there already and nothing was changed."""
 
-    version: str
     commit: str
     new: bool
 
@@ -76,15 +76,15 @@ def publish_hub(
     *,
     visibility: RepositoryVisibility = "private",
     gated: Gated = False,
-    base: str | None = None,
+    expected_head: str | None = None,
     wait: Callable[[float], None] = time.sleep,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> PublishedOnHub:
+    on_progress: OnProgress = lambda done, total: None,
+) -> PublishedCommit:
     """Make ``main`` of ``repo`` and the tag ``version`` list exactly ``files``. Idempotent.
 
     Args:
         repo: ``org/name``; made, private, when it is not there.
-        base: Head of ``main`` that the release was judged against; None: the one that is there when we begin.
+        expected_head: Head of ``main`` that the release was judged against; None: the one that is there when we begin.
         wait: Called with seconds before looking again after a failure.
         on_progress: Told bytes sent and to be sent, each time that a few files have arrived.
 
@@ -92,49 +92,49 @@ def publish_hub(
         Refused: when the version exists with other content, ``main`` was changed meanwhile, the Hub says no, does not
             answer, or does not store what was sent.
     """
-    wanted = DesiredState(version, {file.name: _wanted(file) for file in files}, visibility, gated)
-    connection = _Connection(access, repo, wanted, {file.name: file for file in files}, hashes, on_progress)
+    desired = DesiredState(version, {file.name: _desired_file(file) for file in files}, visibility, gated)
+    connection = _Connection(access, repo, desired, {file.name: file for file in files}, hashes, on_progress)
     changed, went_through, failures = False, False, 0
     tried: object = None
     for _ in range(_ROUNDS):
         try:
-            seen = connection.observe()
-            base = base or (seen.main.commit if seen.main else None)
-            step = next_step(wanted, seen, base)
+            observed = connection.observe()
+            expected_head = expected_head or (observed.main.commit if observed.main else None)
+            step = next_step(desired, observed, expected_head)
             if isinstance(step, Done):
-                return PublishedOnHub(version, step.commit, changed)
+                return PublishedCommit(step.commit, changed)
             if isinstance(step, Stop):
                 raise Refused(f"{repo} on the Hub", found=step.found, expected=step.expected, remedy=step.remedy)
             kind = step if isinstance(step, DeleteBranch) else type(step)
             if kind != tried:
                 tried, failures = kind, 0
             elif went_through:
-                raise _Unchanged(f"{type(step).__name__}: what the Hub lists afterwards is not what was sent")
+                raise _NotStored(f"{type(step).__name__}: what the Hub lists afterwards is not what was sent")
             went_through = False
             connection.take(step)
             went_through = True
-            changed = changed or not isinstance(step, DeleteBranch) or step.branch == wanted.branch
-        except _trouble() as error:
+            changed = changed or not isinstance(step, DeleteBranch) or step.branch == desired.branch
+        except _client_errors() as error:
             went_through, failures = False, failures + 1
-            if failures >= _FAILURES or not is_transient(error):
-                raise _gave_up(repo, error, access) from None
+            if failures >= _FAILURES or not is_worth_another_look(error):
+                raise _refusal(repo, error, access) from None
             wait(min(2.0 ** (failures - 1), _LONGEST_WAIT))
     raise Refused(
         f"{repo} on the Hub",
         found="every step is undone as soon as it is taken",
         expected="one publisher at a time",
-        remedy=f"see who else writes to it, then run again; its branch {wanted.branch} is ours",
+        remedy=f"see who else writes to it, then run again; its branch {desired.branch} is ours",
     )
 
 
-def _trouble() -> tuple[type[Exception], ...]:
+def _client_errors() -> tuple[type[Exception], ...]:
     """What the client and its transports raise. Anything else is a fault of ours, and is not to look like theirs."""
     from huggingface_hub.errors import EntryNotFoundError, HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
 
     return (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError)
 
 
-class _Unchanged(RuntimeError):
+class _NotStored(RuntimeError):
     """The Hub accepted a step, and what it lists is still as before."""
 
 
@@ -144,10 +144,10 @@ class _Connection:
 
     access: HubAccess
     repo: str
-    wanted: DesiredState
+    desired: DesiredState
     files: Mapping[str, ReleaseFile]
     hashes: HashMemo
-    on_progress: Callable[[int, int], None]
+    on_progress: OnProgress
 
     @property
     def api(self) -> HfApi:
@@ -173,11 +173,11 @@ class _Connection:
             private=bool(facts.private),
             gated=facts.gated or False,
             main=head(branches.get(MAIN)),
-            staged=head(branches.get(self.wanted.branch)),
-            tagged=head(tags.get(self.wanted.version)),
+            staged=head(branches.get(self.desired.branch)),
+            tagged=head(tags.get(self.desired.version)),
             tags=tags,
             leftovers=tuple(
-                sorted(name for name in branches if name.startswith(STAGING) and name != self.wanted.branch)
+                sorted(name for name in branches if name.startswith(STAGING) and name != self.desired.branch)
             ),
         )
 
@@ -192,18 +192,18 @@ class _Connection:
             case ChangeSettings(private, gated):
                 self.api.update_repo_settings(self.repo, private=private, gated=gated)
             case CreateBranch(start):
-                self.api.create_branch(self.repo, branch=self.wanted.branch, revision=start)
+                self.api.create_branch(self.repo, branch=self.desired.branch, revision=start)
             case StageFiles(parent, missing, stale):
                 for name in missing:
                     _require_gated(self.files[name], self.hashes)
                 operations: list[Operation] = [*self.send(missing), *map(_delete, stale)]
-                self.commit(self.wanted.branch, parent, f"Stage {self.wanted.version}", operations)
+                self.commit(self.desired.branch, parent, f"Stage {self.desired.version}", operations)
             case Promote(parent, source, missing, stale):
                 operations = [*(self.take_over(name, source) for name in missing), *map(_delete, stale)]
-                self.commit(MAIN, parent, f"Release {self.wanted.version}", operations)
+                self.commit(MAIN, parent, f"Release {self.desired.version}", operations)
             case Tag(commit):
                 self.api.create_tag(
-                    self.repo, tag=self.wanted.version, tag_message=f"Release {self.wanted.version}", revision=commit
+                    self.repo, tag=self.desired.version, tag_message=f"Release {self.desired.version}", revision=commit
                 )
             case DeleteBranch(branch):
                 self.api.delete_branch(self.repo, branch=branch)
@@ -217,7 +217,7 @@ class _Connection:
         message: str,
         operations: list[Operation],
     ) -> None:
-        with _quietly():
+        with _without_progress_bars():
             self.api.create_commit(self.repo, operations, commit_message=message, revision=branch, parent_commit=parent)
 
     def send(self, names: Sequence[str]) -> list[CommitOperationAdd]:
@@ -231,9 +231,9 @@ class _Connection:
         additions = [self.upload(name) for name in names]
         done, total = 0, sum(self.files[name].size for name in names)
         self.on_progress(done, total)
-        with _quietly():
+        with _without_progress_bars():
             for group in _groups(additions, lambda addition: self.files[addition.path_in_repo].size):
-                self.api.preupload_lfs_files(self.repo, group, revision=self.wanted.branch, free_memory=False)
+                self.api.preupload_lfs_files(self.repo, group, revision=self.desired.branch, free_memory=False)
                 done += sum(self.files[addition.path_in_repo].size for addition in group)
                 self.on_progress(done, total)
         return additions
@@ -247,10 +247,9 @@ class _Connection:
         from huggingface_hub import get_session, hf_raise_for_status
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented, not in the types
 
-        data = card.source if isinstance(card.source, bytes) else card.source.read_bytes()
         answer = get_session().post(
             f"{self.access.endpoint}/api/validate-yaml",
-            json={"content": data.decode(errors="replace"), "repoType": "model"},
+            json={"content": card.read().decode(errors="replace"), "repoType": "model"},
             headers=build_hf_headers(token=self.access.token or False, library_name="mergegate"),
         )
         if answer.status_code == 400:
@@ -298,11 +297,11 @@ def _delete(name: str) -> CommitOperationDelete:
     return CommitOperationDelete(name, is_folder=False)
 
 
-def _wanted(file: ReleaseFile) -> WantedFile:
+def _desired_file(file: ReleaseFile) -> DesiredFile:
     blob = None
     if file.size <= _LARGEST_BLOB:
-        blob = git_blob(file.source if isinstance(file.source, bytes) else file.source.read_bytes())
-    return WantedFile(file.size, file.sha256, blob)
+        blob = git_blob(file.read())
+    return DesiredFile(file.size, file.sha256, blob)
 
 
 def _require_gated(file: ReleaseFile, hashes: HashMemo) -> None:
@@ -311,23 +310,18 @@ def _require_gated(file: ReleaseFile, hashes: HashMemo) -> None:
         return
     found = hashes.sha256(file.source) if file.source.is_file() else "nothing there"
     if found != file.sha256:
-        raise Refused(
-            str(file.source),
-            found=f"sha256 {found[:12]}…",
-            expected=f"{file.sha256[:12]}…, the bytes that were evaluated and gated",
-            remedy="run again: the altered artifact is noticed and made anew",
-        )
+        raise file.altered(found)
 
 
-def _gave_up(repo: str, error: Exception, access: HubAccess) -> Refused:
-    if isinstance(error, _Unchanged):
+def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
+    if isinstance(error, _NotStored):
         return Refused(
             f"{repo} on the Hub",
             found=str(error),
             expected="the bytes that were evaluated and gated",
             remedy="run again: an artifact that was altered on disk is noticed and made anew; main was not touched",
         )
-    if is_transient(error):
+    if is_worth_another_look(error):
         return Refused(
             f"{repo} on the Hub",
             found=f"the Hub does not answer as it should: {describe(error, access)}",
@@ -343,7 +337,7 @@ def _gave_up(repo: str, error: Exception, access: HubAccess) -> Refused:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def _without_progress_bars() -> Iterator[None]:
     """No progress bars of the client's own in the middle of ours."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -1,0 +1,230 @@
+"""Everything that can be wrong, found before any weight is read: for a release, a check, a plan, a merge alone.
+
+Whoever calls says what a problem does: a release and a merge stop at the first, a check collects all of them. What was
+learnt on the way (parents, evidence, verdicts of the checks, the plan) is handed on: nothing is looked up twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flows.candidates import Candidate
+from flows.profile import Profile
+from merge_core import Finding, MergePlan, Recipe
+from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_first
+from merge_core.store import StoredValue
+from tasks.checkpoints import ResolvedCheckpoint, search_parents
+from tasks.checkpoints.hub import all_at_once
+from tasks.evaluation import CountLimit, count_task
+from tasks.merge import MergeSettings, numerics
+from tasks.preflight import (
+    Compatibility,
+    Evidence,
+    check_compatibility,
+    header_digests,
+    machine_findings,
+    open_and_plan,
+    this_machine,
+)
+from tasks.preflight.licenses import (
+    AncestorLookup,
+    LicenseSettings,
+    LicenseTable,
+    LicenseVerdict,
+    check_licenses,
+    hub_ancestors,
+    license_table,
+    read_licenses,
+)
+from tasks.publish.targets import check_target
+from tasks.serve import check_server
+from tasks.stage import store
+
+
+@dataclass(frozen=True)
+class ClearedCandidate:
+    """A recipe that may be merged, as far as licences, headers and machine tell. No weight has been read."""
+
+    candidate: Candidate
+    found: tuple[ResolvedCheckpoint, ...]
+    license: StoredValue[LicenseVerdict]
+    compatibility: StoredValue[Compatibility]
+
+
+@dataclass
+class Problems:
+    """What is wrong, in the order in which it was found.
+
+    Args:
+        stop_at_once: Raise the first instead of noting it: for whoever will not go on with it anyway.
+    """
+
+    stop_at_once: bool
+    findings: list[Finding] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)  # what is well, a line each
+    is_invalid: bool = False  # the profile cannot mean anything: exit code 2, not 3
+
+    @contextmanager
+    def noted(self, *, of_the_profile: bool = False) -> Iterator[None]:
+        """Note what is raised inside, or let it through."""
+        try:
+            yield
+        except MergegateError as error:
+            if self.stop_at_once:
+                raise
+            self.findings.append(finding_of(error))
+            self.is_invalid |= of_the_profile and isinstance(error, InvalidInput)
+
+    def ask(self, stage: Any, *inputs: Any) -> Any:
+        """A check that is a stage: in a release as a task of the flow, which its refusal ends; else without Prefect."""
+        return stage(*inputs) if self.stop_at_once else stage.build(*inputs)
+
+    @property
+    def exit_code(self) -> int:
+        """0 where nothing blocks, 2 for a profile that cannot mean anything, 3 for a no."""
+        if self.is_invalid:
+            return 2
+        return 3 if any(finding.severity == "block" for finding in self.findings) else 0
+
+    def worst_first(self) -> tuple[Finding, ...]:
+        """Each finding once, those that block before all others."""
+        return worst_first(self.findings)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a release goes on with.
+
+    Args:
+        cleared: The recipe and its remedies; where problems are only noted, those of which all could be found out.
+        evidence: What the merge will be measured on; None where there are problems with it.
+    """
+
+    cleared: tuple[ClearedCandidate, ...]
+    evidence: Evidence | None
+
+
+def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
+    """Look at target, server, recipes, parents, evidence; then at each recipe's licences, headers and machine.
+
+    Raises:
+        MergegateError: the first problem, if ``problems`` stops at once.
+        InvalidInput: for a recipe that cannot mean anything.
+    """
+    with problems.noted():
+        check_target(profile.publish, profile.root)
+    with problems.noted():
+        check_server(profile.serve, profile.root)
+    candidates = profile.candidates()
+    parents = find_parents([candidate.recipe for candidate in candidates], problems)
+    evidence = None
+    if _is_whole(candidates[0].recipe, parents[0]):
+        with problems.noted(of_the_profile=True):
+            evidence = profile.pin_evidence(parents[0], store().hashes)
+    rules = _Rules.of(profile)
+    cleared = []
+    for candidate, found in zip(candidates, parents, strict=True):
+        with problems.noted(of_the_profile=True):
+            if _is_whole(candidate.recipe, found):
+                profile.check_references(found)
+        cleared.append(_clear(candidate, found, rules, problems))
+    for task in evidence.tasks if evidence else ():
+        with problems.noted():  # data that cannot be loaded is found out before hours of merging, not after
+            problems.ask(count_task, task, CountLimit(seconds=evidence.scoring.time_limit if evidence else None))
+    return Preflight(tuple(one for one in cleared if one), evidence)
+
+
+def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:
+    """All that can be said of a recipe alone. It does not say what the merge is for: the strictest use is assumed, and
+    what that forbids is only a warning."""
+    (found,) = find_parents([recipe], problems)
+    rules = _Rules.of_a_recipe(root, name)
+    if _is_whole(recipe, found):
+        _clear(Candidate("", recipe, ""), found, rules, problems)
+
+
+def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[Finding, ...], MergePlan]:
+    """The parents of a recipe, what is odd about them, and the plan, from headers alone.
+
+    Raises:
+        InvalidInput: for parents that are not there, or cannot be checkpoints.
+        Refused: for parents that do not fit each other, or cannot be looked into.
+    """
+    (found,) = find_parents([recipe], Problems(stop_at_once=True))
+    planned, _ = open_and_plan(recipe, found)
+    if planned.plan is None:
+        raise next(finding for finding in planned.findings if finding.severity == "block").refusal()
+    return found, planned.findings, planned.plan
+
+
+def find_parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
+    """The parents of each recipe, in its order; those that are not found are problems, all of them at once."""
+    search = search_parents(recipes)
+    if search.problems and problems.stop_at_once:
+        raise all_at_once(search.problems)
+    problems.findings += map(finding_of, search.problems)
+    return search.found
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """By which recipes are cleared; the table of licences is read, and ancestors are asked for, once."""
+
+    license: LicenseSettings
+    table: LicenseTable
+    ancestors: AncestorLookup
+    root: Path
+    name: str
+    merging: MergeSettings
+    dtypes: tuple[str, ...]  # in which the models will be loaded here to be measured
+    remedy: str = ""  # of a licence that forbids a use which was only assumed: a warning
+
+    @staticmethod
+    def of(profile: Profile) -> _Rules:
+        settings, root = profile.checks.license, profile.root
+        table, dtypes = license_table(settings, root), profile.dtypes_to_evaluate()
+        return _Rules(settings, table, hub_ancestors(), root, profile.name, profile.merge, dtypes)
+
+    @staticmethod
+    def of_a_recipe(root: Path, name: str) -> _Rules:
+        settings, remedy = LicenseSettings(), "say in a profile what the merge is for"
+        table = license_table(settings, root)
+        return _Rules(settings, table, hub_ancestors(), root, name, MergeSettings(), (), remedy)
+
+
+def _clear(
+    candidate: Candidate, found: tuple[ResolvedCheckpoint, ...], rules: _Rules, problems: Problems
+) -> ClearedCandidate | None:
+    """Licences, then headers, then the machine: the cheap and the hard noes first."""
+    if not found:
+        return None  # why not is noted
+    settings = rules.license
+    declared = read_licenses(found, rules.table, rules.ancestors)
+    allowed = problems.ask(check_licenses, declared, settings.use(rules.name), rules.table, settings.accepted)
+    if refusal := allowed.value.refusal():
+        forbidden = finding_of(refusal)
+        problems.findings.append(forbidden.softened(rules.remedy) if rules.remedy else forbidden)
+    if not _is_whole(candidate.recipe, found):
+        return None  # half a family may be forbidden, but neither allowed nor compared
+    with problems.noted():
+        fits = problems.ask(check_compatibility, candidate.recipe, header_digests(found), found)
+        device = numerics(rules.merging).where
+        machine = this_machine(fits.value, found, device)
+        lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)
+        problems.findings += [*fits.value.remarks, *lacking]
+        if problems.stop_at_once and (blocking := [one for one in lacking if one.severity == "block"]):
+            raise blocking[0].refusal()
+        if not fits.value.blocking():
+            problems.summary.append(f"{candidate.recipe.summary()}: {fits.value.summary()}")
+        if not refusal:
+            problems.summary.append(f"licences: {allowed.value.summary()}")
+        return ClearedCandidate(candidate, found, allowed, fits)
+    return None
+
+
+def _is_whole(recipe: Recipe, found: Sequence[ResolvedCheckpoint]) -> bool:
+    return len(found) == len(recipe.references())

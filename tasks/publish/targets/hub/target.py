@@ -1,0 +1,99 @@
+"""A repository on the Hugging Face Hub as a target: the way of a token from a setting to a publication.
+
+The token is found (``hub_access``), asked whether it may write (``require_writing``), and used to look and to publish.
+Each question gets an access of its own: between the first and the last hours may lie, and a commit in between counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from merge_core.store import HashMemo
+from tasks.checkpoints.hub import HubAccess, hub_access, require_writing
+from tasks.publish.content import ReleaseFile
+from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
+from tasks.publish.targets.hub.publication import publish_hub
+from tasks.publish.targets.hub.release import HubRelease, download_main, open_on_hub
+
+
+class HubTarget(PublishTarget):
+    """A model repository on the Hugging Face Hub: ``main`` is the latest release, every version is a tag.
+
+    The address comes from ``HF_ENDPOINT`` and the token from ``HF_TOKEN``, or from a Prefect Secret block.
+    """
+
+    known_as: ClassVar[str] = "org/name@version on the Hub"
+
+    to: Literal["hub"]
+    repo: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$", description="org/name of the repository."
+    )
+    visibility: Literal["private", "public"] = Field(
+        default="private", description="Who may see it. A new repository is private until its release is complete."
+    )
+    gated: Literal["auto", "manual"] | None = Field(
+        default=None, description="Whether people must ask for a public one: answered by rule, or by hand."
+    )
+    token_block: str | None = Field(
+        default=None, description="Prefect Secret block that holds the token; absent: HF_TOKEN of the environment."
+    )
+
+    @model_validator(mode="after")
+    def _gates_only_what_is_public(self) -> Self:
+        if self.gated and self.visibility == "private":
+            raise ValueError("a private repository cannot be gated: say 'visibility: public' too, or leave gated out")
+        return self
+
+    @property
+    def is_public(self) -> bool:
+        return self.visibility == "public"
+
+    @property
+    def address(self) -> str:
+        return self.repo
+
+    def check(self, root: Path) -> None:
+        """See that the token may write to the repository, and that the Hub agrees if it exists."""
+        require_writing(self.repo, self._access())
+
+    def current(self, root: Path) -> CurrentRelease | None:
+        """What ``main`` lists today, downloaded. Its head is the commit."""
+        return download_main(self.repo, self._access())
+
+    def publish(
+        self,
+        files: Sequence[ReleaseFile],
+        name: str,
+        version: str,
+        root: Path,
+        *,
+        expected_head: str | None,
+        hashes: HashMemo,
+        on_progress: OnProgress,
+    ) -> Release:
+        """Make ``main`` and the tag ``version`` list the release."""
+        access = self._access()
+        published = publish_hub(
+            files,
+            self.repo,
+            version,
+            access,
+            hashes,
+            visibility=self.visibility,
+            gated=self.gated or False,
+            expected_head=expected_head,
+            on_progress=on_progress,
+        )
+        return Release(name, version, access.url(self.repo, version), self.repo, published.new)
+
+    @classmethod
+    def open(cls, named: str) -> HubRelease | None:
+        """``org/name``, as its ``main`` is now, or ``org/name@revision``. A public one needs no token."""
+        return open_on_hub(named)
+
+    def _access(self) -> HubAccess:
+        return hub_access(self.token_block, writing=True)

@@ -1,0 +1,116 @@
+"""A stage from outside: what ``docs/architecture.md`` says that adding one takes is all that it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from demo_project import Printed, Project
+from prefect import flow
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+
+from flows.attempt import JudgedMerge
+from flows.cli.summary import print_summary
+from flows.outcome import RunOutcome
+from flows.profile import load_profile
+from flows.release import JUDGEMENTS, make_release
+from tasks.checkpoints import Model
+from tasks.report import as_markdown
+from tasks.stage import Outcome, Section, StageValue, Verdict, value_stage
+
+
+class WeighSettings(BaseModel):
+    """What a profile would say under ``weigh``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    most: int
+
+
+class Weighed(StageValue):
+    """How heavy the merge is."""
+
+    bytes: int
+    most: int
+
+    def summary(self) -> str:
+        return f"{self.bytes:,} bytes"
+
+    def as_verdict(self) -> Verdict:
+        outcome: Outcome = "pass" if self.bytes <= self.most else "fail"
+        return Verdict(
+            name="weigh",
+            outcome=outcome,
+            publishable=outcome == "pass",
+            reasons=() if outcome == "pass" else (f"weight: {self.bytes:,} bytes, limit {self.most:,}",),
+            evidence=self,
+            section=Section(
+                title="On the scales <&>",
+                sentences=("As heavy as its files.",),
+                columns=("what", "bytes"),
+                rows=(("merge", str(self.bytes)), ("limit", str(self.most))),
+            ),
+        )
+
+
+@value_stage("weigh", version=1, subject="model")
+def weigh(model: Model, settings: WeighSettings) -> Weighed:
+    """The bytes of a model's weights."""
+    return Weighed(bytes=sum(file.stat().st_size for file in model.directory.glob("*.safetensors")), most=settings.most)
+
+
+def release_with(project: Project, most: int, monkeypatch: pytest.MonkeyPatch) -> tuple[RunOutcome, list[str]]:
+    """The demo, released by a flow with one judgement more; and which models were weighed."""
+    weighed: list[str] = []
+
+    def by_weight(merge: JudgedMerge) -> Verdict | None:
+        weighed.append(merge.model.name)
+        return weigh(merge.model, WeighSettings(most=most)).value.as_verdict()
+
+    @flow
+    def my_release(profile: Path) -> RunOutcome:
+        return make_release(load_profile(profile), judgements=(*JUDGEMENTS, by_weight))
+
+    monkeypatch.chdir(project.root)
+    monkeypatch.setenv("MERGEGATE_HOME", str(project.home))
+    return my_release(Path("profiles/demo.yaml")), weighed
+
+
+def test_a_stage_from_outside_refuses_a_release(
+    released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, _ = released
+    outcome, weighed = release_with(project, 1000, monkeypatch)
+    assert weighed == ["merge"]
+    assert (outcome.status, outcome.exit_code) == ("refused", 3)
+    assert "weight:" in outcome.message
+    assert outcome.content is not None
+    assert outcome.content.verdict.reasons[-1].startswith("weight:")
+    assert project.artifacts("weigh")
+
+
+def test_its_section_is_in_the_report_the_summary_and_on_prefects_page(
+    released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, _ = released
+    outcome, _ = release_with(project, 10**9, monkeypatch)
+    assert outcome.status in ("released", "nothing new")
+    assert outcome.content is not None
+    assert outcome.report is not None
+    page = outcome.report.read_text(encoding="utf-8")
+    assert "On the scales &lt;&amp;&gt;" in page
+    assert "As heavy as its files." in page
+    assert "1000000000" in page.replace("<wbr>", "")
+    assert r"### On the scales \<\&\>" in as_markdown(outcome.content)
+    assert "| limit | 1000000000 |" in as_markdown(outcome.content)
+    console = Console(record=True, width=120)
+    print_summary(console, outcome)
+    assert "On the scales <&>" in console.export_text()
+
+
+def test_where_nobody_asks_it_leaves_no_trace(released: tuple[Project, Printed]) -> None:
+    project, printed = released
+    assert "scales" not in printed.output
+    (place,) = (line.split()[1] for line in printed.output.splitlines() if line.startswith("  release "))
+    assert "scales" not in (project.root / place / "report.html").read_text(encoding="utf-8")

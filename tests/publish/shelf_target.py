@@ -1,0 +1,117 @@
+"""A target that is no part of mergegate: what a package of its own would hold, in one file, by the documented seam.
+
+A shelf keeps the files of all versions by their sha256, and one index that says which version lists what::
+
+    place/files/3f9a…      the bytes of a file
+    place/index.json       {"current": "v2", "versions": {"v1": {"config.json": [2, "3f9a…"]}, "v2": {…}}}
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from merge_core.errors import InvalidInput, Refused
+from merge_core.store import HashMemo
+from tasks.publish import ReleaseFile
+from tasks.publish.targets import CurrentRelease, OnProgress, PublishTarget, Release
+
+
+class ShelfTarget(PublishTarget):
+    """A shelf in a directory; ``shelf:PLACE@VERSION`` to those who read from it."""
+
+    known_as: ClassVar[str] = "shelf:PLACE@VERSION"
+
+    to: Literal["shelf"]
+    place: Path
+    open_to_all: bool = False
+
+    @property
+    def is_public(self) -> bool:
+        return self.open_to_all
+
+    @property
+    def address(self) -> str:
+        return f"shelf:{self.place}"
+
+    def check(self, root: Path) -> None:
+        if (root / self.place).is_file():
+            raise Refused(f"publish.place: {self.place}", found="a file", expected="a shelf", remedy="name another")
+
+    def current(self, root: Path) -> CurrentRelease | None:
+        index = read_index(root / self.place)
+        if (version := index["current"]) is None:
+            return None
+        directory = root / self.place / "out" / version
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, (_, sha256) in index["versions"][version].items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / self.place / "files" / sha256, directory / name)
+        return CurrentRelease(directory, head=version)
+
+    def publish(
+        self,
+        files: Sequence[ReleaseFile],
+        name: str,
+        version: str,
+        root: Path,
+        *,
+        expected_head: str | None,
+        hashes: HashMemo,
+        on_progress: OnProgress,
+    ) -> Release:
+        place, listing = root / self.place, {file.name: [file.size, file.sha256] for file in files}
+        index = read_index(place)
+        if (there := index["versions"].get(version)) is not None:
+            if there != listing:
+                raise Refused(f"{self.address}@{version}", found="other content", expected="what never changes")
+            return Release(name, version, place, self.address, new=False)
+        if expected_head is not None and index["current"] != expected_head:
+            raise Refused(self.address, found=f"{index['current']} is current", expected=expected_head)
+        (place / "files").mkdir(parents=True, exist_ok=True)
+        for done, file in enumerate(files, 1):
+            (place / "files" / file.sha256).write_bytes(file.read())
+            on_progress(done, len(files))
+        versions = {**index["versions"], version: listing}
+        (place / "index.json").write_text(json.dumps({"current": version, "versions": versions}))
+        return Release(name, version, place, self.address, new=True)
+
+    @classmethod
+    def open(cls, named: str) -> ShelfRelease | None:
+        if not named.startswith("shelf:"):
+            return None
+        place, _, version = named.removeprefix("shelf:").partition("@")
+        index = read_index(Path(place))
+        version = version or index["current"] or ""
+        if version not in index["versions"]:
+            raise InvalidInput(named, found="no such version on this shelf", expected=cls.known_as)
+        return ShelfRelease(Path(place), version)
+
+
+@dataclass(frozen=True)
+class ShelfRelease:
+    """A version on a shelf."""
+
+    place: Path
+    version: str
+
+    @property
+    def where(self) -> str:
+        return f"shelf:{self.place}@{self.version}"
+
+    def files(self) -> Mapping[str, tuple[int, str]]:
+        listing = read_index(self.place)["versions"][self.version]
+        return {name: (size, sha256) for name, (size, sha256) in listing.items()}
+
+    def read(self, name: str) -> bytes:
+        return (self.place / "files" / self.files()[name][1]).read_bytes()
+
+
+def read_index(place: Path) -> dict[str, Any]:
+    file = place / "index.json"
+    empty: dict[str, Any] = {"current": None, "versions": {}}
+    return json.loads(file.read_text()) if file.exists() else empty

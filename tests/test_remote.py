@@ -1,0 +1,157 @@
+"""One client and one policy: what is sent where, what an answer or its absence becomes, and what is asked again."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from loopback import answering
+
+from tasks.checkpoints.hub.access import LOOK_AGAIN_STATUSES, is_worth_another_look
+from tasks.remote import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, is_transient, retrying
+
+PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY")
+SECRET = "sesame-open"
+
+
+@contextmanager
+def saying(status: int, body: str) -> Iterator[SimpleNamespace]:
+    """A server that answers everything so, and notes what it was asked for and with which authorisation."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # the name that http.server looks for
+            seen.asked.append((self.path, self.headers.get("Authorization")))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    seen = SimpleNamespace(asked=[], url=f"http://127.0.0.1:{server.server_address[1]}")
+    with answering(server):
+        yield seen
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """The address of somebody who takes connections, and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def nobody() -> str:
+    """An address on which nobody listens."""
+    with silent() as url:
+        return url
+
+
+@pytest.mark.parametrize(
+    "body", [f"no such key: {SECRET}", json.dumps({"error": {"message": f"no such key: {SECRET}"}})]
+)
+def test_the_key_is_sent_and_is_in_no_message(body: str) -> None:
+    with saying(401, body) as server:
+        answer = JsonClient(server.url, 5, SECRET).request("/models")
+    assert server.asked == [("/models", f"Bearer {SECRET}")]
+    assert answer.complaint == "HTTP 401 no such key: ***"
+
+
+def test_a_proxy_of_the_environment_is_used_but_not_for_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    with saying(200, '"the proxy"') as proxy, saying(200, '"the server"') as server:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        assert JsonClient(server.url, 5).request("/v1").body == "the server"
+        # Not ours, although it begins so.
+        assert JsonClient("http://127.0.0.1.example.test", 5).request("/v1").body == "the proxy"
+    assert [path for path, _ in proxy.asked] == ["http://127.0.0.1.example.test/v1"]
+
+
+def test_nobody_there_and_somebody_who_says_nothing_are_told_apart() -> None:
+    with silent() as url, pytest.raises(Unreachable, match=r"no answer in 0\.2 s") as late:
+        JsonClient(url, 0.2).request("/")
+    with pytest.raises(Unreachable, match="refused") as gone:
+        JsonClient(nobody(), 5).request("/")
+    with pytest.raises(Unreachable):
+        JsonClient("localhost:8000", 5).request("/")  # no scheme: a mistake, not a traceback
+    assert late.value.late
+    assert not gone.value.late
+
+
+@pytest.mark.parametrize("status", sorted(TRANSIENT_STATUSES))
+def test_what_may_pass_is_asked_again_and_the_last_answer_returned(status: int) -> None:
+    waits: list[float] = []
+    with saying(status, "not now") as server:
+        answer = retrying(3, sleep=waits.append)(JsonClient(server.url, 5).request, "/")
+    assert (answer.status, len(server.asked), waits) == (status, 3, [1, 2])
+
+
+@pytest.mark.parametrize("status", [200, 204, 301, 400, 401, 403, 404, 409, 412, 422, 501])
+def test_an_answer_is_an_answer(status: int) -> None:
+    with saying(status, "" if status == 204 else "no") as server:
+        retrying(3, sleep=lambda seconds: pytest.fail("waited"))(JsonClient(server.url, 5).request, "/")
+    assert len(server.asked) == 1
+
+
+def test_silence_is_asked_again_and_then_raised_as_it_is() -> None:
+    waits: list[float] = []
+    with pytest.raises(Unreachable, match="refused"):
+        retrying(4, sleep=waits.append)(JsonClient(nobody(), 5).request, "/")
+    assert waits == [1, 2, 4]
+
+
+def test_what_is_no_trouble_on_the_way_is_raised_at_once() -> None:
+    def wrong() -> Answer:
+        raise ValueError("ours")
+
+    with pytest.raises(ValueError, match="ours"):
+        retrying(5, sleep=lambda seconds: pytest.fail("waited"))(wrong)
+
+
+class Refusal(Exception):
+    """An error of a client's own, which carries its response."""
+
+    def __init__(self, status: int) -> None:
+        self.response = SimpleNamespace(status_code=status)
+
+
+def from_(cause: Exception) -> Exception:
+    try:
+        raise ValueError("a client's own kind") from cause
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "transient", "another_look"),
+    [
+        (Unreachable("gone"), True, True),
+        (ConnectionResetError(), True, True),
+        (TimeoutError(), True, True),
+        (Refusal(503), True, True),
+        (from_(Refusal(429)), True, True),
+        (Refusal(403), False, False),
+        (from_(Refusal(401)), False, False),
+        (Refusal(404), False, True),  # of the Hub: a branch that is not listed yet
+        (Refusal(409), False, True),
+        (Refusal(412), False, True),  # somebody else's commit came first
+        (RuntimeError("hf_xet"), False, True),
+        (ValueError(), False, False),
+        (OSError(28, "No space left on device"), False, False),
+        (KeyboardInterrupt(), False, False),
+    ],
+)
+def test_the_same_request_again_helps_less_often_than_another_look(
+    error: BaseException, transient: bool, another_look: bool
+) -> None:
+    assert is_transient(error) is transient
+    assert is_worth_another_look(error) is another_look
+    assert LOOK_AGAIN_STATUSES > TRANSIENT_STATUSES
