@@ -5,7 +5,7 @@ blocks of the tensor; the combined result comes back from ``yield``) and returns
 of inputs into one block of output::
 
     def steps(task):
-        norms = yield sums(lambda block: block.grain_sums(block.inputs**2))   # → [inputs] float64
+        norms = yield fold_sums(lambda block: block.grain_sums(block.inputs**2))   # → [inputs] float64
         scale = 1 / norms.sum()
         return Map(lambda block: (block.inputs * scale).sum(0))
 
@@ -149,7 +149,7 @@ class Block:
         return filled.reshape(*values.shape[:-1], -1, self.grain)
 
     def grain_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """``[..., elements]`` → ``[grains, ...]``: float64 sums over each grain, for :func:`sums`."""
+        """``[..., elements]`` → ``[grains, ...]``: float64 sums over each grain, for :func:`fold_sums`."""
         return self.grains(values.double()).sum(-1).movedim(-1, 0)
 
 
@@ -174,7 +174,9 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class Fold:
-    """One pass over all blocks that ends in a few numbers. Made by :func:`sums`, :func:`counts` or :func:`joined`.
+    """One pass over all blocks that ends in a few numbers.
+
+    Made by :func:`fold_sums`, :func:`fold_counts` or :func:`fold_grains`.
 
     Args:
         of: Partial result of a block.
@@ -232,7 +234,7 @@ def fold_counts(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBloc
     return Fold(of, combine, fused, eager=True)
 
 
-def concatenated(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
+def fold_grains(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
     """A pass whose blocks give ``[grains, ...]`` and whose result is all grains in their order."""
 
     def combine(parts: Sequence[Array]) -> Array:

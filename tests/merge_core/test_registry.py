@@ -18,8 +18,18 @@ from merge_core import EngineSettings, load_recipe, open_checkpoint, plan_merge
 from merge_core.analysis import Tally
 from merge_core.errors import InvalidInput
 from merge_core.forecast import Needs, needs_of
-from merge_core.methods import REQUIRED, ConflictRemedy, Costs, Map, Method, Parameter, TensorTask, Traits, registry
-from merge_core.methods.contract import fold_sums
+from merge_core.methods import (
+    REQUIRED,
+    ConflictRemedy,
+    Costs,
+    Map,
+    Method,
+    Parameter,
+    TensorTask,
+    Traits,
+    fold_sums,
+    registry,
+)
 from tasks.explain.remedies import Diagnosis, Remedy, suggest_remedies
 from tasks.gate import GateVerdict
 

@@ -1,4 +1,4 @@
-"""A merge that is killed goes on where it was, and ends in the same bytes."""
+"""A merge that is killed resumes where it left off, and ends in the same bytes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_the_journal_of_an_older_engine_is_not_continued(parents: Path, monkeypa
     assert record.files == merge_text(LINEAR, parents, "new").files
 
 
-def test_a_changed_input_starts_the_merge_anew(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_input_restarts_the_merge(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(parents, monkeypatch)
     for file in (parents / "b").glob("*.safetensors"):
         content = bytearray(file.read_bytes())
