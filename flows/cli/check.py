@@ -15,6 +15,7 @@ from flows.profile import Profile, is_recipe, load_profile
 from merge_core import Recipe, load_recipe
 from merge_core.errors import MergegateError
 from tasks.checkpoints import ResolvedCheckpoint, search_parents
+from tasks.evaluation import find_backend
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import Compatibility, Remark, check_compatibility, machine_remarks, remark_of, this_machine
 from tasks.preflight.licenses import (
@@ -104,7 +105,7 @@ def _elsewhere(file: Path, profile: Profile, problems: Sequence[MergegateError])
 def _dtypes(profile: Profile) -> list[str]:
     """In which the models will be loaded here to be measured."""
     found = [str(profile.perplexity.dtype)] if profile.perplexity else []
-    if profile.evaluate and profile.evaluate.scoring.backend == "hf":
+    if profile.evaluate and find_backend(profile.evaluate.scoring.backend).loads_here:
         found.append(profile.evaluate.scoring.dtype)
     return found
 
