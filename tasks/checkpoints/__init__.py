@@ -3,10 +3,7 @@
 Directories and Hub repositories are resolved, looked into by headers, fetched, pinned by digest, and loaded.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+from tasks.checkpoints.fetch import fetch_weights
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, LoadedModel, also_unload, load_model, tokenizer_digest, unload
 from tasks.checkpoints.pin import (
@@ -22,20 +19,6 @@ from tasks.checkpoints.pin import (
     resolve_parents,
     search_parents,
 )
-
-if TYPE_CHECKING:
-    from tasks.checkpoints.fetch import fetch_weights
-
-
-def __getattr__(name: str) -> Any:
-    """``fetch_weights`` when it is asked for: it is a step of Prefect, whose import a process that only loads models
-    need not pay."""
-    if name != "fetch_weights":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tasks.checkpoints.fetch import fetch_weights
-
-    return fetch_weights
-
 
 __all__ = [
     "SMALLER",
