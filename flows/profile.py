@@ -21,6 +21,7 @@ from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import read_yaml
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
+from tasks.evaluation import find_backend
 from tasks.gate import EvaluateSettings
 from tasks.judge import JudgeSettings
 from tasks.merge import MergeSettings
@@ -111,7 +112,7 @@ class Profile(ProfileSection):
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
         """In which the models will be loaded on this machine to be measured."""
         found = [str(self.perplexity.dtype)] if self.perplexity else []
-        if self.evaluate and self.evaluate.scoring.backend == "hf":
+        if self.evaluate and find_backend(self.evaluate.scoring.backend).loads_here:
             found.append(self.evaluate.scoring.dtype)
         return tuple(found)
 

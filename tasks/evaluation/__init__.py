@@ -4,6 +4,7 @@ A task is pinned by content, scored in a process of its own by one of several ba
 scores. Results that lm-eval has written itself are read here too.
 """
 
+from tasks.evaluation.backends import Backend, find_backend
 from tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -41,6 +42,7 @@ from tasks.evaluation.task_texts import document_texts
 
 __all__ = [
     "SCORES_FILE",
+    "Backend",
     "CountLimit",
     "DocumentScore",
     "EvalTask",
@@ -58,6 +60,7 @@ __all__ = [
     "document_count",
     "document_texts",
     "evaluate_to",
+    "find_backend",
     "find_results",
     "join_parts",
     "looks",

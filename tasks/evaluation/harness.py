@@ -27,7 +27,7 @@ import yaml
 
 from merge_core.errors import InvalidInput, MergegateError, suggest
 from tasks.checkpoints import Model
-from tasks.evaluation.backends import open_backend
+from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.sampling import DocumentRange, documents_in
 from tasks.evaluation.scoring import Scoring
@@ -88,7 +88,8 @@ def score_documents(
     Raises:
         InvalidInput: when the model or the task's data cannot be loaded, or the task has no such metric.
     """
-    with _quiet(), open_backend(model, scoring, device) as lm, _progress_to(on_progress):
+    backend = find_backend(scoring.backend)
+    with _quiet(), backend.opened(model, scoring, device) as lm, _progress_to(on_progress, backend.draws_progress):
         loaded = _loaded(task)
         documents = documents_in(loaded.sizes, scoring.seed, part)
         if (found := sum(map(len, documents.values()))) != part.last - part.first:
@@ -339,17 +340,17 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-# Modules of lm-eval that draw bars, where they are loaded; importing one of another backend may not be possible.
-_DRAWING = ("api.model", "api.task", "models.huggingface", "models.vllm_causallms", "models.api_models")
-
-
 @contextmanager
-def _progress_to(on_progress: Callable[[int, int], None]) -> Iterator[None]:
-    """lm-eval's own bars are its only account of progress, so they are replaced by ``on_progress``."""
+def _progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]) -> Iterator[None]:
+    """lm-eval's own bars are its only account of progress, so they are replaced by ``on_progress``.
+
+    Args:
+        drawn_by: Modules of the backend that draw bars, beside those that always do.
+    """
     import lm_eval.api.model
     import lm_eval.api.task  # noqa: F401  # now, so that it is among those that draw
 
-    class Bar:
+    class ProgressCounter:
         """What lm-eval uses of tqdm. One with a total and nothing to iterate over counts requests."""
 
         def __init__(self, iterable: Any = None, *, total: int | None = None, **_: Any) -> None:
@@ -369,20 +370,21 @@ def _progress_to(on_progress: Callable[[int, int], None]) -> Iterator[None]:
         @staticmethod
         async def gather(*waiting: Awaitable[Any], **_: Any) -> list[Any]:
             """Of tqdm_asyncio: batches of requests that are under way together."""
-            bar = Bar(total=len(waiting))
+            counter = ProgressCounter(total=len(waiting))
 
             async def counted(one: Awaitable[Any]) -> Any:
                 answer = await one
-                bar.update()
+                counter.update()
                 return answer
 
             return list(await asyncio.gather(*map(counted, waiting)))
 
-    modules = [sys.modules[name] for name in (f"lm_eval.{part}" for part in _DRAWING) if name in sys.modules]
+    names = ("lm_eval.api.model", "lm_eval.api.task", *drawn_by)
+    modules = [sys.modules[name] for name in names if name in sys.modules]
     drawn = [(module, name) for module in modules for name in ("tqdm", "tqdm_asyncio") if hasattr(module, name)]
     before = [getattr(module, name) for module, name in drawn]
     for module, name in drawn:
-        setattr(module, name, Bar)
+        setattr(module, name, ProgressCounter)
     try:
         yield
     finally:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from tasks.checkpoints import SMALLER, Model, also_unload, unload
+from tasks.evaluation.backends import find_backend
 from tasks.evaluation.sampling import DocumentRange
 from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.task_definition import EvalTask
@@ -61,8 +62,7 @@ def score_in_child(
     """
     with _lock:
         unload()  # two models need not fit side by side
-        # Only death gives back all that an engine of vLLM holds.
-        process = _process_for(model.digest if scoring.backend == "vllm" else "")
+        process = _process_for("" if find_backend(scoring.backend).frees_memory else model.digest)
         where = f"task {task.name} on {model.name}: {part}"
         question = ("score", model, task, scoring, part, device)
         return cast("ScoredDocuments", _ask(process, question, where, scoring.time_limit, on_progress))

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +22,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput
 from merge_core.store import Artifact, NotInKey
 from tasks.checkpoints import Model
+from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
 from tasks.evaluation.sampling import DocumentRange, document_ranges
 from tasks.evaluation.scoring import Scoring
@@ -119,8 +119,8 @@ def evaluate_to(
     total = document_count(task, scoring.time_limit)
     wanted = total if documents is None else min(documents, total)
     asked = [part for part in document_ranges(total, scoring.documents) if part.first < wanted]
-    if scoring.backend == "vllm":
-        runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **_version_of_vllm()}})
+    if own := find_backend(scoring.backend).library_versions():
+        runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **own}})
     artifacts: list[Artifact[Scores]] = []
     with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as report:
         artifacts += (evaluate(model, task, scoring, part, runtime) for part in asked)
@@ -250,13 +250,6 @@ def _check_one_version(where: str, parts: Sequence[Artifact[Scores]]) -> None:
     versions_found = sorted({part.value.lm_eval_version for part in parts})
     if len(versions_found) > 1:
         raise InvalidInput(where, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
-
-
-def _version_of_vllm() -> dict[str, str]:
-    try:
-        return versions("vllm")
-    except PackageNotFoundError:
-        return {}  # the process that scores says so, with what to do
 
 
 def _task_score(task: str, metric: str, values: Sequence[float], higher_is_better: bool) -> TaskScore:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,6 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput
 from merge_core.parsing import StrictLoader, read_yaml_mapping
 from merge_core.store import HashMemo, NotInKey, digest, sha256_file
-from tasks.stage import versions
 
 
 class EvalTask(BaseModel):
@@ -69,16 +69,15 @@ def pin_task(task: str, root: Path, hashes: HashMemo) -> EvalTask:
         path = (root / task).absolute()
         definition = read_definition(path)
         return EvalTask(name=definition.name, digest=_digest(definition, hashes.sha256), definition=path)
-    lm_eval = versions("lm_eval")
     if task not in (known := _shipped()):
         near = get_close_matches(task, known, n=1)
         raise InvalidInput(
             f"task {task}",
-            found=f"no task of lm-eval {lm_eval['lm_eval']}",
+            found=f"no task of lm-eval {version('lm_eval')}",
             expected="a task, group or tag that lm-eval ships, or a YAML file of your own",
             remedy=f"did you mean {near[0]!r}?" if near else "`lm-eval ls tasks` lists them",
         )
-    return EvalTask(name=task, digest=digest({"task": task, **lm_eval}), definition=None)
+    return EvalTask(name=task, digest=digest({"task": task, "lm_eval": version("lm_eval")}), definition=None)
 
 
 def still_as_pinned(task: EvalTask, definition: Definition) -> bool:
@@ -117,7 +116,7 @@ def read_definition(path: Path) -> Definition:
 def _digest(definition: Definition, sha256: Callable[[Path], str]) -> str:
     # Contents only: a task that is moved or renamed with its data is the same task.
     contents = [sha256(file) for file in definition.files]
-    return digest({"task": definition.name, "files": contents, **versions("lm_eval")})
+    return digest({"task": definition.name, "files": contents, "lm_eval": version("lm_eval")})
 
 
 def _read(path: Path, files: list[Path], above: tuple[Path, ...]) -> tuple[dict[str, Any], Path]:

@@ -49,7 +49,7 @@ def smoke_checkpoint(
 
     Args:
         kind: Which server (``find_server``).
-        device: Where transformers computes what the server's answers are held against.
+        device: Where transformers computes what the server's answers are compared with.
         log: File for what the server says.
 
     Raises:

@@ -244,3 +244,13 @@ note("watched")
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
     assert (tmp_path / "noted").read_text() == "watched\n" * 2  # the flow, and the process that scores
     assert not [path for place in (home, tmp_path / "scratch") for path in place.rglob("*") if path.is_file()]
+
+
+def test_the_process_that_scores_does_not_wait_for_what_it_does_not_need() -> None:
+    """Prefect takes as long to import as everything else together."""
+    script = (
+        "import sys; from tasks.evaluation import harness, process; from tasks.checkpoints import Model, model_cache; "
+        "print([name for name in ('prefect', 'torch', 'matplotlib', 'httpx') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
