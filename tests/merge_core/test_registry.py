@@ -65,8 +65,6 @@ def louder(task: TensorTask):  # type: ignore[no-untyped-def]
 
 LOUDER = Method("louder", "Divide by the mean magnitude", "", "ordinary", (1, None), (), louder)
 PROJECT = Path(__file__).parents[2]
-# Where one checkpoint is opened by way of a recipe that passes it through.
-NAMES_ELSEWHERE = {"flows/compare.py", "flows/cli/smoke.py"}
 
 
 class Point:
@@ -167,7 +165,7 @@ def test_no_method_is_named_outside_the_files_of_the_methods() -> None:
             texts = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
             if not place.is_relative_to("merge_core/methods") and texts & PEER:
                 naming.add(place.as_posix())
-    assert naming <= NAMES_ELSEWHERE
+    assert naming == set()
 
 
 def test_reading_recipes_and_planning_need_no_torch() -> None:
