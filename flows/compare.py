@@ -5,7 +5,7 @@
     mergegate compare models/today models/candidate --profile profiles/nightly.yaml
 
 Perplexity, tasks, gate and report are the stages of a release, with its store: what a release has measured of either
-checkpoint is not measured again. Every guard of the profile is compared with A. Nothing is merged, nothing is published.
+checkpoint is not measured again. Every guard of the profile compares B with A. Nothing is merged or published.
 """
 
 from __future__ import annotations
