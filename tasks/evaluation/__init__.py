@@ -22,8 +22,7 @@ from tasks.evaluation.lm_eval_results import (
     precision_differences,
     read_task,
 )
-from tasks.evaluation.sampling import looks
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
     CountLimit,
     Scores,

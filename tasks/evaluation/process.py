@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from tasks.checkpoints import SMALLER, Model, also_unload, unload
 from tasks.evaluation.backends import find_backend
-from tasks.evaluation.sampling import DocumentRange
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.task_definition import EvalTask
 from tasks.processes import SupervisedProcess
 

@@ -24,8 +24,7 @@ from merge_core.store import Artifact, NotInKey
 from tasks.checkpoints import Model
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
-from tasks.evaluation.sampling import DocumentRange, document_ranges
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import DocumentRange, Scoring, document_ranges
 from tasks.evaluation.task_definition import EvalTask
 from tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
 
@@ -106,10 +105,10 @@ def evaluate_to(
     """Scores of ``model`` on the first ``documents`` documents of ``task``, by part; what is missing is computed now.
 
     Where parts end is decided by ``scoring.documents`` and the size of the task alone (see
-    ``tasks.evaluation.sampling.parts``).
+    ``tasks.evaluation.scoring.document_ranges``).
 
     Args:
-        documents: At least so many: one of ``tasks.evaluation.sampling.looks``, or whatever the part it falls into ends
+        documents: At least so many: one of ``tasks.evaluation.scoring.looks``, or whatever the part it falls into ends
         with.
             None: all.
 

@@ -106,9 +106,9 @@ class ServerProcess:
                 self._answered = True
                 return
             if time.monotonic() - began > self._settings.ready_within:
-                said = root_cause(self._text())  # before it is ended, which it will talk about, too
+                cause = root_cause(self._text())  # before it is ended, which it will talk about, too
                 self.stop()
-                raise ServerEnded(f"not ready in {self._settings.ready_within:g} s; last: {said}", "machine", None)
+                raise ServerEnded(f"not ready in {self._settings.ready_within:g} s; last: {cause}", "machine", None)
             time.sleep(_PAUSE)
 
     @property

@@ -23,8 +23,7 @@ from tasks.evaluation.backends import vllm
 from tasks.evaluation.backends.served import ModelEndpoint, ServerSettings
 from tasks.evaluation.document_scores import DocumentScore
 from tasks.evaluation.harness import score_documents
-from tasks.evaluation.sampling import DocumentRange
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.task_definition import EvalTask, pin_task
 
 WHOLE = DocumentRange(first=0, last=40)

@@ -18,8 +18,7 @@ from merge_core.store.hashing import HashMemo
 from tasks.checkpoints import model_cache
 from tasks.checkpoints.model import Model
 from tasks.evaluation import harness, process
-from tasks.evaluation.sampling import DocumentRange, ordered
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import DocumentRange, Scoring, ordered
 from tasks.evaluation.task_definition import EvalTask, pin_task
 
 SLEEPER = f'child = subprocess.Popen(["sleep", "{LONGER_THAN_HANG_S}"])'
@@ -158,8 +157,6 @@ FLOW = """
 from pathlib import Path
 from tasks.evaluation import process as evaluation_process
 from tasks.checkpoints import Model
-from tasks.evaluation.sampling import DocumentRange, ordered
-from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.task_definition import EvalTask
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})

@@ -14,7 +14,7 @@ from patience import HANG_S
 from tiny_models import words, write_choices
 
 from merge_core.store.hashing import HashMemo
-from tasks.evaluation.sampling import ordered
+from tasks.evaluation.scoring import ordered
 from tasks.evaluation.task_definition import EvalTask, pin_task
 
 PROJECT = Path(__file__).resolve().parents[2]

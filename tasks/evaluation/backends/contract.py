@@ -15,16 +15,36 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
-    from tasks.evaluation.scoring import Scoring
+
+
+class BackendScoring(Protocol):
+    """What a backend is told of how a model is scored; ``Scoring`` has it."""
+
+    @property
+    def dtype(self) -> str:
+        """``auto``: as the checkpoint is stored; else a dtype of torch."""
+
+    @property
+    def batch_size(self) -> int:
+        """Requests that are answered together."""
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of a request; None: what the model was made for."""
+
+    @property
+    def own_settings(self) -> object:
+        """The value of the field that ``Backend.settings`` names; None where it is absent."""
+
 
 # (model, scoring, device) -> lm-eval's ``LM``, ready to be asked while the context is open, with the model's tokenizer
 # (of transformers) under ``tokenizer``. ``device`` is ``cpu`` or ``cuda``, for whoever does not find its own.
 # Raises InvalidInput: when the model cannot be loaded, or whatever answers for it does not answer as it must.
-Opened = Callable[["Model", "Scoring", str], AbstractContextManager[Any]]
+Opened = Callable[["Model", BackendScoring, str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tasks.checkpoints import load_model
-from tasks.evaluation.backends.contract import Backend
+from tasks.evaluation.backends.contract import Backend, BackendScoring
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
-    from tasks.evaluation.scoring import Scoring
 
 
 @contextmanager
-def _opened(model: Model, scoring: Scoring, device: str) -> Iterator[Any]:
+def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
     with load_model(model, dtype=scoring.dtype, device=device) as loaded:
         from lm_eval.models.huggingface import HFLM
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
-from tasks.evaluation.backends.contract import Backend
+from tasks.evaluation.backends.contract import Backend, BackendScoring
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
-    from tasks.evaluation.scoring import Scoring
 
 
 class ModelEndpoint(BaseModel):
@@ -61,7 +60,7 @@ class ServerSettings(BaseModel):
 
 
 @contextmanager
-def _opened(model: Model, scoring: Scoring, device: str) -> Iterator[Any]:
+def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
     client = _client_of(model, scoring)
     import aiohttp
 
@@ -76,14 +75,15 @@ def _opened(model: Model, scoring: Scoring, device: str) -> Iterator[Any]:
         ) from error
 
 
-def _client_of(model: Model, scoring: Scoring) -> Any:
+def _client_of(model: Model, scoring: BackendScoring) -> Any:
     """lm-eval's client of completions servers, with tokens in place of text, after a question that shows what the
     server says about a prompt."""
     import transformers
 
-    if scoring.server is None:
+    server = scoring.own_settings
+    if not isinstance(server, ServerSettings):
         raise InvalidInput("evaluate.server", found="nothing", expected="url, and names where they differ")
-    where = scoring.server.at(model.name)
+    where = server.at(model.name)
     url = where.url.rstrip("/").removesuffix("/completions") + "/completions"
     configuration: Any = transformers.AutoConfig.from_pretrained(model.directory, local_files_only=True)
     context = getattr(configuration.get_text_config(), "max_position_embeddings", None)
@@ -94,7 +94,7 @@ def _client_of(model: Model, scoring: Scoring) -> Any:
         tokenizer_backend="huggingface",
         tokenized_requests=True,
         add_bos_token=None,
-        num_concurrent=max(2, scoring.server.concurrency),  # with one, lm-eval goes another way, which cannot be asked
+        num_concurrent=max(2, server.concurrency),  # with one, lm-eval goes another way, which cannot be asked
         batch_size=scoring.batch_size,
         max_length=scoring.max_length or context or 2048,
     )

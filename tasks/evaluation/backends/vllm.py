@@ -10,11 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
 from merge_core.store import NotInKey
-from tasks.evaluation.backends.contract import Backend
+from tasks.evaluation.backends.contract import Backend, BackendScoring
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
-    from tasks.evaluation.scoring import Scoring
 
 
 class VllmSettings(BaseModel):
@@ -31,15 +30,15 @@ class VllmSettings(BaseModel):
     )
 
 
-_engine: tuple[tuple[str, Scoring], Any] | None = None
+_engine: tuple[tuple[str, BackendScoring], Any] | None = None
 
 
 @contextmanager
-def _opened(model: Model, scoring: Scoring, device: str) -> Iterator[Any]:
+def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
     yield _engine_of(model, scoring)
 
 
-def _engine_of(model: Model, scoring: Scoring) -> Any:
+def _engine_of(model: Model, scoring: BackendScoring) -> Any:
     """lm-eval's vLLM; the engine stays for the next part, and dies with its process."""
     global _engine
     if _engine is not None and _engine[0] == (model.digest, scoring):
@@ -53,7 +52,7 @@ def _engine_of(model: Model, scoring: Scoring) -> Any:
             expected="mergegate and vllm in one environment",
             remedy="install vllm there, or serve the models and use backend: served",
         ) from error
-    settings = scoring.vllm or VllmSettings()
+    settings = scoring.own_settings if isinstance(scoring.own_settings, VllmSettings) else VllmSettings()
     try:
         lm = VLLM(
             pretrained=str(model.directory),
