@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.evaluation.sampling import looks
+from tasks.evaluation.scoring import looks
 from tasks.gate.sequential import plan_looks
 from tasks.gate.statistics import normal_quantile, score_statistic
 

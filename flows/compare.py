@@ -5,7 +5,7 @@
     mergegate compare models/today models/candidate --profile profiles/nightly.yaml
 
 Perplexity, tasks, gate and report are the stages of a release, with its store: what a release has measured of either
-checkpoint is not measured again. Every guard of the profile is held against A. Nothing is merged, nothing is published.
+checkpoint is not measured again. Every guard of the profile compares B with A. Nothing is merged or published.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint
 
 
 def pin_against(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
-    """The profile's evidence by content, with every guard held against ``reference``.
+    """The profile's evidence by content, with every guard compared with ``reference``.
 
     Raises:
         InvalidInput: for a profile without evidence, or a task or file that is not there.

@@ -12,7 +12,6 @@ Where ``PREFECT_API_URL`` names a server (``make server``, a team's own), that o
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
@@ -25,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from merge_core.errors import InvalidInput
+from merge_core.store import locked
 
 START_TIMEOUT_S = 120.0
 
@@ -139,6 +139,5 @@ def _hush() -> None:
 @contextmanager
 def _one_migration_at_a_time(home: Path) -> Iterator[None]:
     home.mkdir(parents=True, exist_ok=True)
-    with (home / "migration.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(home / "migration.lock"):
         yield

@@ -19,7 +19,7 @@ from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_fi
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, search_parents
 from tasks.checkpoints.hub import all_at_once
-from tasks.evaluation import document_count
+from tasks.evaluation import CountLimit, count_task
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
     Compatibility,
@@ -134,7 +134,7 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
         cleared.append(_clear(candidate, found, rules, problems))
     for task in evidence.tasks if evidence else ():
         with problems.noted():  # data that cannot be loaded is found out before hours of merging, not after
-            document_count(task, evidence.scoring.time_limit if evidence else None)
+            problems.ask(count_task, task, CountLimit(seconds=evidence.scoring.time_limit if evidence else None))
     return Preflight(tuple(one for one in cleared if one), evidence)
 
 
@@ -155,10 +155,10 @@ def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[F
         Refused: for parents that do not fit each other, or cannot be looked into.
     """
     (found,) = find_parents([recipe], Problems(stop_at_once=True))
-    findings, plan, _ = open_and_plan(recipe, found)
-    if plan is None:
-        raise next(finding for finding in findings if finding.severity == "block").refusal()
-    return found, findings, plan
+    planned, _ = open_and_plan(recipe, found)
+    if planned.plan is None:
+        raise next(finding for finding in planned.findings if finding.severity == "block").refusal()
+    return found, planned.findings, planned.plan
 
 
 def find_parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:

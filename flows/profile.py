@@ -14,13 +14,14 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flows.candidates import Candidate, Written, candidate_recipes
 from merge_core.errors import InvalidInput, suggest
+from merge_core.parsing import read_yaml
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
+from tasks.evaluation import find_backend
 from tasks.gate import EvaluateSettings
 from tasks.judge import JudgeSettings
 from tasks.merge import MergeSettings
@@ -111,7 +112,7 @@ class Profile(ProfileSection):
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
         """In which the models will be loaded on this machine to be measured."""
         found = [str(self.perplexity.dtype)] if self.perplexity else []
-        if self.evaluate and self.evaluate.scoring.backend == "hf":
+        if self.evaluate and find_backend(self.evaluate.scoring.backend).loads_here:
             found.append(self.evaluate.scoring.dtype)
         return tuple(found)
 
@@ -180,15 +181,7 @@ def _mapping_in(file: Path) -> Mapping[str, object]:
 
 
 def _documents_in(file: Path) -> list[object]:
-    try:
-        return list(yaml.safe_load_all(file.read_text(encoding="utf-8"))) or [None]
-    except OSError as error:
-        raise InvalidInput(str(file), found=error.strerror or "not readable", expected="a profile (YAML)") from None
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise InvalidInput(str(file), found=f"not YAML{line}: {error.problem}", expected="a profile (YAML)") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidInput(str(file), found=f"not YAML: {error}", expected="a profile (YAML)") from None
+    return read_yaml(file, "a profile (YAML)") or [None]
 
 
 def _explain(error: ValidationError, where: str) -> InvalidInput:

@@ -23,7 +23,7 @@ class MergeSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    seed: int = Field(default=0, ge=0, description="Seed of the random masks (DARE and its kin).")
+    seed: int = Field(default=0, ge=0, description="Seed of the random masks (DARE, DELLA).")
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
 
 

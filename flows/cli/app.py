@@ -70,7 +70,7 @@ def run_command(
 def merge_command(
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],
     out: Annotated[Path, typer.Argument(help="Directory for the merged checkpoint; must not exist yet.")],
-    seed: Annotated[int, typer.Option(help="Seed of the random masks (DARE and its kin).")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random masks (DARE, DELLA).")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all of them) or cuda:N.")] = "auto",
     share: Annotated[bool, typer.Option("--share", help="Work together with others that are started alike.")] = False,
     as_json: Json = False,
@@ -150,7 +150,7 @@ def methods_command(as_json: Json = False) -> None:
 @app.command("compare")
 def compare_command(
     reference: Annotated[
-        str, typer.Argument(metavar="A", help="Checkpoint it is held against: directory, org/name@rev.")
+        str, typer.Argument(metavar="A", help="Checkpoint it is compared with: directory, org/name@rev.")
     ],
     candidate: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that is judged.")],
     profile: Annotated[Path, typer.Option("--profile", "-p", help="The profile whose evidence and guards judge.")],

@@ -98,7 +98,7 @@ def _places(entries: Sequence[str]) -> dict[str, Path]:
 
 
 def _guards(written: Sequence[Guard], root: Path, where: str, places: Mapping[str, Path]) -> tuple[Guard, ...]:
-    """The guards by the names that lm-eval calls their tasks, each held against results that there are."""
+    """The guards by the names that lm-eval calls their tasks, each compared with results that there are."""
     references = set(places) - {MERGE}
     alone = references == {REFERENCE}
     guards = []

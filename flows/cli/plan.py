@@ -114,7 +114,7 @@ def make_forecast(
     Args:
         bytes_to_download: Of parents on the Hub. Other arguments as for :func:`plan_file`.
     """
-    from merge_core.forecast import usable_cores
+    from merge_core.engine import usable_cores
     from tasks.stage import device_kind
 
     device = device_kind() if device == "auto" else device
@@ -139,18 +139,18 @@ def make_forecast(
 
 
 def _rates(plan: MergePlan, place: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
-    from merge_core.forecast import measure_bus, measure_machine, place_of, recall, remember
+    from merge_core.forecast import load_rates, machine_key, measure_bus, measure_machine, save_rates
 
     memory = home() / _RATES_FILE
     inputs = [file for file in input_files(plan) if file.exists()]
-    key = place_of(inputs, place, cores=cores, device=device)
-    known = None if probe is True else recall(memory, key, max_age=_RATES_AGE_S)
+    key = machine_key(inputs, place, cores=cores, device=device)
+    known = None if probe is True else load_rates(memory, key, max_age=_RATES_AGE_S)
     if known is not None or probe is False:
         return known
     rates = measure_machine(inputs, place, cores=cores)
     if device != "cpu":
         rates = replace(rates, bus=measure_bus(device))
-    remember(memory, key, rates)
+    save_rates(memory, key, rates)
     return rates
 
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.analysis.tally import Tally, total
 from merge_core.architecture import KINDS, TensorKind, find_tensor, layer_place, stacks, tensor_kind
 from merge_core.checkpoint import BY_CODE, Checkpoint, numbers
-from merge_core.engine import BufferPool, JobInputs, cores, read_ahead
+from merge_core.engine import BufferPool, JobInputs, read_ahead, usable_cores
 from merge_core.errors import InvalidInput
 from merge_core.methods import StoredBlock
 from merge_core.plan import Input, OutputTensor, TensorJob
@@ -69,7 +69,7 @@ class Skipped(BaseModel):
 
 
 class Interference(BaseModel):
-    """What task vectors do to each other. They are known by position: names are for whoever shows them.
+    """What task vectors do to each other. They are identified by position; names are added where they are shown.
 
     ``spots`` stand in the order of the network: what is before the layers, layers, what is after them.
     """
@@ -111,7 +111,7 @@ def measure_interference(
         origin: Where task vectors begin: the base.
         parents: Where they end, one or more.
         merge: Made of them.
-        on_progress: Told bytes read and in all.
+        on_progress: Called with bytes read and in all.
 
     Raises:
         InvalidInput: A file cannot be read, or no tensor can be compared.
@@ -149,7 +149,7 @@ def measure_interference(
 
 
 def tally_grains(block: StoredBlock, vectors: int) -> Tally:
-    """The tally of one block, by numpy: the readable twin of the fused kernels.
+    """The tally of one block, by numpy: the readable counterpart of the fused kernels.
 
     Args:
         block: Rows: the origin, ``vectors`` parents, and the merge if there is one.
@@ -243,7 +243,7 @@ def _tallied(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int
             return tally(block.stored(), vectors)
 
     sums: list[list[Tally]] = [[] for _ in jobs]
-    threads = min(_THREADS, cores() + 1)
+    threads = min(_THREADS, usable_cores() + 1)
     waiting: deque[tuple[int, Future[Tally]]] = deque()
     with _opened(jobs) as files, ThreadPoolExecutor(threads) as threads_at_work:
         try:

@@ -2,11 +2,15 @@
 
 from merge_core.architecture.architecture import (
     find_tensor,
+    is_embedding,
     is_head,
     is_optional,
     layer_count,
+    main_stack,
+    output_config,
     ties_embeddings,
     vocabulary_size,
+    with_vocabulary,
 )
 from merge_core.architecture.layers import before_layers, layer_place, stacks
 from merge_core.architecture.tensor_kinds import KINDS, TensorKind, tensor_kind
@@ -16,12 +20,16 @@ __all__ = [
     "TensorKind",
     "before_layers",
     "find_tensor",
+    "is_embedding",
     "is_head",
     "is_optional",
     "layer_count",
     "layer_place",
+    "main_stack",
+    "output_config",
     "stacks",
     "tensor_kind",
     "ties_embeddings",
     "vocabulary_size",
+    "with_vocabulary",
 ]

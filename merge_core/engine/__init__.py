@@ -3,7 +3,7 @@
 from merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
 from merge_core.engine.devices import has_cuda_driver
 from merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
-from merge_core.engine.settings import EngineSettings, cores
+from merge_core.engine.settings import EngineSettings, usable_cores
 from merge_core.engine.writer import WAITING_BYTES
 
 __all__ = [
@@ -12,9 +12,9 @@ __all__ = [
     "EngineSettings",
     "JobInputs",
     "MergeRecord",
-    "cores",
     "has_cuda_driver",
     "merge_weights",
     "read_ahead",
     "start_or_resume",
+    "usable_cores",
 ]

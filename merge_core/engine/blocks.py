@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 # Rows of a buffer begin at cache lines, which also aligns every number format.
 _ALIGN = 64
 # Sizes of buffers are multiples of this, so that they fit again.
-_PIECE = 1 << 20
+_BUFFER_UNIT = 1 << 20
 # Of each input, so that a few huge tensors do not drive each other out of the page cache.
 _AHEAD_BYTES = 128 << 20
-# Linux reads no more than a little for one piece of advice, whatever it asks for.
+# Linux reads only this much for one advice, however much it names.
 _ADVICE_BYTES = 1 << 20
 
 
@@ -42,7 +42,7 @@ class BufferPool:
     Mapped, not from the heap, which would keep what is given back between other things.
 
     Args:
-        limit: Bytes above which buffers that nobody uses are unmapped before others are made.
+        limit: Bytes above which unused buffers are unmapped before new ones are made.
         pinned: Whether a GPU copies from and to it.
     """
 
@@ -54,7 +54,7 @@ class BufferPool:
 
     def take(self, size: int) -> Bytes:
         """A buffer of at least ``size`` bytes; give it back with :meth:`give`."""
-        size = max(-(-size // _PIECE), 1) * _PIECE
+        size = max(-(-size // _BUFFER_UNIT), 1) * _BUFFER_UNIT
         with self._lock:
             fitting = [at for at, buffer in enumerate(self._free) if size <= len(buffer) <= 2 * size]
             if fitting:
@@ -73,12 +73,12 @@ class BufferPool:
         return np.frombuffer(memory, np.uint8)
 
     def give(self, buffer: Bytes) -> None:
-        """Return a buffer that nobody looks at any more."""
+        """Return a buffer that is no longer used."""
         with self._lock:
             self._free.append(buffer)
 
     def close(self) -> None:
-        """Unmap what nobody uses."""
+        """Unmap the unused buffers."""
         with self._lock:
             self._held -= sum(map(len, self._free))
             self._free.clear()
@@ -218,7 +218,7 @@ class LoadedBlock:
         return StoredBlock(np.concatenate(wide), rows_at, self.length, self.start, self._inputs.grain)
 
     def tiles(self, size: int, device: str, dtype: torch.dtype) -> Iterator[Block]:
-        """The block as tensors of ``dtype`` on ``device``, in pieces of at most ``size`` elements (whole grains)."""
+        """The block as tensors of ``dtype`` on ``device``, in tiles of at most ``size`` elements (whole grains)."""
         import torch
 
         grain = self._inputs.grain

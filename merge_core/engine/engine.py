@@ -98,7 +98,7 @@ def merge_weights(
 
     def tidy() -> None:
         shutil.rmtree(out / STEPS, ignore_errors=True)
-        journal.forget(out)
+        journal.remove_journals(out)
 
     def report(written: int) -> None:
         if on_progress is not None:
@@ -146,7 +146,7 @@ def merge_weights(
 
 
 def start_or_resume(out: Path) -> None:
-    """Leave in ``out`` only what a merge can go on from: with no journal, what lies there belongs to nothing."""
+    """Leave in ``out`` only what a merge can be resumed from: with no journal, what lies there belongs to nothing."""
     if not journal.exists(out):
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)

@@ -7,7 +7,7 @@ So memory depends on the number of threads and the size of a block only. Reducti
 depend on indices only: the bytes written do not depend on block size or number of threads.
 
 Output shards are claimed one by one, as soon as there is nothing more to begin in those before; shards that another
-participant has claimed are looked after until they are complete.
+participant has claimed are watched until they are complete.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def execute(
     torch: SingleThreadedTorch,
     on_progress: Callable[[int], None] | None,
 ) -> ExecutedPlan:
-    """Write all shards of ``plan`` into ``place``, together with whoever else does so.
+    """Write all shards of ``plan`` into ``place``, together with all other participants.
 
     Args:
         plan: One document; its steps are done.
@@ -95,8 +95,8 @@ class _Run:
             settings.kernels == "fused" or (settings.kernels == "auto" and plan.bytes_read >= _FUSE_FROM_BYTES)
         )
         way = f"seed {seed}, {devices.kind}, {'fused' if fused else 'torch'}"
-        self._identity = journal.identity_of(plan, files, way)
-        self._around = RunContext(
+        self._identity = journal.merge_identity(plan, files, way)
+        self._context = RunContext(
             method=plan.method,
             step=plan.recipe.name,
             seed=seed,
@@ -128,10 +128,10 @@ class _Run:
         try:
             left = list(self._plan.shards)
             while left:
-                left = [shard for shard in left if not self._take(shard)]
+                left = [shard for shard in left if not self._claim(shard)]
                 self._wait(lambda: self._tensors == 0)
                 if left:
-                    time.sleep(_PROGRESS_SECONDS)  # They are somebody else's, who may finish them or die.
+                    time.sleep(_PROGRESS_SECONDS)  # Another participant has them, and may finish them or die.
             self._workers.stop()
             self._output.complete()
         except BaseException as failure:
@@ -142,7 +142,7 @@ class _Run:
         finally:
             for claimed in self._claims.values():
                 claimed.close()
-            self._around.pool.close()
+            self._context.pool.close()
         if self._on_progress is not None:
             self._on_progress(self._plan.bytes_written)
         seen = {name: health for claimed in self._claims.values() for name, health in claimed.tensors.items()}
@@ -152,7 +152,7 @@ class _Run:
             found=self._found,
         )
 
-    def _take(self, shard: Shard) -> bool:
+    def _claim(self, shard: Shard) -> bool:
         """Begin all that is left of ``shard``; False when another participant has it."""
         claimed = journal.claim(self._place, shard, self._identity)
         if claimed is None:
@@ -178,9 +178,9 @@ class _Run:
             self._tensors += 1
             device = min(self._load, key=lambda device: self._load[device])
             self._load[device] += job.nbytes_in
-        run = TensorRun(self._around, job, device, order)
+        run = TensorRun(self._context, job, device, order)
         self._submit(run, run.begin)
-        read_ahead(job, self._around.files)
+        read_ahead(job, self._context.files)
 
     def _submit(self, run: TensorRun, work: Callable[[], None]) -> None:
         def on_its_stream() -> None:

@@ -23,32 +23,32 @@ class TensorHealth:
 
     Args:
         name: Tensor name.
-        broken: Number of NaN and infinite elements.
+        non_finite: Number of NaN and infinite elements.
         zero: Whether every element is zero.
-        size: Root mean square of its elements, from a sample where it is large.
+        rms: Root mean square of its elements, from a sample where it is large.
         parents: The same of each input.
     """
 
     name: str
-    broken: int
+    non_finite: int
     zero: bool
-    size: float = 0.0
+    rms: float = 0.0
     parents: tuple[float, ...] = ()
 
     def entry(self) -> dict[str, Any]:
         """As plain data."""
         return {
             "tensor": self.name,
-            "broken": self.broken,
+            "non_finite": self.non_finite,
             "zero": self.zero,
-            "size": self.size,
+            "rms": self.rms,
             "parents": list(self.parents),
         }
 
     @staticmethod
     def from_entry(entry: Mapping[str, Any]) -> TensorHealth:
         """From :meth:`entry`."""
-        return TensorHealth(entry["tensor"], entry["broken"], entry["zero"], entry["size"], tuple(entry["parents"]))
+        return TensorHealth(entry["tensor"], entry["non_finite"], entry["zero"], entry["rms"], tuple(entry["parents"]))
 
 
 def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
@@ -70,11 +70,11 @@ def judge_health(tensors: Sequence[TensorHealth], *, may_zero: bool = False) -> 
 
 
 def _judge(tensor: TensorHealth, may_zero: bool) -> Iterator[Finding]:
-    if tensor.broken:
+    if tensor.non_finite:
         yield Finding(
             "block",
             tensor.name,
-            found=f"{tensor.broken} elements are NaN or infinite",
+            found=f"{tensor.non_finite} elements are NaN or infinite",
             expected="finite numbers",
             remedy="check the parents for NaN, and the range of the output dtype",
         )
@@ -88,11 +88,11 @@ def _judge(tensor: TensorHealth, may_zero: bool) -> Iterator[Finding]:
             expected="weights" if low > 0 else "weights, as in some of its parents",
             remedy="compare with the parents, and check weights and densities",
         )
-    elif not tensor.zero and (tensor.size > _FAR * high or tensor.size * _FAR < low):
+    elif not tensor.zero and (tensor.rms > _FAR * high or tensor.rms * _FAR < low):
         yield Finding(
             "warn",
             tensor.name,
-            found=f"its elements are {tensor.size:.2g} large (root mean square)",
+            found=f"its elements are {tensor.rms:.2g} large (root mean square)",
             expected=f"about as large as in its parents: {low:.2g}" + (f" to {high:.2g}" if high > low else ""),
             remedy="check weights, scales and lambda",
         )

@@ -1,8 +1,8 @@
 """What a merge has finished of a shard, line by line; and, by its lock, who works on it.
 
-Every output shard has a journal file beside it. Who holds its lock (``flock``) works on it: so several processes, also
-on several machines that share the file system, divide a merge between them. The lock of a killed one is free at
-once, and whoever takes it goes on where the journal ends.
+Every output shard has a journal file beside it. Whoever holds its lock works on it: so several processes, also on
+several machines that share the file system, divide a merge between them. The lock of a killed one is free at once, and
+whoever takes it resumes where the journal ends.
 
 A line is appended when all blocks of a tensor have been written, and when the shard is complete, flushed to the disk
 and hashed. After ``kill -9`` everything that was written is still there, so both kinds count. After a crash of the
@@ -23,13 +23,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from merge_core.engine.coordination import NAME, try_lock
+from merge_core.engine.coordination import NAME
 from merge_core.engine.health import TensorHealth
 from merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
 from merge_core.plan import MergePlan, Shard
+from merge_core.store import try_open_locked
 
-# To be raised whenever the engine would write other bytes for the same plan.
-ENGINE = 2
+# To be raised whenever the engine would write other bytes for the same plan, or other lines into a journal: what an
+# older engine left is not continued.
+ENGINE = 3
 _SUFFIX = f".journal{PARTIAL}"
 
 
@@ -67,7 +69,7 @@ class ShardJournal:
             self._finish()
 
     def close(self) -> None:
-        """Give the shard to whoever wants it."""
+        """Give the shard up, so that another participant can claim it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -86,18 +88,17 @@ class ShardJournal:
 def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
     """The journal of ``shard`` in ``out``, for this participant alone; None while another one has it.
 
-    It is continued when it is of this merge and can be believed, else begun anew. When it says that the shard is
+    It is continued when it is of this merge and can be believed, else started again. When it says that the shard is
     complete, the claim is given back at once.
     """
     path = out / f"{shard.name}{_SUFFIX}"
     with refusing_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = try_open_locked(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, required=False)
+        if fd is None:
+            return None
         try:
-            if not try_lock(fd):
-                os.close(fd)
-                return None
-            entries = _believed(fd, out, shard, identity)
+            entries = _valid_entries(fd, out, shard, identity)
             return ShardJournal(path, fd, shard, entries)
         except BaseException:
             os.close(fd)
@@ -109,13 +110,13 @@ def exists(out: Path) -> bool:
     return (out / NAME).is_file()
 
 
-def forget(out: Path) -> None:
+def remove_journals(out: Path) -> None:
     """Remove the journals of a finished merge."""
     for path in out.glob(f"**/*{_SUFFIX}"):
         path.unlink(missing_ok=True)
 
 
-def identity_of(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
+def merge_identity(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
     """A digest of everything that decides the bytes of a merge.
 
     Args:
@@ -137,8 +138,8 @@ def identity_of(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _believed(fd: int, out: Path, shard: Shard, identity: str) -> list[dict[str, Any]]:
-    """Entries that still hold; the file is cut after them, or begun anew when there are none."""
+def _valid_entries(fd: int, out: Path, shard: Shard, identity: str) -> list[dict[str, Any]]:
+    """Entries that still hold; the file is cut after them, or started again when there are none."""
     lines = os.pread(fd, os.fstat(fd).st_size, 0).splitlines(keepends=True)
     whole = [line for line in lines if line.endswith(b"\n")]
     entries = [json.loads(line) for line in whole]

@@ -25,10 +25,14 @@ class EngineSettings:
 
     @property
     def workers(self) -> int:
-        """Number of worker threads."""
-        return self.threads or cores() + 2
+        """Number of worker threads on this machine."""
+        return self.workers_on(usable_cores())
+
+    def workers_on(self, cores: int) -> int:
+        """Number of worker threads on a machine with ``cores`` usable cores."""
+        return self.threads or cores + 2
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

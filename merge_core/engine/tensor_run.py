@@ -1,4 +1,4 @@
-"""One tensor on its way: which pass it is in, and what its blocks have given so far."""
+"""One tensor while it is computed: which pass it is in, and the results of its blocks so far."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RunContext:
         files: Open file descriptor of every input file.
         torch: To be used before a block is computed with it.
         pool: Where memory comes from.
-        submit: Has work on a tensor done by one of the threads, on its device.
+        submit: (tensor, work): has the work done by one of the threads, on the tensor's device.
         write: (tensor name, first byte, bytes, release): writes to the output, see :meth:`.writer.ShardFiles.write`.
         finished: Called with what was seen when all is written.
     """
@@ -60,31 +60,31 @@ class TensorRun:
     """One output tensor while it is computed; its blocks come from several threads.
 
     Args:
-        around: What it shares with the others.
+        context: What it shares with the others.
         job: Which tensor.
         device: Where it is computed.
         order: Of its work among that of others.
     """
 
-    around: RunContext
+    context: RunContext
     job: TensorJob
     device: str
     order: int
     step: Fold | Map | None = None
     parts: list[Any] = field(default_factory=list)
     left: int = 0
-    broken: int = 0
+    non_finite: int = 0
     nonzero: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> None:
         """Lay out the blocks and start the first pass."""
-        job, around = self.job, self.around
-        grain = around.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
-        block = max(1, around.settings.block_elements // grain) * grain
-        self.inputs = JobInputs(job, around.files, block=block, grain=grain, pool=around.pool)
+        job, context = self.job, self.context
+        grain = context.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
+        block = max(1, context.settings.block_elements // grain) * grain
+        self.inputs = JobInputs(job, context.files, block=block, grain=grain, pool=context.pool)
         self.squares = np.zeros(1 + len(job.inputs))
-        self.looked_at = 0
+        self.sample_size = 0
         if self.inputs.count == 0:
             self._finish()
             return
@@ -92,13 +92,13 @@ class TensorRun:
         self._advance(None)
 
     def _steps(self) -> Steps:
-        job, around = self.job, self.around
+        job, context = self.job, self.context
         if job.mode != "merge":
             return _copied()
         # Steps of one recipe have tensors of the same names; their masks must not be the same.
-        stream = f"{around.step}: {job.output.name}" if around.step else job.output.name
-        seeds = tuple(mask_key(around.seed, stream, index) for index in range(len(job.inputs)))
-        return around.method.steps(job.task(seeds))
+        stream = f"{context.step}: {job.output.name}" if context.step else job.output.name
+        seeds = tuple(mask_key(context.seed, stream, index) for index in range(len(job.inputs)))
+        return context.method.steps(job.task(seeds))
 
     def _advance(self, result: Any) -> None:
         """Give the last pass's result to the method and start the pass that it wants next."""
@@ -109,7 +109,7 @@ class TensorRun:
         self.parts = [None] * (1 if isinstance(self.step, Fold) and self.step.eager else self.inputs.count)
         self.left = self.inputs.count
         for number in range(self.inputs.count):
-            self.around.submit(self, lambda number=number: self._block(number))  # type: ignore[misc]  # binds the loop
+            self.context.submit(self, lambda number=number: self._block(number))  # type: ignore[misc]  # binds the loop
 
     def _block(self, number: int) -> None:
         with self.inputs.load(number) as block:
@@ -148,14 +148,14 @@ class TensorRun:
 
     def _map(self, step: Map, block: LoadedBlock) -> None:
         size = block.length * self.job.output.dtype.size
-        buffer = self.around.pool.take(size)
+        buffer = self.context.pool.take(size)
         merged = buffer[:size]
         if step.fused is not None and self._fused:
-            broken, nonzero = self._map_fused(step.fused, block, merged)
+            non_finite, nonzero = self._map_fused(step.fused, block, merged)
         else:
-            broken, nonzero = self._map_torch(step, block, merged)
-        self._look(block, merged)
-        self._write(block.start, merged, broken, nonzero, release=lambda: self.around.pool.give(buffer))
+            non_finite, nonzero = self._map_torch(step, block, merged)
+        self._sample(block, merged)
+        self._write(block.start, merged, non_finite, nonzero, release=lambda: self.context.pool.give(buffer))
 
     def _map_fused(
         self, fused: Callable[[StoredBlock, Any], None], block: LoadedBlock, merged: Bytes
@@ -171,22 +171,22 @@ class TensorRun:
             fused(block.stored(), wide)
             with np.errstate(over="ignore"):  # What becomes infinite is counted.
                 merged.view(np.float16 if code == "F16" else np.float64)[:] = wide
-        broken, nonzero = kernels.inspect(merged.view(EXPONENTS[code].dtype), int(EXPONENTS[code]))
-        return int(broken), bool(nonzero)
+        non_finite, nonzero = kernels.inspect(merged.view(EXPONENTS[code].dtype), int(EXPONENTS[code]))
+        return int(non_finite), bool(nonzero)
 
     def _map_torch(self, step: Map, block: LoadedBlock, merged: Bytes) -> tuple[int, bool]:
         import torch
 
         dtype: torch.dtype = getattr(torch, self.job.output.dtype.torch_name)
         result = torch.cat([step.of(tile).to(dtype) for tile in self._tiles(block)])
-        broken, nonzero = int((~torch.isfinite(result)).sum()), bool(result.any())
+        non_finite, nonzero = int((~torch.isfinite(result)).sum()), bool(result.any())
         # Pinned on a GPU: copies to other memory would wait for those of other threads.
         torch.from_numpy(merged).view(dtype).copy_(result, non_blocking=True)
         if device_type(self.device) == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        return broken, nonzero
+        return non_finite, nonzero
 
-    def _look(self, block: LoadedBlock, merged: Bytes) -> None:
+    def _sample(self, block: LoadedBlock, merged: Bytes) -> None:
         """Add to the sums of squares of the result and of its inputs."""
         numel = self.job.output.numel
         stored = [(merged, self.job.output.dtype), *zip(block.rows, block.dtypes, strict=True)]
@@ -194,13 +194,13 @@ class TensorRun:
         squares = [float(np.square(sample, dtype=np.float64).sum()) for sample in samples]
         with self.lock:
             self.squares += squares
-            self.looked_at += samples[0].size
+            self.sample_size += samples[0].size
 
     def _tiles(self, block: LoadedBlock) -> Iterator[Any]:
-        self.around.torch.use()
+        self.context.torch.use()
         import torch
 
-        size = self.around.settings.tile_elements if self.device == "cpu" else block.length
+        size = self.context.settings.tile_elements if self.device == "cpu" else block.length
         return block.tiles(size, self.device, torch.float64 if self._wide else torch.float32)
 
     @property
@@ -209,22 +209,22 @@ class TensorRun:
 
     @property
     def _fused(self) -> bool:
-        return self.around.fused and not self._wide
+        return self.context.fused and not self._wide
 
-    def _write(self, start: int, data: Any, broken: int, nonzero: bool, release: Callable[[], None] | None) -> None:
-        self.around.write(self.job.output.name, start * self.job.output.dtype.size, memoryview(data), release)
+    def _write(self, start: int, data: Any, non_finite: int, nonzero: bool, release: Callable[[], None] | None) -> None:
+        self.context.write(self.job.output.name, start * self.job.output.dtype.size, memoryview(data), release)
         with self.lock:
-            self.broken += broken
+            self.non_finite += non_finite
             self.nonzero |= nonzero
 
     def _finish(self) -> None:
         zero = not self.nonzero and self.inputs.count > 0
-        size, *parents = np.sqrt(self.squares / max(self.looked_at, 1)).tolist()
-        known = self.looked_at > 0
+        rms, *parents = np.sqrt(self.squares / max(self.sample_size, 1)).tolist()
+        known = self.sample_size > 0
         health = TensorHealth(
-            self.job.output.name, self.broken, zero, size if known else 0.0, tuple(parents) if known else ()
+            self.job.output.name, self.non_finite, zero, rms if known else 0.0, tuple(parents) if known else ()
         )
-        self.around.finished(self, health)
+        self.context.finished(self, health)
 
 
 def _copied() -> Steps:

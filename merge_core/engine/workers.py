@@ -1,6 +1,6 @@
 """The threads of a merge: they take the oldest work first.
 
-Work is ordered by a number, here that of its tensor. So a tensor is finished before the next one is gone into: what its
+Work is ordered by a number, here that of its tensor. So a tensor is finished before the next one is started: what its
 later passes read again is still in the page cache, and output is written nearly in order.
 """
 
@@ -17,7 +17,7 @@ class Workers:
 
     Args:
         number: Of threads.
-        on_failure: Called, in the thread, with what a piece of work raised; nothing more is begun after it.
+        on_failure: Called, in the thread, with what some work raised; nothing more is started after it.
     """
 
     def __init__(self, number: int, on_failure: Callable[[BaseException], None]) -> None:

@@ -139,7 +139,7 @@ class ShardFiles:
             raise self._failure
 
     def abandon(self) -> None:
-        """Stop after a failure; the partial files stay for whoever looks into it or resumes."""
+        """Stop after a failure; the partial files stay for a look at the cause, or to be resumed."""
         self._close("now")
 
     def _close(self, how: Literal["when done", "now"]) -> None:

@@ -5,26 +5,23 @@ from merge_core.forecast.forecast import (
     Needs,
     Rates,
     duration,
-    engine_threads,
     input_files,
     needs_of,
     peak_memory,
 )
-from merge_core.forecast.probe import measure_bus, measure_machine, place_of, recall, remember, usable_cores
+from merge_core.forecast.probe import load_rates, machine_key, measure_bus, measure_machine, save_rates
 
 __all__ = [
     "Duration",
     "Needs",
     "Rates",
     "duration",
-    "engine_threads",
     "input_files",
+    "load_rates",
+    "machine_key",
     "measure_bus",
     "measure_machine",
     "needs_of",
     "peak_memory",
-    "place_of",
-    "recall",
-    "remember",
-    "usable_cores",
+    "save_rates",
 ]

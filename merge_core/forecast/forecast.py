@@ -144,7 +144,7 @@ def needs_of(plan: MergePlan, settings: EngineSettings, *, cores: int, device: s
     jobs = [(part, job, _work(part, job)) for part in parts for job in part.jobs]
     again = [(job, work) for _, job, work in jobs if work.passes > 1]
     gone = [(job, work) for job, work in again if job.nbytes_in > _CACHED_BYTES]
-    threads = engine_threads(settings, cores)
+    threads = settings.workers_on(cores)
     block = max((_block_bytes(part, job, settings, 0) for part, job, _ in jobs), default=0)
     gpu = max((_block_bytes(part, job, settings, 4 * _GPU_TEMPORARIES) for part, job, _ in jobs), default=0)
     tensors, written = len(jobs), sum(part.bytes_written for part in parts)
@@ -169,11 +169,6 @@ def needs_of(plan: MergePlan, settings: EngineSettings, *, cores: int, device: s
         disk=written + companion_bytes + _JOURNAL_BYTES_PER_TENSOR * tensors,
         assumed_cost=tuple(sorted({part.recipe.merge_method for part, _, work in jobs if not work.known})),
     )
-
-
-def engine_threads(settings: EngineSettings, cores: int) -> int:
-    """Threads that the engine uses: some wait for the disk while others compute."""
-    return settings.threads or cores + 2
 
 
 def peak_memory(block: int, *, threads: int, device: str) -> int:

@@ -101,7 +101,7 @@ def measure_bus(device: str) -> float:
 def reference_pass(elements: int) -> float:
     """Seconds for widening ``elements`` bfloat16 numbers, multiplying them and adding them up: the unit of arithmetic.
 
-    Works on a piece of memory that stays in a core's cache, in one thread.
+    Works on memory that stays in a core's cache, in one thread.
     """
     stored = np.full(_TILE, 0x3F80, np.uint16)
     patterns, total = np.empty(_TILE, np.uint32), np.zeros(_TILE, np.float32)
@@ -114,39 +114,34 @@ def reference_pass(elements: int) -> float:
     return time.perf_counter() - began
 
 
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def remember(memory: Path, place: str, rates: Rates) -> None:
-    """Keep ``rates`` for :func:`recall`, if ``memory`` can be written."""
-    known = {**_known(memory), place: asdict(rates)}
-    partial = memory.with_suffix(f".{os.getpid()}.partial")
+def save_rates(file: Path, key: str, rates: Rates) -> None:
+    """Keep ``rates`` for :func:`load_rates`, if ``file`` can be written."""
+    known = {**_known(file), key: asdict(rates)}
+    partial = file.with_suffix(f".{os.getpid()}.partial")
     with suppress(OSError):  # Losing it costs only time.
-        memory.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(known, indent=1))
-        partial.replace(memory)
+        partial.replace(file)
 
 
-def recall(memory: Path, place: str, *, max_age: float) -> Rates | None:
-    """What :func:`remember` kept for ``place`` at most ``max_age`` seconds ago; None otherwise."""
+def load_rates(file: Path, key: str, *, max_age: float) -> Rates | None:
+    """What :func:`save_rates` kept for ``key`` at most ``max_age`` seconds ago; None otherwise."""
     try:
-        rates = Rates(**_known(memory)[place])
+        rates = Rates(**_known(file)[key])
     except (KeyError, TypeError):
         return None
     return rates if 0 <= time.time() - rates.measured_at <= max_age else None
 
 
-def place_of(inputs: Sequence[Path], output: Path, *, cores: int, device: str) -> str:
+def machine_key(inputs: Sequence[Path], output: Path, *, cores: int, device: str) -> str:
     """What rates depend on, as text: the machine, the disks, the cores, the device."""
     disks = sorted({path.stat().st_dev for path in inputs})
     return f"{platform.node()} {disks} {output.stat().st_dev} {cores} {device}"
 
 
-def _known(memory: Path) -> dict[str, Any]:
+def _known(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(memory.read_bytes())
+        content = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -20,6 +20,10 @@ from merge_core.methods.contract import (
     StoredBlock,
     TensorTask,
     Traits,
+    fold_counts,
+    fold_grains,
+    fold_sums,
+    row_length,
 )
 from merge_core.methods.masks import mask_key
 from merge_core.methods.registry import find_method, merge_methods
@@ -41,6 +45,10 @@ __all__ = [
     "Traits",
     "combine",
     "find_method",
+    "fold_counts",
+    "fold_grains",
+    "fold_sums",
     "mask_key",
     "merge_methods",
+    "row_length",
 ]

@@ -5,12 +5,12 @@ blocks of the tensor; the combined result comes back from ``yield``) and returns
 of inputs into one block of output::
 
     def steps(task):
-        norms = yield sums(lambda block: block.grain_sums(block.inputs**2))   # → [inputs] float64
+        norms = yield fold_sums(lambda block: block.grain_sums(block.inputs**2))   # → [inputs] float64
         scale = 1 / norms.sum()
         return Map(lambda block: (block.inputs * scale).sum(0))
 
-The functions get :class:`Block` (torch, any device): the readable reference. Each may carry a ``fused`` twin for the
-CPU that works on the stored bytes directly; twins must give the same result.
+The functions get :class:`Block` (torch, any device): the readable reference. Each may carry a ``fused`` counterpart
+for the CPU that works on the stored bytes directly and must give the same result.
 
 Every reduction is per *grain* (a fixed run of elements, or a row), and grains are combined in their order: results do
 not depend on block size or number of threads.
@@ -149,7 +149,7 @@ class Block:
         return filled.reshape(*values.shape[:-1], -1, self.grain)
 
     def grain_sums(self, values: torch.Tensor) -> torch.Tensor:
-        """``[..., elements]`` → ``[grains, ...]``: float64 sums over each grain, for :func:`sums`."""
+        """``[..., elements]`` → ``[grains, ...]``: float64 sums over each grain, for :func:`fold_sums`."""
         return self.grains(values.double()).sum(-1).movedim(-1, 0)
 
 
@@ -174,13 +174,15 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class Fold:
-    """One pass over all blocks that ends in a few numbers. Made by :func:`sums`, :func:`counts` or :func:`joined`.
+    """One pass over all blocks that ends in a few numbers.
+
+    Made by :func:`fold_sums`, :func:`fold_counts` or :func:`fold_grains`.
 
     Args:
         of: Partial result of a block.
         combine: Partial results in block order → result of the pass.
         eager: Whether partial results may be combined as they come, in any order, so that few are held.
-        fused: Twin of ``of`` for stored numbers on the CPU.
+        fused: Counterpart of ``of`` for stored numbers on the CPU.
     """
 
     of: Callable[[Block], torch.Tensor]
@@ -193,7 +195,7 @@ class Fold:
 class Map:
     """The last pass: a block of inputs → ``[elements]`` of output, in the dtype of the arithmetic.
 
-    The fused twin writes into its second argument: uint16 (bfloat16 bit patterns), float32 or float64.
+    The fused counterpart writes into its second argument: uint16 (bfloat16 bit patterns), float32 or float64.
     """
 
     of: Callable[[Block], torch.Tensor]
@@ -232,7 +234,7 @@ def fold_counts(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBloc
     return Fold(of, combine, fused, eager=True)
 
 
-def concatenated(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
+def fold_grains(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBlock], Array] | None = None) -> Fold:
     """A pass whose blocks give ``[grains, ...]`` and whose result is all grains in their order."""
 
     def combine(parts: Sequence[Array]) -> Array:

@@ -17,7 +17,7 @@ from merge_core.methods.contract import (
     Steps,
     StoredBlock,
     TensorTask,
-    concatenated,
+    fold_grains,
     row_length,
 )
 from merge_core.methods.selection import Request, ScoreFunction, counters, select, select_passes, value_of
@@ -53,7 +53,7 @@ def _fusion(task: TensorTask) -> Steps:
     Importance is ``|x - b|`` times the divergence of the softmax of their rows; the bound is the median plus 1.5 times
     the interquartile range. The quantiles are exact, also for large tensors.
     """
-    divergence = yield concatenated(_divergence)
+    divergence = yield fold_grains(_divergence)
 
     def importance(block: Block) -> torch.Tensor:
         import torch

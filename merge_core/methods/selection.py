@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from merge_core.methods.contract import Block, Fold, StoredBlock, concatenated, fold_counts
+from merge_core.methods.contract import Block, Fold, StoredBlock, fold_counts, fold_grains
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Counters:
-    """Fused twins of the passes: counts from stored blocks.
+    """Fused counterparts of the passes: counts from stored blocks.
 
     Args:
         first: Leading digit → ``[streams, bins]``.
@@ -206,7 +206,7 @@ def _ties(scores: ScoreFunction, streams: Array, wanted: Array) -> Fold:
         return block.grains(torch.stack(rows).long()).sum(-1).T
 
     fused = scores.fused
-    return concatenated(of, (lambda block: fused.ties(block, streams, wanted)) if fused else None)
+    return fold_grains(of, (lambda block: fused.ties(block, streams, wanted)) if fused else None)
 
 
 def _descend(histogram: Array, k: int) -> tuple[int, int, int]:

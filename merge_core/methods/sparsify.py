@@ -27,12 +27,12 @@ _NO_NORM = 1e-7
 
 
 @dataclass(frozen=True)
-class Everything:
+class KeepAll:
     """Every element is kept."""
 
 
 @dataclass(frozen=True)
-class Nothing:
+class KeepNone:
     """No element is kept."""
 
 
@@ -45,7 +45,7 @@ class MagnitudeWindow:
 
 
 @dataclass(frozen=True)
-class Chance:
+class KeepAtRandom:
     """Kept are elements whose random word is below ``limit``."""
 
     limit: int
@@ -53,7 +53,7 @@ class Chance:
 
 
 @dataclass(frozen=True)
-class RankedChance:
+class KeepByRank:
     """Kept with a probability that rises with the rank of the magnitude in its row, from ``least`` to ``most``."""
 
     least: float
@@ -61,7 +61,7 @@ class RankedChance:
     key: tuple[int, int]
 
 
-SparsifyRule: TypeAlias = Everything | Nothing | MagnitudeWindow | Chance | RankedChance
+SparsifyRule: TypeAlias = KeepAll | KeepNone | MagnitudeWindow | KeepAtRandom | KeepByRank
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ class Sparsifier:
         ]
         before = np.zeros((len(self.rules), 2, max((len(cut.before) for cut in windows), default=0)), np.int64)
         for model, rule in enumerate(self.rules):
-            kinds[model] = (Everything, Nothing, MagnitudeWindow, Chance, RankedChance).index(type(rule))
-            if isinstance(rule, Chance):
+            kinds[model] = (KeepAll, KeepNone, MagnitudeWindow, KeepAtRandom, KeepByRank).index(type(rule))
+            if isinstance(rule, KeepAtRandom):
                 chances[model] = (rule.limit, *rule.key)
-            if isinstance(rule, RankedChance):
+            if isinstance(rule, KeepByRank):
                 chances[model], spans[model] = (0, *rule.key), (rule.least, rule.most)
             if isinstance(rule, MagnitudeWindow):
                 for side, cut in enumerate((rule.low, rule.high)):
@@ -111,7 +111,7 @@ def kernel_tile(rules: Sequence[SparsifyRule], grain: int) -> int:
     """Elements that a fused kernel must see at once: a whole row where ranks count."""
     from merge_core.methods.kernels.tiles import TILE
 
-    return grain if any(isinstance(rule, RankedChance) for rule in rules) or grain % TILE else TILE
+    return grain if any(isinstance(rule, KeepByRank) for rule in rules) or grain % TILE else TILE
 
 
 Folds: TypeAlias = Generator[Fold, Any, Sparsifier]
@@ -122,18 +122,18 @@ def kept(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.Tensor:
     import torch
 
     match rule:
-        case Everything():
+        case KeepAll():
             return delta
-        case Nothing():
+        case KeepNone():
             return torch.zeros_like(delta)
         case MagnitudeWindow(low, high):
             keys = bits(delta.abs())
             mask = taken(low, keys, block)
             if high is not None:
                 mask &= ~taken(high, keys, block)
-        case Chance(limit, key):
+        case KeepAtRandom(limit, key):
             mask = words(key, block.start, len(delta), delta.device) < limit
-        case RankedChance(least, most, key):
+        case KeepByRank(least, most, key):
             limits = (least + (most - least) * _row_ranks(delta.abs(), block)) * 2.0**32
             mask = words(key, block.start, len(delta), delta.device) < limits
     return torch.where(mask, delta, 0.0)
@@ -142,7 +142,7 @@ def kept(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.Tensor:
 def dense(task: TensorTask) -> Folds:
     """Every element is kept, whatever ``density`` says."""
     count = len(task.column("weight"))
-    return Sparsifier((Everything(),) * count, (1.0,) * count)
+    return Sparsifier((KeepAll(),) * count, (1.0,) * count)
     yield  # A generator without a fold.
 
 
@@ -160,7 +160,7 @@ def by_magnitude(task: TensorTask) -> Folds:
     return (yield from _rescaled(task, rules))
 
 
-def inner(task: TensorTask) -> Folds:
+def by_inner_magnitude(task: TensorTask) -> Folds:
     """Keep ``int(density * n)`` elements of middling magnitude: the ``int(gamma * n)`` largest are dropped as outliers.
 
     When too few are left below the outliers, as many outliers are kept as are missing.
@@ -171,7 +171,7 @@ def inner(task: TensorTask) -> Folds:
     for model, (density, gamma) in enumerate(zip(task.column("density"), task.column("gamma"), strict=True)):
         kept_count = int(density * task.numel)
         if density >= 1 or kept_count == 0:
-            rules[model] = Everything() if density >= 1 else Nothing()
+            rules[model] = KeepAll() if density >= 1 else KeepNone()
             continue
         smallest = max(0, task.numel - kept_count - int(gamma * task.numel))
         outliers = task.numel - smallest - kept_count
@@ -193,7 +193,7 @@ def ranked_random(task: TensorTask) -> Folds:
         zip(densities, task.column("epsilon"), task.model_seeds, strict=True)
     ):
         if 0 < density < 1:
-            rules[model] = RankedChance(density - epsilon, density + epsilon, key)
+            rules[model] = KeepByRank(density - epsilon, density + epsilon, key)
     return (yield from _rescaled(task, rules))
 
 
@@ -203,7 +203,7 @@ def at_random(task: TensorTask) -> Folds:
     rules = _plain_rules(densities)
     for model, (density, key) in enumerate(zip(densities, task.model_seeds, strict=True)):
         if 0 < density < 1:
-            rules[model] = Chance(threshold(density), key)
+            rules[model] = KeepAtRandom(threshold(density), key)
     return (yield from _rescaled(task, rules))
 
 
@@ -243,14 +243,14 @@ def magnitudes(task: TensorTask) -> ScoreFunction:
 
 
 def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:
-    return [Everything() if density >= 1 else Nothing() for density in densities]
+    return [KeepAll() if density >= 1 else KeepNone() for density in densities]
 
 
 def _rescaled(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
     """The rules with their factors, measured in one more pass when ``rescale`` asks for the L1 norm."""
     mode, densities = task.shared["rescale"], task.column("density")
     plain = Sparsifier(tuple(rules), (1.0,) * len(rules))
-    sparse = any(not isinstance(rule, (Everything, Nothing)) for rule in rules)
+    sparse = any(not isinstance(rule, (KeepAll, KeepNone)) for rule in rules)
     if mode is False or not sparse:
         return plain
     if mode == "density":

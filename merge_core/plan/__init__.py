@@ -5,8 +5,9 @@ A plan fixes names, shapes, dtypes and offsets of every output byte; the engine 
 
 from merge_core.plan.alignment import RowMap
 from merge_core.plan.compatibility import PlannedMerge, plan_with_findings, preflight
+from merge_core.plan.jobs import Input, MergePlan, TensorJob
 from merge_core.plan.layout import OutputTensor, Shard, index_text
-from merge_core.plan.plan import Input, MergePlan, TensorJob, plan_merge, step_of
+from merge_core.plan.plan import plan_merge, step_of
 
 __all__ = [
     "Input",

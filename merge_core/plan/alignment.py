@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merge_core.architecture import architecture
+from merge_core.architecture import is_embedding, is_head
 from merge_core.checkpoint import Checkpoint, Vocabulary, read_vocabulary
 from merge_core.errors import InvalidInput
 from merge_core.recipe import Recipe
@@ -88,7 +88,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
 
 def has_vocabulary_rows(name: str) -> bool:
     """Whether a tensor has one row per token."""
-    return architecture.is_embedding(name) or architecture.is_head(name) or name.endswith("lm_head.bias")
+    return is_embedding(name) or is_head(name) or name.endswith("lm_head.bias")
 
 
 def _row_map(

@@ -18,7 +18,8 @@ from merge_core.checkpoint import Checkpoint, Vocabulary, read_vocabulary, vocab
 from merge_core.errors import Finding, InvalidInput, worst_first
 from merge_core.parsing import read_json
 from merge_core.plan.consistency import self_consistency, unused_tensors
-from merge_core.plan.plan import MergePlan, assemble, donor_reference, planned_checkpoint, with_findings
+from merge_core.plan.jobs import MergePlan
+from merge_core.plan.plan import assemble, donor_reference, planned_checkpoint, with_findings
 from merge_core.recipe import Recipe
 
 # Classes of transformers that do what the tokenizer.json says.

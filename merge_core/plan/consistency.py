@@ -1,18 +1,14 @@
-"""Do the books balance: every tensor of every model goes somewhere, and config and tensors say the same."""
+"""Consistency: every tensor of every model is used, and configs agree with their tensors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from merge_core.architecture import is_head, is_optional, layer_count, layer_place, stacks, vocabulary_size
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import Finding
-
-if TYPE_CHECKING:
-    from merge_core.plan.plan import MergePlan
-
+from merge_core.plan.jobs import MergePlan
 
 # What GPTQ and AWQ, bitsandbytes, and compressed-tensors call what they pack weights into.
 _PACKED = re.compile(r"\.(qweight|qzeros|g_idx|absmax|quant_map|SCB|weight_packed|weight_scale)$|\.quant_state\.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from merge_core.architecture import architecture, before_layers, layer_place, stacks
+from merge_core.architecture import before_layers, layer_count, layer_place, main_stack, stacks
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput, suggest
 from merge_core.recipe import Module, Recipe, Slice, Source
@@ -49,14 +49,14 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
     Raises:
         InvalidInput: A module or a layer that does not exist, a part that no module covers.
     """
-    drafts = []
+    specs = []
     for module, stack, names in _parts(recipe, donor):
         if is_sliced(module):
-            chosen = stack or architecture.main_stack(donor, f"{recipe.where}: slices")
-            drafts += _sliced(module, chosen, names, checkpoints)
+            chosen = stack or main_stack(donor, f"{recipe.where}: slices")
+            specs += _sliced(module, chosen, names, checkpoints)
         else:
-            drafts += _whole(module, names)
-    return drafts
+            specs += _whole(module, names)
+    return specs
 
 
 def is_sliced(module: Module) -> bool:
@@ -73,7 +73,7 @@ def sliced_module(recipe: Recipe, donor: Checkpoint) -> Module | None:
     for module, stack, _ in _parts(recipe, donor):
         if not is_sliced(module):
             continue
-        if stack is not None and stack != architecture.main_stack(donor, f"{recipe.where}: modules"):
+        if stack is not None and stack != main_stack(donor, f"{recipe.where}: modules"):
             raise InvalidInput(
                 f"{recipe.where}: modules.{module.name}.slices",
                 found=f"slices of {stack}",
@@ -100,7 +100,7 @@ def _parts(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str | None, 
                 remedy=f"add a module named {stack.rsplit('.', 2)[-2] if stack.count('.') else stack!r}",
             )
     # What is in no module's part of the tree (heads, projections) goes with the main layers.
-    main = [name for name, stack in chosen.items() if found[stack] == architecture.layer_count(donor.config)]
+    main = [name for name, stack in chosen.items() if found[stack] == layer_count(donor.config)]
     home = main[0] if main else recipe.modules[-1].name
     owned: dict[str | None, list[str]] = {module.name: [] for module in recipe.modules}
     for tensor in donor.tensors:
@@ -129,19 +129,19 @@ def _stack_of(module: Module, found: Mapping[str, int], where: str) -> str:
 def _whole(module: Module, names: Sequence[str]) -> list[OutputSpec]:
     (cut,) = module.slices
     depth = stacks(names)
-    drafts = []
+    specs = []
     for name in names:
         at = layer_place(name)
         t = _position(at.index, depth[at.stack]) if at else 0.0
-        drafts.append(OutputSpec(name, module, cut, (name,) * len(cut.sources), t))
-    return drafts
+        specs.append(OutputSpec(name, module, cut, (name,) * len(cut.sources), t))
+    return specs
 
 
 def _sliced(
     module: Module, stack: str, names: Sequence[str], checkpoints: Mapping[str, Checkpoint]
 ) -> list[OutputSpec]:
     first, last = module.slices[0], module.slices[-1]
-    drafts = [
+    specs = [
         OutputSpec(name, module, first, (name,) * len(first.sources), 0.0) for name in names if before_layers(name)
     ]
     parts = {str(source.model): _layer_parts(checkpoints[str(source.model)], stack) for source in _sources(module)}
@@ -160,13 +160,13 @@ def _sliced(
         for index in range(count):
             for part in parts[str(cut.sources[0].model)][ranges[0][0] + index]:
                 known_as = tuple(f"{stack}.{start + index}.{part}" for start, _ in ranges)
-                drafts.append(OutputSpec(f"{stack}.{layer}.{part}", module, cut, known_as, _position(index, count)))
+                specs.append(OutputSpec(f"{stack}.{layer}.{part}", module, cut, known_as, _position(index, count)))
             layer += 1
     for name in names:
         at = layer_place(name)
         if not before_layers(name) and (at is None or at.stack != stack):
-            drafts.append(OutputSpec(name, module, last, (name,) * len(last.sources), 0.0))
-    return drafts
+            specs.append(OutputSpec(name, module, last, (name,) * len(last.sources), 0.0))
+    return specs
 
 
 def _sources(module: Module) -> list[Source]:

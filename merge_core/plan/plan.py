@@ -7,121 +7,23 @@ Pure: nothing is read here. :func:`assemble` collects every problem on the way, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from merge_core.architecture import architecture, before_layers
+from merge_core.architecture import before_layers, find_tensor, is_head, is_optional, output_config, with_vocabulary
 from merge_core.checkpoint import Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
-from merge_core.methods import REQUIRED, Method, TensorTask
-from merge_core.plan.alignment import Alignment, RowMap, align, has_vocabulary_rows
+from merge_core.methods import REQUIRED
+from merge_core.plan.alignment import Alignment, align, has_vocabulary_rows
 from merge_core.plan.consistency import self_consistency, unused_tensors
-from merge_core.plan.layout import OutputTensor, Shard, lay_out
+from merge_core.plan.jobs import Input, MergePlan, TensorJob
+from merge_core.plan.layout import OutputTensor, lay_out
 from merge_core.plan.outline import OutputSpec, outline, sliced_module
 from merge_core.recipe import CheckpointRef, Parameters, Recipe, Source, value_for
 
-# Directory that stands for the result of a step until it is written.
+# Prefix of the placeholder directory of a step's result, until it is written.
 _STEP = "step:"
-
-
-@dataclass(frozen=True)
-class Input:
-    """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are."""
-
-    model: str
-    tensor: StoredTensor
-    rows: RowMap | None = None
-
-
-@dataclass(frozen=True)
-class TensorJob:
-    """One output tensor.
-
-    Args:
-        output: Name, format and shape.
-        inputs: What it is made of; the base first when ``has_base``.
-        has_base: Whether the first input is the base.
-        shared: Values of the method's shared parameters.
-        per_input: Values of its other parameters, one mapping per input.
-        mode: ``merge``: by the method; ``copy``: the only input, as it is; ``equal``: all inputs must be the same
-            (integers), the first is copied.
-    """
-
-    output: OutputTensor
-    inputs: tuple[Input, ...]
-    has_base: bool
-    shared: Mapping[str, Any]
-    per_input: tuple[Mapping[str, Any], ...]
-    mode: Literal["merge", "copy", "equal"]
-
-    @property
-    def nbytes_in(self) -> int:
-        """Bytes of all inputs."""
-        return sum(item.tensor.nbytes for item in self.inputs)
-
-    @property
-    def arithmetic(self) -> Literal["float32", "float64"]:
-        """Format that is computed in: float64 when an input is."""
-        return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
-
-    def task(self, seeds: tuple[tuple[int, int], ...]) -> TensorTask:
-        """The job as the method sees it.
-
-        Args:
-            seeds: One key per input for the random masks.
-        """
-        return TensorTask(
-            name=self.output.name,
-            shape=self.output.shape,
-            dtype=self.arithmetic,
-            has_base=self.has_base,
-            shared=self.shared,
-            per_input=self.per_input,
-            seeds=seeds,
-        )
-
-
-@dataclass(frozen=True)
-class MergePlan:
-    """Everything that a merge will do, fixed before it starts.
-
-    Args:
-        recipe: What was asked.
-        donor: Checkpoint that gives config, tokenizer and layout.
-        jobs: One per output tensor, in the order of the output bytes.
-        shards: Output files.
-        config: Content of the output's ``config.json``.
-        bytes_read: Bytes of all inputs, each counted once.
-        bytes_written: Bytes of all shards.
-        tokenizer: Checkpoint that gives the tokenizer files; the donor unless the recipe says otherwise.
-        chat_template: Replaces the tokenizer's, if not None.
-        steps: Merges to carry out before, whose results are inputs of this one (and of each other, in order).
-        findings: What does not balance: input tensors without a place, configs that disagree with tensors. They end up
-            in the record of the merge.
-    """
-
-    recipe: Recipe
-    donor: Checkpoint
-    jobs: tuple[TensorJob, ...]
-    shards: tuple[Shard, ...]
-    config: Mapping[str, Any]
-    bytes_read: int
-    bytes_written: int
-    tokenizer: Checkpoint
-    chat_template: str | None = None
-    steps: tuple[MergePlan, ...] = ()
-    findings: tuple[Finding, ...] = ()
-
-    @property
-    def method(self) -> Method:
-        """The merge method."""
-        return self.recipe.method
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the result."""
-        return sum(job.output.nbytes // job.output.dtype.size for job in self.jobs)
 
 
 def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
@@ -180,12 +82,12 @@ def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Mer
 def planned_checkpoint(plan: MergePlan) -> Checkpoint:
     """The result of a step as the input of another, before it exists: its layout is already known.
 
-    Its files lie in the stand-in directory ``step:<name>``; see :func:`step_of`.
+    Its files lie in the placeholder directory ``step:<name>``; see :func:`step_of`.
     """
     outputs = {job.output.name: job.output for job in plan.jobs}
-    place_of = Path(f"{_STEP}{plan.recipe.name}")
+    directory = Path(f"{_STEP}{plan.recipe.name}")
     tensors = {
-        name: StoredTensor(name, place_of / shard.name, outputs[name].dtype, outputs[name].shape, offset)
+        name: StoredTensor(name, directory / shard.name, outputs[name].dtype, outputs[name].shape, offset)
         for shard in plan.shards
         for name, offset in zip(shard.tensors, shard.offsets, strict=True)
     }
@@ -212,11 +114,11 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
     donor = checkpoints[str(donor_reference(recipe))]
     alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
-    drafts = outline(recipe, donor, checkpoints)
-    jobs = [job for draft in drafts if (job := _job(recipe, draft, alignment, checkpoints, problems)) is not None]
-    config = architecture.output_config(donor.config, _bulk_dtype(jobs), _layer_sources(recipe, donor, checkpoints))
+    specs = outline(recipe, donor, checkpoints)
+    jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
+    config = output_config(donor.config, _bulk_dtype(jobs), _layer_sources(recipe, donor, checkpoints))
     if alignment is not None:
-        config = architecture.with_vocabulary(config, alignment.size, alignment.tokenizer.config)
+        config = with_vocabulary(config, alignment.size, alignment.tokenizer.config)
     shards = lay_out([job.output for job in jobs], donor)
     by_name = {job.output.name: job for job in jobs}
     ordered = tuple(by_name[name] for shard in shards for name in shard.tensors)
@@ -239,18 +141,18 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
 
 def _job(
     recipe: Recipe,
-    draft: OutputSpec,
+    spec: OutputSpec,
     alignment: Alignment | None,
     checkpoints: Mapping[str, Checkpoint],
     problems: list[Finding],
 ) -> TensorJob | None:
-    method, cut = recipe.method, draft.cut
+    method, cut = recipe.method, spec.cut
     found: list[tuple[Source, StoredTensor]] = []
-    for source, name in zip(cut.sources, draft.source_names, strict=True):
-        tensor = architecture.find_tensor(checkpoints[str(source.model)], name)
+    for source, name in zip(cut.sources, spec.source_names, strict=True):
+        tensor = find_tensor(checkpoints[str(source.model)], name)
         if tensor is not None:
             found.append((source, tensor))
-        elif not architecture.is_optional(name):
+        elif not is_optional(name):
             problems.append(
                 Finding(
                     "block",
@@ -270,7 +172,7 @@ def _job(
         problems.append(
             Finding(
                 "block",
-                f"{cut.base}: {draft.name}",
+                f"{cut.base}: {spec.name}",
                 found="missing in the base",
                 expected=f"{method.name} works on differences to it",
                 remedy="use a base that has it",
@@ -278,19 +180,19 @@ def _job(
         )
         return None
     tensors = [tensor for _, tensor in found]
-    dtype = _output_dtype(recipe, draft.name, found, problems)
-    maps = alignment.maps if alignment is not None and has_vocabulary_rows(draft.name) else {}
-    if dtype is None or (not maps and not _same_shape(draft.name, found, problems)):
+    dtype = _output_dtype(recipe, spec.name, found, problems)
+    maps = alignment.maps if alignment is not None and has_vocabulary_rows(spec.name) else {}
+    if dtype is None or (not maps and not _same_shape(spec.name, found, problems)):
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
     low, _ = method.models
     alone = len(found) == 1 and method.alone == "copy" and low > 1
-    shared, per_input = _values(recipe, draft, found, has_base)
+    shared, per_input = _values(recipe, spec, found, has_base)
     if not alone:
-        method.check(shared, per_input, f"{cut.where}: {draft.name}")
+        method.check(shared, per_input, f"{cut.where}: {spec.name}")
     mode: Literal["merge", "copy", "equal"] = "copy" if alone else "merge"
     return TensorJob(
-        output=OutputTensor(draft.name, dtype, shape),
+        output=OutputTensor(spec.name, dtype, shape),
         inputs=tuple(Input(str(source.model), tensor, maps.get(str(source.model))) for source, tensor in found),
         has_base=has_base,
         shared=shared,
@@ -349,7 +251,7 @@ def _same_shape(name: str, found: Sequence[tuple[Source, StoredTensor]], problem
                 expected=f"{list(first.shape)}, as in {first_source.model}",
                 remedy=(
                     "the vocabularies differ in size: resize one model's embeddings, or set tokenizer_source"
-                    if vocabulary and (before_layers(name) or architecture.is_head(name))
+                    if vocabulary and (before_layers(name) or is_head(name))
                     else "merge models of one architecture and size"
                 ),
             )
@@ -359,33 +261,33 @@ def _same_shape(name: str, found: Sequence[tuple[Source, StoredTensor]], problem
 
 def _values(
     recipe: Recipe,
-    draft: OutputSpec,
+    spec: OutputSpec,
     found: Sequence[tuple[Source, StoredTensor]],
     has_base: bool,
 ) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
     method = recipe.method
-    wider = (draft.cut.parameters, draft.module.parameters, recipe.parameters)
+    wider = (spec.cut.parameters, spec.module.parameters, recipe.parameters)
     shared = {}
     per_input: list[dict[str, Any]] = [{} for _ in found]
     for parameter in method.parameters:
         if parameter.scope == "shared":
             shared[parameter.name] = _required(
-                value_for(parameter, wider, draft.name, draft.t), parameter.name, draft, draft.name
+                value_for(parameter, wider, spec.name, spec.t), parameter.name, spec, spec.name
             )
             continue
         for index, (source, tensor) in enumerate(found):
             if parameter.scope == "non_base" and has_base and index == 0:
                 continue
             scopes: tuple[Parameters, ...] = (source.parameters, *wider)
-            value = value_for(parameter, scopes, tensor.name, draft.t)
-            per_input[index][parameter.name] = _required(value, parameter.name, draft, f"{source.model}: {tensor.name}")
+            value = value_for(parameter, scopes, tensor.name, spec.t)
+            per_input[index][parameter.name] = _required(value, parameter.name, spec, f"{source.model}: {tensor.name}")
     return shared, tuple(per_input)
 
 
-def _required(value: Any, parameter: str, draft: OutputSpec, what: str) -> Any:
+def _required(value: Any, parameter: str, spec: OutputSpec, what: str) -> Any:
     if value is REQUIRED:
         raise InvalidInput(
-            f"{draft.cut.where}: {parameter}",
+            f"{spec.cut.where}: {parameter}",
             found=f"no value for {what}: no filter matches it",
             expected="a value for every tensor",
             remedy="end the list with a value without filter",

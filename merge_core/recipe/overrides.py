@@ -69,7 +69,7 @@ def _as_base(entry: Any, method: Method, base: object) -> Any:
 
 
 def _without(value: Any, method: Method, dropped: frozenset[str]) -> Any:
-    """``value`` without what is given anew and without what the method does not have, in every ``parameters``."""
+    """``value`` without what is replaced and without what the method does not have, in every ``parameters``."""
     if isinstance(value, list):
         return [_without(item, method, dropped) for item in value]
     if not isinstance(value, Mapping):

@@ -14,10 +14,11 @@ from typing import Any
 from merge_core.checkpoint import DType, recipe_dtype
 from merge_core.errors import InvalidInput, suggest
 from merge_core.methods import Method, find_method
-from merge_core.parsing import parse_yaml
+from merge_core.parsing import parse_yaml, read_yaml
 from merge_core.recipe.parameters import Parameters, parse_parameters
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 
+_EXPECTED = "a recipe in YAML"
 _TOP = (
     "merge_method",
     "models",
@@ -187,12 +188,9 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
     directory = None
     if isinstance(source, Path):
         where, directory = str(source), source.resolve().parent
-        try:
-            source = source.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise InvalidInput(where, found=f"cannot be read: {reason}", expected="a recipe in YAML") from None
-    documents = parse_yaml(source, where) if isinstance(source, str) else [source]
+        documents = read_yaml(source, _EXPECTED)
+    else:
+        documents = parse_yaml(source, where, _EXPECTED) if isinstance(source, str) else [source]
     if not documents:
         raise InvalidInput(where, found="nothing", expected="a recipe with 'merge_method' and 'models'")
     places = [where if len(documents) == 1 else f"{where} (document {index + 1})" for index in range(len(documents))]

@@ -3,7 +3,7 @@
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo, sha256_file
 from merge_core.store.keys import NotInKey, canonical, digest, merkle, stage_key
-from merge_core.store.locks import is_linked
+from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
 from merge_core.store.store import MANIFEST, VALUE, Artifact, Store, StoredValue, StoreMiss
 
 __all__ = [
@@ -19,8 +19,11 @@ __all__ = [
     "digest",
     "fsync",
     "fsync_directories",
-    "is_linked",
+    "lock_file",
+    "locked",
     "merkle",
     "sha256_file",
     "stage_key",
+    "try_open_locked",
+    "unlock_file",
 ]

@@ -16,13 +16,10 @@ it with the process, so a killed run never leaves one behind.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -32,7 +29,7 @@ from pydantic import BaseModel, ValidationError
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo
 from merge_core.store.keys import digest
-from merge_core.store.locks import is_linked
+from merge_core.store.locks import locked
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +69,7 @@ class Artifact(StoredValue[R]):
 
 
 class Store:
-    """Artifacts below ``root``. ``root`` and everything in it may be deleted at any time; it will be made again."""
+    """Artifacts below ``root``. ``root`` and everything in it may be deleted at any time; it will be rebuilt."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -155,12 +152,12 @@ class Store:
         Args:
             make: Writes files into the directory it is given and returns the value.
             hashes_of: sha256 of files that ``make`` hashed while writing them, by name; they are not read again.
-            resumable: ``make`` can go on from what a killed run left in the directory; otherwise it starts empty.
+            resumable: ``make`` can resume from what a killed run left in the directory; otherwise it starts empty.
             on_wait: Called once if another process is building the same artifact.
             on_damage: Told why, if an artifact is there and cannot be believed: it is made again.
         """
         final = self.directory(stage, key)
-        with self._lock(stage, key, on_wait):
+        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
             try:
                 return self.open(stage, key, value_type), False
             except StoreMiss as miss:
@@ -194,7 +191,7 @@ class Store:
     ) -> tuple[StoredValue[R], bool]:
         """The value from the store, or made now. As :meth:`build`, for a stage that makes no files."""
         path = self.directory(stage, key).with_suffix(".json")
-        with self._lock(stage, key, on_wait):
+        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
             try:
                 return self.open_value(stage, key, value_type), False
             except StoreMiss as miss:
@@ -212,6 +209,11 @@ class Store:
             fsync(path.parent)
             return StoredValue(stage, key, content, value), True
 
+    def _lock_file(self, stage: str, key: str) -> Path:
+        file = self.root / "locks" / f"{stage}-{key[:32]}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return file
+
     def _seal(self, stage: str, key: str, partial: Path, value: BaseModel, known: Mapping[str, str]) -> None:
         (partial / VALUE).write_text(value.model_dump_json(indent=1))
         files: dict[str, dict[str, object]] = {}
@@ -226,27 +228,6 @@ class Store:
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         fsync(partial / MANIFEST)
         fsync_directories(partial)
-
-    @contextmanager
-    def _lock(self, stage: str, key: str, on_wait: Callable[[], None]) -> Iterator[None]:
-        path = self.root / "locks" / f"{stage}-{key[:32]}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                on_wait()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The holder before us unlinks the file on its way out: only a lock on the file that is still there counts.
-            if is_linked(descriptor, path):
-                break
-            os.close(descriptor)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
 
 
 def _files_below(directory: Path) -> list[str]:

@@ -3,7 +3,7 @@
 The stages that run a model are many and short (one a task), loading is long: the last model stays in memory until
 another one is asked for, or until ``unload``::
 
-    with in_memory(model, dtype="auto", device="cpu") as loaded:
+    with load_model(model, dtype="auto", device="cpu") as loaded:
         loaded.network(...)
 """
 
@@ -47,14 +47,14 @@ class LoadedModel:
 
 
 _lock = threading.RLock()
-_held: tuple[tuple[str, str, str], LoadedModel] | None = None
-_elsewhere: list[Callable[[], None]] = []
+_loaded: tuple[tuple[str, str, str], LoadedModel] | None = None
+_other_holders: list[Callable[[], None]] = []
 
 
-def also_unload(release_elsewhere: Callable[[], None]) -> None:
-    """Have ``release_elsewhere`` called before a model is loaded here: whoever holds one in a process of its own lets
+def also_unload(unload_there: Callable[[], None]) -> None:
+    """Have ``unload_there`` called before a model is loaded here: whoever holds one in a process of its own lets
     it go, because two models need not fit side by side."""
-    _elsewhere.append(release_elsewhere)
+    _other_holders.append(unload_there)
 
 
 @contextmanager
@@ -68,18 +68,18 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
     Raises:
         InvalidInput: when the directory holds no model that can be loaded as it is, or memory does not suffice.
     """
-    global _held
+    global _loaded
     with _lock:
         wanted = (model.digest, dtype, device)
-        if _held is None or _held[0] != wanted:
+        if _loaded is None or _loaded[0] != wanted:
             unload()  # first: two models need not fit side by side
-            for release_elsewhere in _elsewhere:
-                release_elsewhere()
-            _held = (wanted, _load(model, dtype, device))
+            for unload_there in _other_holders:
+                unload_there()
+            _loaded = (wanted, _load(model, dtype, device))
         import torch
 
         try:
-            yield _held[1]
+            yield _loaded[1]
         except torch.OutOfMemoryError as error:
             unload()
             raise InvalidInput(
@@ -91,11 +91,11 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
 
 def unload() -> None:
     """Forget the model that is held, and give its memory back."""
-    global _held
+    global _loaded
     with _lock:
-        if _held is None:
+        if _loaded is None:
             return
-        _held = None
+        _loaded = None
         gc.collect()
         import torch
 
@@ -119,7 +119,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     import transformers
 
     # mypy: transformers declares no return types here.
-    said: Any
+    loading_info: Any
     network: Any
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
@@ -129,7 +129,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             model.directory, local_files_only=True, trust_remote_code=False
         )
-        network, said = loader.from_pretrained(
+        network, loading_info = loader.from_pretrained(
             model.directory,
             dtype=dtype,
             local_files_only=True,
@@ -151,7 +151,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
             expected="a causal language model of transformers in safetensors, with its tokenizer",
         ) from error
     # transformers fills what is missing with random numbers and goes on.
-    bad = sorted(said["missing_keys"]) + sorted(str(key) for key in said["mismatched_keys"])
+    bad = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise InvalidInput(where, found=f"no tensor that fits {bad[0]}{more}", expected="a complete checkpoint")

@@ -4,6 +4,7 @@ A task is pinned by content, scored in a process of its own by one of several ba
 scores. Results that lm-eval has written itself are read here too.
 """
 
+from tasks.evaluation.backends import Backend, find_backend
 from tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -21,13 +22,14 @@ from tasks.evaluation.lm_eval_results import (
     precision_differences,
     read_task,
 )
-from tasks.evaluation.sampling import looks
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
+    CountLimit,
     Scores,
     TaskScore,
     TaskScores,
     by_task,
+    count_task,
     default_metric,
     document_count,
     evaluate_to,
@@ -39,6 +41,8 @@ from tasks.evaluation.task_texts import document_texts
 
 __all__ = [
     "SCORES_FILE",
+    "Backend",
+    "CountLimit",
     "DocumentScore",
     "EvalTask",
     "Paired",
@@ -50,10 +54,12 @@ __all__ = [
     "TaskScores",
     "by_task",
     "check_alike",
+    "count_task",
     "default_metric",
     "document_count",
     "document_texts",
     "evaluate_to",
+    "find_backend",
     "find_results",
     "join_parts",
     "looks",

@@ -1,4 +1,4 @@
-"""lm-eval as a library: one task, one model, scores by document. The only file that knows lm-eval's interfaces.
+"""lm-eval as a library: one task, one model, scores by document.
 
 What lm-eval does by default and a gate cannot use is turned off here: log-softmax in the model's own dtype (rounds a
 bf16 model's likelihoods by up to half a nat), its request cache (whose key lacks the model), its prompt cache (whose
@@ -27,10 +27,9 @@ import yaml
 
 from merge_core.errors import InvalidInput, MergegateError, suggest
 from tasks.checkpoints import Model
-from tasks.evaluation.backends import open_backend
+from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
-from tasks.evaluation.sampling import DocumentRange, documents_in
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in
 from tasks.evaluation.task_definition import EvalTask, read_definition, still_as_pinned
 
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
@@ -88,7 +87,8 @@ def score_documents(
     Raises:
         InvalidInput: when the model or the task's data cannot be loaded, or the task has no such metric.
     """
-    with _quiet(), open_backend(model, scoring, device) as lm, _progress_to(on_progress):
+    backend = find_backend(scoring.backend)
+    with _quiet(), backend.opened(model, scoring, device) as lm, _progress_to(on_progress, backend.draws_progress):
         loaded = _loaded(task)
         documents = documents_in(loaded.sizes, scoring.seed, part)
         if (found := sum(map(len, documents.values()))) != part.last - part.first:
@@ -130,7 +130,7 @@ def _run(
         asked = scoring.num_fewshot if scoring.num_fewshot is not None and own != 0 else own
         leaf.set_config(key="num_fewshot", value=asked or 0)
         _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + scoring.seed)
-    with _blamed_on(task):
+    with _mistakes_of(task):
         results = evaluate(
             lm=lm,
             task_dict={"tasks": dict(leaves)},
@@ -149,14 +149,14 @@ def _run(
             for metric in (metric for metric in sample["metrics"] if metric in means):
                 key = f"{metric},{sample['filter']}"
                 better[key] = bool(directions.get(metric, True))
-                outcomes.append(_outcome(name, key, metric, sample, task.cluster_field))
+                outcomes.append(_scored(name, key, metric, sample, task.cluster_field))
     if not outcomes:
         raise InvalidInput(f"task {task.name}", found="no metric that is a mean over documents", expected="acc, …")
     return ScoredDocuments(tuple(outcomes), better)
 
 
 @contextmanager
-def _blamed_on(task: EvalTask) -> Iterator[None]:
+def _mistakes_of(task: EvalTask) -> Iterator[None]:
     """What the user's own functions and templates raise while documents are asked, said as a mistake in them."""
     from jinja2 import TemplateError
 
@@ -212,7 +212,7 @@ def _fix_examples(loaded: _LoadedTask, name: str, documents: Sequence[int], seed
     sampler.sample = lambda *_, **__: next(queue)  # lm-eval asks once a document, in ascending order
 
 
-def _outcome(task: str, key: str, metric: str, sample: Mapping[str, Any], cluster_field: str | None) -> DocumentScore:
+def _scored(task: str, key: str, metric: str, sample: Mapping[str, Any], cluster_field: str | None) -> DocumentScore:
     value = float(sample[metric])
     if value != value or value in (float("inf"), float("-inf")):
         raise InvalidInput(
@@ -253,20 +253,20 @@ class _LoadedTask:
         return {name: len(leaf.eval_docs) for name, leaf in self.leaves.items()}
 
 
-_held: tuple[tuple[str, Path | None], _LoadedTask] | None = None
+_last_loaded: tuple[tuple[str, Path | None], _LoadedTask] | None = None
 
 
 def _loaded(task: EvalTask) -> _LoadedTask:
     """The last task stays loaded for its next part."""
-    global _held
+    global _last_loaded
     wanted = (task.digest, task.definition)
-    if _held is None or _held[0] != wanted:
-        _held = None
+    if _last_loaded is None or _last_loaded[0] != wanted:
+        _last_loaded = None
         scratch = tempfile.TemporaryDirectory(prefix="mergegate-task-")
         leaves = _load_tasks(task, Path(scratch.name))
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
-        _held = (wanted, _LoadedTask(leaves, fewshot, scratch))
-    return _held[1]
+        _last_loaded = (wanted, _LoadedTask(leaves, fewshot, scratch))
+    return _last_loaded[1]
 
 
 def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
@@ -339,17 +339,17 @@ def _quiet() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-# Modules of lm-eval that draw bars, where they are loaded; importing one of another backend may not be possible.
-_DRAWING = ("api.model", "api.task", "models.huggingface", "models.vllm_causallms", "models.api_models")
-
-
 @contextmanager
-def _progress_to(on_progress: Callable[[int, int], None]) -> Iterator[None]:
-    """lm-eval's own bars are its only account of progress, so they are replaced by ``on_progress``."""
+def _progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]) -> Iterator[None]:
+    """lm-eval's own bars are its only account of progress, so they are replaced by ``on_progress``.
+
+    Args:
+        drawn_by: Modules of the backend that draw bars, beside those that always do.
+    """
     import lm_eval.api.model
     import lm_eval.api.task  # noqa: F401  # now, so that it is among those that draw
 
-    class Bar:
+    class ProgressCounter:
         """What lm-eval uses of tqdm. One with a total and nothing to iterate over counts requests."""
 
         def __init__(self, iterable: Any = None, *, total: int | None = None, **_: Any) -> None:
@@ -369,20 +369,21 @@ def _progress_to(on_progress: Callable[[int, int], None]) -> Iterator[None]:
         @staticmethod
         async def gather(*waiting: Awaitable[Any], **_: Any) -> list[Any]:
             """Of tqdm_asyncio: batches of requests that are under way together."""
-            bar = Bar(total=len(waiting))
+            counter = ProgressCounter(total=len(waiting))
 
             async def counted(one: Awaitable[Any]) -> Any:
                 answer = await one
-                bar.update()
+                counter.update()
                 return answer
 
             return list(await asyncio.gather(*map(counted, waiting)))
 
-    modules = [sys.modules[name] for name in (f"lm_eval.{part}" for part in _DRAWING) if name in sys.modules]
+    names = ("lm_eval.api.model", "lm_eval.api.task", *drawn_by)
+    modules = [sys.modules[name] for name in names if name in sys.modules]
     drawn = [(module, name) for module in modules for name in ("tqdm", "tqdm_asyncio") if hasattr(module, name)]
     before = [getattr(module, name) for module, name in drawn]
     for module, name in drawn:
-        setattr(module, name, Bar)
+        setattr(module, name, ProgressCounter)
     try:
         yield
     finally:

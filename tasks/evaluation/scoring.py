@@ -1,71 +1,27 @@
-"""How a model is scored: what must be equal on both sides of every comparison."""
+"""How a model is scored, and on which documents: what must be equal on both sides of every comparison.
+
+The documents of a task are scored in a fixed random order, looked at in steps, scored in parts. The order is a hash of
+seed, task and document, so the first 100 documents are among the first 200 on any machine and Python. Nothing here
+depends on a score: where a look or a part ends is a function of settings and the task's size.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from merge_core.errors import InvalidInput
 from merge_core.store import NotInKey
+from tasks.evaluation.backends import find_backend
+from tasks.evaluation.backends.served import ServerSettings
+from tasks.evaluation.backends.vllm import VllmSettings
 
-
-class VllmSettings(BaseModel):
-    """How vLLM runs a model, in a profile under ``evaluate.vllm``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs a model is split over.")
-    gpu_memory_utilization: Annotated[float, NotInKey] = Field(
-        default=0.8,
-        gt=0,
-        le=1,
-        description="Below vLLM's own 0.9: log-probabilities of prompts take room of their own.",
-    )
-
-
-class ModelEndpoint(BaseModel):
-    """Where one model is served."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: str  # 'http://host:8000/v1'
-    model: str  # what the server calls it
-
-
-class ServerSettings(BaseModel):
-    """Which server answers for which model, in a profile under ``evaluate.server``.
-
-    Any server that speaks OpenAI's completions and returns log-probabilities of the prompt. What it serves cannot be
-    seen from here: that it is the checkpoint of this run is the word of whoever wrote the profile.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: str | None = Field(default=None, pattern=r"^https?://", description="Of every model that has none of its own.")
-    models: Mapping[str, str | ModelEndpoint] = Field(
-        default_factory=dict, description="By name in this run ('merge'): what the server calls it, or {url, model}."
-    )
-    concurrency: int = Field(default=8, ge=1, description="Requests under way at once.")
-
-    def at(self, name: str) -> ModelEndpoint:
-        """Where the model of this run that is called ``name`` is served; by that name where nothing else is said.
-
-        Raises:
-            InvalidInput: when no address is known for it.
-        """
-        found = self.models.get(name, name)
-        if isinstance(found, ModelEndpoint):
-            return found
-        if self.url is None:
-            raise InvalidInput(
-                "evaluate.server",
-                found=f"no address for {name!r}",
-                expected="url for all models, or one for each under 'models'",
-                remedy=f"models: {{{name}: {{url: 'http://host:8000/v1', model: {found}}}}}",
-            )
-        return ModelEndpoint(url=self.url, model=found)
+CHUNK_SIZE = 500  # documents of one part at most: what a crash can lose
+_BACKEND_SETTINGS = ("vllm", "server")  # fields that are one backend's own
 
 
 class Scoring(BaseModel):
@@ -73,8 +29,10 @@ class Scoring(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["hf", "vllm", "served"] = Field(
-        default="hf", description="transformers here, vLLM here, or a server that is running already."
+    backend: str = Field(
+        default="hf",
+        description="hf: transformers here; vllm: vLLM here; served: a server that is running already; or one that an "
+        "installed package adds.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="auto: as the checkpoint is stored, which is how it will be used."
@@ -93,10 +51,96 @@ class Scoring(BaseModel):
     vllm: VllmSettings | None = Field(default=None, description="Only for backend: vllm.")
     server: Annotated[ServerSettings | None, NotInKey] = Field(default=None, description="Only for backend: served.")
 
+    @property
+    def own_settings(self) -> BaseModel | None:
+        """Those of the backend, where it has any and the profile says something about them."""
+        name = find_backend(self.backend).settings
+        found: BaseModel | None = getattr(self, name) if name else None
+        return found
+
+    @field_validator("backend")
+    @classmethod
+    def _is_known(cls, backend: str) -> str:
+        try:
+            return find_backend(backend).name
+        except InvalidInput as error:
+            raise ValueError(f"{error.found}; expected: {error.expected}") from None
+
     @model_validator(mode="after")
     def _settings_belong_to_the_backend(self) -> Self:
-        if self.vllm is not None and self.backend != "vllm":
-            raise ValueError(f"'vllm' is for backend: vllm, not {self.backend}")
-        if (self.server is not None) != (self.backend == "served"):
-            raise ValueError("'server' and backend: served belong together")
+        backend = find_backend(self.backend)
+        for name in _BACKEND_SETTINGS:
+            if getattr(self, name) is not None and backend.settings != name:
+                raise ValueError(f"{name!r} is not for backend: {self.backend}")
+        if backend.needs_settings and self.own_settings is None:
+            raise ValueError(f"backend: {self.backend} needs {backend.settings!r}")
         return self
+
+
+class DocumentRange(BaseModel):
+    """Documents ``first`` to ``last`` (exclusive) of a task's order: what is scored, and cached, at once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first: int = Field(ge=0)
+    last: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _is_not_empty(self) -> Self:
+        if self.last <= self.first:
+            raise ValueError(f"documents {self.first} to {self.last} are none")
+        return self
+
+    def __str__(self) -> str:
+        return f"documents {self.first + 1} to {self.last}"
+
+
+def looks(total: int, first: int | None) -> tuple[int, ...]:
+    """Cumulative numbers of documents after each look at a task: ``first``, then doublings, at last ``total``.
+
+    Args:
+        total: Documents that the task has, at least 1.
+        first: Documents of the first look, at least 1; None or more than there are: all at once.
+
+    >>> looks(1319, 500)
+    (500, 1000, 1319)
+    """
+    if total < 1 or (first is not None and first < 1):
+        raise ValueError(f"looks at {total} documents, the first at {first}: both must be at least 1")
+    ends = []
+    end = total if first is None else first
+    while end < total:
+        ends.append(end)
+        end *= 2
+    return (*ends, total)
+
+
+def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
+    """Slices of the order, without gap or overlap, in which a task is scored: every look ends a part, and
+    no part is longer than ``CHUNK_SIZE``.
+
+    >>> [part.last for part in document_ranges(1319, 200)]
+    [200, 400, 800, 1300, 1319]
+    """
+    cut = []
+    for begin, end in pairwise((0, *looks(total, first))):
+        cut += [DocumentRange(first=at, last=min(at + CHUNK_SIZE, end)) for at in range(begin, end, CHUNK_SIZE)]
+    return tuple(cut)
+
+
+def ordered(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:
+    """All documents, as (task, position in its data), in the order in which they are scored.
+
+    Args:
+        sizes: Documents of each task; several are those below a group, whose documents are mixed.
+    """
+    every = [(task, doc) for task, size in sizes.items() for doc in range(size)]
+    return sorted(every, key=lambda item: hashlib.sha256(f"{seed}/{item[0]}/{item[1]}".encode()).digest())
+
+
+def documents_in(sizes: Mapping[str, int], seed: int, part: DocumentRange) -> dict[str, list[int]]:
+    """The documents of a part, by task, ascending; a task without one is left out."""
+    by_task: dict[str, list[int]] = {}
+    for task, doc in sorted(ordered(sizes, seed)[part.first : part.last]):
+        by_task.setdefault(task, []).append(doc)
+    return by_task

@@ -14,20 +14,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from merge_core.store import Artifact, NotInKey, stage_key
+from merge_core.store import Artifact, NotInKey
 from tasks.checkpoints import Model
+from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
-from tasks.evaluation.sampling import DocumentRange, document_ranges
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import DocumentRange, Scoring, document_ranges
 from tasks.evaluation.task_definition import EvalTask
-from tasks.stage import Runtime, StageValue, advance, report_together, stage, store, versions
+from tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
 
 
 class TaskScore(BaseModel):
@@ -56,12 +55,21 @@ class Scores(StageValue):
         return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in self.tasks)
 
 
-class TaskSize(BaseModel):
+class TaskSize(StageValue):
     """How many documents a task has."""
+
+    documents: int
+
+    def summary(self) -> str:
+        return f"{self.documents:,}"
+
+
+class CountLimit(BaseModel):
+    """How long the data of a task may take to load."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    documents: int
+    seconds: Annotated[float | None, NotInKey] = None
 
 
 @stage("evaluate", version=2, subject="model")
@@ -97,10 +105,10 @@ def evaluate_to(
     """Scores of ``model`` on the first ``documents`` documents of ``task``, by part; what is missing is computed now.
 
     Where parts end is decided by ``scoring.documents`` and the size of the task alone (see
-    ``tasks.evaluation.sampling.parts``).
+    ``tasks.evaluation.scoring.document_ranges``).
 
     Args:
-        documents: At least so many: one of ``tasks.evaluation.sampling.looks``, or whatever the part it falls into ends
+        documents: At least so many: one of ``tasks.evaluation.scoring.looks``, or whatever the part it falls into ends
         with.
             None: all.
 
@@ -110,8 +118,8 @@ def evaluate_to(
     total = document_count(task, scoring.time_limit)
     wanted = total if documents is None else min(documents, total)
     asked = [part for part in document_ranges(total, scoring.documents) if part.first < wanted]
-    if scoring.backend == "vllm":
-        runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **_version_of_vllm()}})
+    if own := find_backend(scoring.backend).library_versions():
+        runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **own}})
     artifacts: list[Artifact[Scores]] = []
     with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as report:
         artifacts += (evaluate(model, task, scoring, part, runtime) for part in asked)
@@ -119,21 +127,22 @@ def evaluate_to(
     return artifacts
 
 
-def document_count(task: EvalTask, time_limit: float | None = None) -> int:
-    """Documents that ``task`` has; counted once, in the process that scores, and kept in the store.
+@value_stage("documents", version=2, subject="task")
+def count_task(task: EvalTask, limit: CountLimit) -> TaskSize:
+    """Load the data of ``task`` in the process that scores, and count its documents.
 
     Raises:
-        InvalidInput: when the task's data cannot be loaded.
-        Refused: when ``time_limit`` seconds are over.
+        InvalidInput: when the data cannot be loaded.
+        Refused: when the time is over.
     """
+    from tasks.evaluation.process import count_in_child
 
-    def size(out: Path) -> TaskSize:
-        from tasks.evaluation.process import count_in_child
+    return TaskSize(documents=count_in_child(task, limit.seconds))
 
-        return TaskSize(documents=count_in_child(task, time_limit))
 
-    key = stage_key("documents", 1, {"task": task})
-    return store().build("documents", key, TaskSize, size)[0].value.documents
+def document_count(task: EvalTask, time_limit: float | None = None) -> int:
+    """Documents that ``task`` has; counted once, and kept in the store. Raises as ``count_task``."""
+    return count_task.build(task, CountLimit(seconds=time_limit)).value.documents
 
 
 @dataclass(frozen=True)
@@ -240,13 +249,6 @@ def _check_one_version(where: str, parts: Sequence[Artifact[Scores]]) -> None:
     versions_found = sorted({part.value.lm_eval_version for part in parts})
     if len(versions_found) > 1:
         raise InvalidInput(where, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
-
-
-def _version_of_vllm() -> dict[str, str]:
-    try:
-        return versions("vllm")
-    except PackageNotFoundError:
-        return {}  # the process that scores says so, with what to do
 
 
 def _task_score(task: str, metric: str, values: Sequence[float], higher_is_better: bool) -> TaskScore:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +20,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
+from merge_core.parsing import StrictLoader, read_yaml_mapping
 from merge_core.store import HashMemo, NotInKey, digest, sha256_file
-from tasks.stage import versions
 
 
 class EvalTask(BaseModel):
@@ -68,16 +69,15 @@ def pin_task(task: str, root: Path, hashes: HashMemo) -> EvalTask:
         path = (root / task).absolute()
         definition = read_definition(path)
         return EvalTask(name=definition.name, digest=_digest(definition, hashes.sha256), definition=path)
-    lm_eval = versions("lm_eval")
     if task not in (known := _shipped()):
         near = get_close_matches(task, known, n=1)
         raise InvalidInput(
             f"task {task}",
-            found=f"no task of lm-eval {lm_eval['lm_eval']}",
+            found=f"no task of lm-eval {version('lm_eval')}",
             expected="a task, group or tag that lm-eval ships, or a YAML file of your own",
             remedy=f"did you mean {near[0]!r}?" if near else "`lm-eval ls tasks` lists them",
         )
-    return EvalTask(name=task, digest=digest({"task": task, **lm_eval}), definition=None)
+    return EvalTask(name=task, digest=digest({"task": task, "lm_eval": version("lm_eval")}), definition=None)
 
 
 def still_as_pinned(task: EvalTask, definition: Definition) -> bool:
@@ -116,7 +116,7 @@ def read_definition(path: Path) -> Definition:
 def _digest(definition: Definition, sha256: Callable[[Path], str]) -> str:
     # Contents only: a task that is moved or renamed with its data is the same task.
     contents = [sha256(file) for file in definition.files]
-    return digest({"task": definition.name, "files": contents, **versions("lm_eval")})
+    return digest({"task": definition.name, "files": contents, "lm_eval": version("lm_eval")})
 
 
 def _read(path: Path, files: list[Path], above: tuple[Path, ...]) -> tuple[dict[str, Any], Path]:
@@ -124,23 +124,10 @@ def _read(path: Path, files: list[Path], above: tuple[Path, ...]) -> tuple[dict[
     where = str(path)
     if path in above:
         raise InvalidInput(where, found="includes itself", expected="includes without a circle")
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise InvalidInput(
-            where,
-            found=error.strerror or "cannot be read",
-            expected="an lm-eval task definition (YAML)",
-            remedy=f"it is included by {above[-1]}" if above else "paths are relative to the profile",
-        ) from None
-    files.append(path)
     functions: list[str] = []
-    try:
-        own = yaml.load(text, Loader=_loader(functions))
-    except yaml.YAMLError as error:
-        raise InvalidInput(where, found=f"not YAML: {error}", expected="an lm-eval task definition") from None
-    if not isinstance(own, dict):
-        raise InvalidInput(where, found=type(own).__name__, expected="an lm-eval task definition (a mapping)")
+    remedy = f"it is included by {above[-1]}" if above else "paths are relative to the profile"
+    own = read_yaml_mapping(path, "an lm-eval task definition (YAML)", remedy=remedy, loader=_loader(functions))
+    files.append(path)
     for function in functions:
         module = path.parent / (function.rpartition(".")[0].replace(".", "/") + ".py")
         if module.is_file():  # otherwise it is of an installed package
@@ -157,9 +144,11 @@ def _read(path: Path, files: list[Path], above: tuple[Path, ...]) -> tuple[dict[
     return config, path.parent if says_data else data_root
 
 
-def _loader(functions: list[str]) -> type[yaml.SafeLoader]:
-    class Loader(yaml.SafeLoader):
+def _loader(functions: list[str]) -> type[StrictLoader]:
+    class Loader(StrictLoader):
         """Plain data; a function is noted by name and not imported."""
+
+        text_keys = False
 
     def note(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
         functions.append(str(loader.construct_scalar(node)))

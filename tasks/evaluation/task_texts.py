@@ -14,7 +14,7 @@ class DocumentText(NamedTuple):
 
     prompt: str
     target: str
-    doc_hash: str  # as in ``DocumentOutcome``
+    doc_hash: str  # as in ``DocumentScore``
 
 
 def document_texts(task: EvalTask, wanted: Mapping[str, Sequence[int]]) -> dict[tuple[str, int], DocumentText]:

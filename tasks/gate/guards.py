@@ -20,7 +20,7 @@ class Guard(BaseModel):
 
     task: str = Field(description="An lm-eval task by name, or a YAML file relative to the profile.")
     guarded_by: str = Field(
-        description="What it is held against: a parent by name, 'best parent', or 'champion' (what is published now)."
+        description="What it is compared with: a parent by name, 'best parent', or 'champion' (what is published now)."
     )
     max_drop: float = Field(default=2.0, ge=0, le=100, description="Points; more, and not noise, fails.")
     margin: float | None = Field(

@@ -1,4 +1,4 @@
-"""What a guard is held against: a parent by name, the best parent on its task, or the champion (the release of today).
+"""What a guard is compared with: a parent by name, the best parent on its task, or the champion (the release of today).
 
 ``best parent`` is chosen on the same documents that judge the merge, which flatters it: of several equally good parents
 the luckiest is taken (winner's curse). That makes passing no easier, since no parent scored above the chosen one. An
@@ -14,7 +14,7 @@ from tasks.gate.guards import BEST_PARENT, CHAMPION, Guard
 
 
 def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
-    """See that every guard is held against something that there is, or may be there when it is judged.
+    """See that every guard is compared with something that there is, or may be there when it is judged.
 
     Args:
         names: Of the parents.
@@ -48,7 +48,7 @@ def needs_champion(guards: Iterable[Guard]) -> bool:
 
 
 def reference_models(guard: Guard, models: Iterable[str], merged: str) -> tuple[str, ...]:
-    """Models that the guard may be held against: one, or every parent. Empty for a champion that there is not.
+    """Models that the guard may be compared with: one, or every parent. Empty for a champion that there is not.
 
     Args:
         models: All that have been evaluated, the merge and perhaps the champion among them.

@@ -11,7 +11,7 @@ failing takes a drop over the margin, not only over the threshold: what lies bet
 
 To pass, each guard is asked on its own: all must pass, and a bad merge has to get by every one of them. To fail, one of
 them suffices, and among many guards one sees a drop by chance; so that side is corrected for their number by Holm's
-step-down (1979, Scand. J. Stat. 6:65), where a guard held against the best of K parents counts as K questions.
+step-down (1979, Scand. J. Stat. 6:65), where a guard compared with the best of K parents counts as K questions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GuardVerdict(BaseModel):
 
     task: str
     metric: str
-    reference: str  # name of the model it is held against
+    reference: str  # name of the model it is compared with
     reference_score: float  # in [0, 1]
     merge_score: float
     n: int  # paired documents

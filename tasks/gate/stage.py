@@ -89,7 +89,7 @@ def gate(
         likelihoods: By model, the merge among them; may be empty where ``limits`` is None.
         merged: Name of the merge in both.
         schedule: By task, documents after each look that was planned; a task without one is looked at once.
-        first_release: There is no champion yet, so guards held against it have nothing to say.
+        first_release: There is no champion yet, so guards compared with it have nothing to say.
 
     Raises:
         InvalidInput: for a guard whose model, task or metric there is not, or evidence that cannot be compared.

@@ -63,7 +63,7 @@ class JudgeVerdict(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    reference: str  # name of the model it is held against
+    reference: str  # name of the model it is compared with
     judge: str
     prompts: int
     pairs: int  # of answers: one a turn

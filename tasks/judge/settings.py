@@ -107,7 +107,7 @@ class JudgeSettings(Generation, Judging, JudgeRule, JudgeServer):
 
     prompts: Path = Field(description="jsonl: prompt (or turns), and reference where there is one; or MT-Bench's.")
     references: Path | None = Field(default=None, description="MT-Bench's reference answers, in a file of their own.")
-    guarded_by: str = Field(min_length=1, description="Name of the model whose answers the merge's are held against.")
+    guarded_by: str = Field(min_length=1, description="Name of the model whose answers the merge's are compared with.")
     sample: int | None = Field(default=None, ge=2, description="A fixed random sample of so many prompts; absent: all.")
     seed: int = Field(default=0, ge=0, description="Of the sample.")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core import Checkpoint, Finding, MergePlan, Recipe, plan_merge, preflight
+from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, plan_with_findings
 from merge_core.errors import Refused
 from tasks.checkpoints import ResolvedCheckpoint, deciding_files, open_parent
 from tasks.stage import StageValue, value_stage
@@ -83,23 +83,21 @@ def check_compatibility(
         InvalidInput: for a parent that cannot be a checkpoint.
         Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
     """
-    findings, plan, checkpoints = open_and_plan(recipe, parents)
-    return _compatibility(findings, plan, checkpoints)
+    planned, checkpoints = open_and_plan(recipe, parents)
+    return _compatibility(planned.findings, planned.plan, checkpoints)
 
 
 def open_and_plan(
     recipe: Recipe, parents: Sequence[ResolvedCheckpoint]
-) -> tuple[tuple[Finding, ...], MergePlan | None, Mapping[str, Checkpoint]]:
-    """Findings, the plan (None where something blocks), and the parents' headers by reference. Each is read once.
+) -> tuple[PlannedMerge, Mapping[str, Checkpoint]]:
+    """Findings and plan, assembled once; and the parents' headers by reference, each read once.
 
     Raises:
         InvalidInput: for a parent that cannot be a checkpoint.
         Refused: for one that cannot be looked into.
     """
     checkpoints = {parent.ref: open_parent(parent) for parent in parents}
-    findings = preflight(recipe, checkpoints)
-    blocked = any(finding.severity == "block" for finding in findings)
-    return findings, None if blocked else plan_merge(recipe, checkpoints), checkpoints
+    return plan_with_findings(recipe, checkpoints), checkpoints
 
 
 def _compatibility(

@@ -65,7 +65,7 @@ class Machine:
 
 def this_machine(compatibility: Compatibility, found: Sequence[ResolvedCheckpoint], device: str) -> Machine:
     """The machine that we are on, for a merge of ``found`` on ``device`` (``cpu``, ``cuda``, ``cuda:N``)."""
-    from merge_core.forecast import usable_cores
+    from merge_core.engine import usable_cores
 
     return Machine(
         cores=usable_cores(),
@@ -107,9 +107,9 @@ def _memory_findings(
     compatibility: Compatibility, machine: Machine, device: str, dtypes: Sequence[str]
 ) -> Iterator[Finding]:
     from merge_core.engine import EngineSettings
-    from merge_core.forecast import engine_threads, peak_memory
+    from merge_core.forecast import peak_memory
 
-    threads = engine_threads(EngineSettings(), machine.cores)
+    threads = EngineSettings().workers_on(machine.cores)
     merging = peak_memory(compatibility.block, threads=threads, device=device)
     yield from _lacking("memory", machine.memory, merging, "merging", "merge on a machine with more memory")
     if machine.gpu:

@@ -42,7 +42,7 @@ class ReleaseFile:
             str(self.source),
             found=f"sha256 {found[:12]}…",
             expected=f"{self.sha256[:12]}…, the bytes that were evaluated and gated",
-            remedy="run again: the altered artifact is noticed and made anew",
+            remedy="run again: the altered artifact is noticed and rebuilt",
         )
 
 

@@ -8,7 +8,7 @@ What notices what:
   agree with;
 * provenance and SHA256SUMS edited to agree: the version, where it is the content (a hash over all files, known to
   others as the name of the directory or tag);
-* all of it made anew under another version: only a signature, checked with a key that came another way.
+* all of it rebuilt under another version: only a signature, checked with a key that came another way.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class ReportedJudge(_Part):
     """What a model that judges answers said of the merge's. A win is one in both orders; all else is a tie."""
 
     model: str  # that judged
-    reference: str  # whose answers the merge's are held against
+    reference: str  # whose answers the merge's are compared with
     prompts: int = Field(ge=0)
     wins: int = Field(ge=0)  # of the merge
     ties: int = Field(ge=0)

@@ -71,14 +71,14 @@ def ask_generation(asked: ServedSubject) -> list[Check]:
     first: list[Completion] = []
     again: list[Completion] = []
     for prompt in asked.settings.prompts:
-        for said in (first, again):
+        for completions in (first, again):
             answer = asked.complete(
                 prompt, asked.settings.max_tokens, extension={"return_token_ids": True}, logprobs=1, seed=0
             )
             completion = completion_of(answer)
             if completion is None:
                 return [_no_answer(prompt, answer)]
-            said.append(completion)
+            completions.append(completion)
     return [_finite(first), _text(first), _deterministic(first, again), _loops(first)]
 
 
@@ -195,8 +195,8 @@ def looped_share(tokens: Sequence[Any]) -> float:
     return longest / len(tokens) if tokens else 0.0
 
 
-def _finite(said: Sequence[Completion]) -> Check:
-    numbers = [number for completion in said for number in completion.logprobs or ()]
+def _finite(completions: Sequence[Completion]) -> Check:
+    numbers = [number for completion in completions for number in completion.logprobs or ()]
     if not numbers:
         return Check(name="finite logprobs", outcome="not offered", seen="the server gives no log-probabilities")
     broken = sum(not math.isfinite(number) for number in numbers)
@@ -205,12 +205,13 @@ def _finite(said: Sequence[Completion]) -> Check:
     return Check(name="finite logprobs", outcome="pass", seen=f"{len(numbers)} tokens", expected="finite ones")
 
 
-def _text(said: Sequence[Completion]) -> Check:
-    name, expected = "text", f"after at least half of {len(said)} prompts"
-    spoke = [completion.text.strip() for completion in said if completion.text.strip()]
-    if 2 * len(spoke) < len(said) or not spoke:
-        return _failed(name, f"nothing after {len(said) - len(spoke)} of {len(said)} prompts", expected, _BROKEN_MODEL)
-    return Check(name=name, outcome="pass", seen=_quoted(spoke[0]), expected=expected)
+def _text(completions: Sequence[Completion]) -> Check:
+    name, expected = "text", f"after at least half of {len(completions)} prompts"
+    texts = [completion.text.strip() for completion in completions if completion.text.strip()]
+    if 2 * len(texts) < len(completions) or not texts:
+        empty = f"nothing after {len(completions) - len(texts)} of {len(completions)} prompts"
+        return _failed(name, empty, expected, _BROKEN_MODEL)
+    return Check(name=name, outcome="pass", seen=_quoted(texts[0]), expected=expected)
 
 
 def _deterministic(first: Sequence[Completion], again: Sequence[Completion]) -> Check:
@@ -224,12 +225,12 @@ def _deterministic(first: Sequence[Completion], again: Sequence[Completion]) -> 
     return Check(name=name, outcome="pass", seen=f"{tokens} tokens after {len(first)} prompts", expected=expected)
 
 
-def _loops(said: Sequence[Completion]) -> Check:
+def _loops(completions: Sequence[Completion]) -> Check:
     name, expected = "no loop", f"at most half of them over {100 * _LOOPED:.0f} % one pattern"
-    if all(len(completion.identity) < 2 <= completion.tokens for completion in said):
+    if all(len(completion.identity) < 2 <= completion.tokens for completion in completions):
         return Check(name=name, outcome="not offered", seen="the server tells no tokens apart", expected=expected)
     # What ended by itself after a few tokens is no loop.
-    shares = [looped_share(each.identity) if len(each.identity) >= _SHORT else 0.0 for each in said]
+    shares = [looped_share(each.identity) if len(each.identity) >= _SHORT else 0.0 for each in completions]
     loops = [share for share in shares if share > _LOOPED]
     seen = f"{len(loops)} of {len(shares)}; {100 * max(shares):.0f} % at most"
     if 2 * len(loops) > len(shares):

@@ -2,7 +2,7 @@
 
 ::
 
-    with Server(launch, log, settings) as server:
+    with ServerProcess(launch, log, settings) as server:
         server.await_ready()
         ...                       # server.url, server.model
     server.peak_memory            # and no process, port or temporary file is left
@@ -10,23 +10,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import secrets
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+from tasks.processes import NotStarted, ProcessEnd, SupervisedProcess
 from tasks.remote import Unreachable
-from tasks.serve import supervisor
 from tasks.serve.client import Client
 from tasks.serve.launch import Launch
 from tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
@@ -54,10 +47,9 @@ class ServerProcess:
         self._port = 0
         self._began = 0.0  # when the process was started
         self._deadline = time.monotonic() + settings.total_within
-        self._supervisor: subprocess.Popen[bytes] | None = None
-        self._pid = 0
-        self._scratch: Path | None = None
-        self._final: dict[str, Any] = {}
+        self._process: SupervisedProcess | None = None
+        self._not_started = ""
+        self._end = ProcessEnd()
         self._answered = False
         self.name = f"mergegate-{secrets.token_hex(4)}"  # so that no other server can be taken for this one
         self.model = self.name  # what it calls the model
@@ -70,14 +62,12 @@ class ServerProcess:
     @property
     def peak_memory(self) -> int | None:
         """Bytes, known when it has ended."""
-        peak = self._final.get("peak_memory")
-        return int(peak) if peak else None
+        return self._end.peak_memory or None
 
     @property
     def peak_gpu_memory(self) -> int | None:
         """Bytes on all GPUs, known when it has ended; None where there is no GPU, or nothing was on it."""
-        peak = self._final.get("peak_gpu_memory")
-        return int(peak) if peak else None
+        return self._end.peak_gpu_memory or None
 
     def __enter__(self) -> Self:
         try:
@@ -116,81 +106,56 @@ class ServerProcess:
                 self._answered = True
                 return
             if time.monotonic() - began > self._settings.ready_within:
-                said = root_cause(self._text())  # before it is ended, which it will talk about, too
+                cause = root_cause(self._text())  # before it is ended, which it will talk about, too
                 self.stop()
-                raise ServerEnded(f"not ready in {self._settings.ready_within:g} s; last: {said}", "machine", None)
+                raise ServerEnded(f"not ready in {self._settings.ready_within:g} s; last: {cause}", "machine", None)
             time.sleep(_PAUSE)
 
     @property
     def alive(self) -> bool:
-        """Whether the server runs, as far as its supervisor has noticed."""
-        return self._supervisor is not None and self._supervisor.poll() is None
+        """Whether the server runs, or has not been cleared away yet."""
+        return self._process is not None and self._process.alive
 
     def has_died(self, within: float = 5.0) -> bool:
         """Whether the server ends by itself within some seconds: a refused connection comes before the news of it."""
-        assert self._supervisor is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._supervisor.wait(within)
-        return not self.alive
+        return self._process is None or self._process.ends(within)
 
     def ended(self) -> ServerEnded:
         """Why the server is no more."""
         self.stop()
-        returncode = self._final.get("returncode")
-        if self._final.get("why") == "limit":
+        returncode = self._end.returncode
+        if self._end.why == "limit":
             limit = self._settings.total_within
             return ServerEnded(f"took longer than {limit:g} s altogether", "machine", returncode)
-        if (error := self._final.get("error")) is not None:
-            return ServerEnded(str(error), "machine", None)
+        if self._not_started:
+            return ServerEnded(self._not_started, "machine", None)
         cause = root_cause(self._text())
         return ServerEnded(cause, blame(cause, returncode, had_answered=self._answered), returncode)
 
     def stop(self) -> None:
         """End the server and everything it started; harmless if there is nothing to end."""
-        process, self._supervisor = self._supervisor, None
-        if process is None:
-            return
-        patience = self._grace + 15
-        try:
-            said, _ = process.communicate(timeout=patience)  # closes its input, which is the request to end
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
-        with contextlib.suppress(IndexError, ValueError):
-            self._final = json.loads(said.splitlines()[-1])
-        if process.returncode != 0:
-            self._sweep()
+        if self._process is not None:
+            self._end = self._process.end()
+            self._process = None
 
     def _start(self) -> None:
         self._port = free_port()
-        order = {
-            "command": self._launch.at(self._port, self.name),
-            "environment": self._launch.environment,
-            "log": str(self._log),
-            "grace": self._grace,
-            "limit": max(1.0, self._deadline - time.monotonic()),
-        }
         self._log.write_bytes(b"")
         self._began = time.monotonic()
-        process = subprocess.Popen(
-            # Isolated and without site-packages: it needs the standard library only.
-            [sys.executable, "-I", "-S", supervisor.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._supervisor = process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()
-        started = json.loads(process.stdout.readline() or b'{"error": "the supervisor ended"}')
-        if "error" in started:
-            self._final = started
-            process.wait()
-            return
-        self._pid, self._scratch = started["pid"], Path(started["scratch"])
+        with self._log.open("ab") as output:
+            try:
+                self._process = SupervisedProcess(
+                    self._launch.at(self._port, self.name),
+                    self._launch.environment,
+                    output,
+                    name="serve",
+                    grace=self._grace,
+                    limit=max(1.0, self._deadline - time.monotonic()),
+                    short_paths=True,
+                    measured=True,
+                )
+            except NotStarted as error:
+                self._not_started = str(error)
 
     def _is_ready(self) -> bool:
         client = Client(self.url, timeout=min(5.0, self._settings.answer_within))
@@ -204,14 +169,6 @@ class ServerProcess:
             return self.name in models
         self.model = next(iter(models), self.name)
         return bool(models)
-
-    def _sweep(self) -> None:
-        """What the supervisor would have done, if it was killed: the leader went with it, its group did not."""
-        if self._pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pid, signal.SIGKILL)
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _text(self) -> str:
         """The log; of a very long one, start and end."""

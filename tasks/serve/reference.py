@@ -1,4 +1,4 @@
-"""What the server's answers are held against: the same checkpoint in transformers, asked for the same things."""
+"""What the server's answers are compared with: the same checkpoint in transformers, asked for the same things."""
 
 from __future__ import annotations
 

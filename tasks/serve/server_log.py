@@ -10,7 +10,7 @@ Blame = Literal["model", "machine", "settings"]
 
 # Beginnings that loggers put before what is said: '(EngineCore pid=7) ERROR 11-20 11:01:16 [core.py:842] '.
 _PREFIX = re.compile(r"^(?:\([^)]*\)\s*)?(?:[A-Z]+\s+\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\s+)?(?:\[[^\]]*\]\s*)?")
-_MILD = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
+_NO_ERROR = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
 _RAISED = re.compile(r"(?:^|\s)((?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|error|fatal error): .+)$")
 # Said about an end whose cause stands elsewhere in the log.
 _CONSEQUENCE = re.compile(
@@ -18,7 +18,7 @@ _CONSEQUENCE = re.compile(
     r"WorkerProc initialization failed|See root cause above|Failed core proc|CancelledError"
 )
 # What interpreters say when they end.
-_LAST_BREATH = re.compile(r"resource_tracker|warnings\.warn\(|nanobind|^ - (?:leaked|\.\.\.)")
+_PRINTED_AT_EXIT = re.compile(r"resource_tracker|warnings\.warn\(|nanobind|^ - (?:leaked|\.\.\.)")
 _LONGEST = 400
 
 # Also of a server that had answered already.
@@ -44,14 +44,14 @@ def root_cause(log: str) -> str:
     """The line that says why a server ended: the first error that is no consequence of another; else the last line."""
     errors = []
     for line in log.splitlines():
-        if _MILD.search(line[:80]):
+        if _NO_ERROR.search(line[:80]):
             continue
         if match := _RAISED.search(_PREFIX.sub("", line.strip())):
             errors.append(match[1].strip())
     causes = [error for error in errors if not _CONSEQUENCE.search(error)]
     if causes or errors:
         return (causes or errors)[0][:_LONGEST]
-    said = [line.strip() for line in log.splitlines() if line.strip() and not _LAST_BREATH.search(line)]
+    said = [line.strip() for line in log.splitlines() if line.strip() and not _PRINTED_AT_EXIT.search(line)]
     return _PREFIX.sub("", said[-1])[:_LONGEST] if said else "it said nothing"
 
 

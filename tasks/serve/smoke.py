@@ -49,7 +49,7 @@ def smoke_checkpoint(
 
     Args:
         kind: Which server (``find_server``).
-        device: Where transformers computes what the server's answers are held against.
+        device: Where transformers computes what the server's answers are compared with.
         log: File for what the server says.
 
     Raises:
@@ -110,14 +110,12 @@ def smoke_url(
         found = static_checks(opened, must_chat=settings.chat)
         if not any(check.outcome == "fail" for check in found):
             reference = _reference(checkpoint, opened, settings, device, longest or context_of(settings, opened))
-    interview = ServerProbe(ServedSubject(client, name, settings, reference, longest), on_progress)
+    probe = ServerProbe(ServedSubject(client, name, settings, reference, longest), on_progress)
     try:
-        interview.hold()
+        probe.run()
     except Unreachable as why:
-        interview.silence(str(why))
-    return serve_verdict(
-        name, url, [*found, *interview.checks], _measured(interview).model_copy(update={"when": today()})
-    )
+        probe.note_no_answer(str(why))
+    return serve_verdict(name, url, [*found, *probe.checks], _measured(probe).model_copy(update={"when": today()}))
 
 
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
@@ -135,7 +133,7 @@ class ServerProbe:
         self.checks: list[Check] = []
         self.speed = Speed()
 
-    def hold(self, server: ServerProcess | None = None) -> None:
+    def run(self, server: ServerProcess | None = None) -> None:
         """Ask everything.
 
         Raises:
@@ -162,12 +160,12 @@ class ServerProbe:
                 raise server.ended() from None
             raise
 
-    def silence(self, why: str) -> None:
+    def note_no_answer(self, why: str) -> None:
         """Note that the last question was not answered."""
         remedy = "serve.answer_within for a slow machine; else see the server's log"
         self.checks.append(Check(name=self.question, outcome="fail", seen=why, expected="an answer", remedy=remedy))
 
-    def end(self, end: ServerEnded, log: Path) -> None:
+    def note_end(self, end: ServerEnded, log: Path) -> None:
         """Note that the server ended at the last question."""
         self.checks.append(
             Check(
@@ -191,7 +189,7 @@ def _serve(
     on_progress: OnStep,
 ) -> tuple[list[Check], ServingCost]:
     server = ServerProcess(launch(settings, kind, checkpoint), log, settings)
-    interview: ServerProbe | None = None
+    probe: ServerProbe | None = None
     found: list[Check] = []
     expected = f"an answer within {settings.ready_within:g} s"
     try:
@@ -200,26 +198,26 @@ def _serve(
             seen = f"after {server.seconds_to_ready or 0:.1f} s"
             found = [Check(name="ready", outcome="pass", seen=seen, expected=expected)]
             client = Client(server.url, settings.answer_within)
-            interview = ServerProbe(ServedSubject(client, server.model, settings, reference, longest), on_progress)
-            interview.hold(server)
+            probe = ServerProbe(ServedSubject(client, server.model, settings, reference, longest), on_progress)
+            probe.run(server)
     except ServerEnded as end:
         _unless_the_model(end, kind, log)
-        if interview is None:
+        if probe is None:
             remedy = "the log has the whole story"
             seen = f"ended before it answered: {end.cause}"
             found = [Check(name="ready", outcome="fail", seen=seen, expected=expected, where=log.name, remedy=remedy)]
         else:
-            interview.end(end, log)
+            probe.note_end(end, log)
     except Unreachable as why:
-        if interview is None:
+        if probe is None:
             raise
-        interview.silence(str(why))
-    return [*found, *(interview.checks if interview else ())], _measured(interview, server)
+        probe.note_no_answer(str(why))
+    return [*found, *(probe.checks if probe else ())], _measured(probe, server)
 
 
-def _measured(interview: ServerProbe | None, server: ServerProcess | None = None) -> ServingCost:
+def _measured(probe: ServerProbe | None, server: ServerProcess | None = None) -> ServingCost:
     """What is known of a server that has been asked; of one of ours when it has ended."""
-    speed = interview.speed if interview else Speed()
+    speed = probe.speed if probe else Speed()
     return ServingCost(
         seconds_to_ready=server.seconds_to_ready if server else None,
         seconds_to_first_token=speed.seconds_to_first_token,

@@ -407,7 +407,8 @@ def _settled(state: Any) -> Any:
     if isinstance(value, BaseException):
         raise value
     if isinstance(value, StoredValue):
-        _states()[value.digest] = state
+        # Without its data: Prefect looks through everything that a task waits for.
+        _states()[value.digest] = state.model_copy(update={"data": True})
     return value
 
 

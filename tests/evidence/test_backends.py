@@ -18,11 +18,12 @@ from merge_core.store.hashing import HashMemo
 from merge_core.store.keys import digest
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import unload
-from tasks.evaluation import backends, process
+from tasks.evaluation import process
+from tasks.evaluation.backends import vllm
+from tasks.evaluation.backends.served import ModelEndpoint, ServerSettings
 from tasks.evaluation.document_scores import DocumentScore
 from tasks.evaluation.harness import score_documents
-from tasks.evaluation.sampling import DocumentRange
-from tasks.evaluation.scoring import ModelEndpoint, Scoring, ServerSettings
+from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.task_definition import EvalTask, pin_task
 
 WHOLE = DocumentRange(first=0, last=40)
@@ -32,7 +33,7 @@ WHOLE = DocumentRange(first=0, last=40)
 def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(backends, "_engine", None)
+    monkeypatch.setattr(vllm, "_engine", None)
     yield
     unload()
 
@@ -185,6 +186,7 @@ def test_addresses_are_of_each_model_or_of_all() -> None:
         {"backend": "hf", "vllm": {}},
         {"backend": "vllm", "vllm": {"gpu_memory_utilization": 1.5}},
         {"backend": "vllm", "vllm": {"tensor_parallel_size": 0}},
+        {"backend": "hugging"},
         {"time_limit": 0},
     ],
 )

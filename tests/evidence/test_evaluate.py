@@ -22,8 +22,7 @@ from tasks.checkpoints.model_cache import unload
 from tasks.evaluation import document_scores
 from tasks.evaluation.document_scores import DocumentScore
 from tasks.evaluation.harness import count_documents, score_documents
-from tasks.evaluation.sampling import DocumentRange
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.stage import default_metric, score_table
 from tasks.evaluation.task_definition import EvalTask, pin_task
 from tasks.gate.guards import Guard

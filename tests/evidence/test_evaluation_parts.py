@@ -18,8 +18,7 @@ from merge_core.store.hashing import HashMemo
 from merge_core.store.store import Artifact
 from tasks.checkpoints.model import Model
 from tasks.evaluation import document_scores, process
-from tasks.evaluation.sampling import ordered
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import Scoring, ordered
 from tasks.evaluation.stage import Scores, document_count, evaluate_to, join_parts
 from tasks.evaluation.task_definition import EvalTask, pin_task
 from tasks.gate.guards import Guard
@@ -197,7 +196,6 @@ from prefect import flow
 from tasks.evaluation.stage import evaluate_to
 from tasks.checkpoints import Model
 from tasks.stage import Runtime
-from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.task_definition import EvalTask
 
 @flow
@@ -211,7 +209,9 @@ with local_api():
 
 KILL_ONCE = """if not (HERE / "killed").exists():
     (HERE / "killed").touch()
-    os.killpg(os.getpgid(os.getppid()), signal.SIGKILL)
+    supervisor = Path(f"/proc/{os.getppid()}/stat").read_text()
+    flow = int(supervisor.rpartition(")")[2].split()[1])
+    os.killpg(os.getpgid(flow), signal.SIGKILL)
     signal.pause()"""
 
 

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 from patience import HANG_S, LONGER_THAN_HANG_S
 from tiny_models import make_model, words, write_choices
-from traps import PROJECT, asked, ends, in_another_process, write_trap
+from traps import PROJECT, asked, ends, in_another_process, parent_of, write_trap
 
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store.hashing import HashMemo
 from tasks.checkpoints import model_cache
 from tasks.checkpoints.model import Model
 from tasks.evaluation import harness, process
-from tasks.evaluation.sampling import DocumentRange, ordered
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import DocumentRange, Scoring, ordered
 from tasks.evaluation.task_definition import EvalTask, pin_task
 
 SLEEPER = f'child = subprocess.Popen(["sleep", "{LONGER_THAN_HANG_S}"])'
@@ -158,8 +157,6 @@ FLOW = """
 from pathlib import Path
 from tasks.evaluation import process as evaluation_process
 from tasks.checkpoints import Model
-from tasks.evaluation.sampling import DocumentRange, ordered
-from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.task_definition import EvalTask
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
@@ -190,10 +187,12 @@ def test_it_dies_with_the_flow_even_when_that_is_killed(
     with in_another_process(flow(model, task), tmp_path) as running:
         child = int((tmp_path / "told").read_text())  # waits until it hangs
         scoring = asked(task)[-1][0]
+        supervisor = parent_of(scoring)
         assert not ends(scoring, within=0)
         running.kill()
         assert ends(scoring)
         assert ends(child)
+        assert ends(supervisor)
     assert not list(scratch.glob("mergegate-*"))
 
 
@@ -242,3 +241,13 @@ note("watched")
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
     assert (tmp_path / "noted").read_text() == "watched\n" * 2  # the flow, and the process that scores
     assert not [path for place in (home, tmp_path / "scratch") for path in place.rglob("*") if path.is_file()]
+
+
+def test_the_process_that_scores_does_not_wait_for_what_it_does_not_need() -> None:
+    """Prefect takes as long to import as everything else together."""
+    script = (
+        "import sys; from tasks.evaluation import harness, process; from tasks.checkpoints import Model, model_cache; "
+        "print([name for name in ('prefect', 'torch', 'matplotlib', 'httpx') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

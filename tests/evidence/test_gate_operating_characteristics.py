@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gate_samples import paired
 
-from tasks.evaluation.sampling import looks
+from tasks.evaluation.scoring import looks
 from tasks.gate.guards import Guard
 from tasks.gate.regression import judge_guards, measure_guard
 

@@ -1,4 +1,4 @@
-"""What a guard is held against: a parent, the best parent, or the release of today."""
+"""What a guard is compared with: a parent, the best parent, or the release of today."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ from tasks.checkpoints.model_cache import unload
 from tasks.evaluation.document_scores import DocumentScore
 from tasks.evaluation.harness import count_documents, score_documents
 from tasks.evaluation.lm_eval_results import TaskResults, check_alike, find_results, precision_differences, read_task
-from tasks.evaluation.sampling import DocumentRange
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.task_definition import pin_task
 
 GENERATED = """task: endings

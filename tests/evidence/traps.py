@@ -14,7 +14,7 @@ from patience import HANG_S
 from tiny_models import words, write_choices
 
 from merge_core.store.hashing import HashMemo
-from tasks.evaluation.sampling import ordered
+from tasks.evaluation.scoring import ordered
 from tasks.evaluation.task_definition import EvalTask, pin_task
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -63,6 +63,10 @@ def ends(process: int, within: float = HANG_S) -> bool:
         return bool(select.select([descriptor], [], [], within)[0])
     finally:
         os.close(descriptor)
+
+
+def parent_of(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from merge_core.store.store import Artifact
 from tasks.checkpoints.model import Model
 from tasks.evaluation import document_scores
 from tasks.evaluation.document_scores import DocumentScore
-from tasks.evaluation.sampling import document_ranges
-from tasks.evaluation.scoring import Scoring
+from tasks.evaluation.scoring import Scoring, document_ranges
 from tasks.evaluation.stage import Scores, TaskScore
 from tasks.evaluation.task_definition import EvalTask
 from tasks.gate.guards import CHAMPION, GateRule, Guard

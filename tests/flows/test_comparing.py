@@ -27,7 +27,7 @@ publish: {to: directory, path: ../releases/small}
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> tuple[Project, dict[str, Any]]:
-    """A project in which base was held against reverser, and what that printed as JSON."""
+    """A project in which base was compared with reverser, and what that printed as JSON."""
     project = make_project(tmp_path_factory.mktemp("compared"))
     (project.root / "profiles" / "small.yaml").write_text(PROFILE)
     code, outcome = compare(project, MODELS / "reverser", MODELS / "base")

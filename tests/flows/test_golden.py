@@ -79,7 +79,7 @@ def check(stage: DeclaredStage, home: Path) -> None:  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_a_stage_makes_what_its_version_promises(stage: Stage, released: tuple[Project, Printed]) -> None:  # type: ignore[type-arg]
+def test_a_stage_makes_what_its_version_promises(stage: DeclaredStage, released: tuple[Project, Printed]) -> None:  # type: ignore[type-arg]
     check(stage, released[0].home)
 
 
@@ -103,5 +103,5 @@ def with_everything(tmp_path_factory: pytest.TempPathFactory, demo_release: Path
 
 
 @pytest.mark.parametrize("stage", OPTIONAL, ids=lambda stage: stage.name)
-def test_an_optional_stage_makes_what_its_version_promises(stage: Stage, with_everything: Project) -> None:  # type: ignore[type-arg]
+def test_an_optional_stage_makes_what_its_version_promises(stage: DeclaredStage, with_everything: Project) -> None:  # type: ignore[type-arg]
     check(stage, with_everything.home)

@@ -141,3 +141,30 @@ def test_recipes_and_profiles_are_told_apart() -> None:
     demo = next(file for file in PROFILES if file.stem == "demo")
     assert not is_recipe(demo)
     assert is_recipe(demo.parent / "demo" / "recipes" / "ties.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("name: demo\nrecipe: recipe.yaml\nname: other\n", "profile.yaml, line 3, column 1"),
+        ("name: demo\nperplexity: {documents: a, documents: b}\n", "profile.yaml, line 2, column 28"),
+    ],
+)
+def test_a_key_written_twice_is_an_error_with_its_line(tmp_path: Path, text: str, place: str) -> None:
+    (tmp_path / "profile.yaml").write_text(text)
+    for read in (load_profile, is_recipe):
+        with pytest.raises(InvalidInput, match="is written twice") as caught:
+            read(tmp_path / "profile.yaml")
+        assert caught.value.where.endswith(place)
+
+
+def test_a_key_that_an_anchor_gives_may_be_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "profile.yaml").write_text(
+        "name: demo\nrecipe: recipe.yaml\npublish: {to: directory, path: out}\n"
+        "evaluate:\n  tasks:\n"
+        "    - &mmlu {task: mmlu, guarded_by: general, max_drop: 2}\n"
+        "    - {<<: *mmlu, task: gsm8k}\n"
+    )
+    evaluate = load_profile(tmp_path / "profile.yaml").evaluate
+    assert evaluate is not None
+    assert [task.task for task in evaluate.tasks] == ["mmlu", "gsm8k"]

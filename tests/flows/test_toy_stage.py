@@ -112,4 +112,5 @@ def test_its_section_is_in_the_report_the_summary_and_on_prefects_page(
 def test_where_nobody_asks_it_leaves_no_trace(released: tuple[Project, Printed]) -> None:
     project, printed = released
     assert "scales" not in printed.output
-    assert "scales" not in (project.latest / "report.html").read_text(encoding="utf-8")
+    (place,) = (line.split()[1] for line in printed.output.splitlines() if line.startswith("  release "))
+    assert "scales" not in (project.root / place / "report.html").read_text(encoding="utf-8")

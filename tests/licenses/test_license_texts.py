@@ -18,7 +18,7 @@ SHIPPED_TEXTS = {file.name.removesuffix(".txt"): file for file in TEXTS.glob("*.
 MIT = SHIPPED_TEXTS["mit"].read_text()
 GEMMA = SHIPPED_TEXTS["gemma"].read_text()
 
-# Texts that are not to be had offline, or are none: what the release then lacks is an open obligation.
+# Texts that are unavailable offline, or are none: what the release then lacks is an open obligation.
 WITHOUT_TEXT = """
 apple-amlr baichuan bsd cc chatglm databricks-open-model-license deepfloyd-if-license
 fair-noncommercial-research-license gfdl gpl grok2-community h-research hunyuan-community intel-research internlm

@@ -99,5 +99,5 @@ def test_a_sample_is_of_a_few_runs_wherever_a_block_begins(start: int, length: i
 
 
 def test_nothing_is_said_about_the_size_of_what_is_broken() -> None:
-    (finding,) = judge_health([TensorHealth("x", broken=1, zero=False, size=float("inf"), parents=(1.0,))])
+    (finding,) = judge_health([TensorHealth("x", non_finite=1, zero=False, rms=float("inf"), parents=(1.0,))])
     assert finding.severity == "block"

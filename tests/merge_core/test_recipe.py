@@ -73,6 +73,8 @@ def test_comments_and_spelling_of_numbers_do_not_change_the_canonical_form() -> 
         (("models:", "models: []\nslices:"), "exactly one"),
         (("  - model: org/code", "  - modle: org/code"), "did you mean 'model'"),
         (("dtype: float16", "dtype: [float16"), "line"),
+        (("dtype: float16", "dtype: 2024-13-45"), "not YAML"),
+        (("dtype: float16", "dtype: !!int ''"), "not YAML"),
     ],
 )
 def test_what_the_peer_ignores_or_finds_late_is_refused_at_once(change: tuple[str, str], said: str) -> None:

@@ -1,4 +1,4 @@
-"""A merge that is killed goes on where it was, and ends in the same bytes."""
+"""A merge that is killed resumes where it left off, and ends in the same bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from family import merge_text, random_tensors, save_checkpoint
 
 from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+from merge_core.engine import journal
 
 TEXT = """
 merge_method: dare_ties
@@ -123,7 +124,20 @@ def test_a_journal_of_another_merge_is_not_continued(parents: Path, monkeypatch:
     assert other.files == merge_text(LINEAR.replace("weight: 1", "weight: 1, normalize: false"), parents, "new").files
 
 
-def test_a_changed_input_starts_the_merge_anew(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_journal_of_an_older_engine_is_not_continued(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(journal, "ENGINE", 2)
+        interrupted(parents, older)
+    for file in (parents / "out").glob("*.journal.partial"):  # What that engine called the same things.
+        text = file.read_text()
+        assert '"non_finite"' in text or '"tensor"' not in text
+        file.write_text(text.replace('"non_finite"', '"broken"').replace('"rms"', '"size"'))
+    record = merge_text(LINEAR, parents)
+    assert record.bytes_resumed == 0
+    assert record.files == merge_text(LINEAR, parents, "new").files
+
+
+def test_a_changed_input_restarts_the_merge(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(parents, monkeypatch)
     for file in (parents / "b").glob("*.safetensors"):
         content = bytearray(file.read_bytes())
@@ -137,8 +151,6 @@ def test_a_changed_input_starts_the_merge_anew(parents: Path, monkeypatch: pytes
 def test_after_a_crash_of_the_machine_only_flushed_shards_are_believed(
     parents: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from merge_core.engine import journal
-
     interrupted(parents, monkeypatch)
     journals = {path.name: path.read_text() for path in (parents / "out").glob("*.journal.partial")}
     flushed = {name.removesuffix(".journal.partial") for name, text in journals.items() if "sha256" in text}

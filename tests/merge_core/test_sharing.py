@@ -136,7 +136,7 @@ def test_the_shards_of_a_killed_participant_are_taken_over(parents: Path, seed: 
     assert {path.name for path in (parents / "out").iterdir()} == set(alone.files)
 
 
-def test_when_all_are_killed_the_next_one_goes_on(parents: Path) -> None:
+def test_when_all_are_killed_the_next_one_resumes(parents: Path) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")
     codes, reports = together(parents, 2, 2)
     assert (codes, reports) == ([-9, -9], [])

@@ -1,4 +1,4 @@
-"""Merges of slices: layers are renumbered, gradients start anew, and the config follows."""
+"""Merges of slices: layers are renumbered, gradients start over, and the config follows."""
 
 from __future__ import annotations
 

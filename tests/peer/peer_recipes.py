@@ -47,7 +47,7 @@ parameters:
 """
 _BASED = "base_model: base\n"
 
-# Layers cut, moved and repeated; parameters at every level, the narrower winning; gradients that start anew per slice.
+# Layers cut, moved and repeated; parameters at every level, the narrower winning; gradients that start over per slice.
 _CUT = """
 slices:
   - sources:

@@ -11,7 +11,7 @@ import pytest
 from merge_core.errors import InvalidInput
 from merge_core.forecast import probe
 from merge_core.forecast.forecast import Rates
-from merge_core.forecast.probe import measure_bus, measure_machine, place_of, recall, reference_pass, remember
+from merge_core.forecast.probe import load_rates, machine_key, measure_bus, measure_machine, reference_pass, save_rates
 
 RATES = Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=False, measured_at=time.time())
 
@@ -84,8 +84,8 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 
 def test_a_memory_that_cannot_be_written_is_no_failure(tmp_path: Path, weights: Path) -> None:
-    remember(weights / "rates.json", "here", RATES)
-    assert recall(weights / "rates.json", "here", max_age=3600) is None
+    save_rates(weights / "rates.json", "here", RATES)
+    assert load_rates(weights / "rates.json", "here", max_age=3600) is None
 
 
 def test_more_elements_take_longer() -> None:
@@ -96,12 +96,12 @@ def test_more_elements_take_longer() -> None:
 def test_rates_are_remembered_by_place_and_for_a_while(tmp_path: Path) -> None:
     memory = tmp_path / "state" / "rates.json"
     old = replace(RATES, measured_at=time.time() - 7200)
-    remember(memory, "here", RATES)
-    remember(memory, "there", old)
-    assert recall(memory, "here", max_age=3600) == RATES
-    assert recall(memory, "there", max_age=3600) is None
-    assert recall(memory, "there", max_age=10_000) == old
-    assert recall(memory, "elsewhere", max_age=3600) is None
+    save_rates(memory, "here", RATES)
+    save_rates(memory, "there", old)
+    assert load_rates(memory, "here", max_age=3600) == RATES
+    assert load_rates(memory, "there", max_age=3600) is None
+    assert load_rates(memory, "there", max_age=10_000) == old
+    assert load_rates(memory, "elsewhere", max_age=3600) is None
     assert [path.name for path in memory.parent.iterdir()] == ["rates.json"]
 
 
@@ -109,12 +109,12 @@ def test_rates_are_remembered_by_place_and_for_a_while(tmp_path: Path) -> None:
 def test_a_damaged_memory_is_only_forgotten(tmp_path: Path, content: str) -> None:
     memory = tmp_path / "rates.json"
     memory.write_text(content)
-    assert recall(memory, "here", max_age=3600) is None
-    remember(memory, "here", RATES)
-    assert recall(memory, "here", max_age=3600) == RATES
+    assert load_rates(memory, "here", max_age=3600) is None
+    save_rates(memory, "here", RATES)
+    assert load_rates(memory, "here", max_age=3600) == RATES
 
 
 def test_a_place_is_a_machine_with_its_disks_and_device(tmp_path: Path, weights: Path) -> None:
-    here = place_of([weights], tmp_path, cores=2, device="cpu")
-    assert here == place_of([weights, weights], tmp_path, cores=2, device="cpu")
-    assert here != place_of([weights], tmp_path, cores=2, device="cuda")
+    here = machine_key([weights], tmp_path, cores=2, device="cpu")
+    assert here == machine_key([weights, weights], tmp_path, cores=2, device="cpu")
+    assert here != machine_key([weights], tmp_path, cores=2, device="cuda")

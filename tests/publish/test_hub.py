@@ -247,7 +247,7 @@ def test_a_hub_that_stays_down_ends_in_a_refusal_that_says_run_again(
 ) -> None:
     stand_in.set_faults([Fault("fail", path=path, times=1 << 30, status=status)])
     answer = lfs.publish(stand_in.url, WRITER, files, "v1")
-    assert "run again later: it goes on where it stopped" in answer["refused"]
+    assert "run again later: it resumes where it left off" in answer["refused"]
     assert answer["exit"] == 3
     assert 60 <= answer["waited"] <= 600, "minutes, not seconds and not hours"
     stand_in.set_faults([])

@@ -194,7 +194,8 @@ def cyclonedx_finds(documents: list[str]) -> list[str | None]:
 
 
 @pytest.mark.skipif(
-    not CYCLONEDX.exists() and "MERGEGATE_REQUIRE_CYCLONEDX" not in os.environ, reason="make .venv-cyclonedx/ready"
+    not CYCLONEDX.exists() and "MERGEGATE_REQUIRE_CYCLONEDX" not in os.environ,
+    reason="make .venv-cyclonedx/ready first",
 )
 def test_the_bill_of_materials_passes_the_strict_schema_of_cyclonedx(tmp_path: Path) -> None:
     said = content((share("arc_easy", 300, 400), share("gsm8k", 700, 1319, "exact_match,flexible-extract")))

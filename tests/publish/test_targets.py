@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from flows.profile import parse_profile
 from merge_core.errors import InvalidInput
 from tasks.publish.targets.contract import check_target
-from tasks.publish.targets.directory import DirectoryTarget
+from tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 from tasks.publish.targets.hub import HubTarget
+from tasks.publish.targets.registry import find_release
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 
@@ -58,3 +60,33 @@ def test_a_missing_token_or_key_is_found_before_anything_is_merged(
         check_target(HubTarget(to="hub", repo="acme/demo"), tmp_path)
     with pytest.raises(InvalidInput, match=r"release\.key: No such file"):
         check_target(DirectoryTarget(path=Path("out"), sign_key=Path("release.key")), tmp_path)
+
+
+def test_a_directory_is_meant_before_a_repository_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match="unset HF_HUB_OFFLINE"):
+        find_release("acme/demo")
+    (tmp_path / "acme" / "demo").mkdir(parents=True)
+    assert find_release("acme/demo") == DirectoryRelease(Path("acme/demo"))
+
+
+def test_a_name_of_no_release_is_answered_with_what_could_be_meant() -> None:
+    with pytest.raises(InvalidInput) as unknown:
+        find_release("./nowhere")
+    assert str(unknown.value) == (
+        "./nowhere: no such directory\n"
+        "  expected: the directory of a release, or org/name@version on the Hub\n"
+        "  remedy:   check the spelling, the network, and HF_TOKEN for a private repository"
+    )
+
+
+@pytest.mark.parametrize("floor", ["flows", "tasks"])
+def test_nobody_but_the_registry_asks_which_target_it_is(floor: str) -> None:
+    project = Path(__file__).resolve().parents[2]
+    own = project / "tasks" / "publish" / "targets"
+    asking = [
+        str(file.relative_to(project))
+        for file in sorted((project / floor).rglob("*.py"))
+        if own not in file.parents and re.search(r"\b(Hub|Directory)Target\b", file.read_text())
+    ]
+    assert asking == []

@@ -17,11 +17,11 @@ import pytest
 from patience import HANG_S
 from traces import MARK, Traces, flow, listens, stand_in
 
+from tasks.processes import Gpus
 from tasks.serve.client import Client
 from tasks.serve.launch import Launch
 from tasks.serve.process import ServerEnded, ServerProcess
 from tasks.serve.settings import ServeSettings
-from tasks.serve.supervisor import Gpus
 
 
 def settings(**changes: float) -> ServeSettings:
@@ -177,16 +177,16 @@ def test_sockets_of_a_server_have_short_paths(tmp_path: Path, traces: Traces, mo
     monkeypatch.setenv("TMPDIR", str(deep))
     with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
         server.await_ready()
-        assert server._scratch is not None
-        assert len(str(server._scratch / str(uuid.uuid4()))) <= 107
-        scratch = server._scratch
+        assert server._process is not None
+        assert len(str(server._process.scratch / str(uuid.uuid4()))) <= 107
+        scratch = server._process.scratch
     assert not scratch.exists()
 
 
 def test_a_killed_server_takes_its_workers_along(tmp_path: Path, traces: Traces) -> None:
     with ServerProcess(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
         server.await_ready()
-        os.kill(server._pid, signal.SIGKILL)
+        os.kill(server._process.pid, signal.SIGKILL)
         assert server.has_died(within=HANG_S)
         assert server.ended().blame == "machine"
     assert traces.processes() == []
@@ -196,8 +196,8 @@ def test_a_killed_server_takes_its_workers_along(tmp_path: Path, traces: Traces)
 def test_a_killed_supervisor_leaves_no_server(tmp_path: Path, traces: Traces) -> None:
     with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
         server.await_ready()
-        assert server._supervisor is not None
-        server._supervisor.kill()
+        assert server._process is not None
+        server._process._supervisor.kill()
     assert traces.wait_until_gone() == []
     assert traces.files() == []
 
@@ -250,11 +250,11 @@ def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path:
             with ServerProcess(stand_in(traces, *arguments), tmp_path / "log", settings(), grace=1) as server:
                 urls.append(server.url)
                 pause(moment)
-                assert server._supervisor is not None
+                assert server._process is not None
                 if victim == "server":
-                    os.kill(server._pid, signal.SIGKILL)
+                    os.kill(server._process.pid, signal.SIGKILL)
                 elif victim == "supervisor":
-                    server._supervisor.terminate()
+                    server._process._supervisor.terminate()
         assert traces.wait_until_gone() == [], f"turn {turn}: {victim} killed after {moment:.2f} s"
     assert traces.files() == []
     assert [url for url in urls if listens(url)] == []

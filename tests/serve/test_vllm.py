@@ -2,7 +2,7 @@
 
 What headers and configuration give away is refused before it is started (``test_static_checks``), because it starts
 with most of it. Should that ever miss something, what the server says or does not say must be refused, too: here each
-such variant is served without those checks, and held against the merge as it was before it was broken.
+such variant is served without those checks, and compared with the merge as it was before it was broken.
 """
 
 from __future__ import annotations

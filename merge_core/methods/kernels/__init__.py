@@ -1,7 +1,7 @@
 """Fused CPU kernels: the computations of the methods on stored numbers, one short tile at a time, without temporaries.
 
-Each kernel is the twin of a torch expression in its method's file, which is the readable reference; a test holds the
-two together. They release the GIL and run on one thread: the engine runs several blocks at once. A tile fits the
+Each kernel is the counterpart of a torch expression in its method's file, which is the readable reference; a test
+compares the two. They release the GIL and run on one thread: the engine runs several blocks at once. A tile fits the
 first-level cache, its loops are simple enough for the compiler to vectorise, and no sum depends on vector width: long
 sums have explicit lanes. Compiled once per machine, see :mod:`.compiled`.
 

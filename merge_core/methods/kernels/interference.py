@@ -1,4 +1,4 @@
-"""Where task vectors pull in opposite directions. Twin of :func:`merge_core.analysis.interference.tally_grains`."""
+"""Where task vectors oppose each other. Counterpart of :func:`merge_core.analysis.interference.tally_grains`."""
 
 from __future__ import annotations
 

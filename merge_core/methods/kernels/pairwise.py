@@ -1,4 +1,4 @@
-"""One model and its base. Twins of :mod:`merge_core.methods.pairwise`."""
+"""One model and its base. Counterparts of :mod:`merge_core.methods.pairwise`."""
 
 from __future__ import annotations
 

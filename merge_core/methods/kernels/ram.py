@@ -1,4 +1,4 @@
-"""RAM: who changed an element, and what becomes of it. Twins of :mod:`merge_core.methods.ram`."""
+"""RAM: who changed an element, and what becomes of it. Counterparts of :mod:`merge_core.methods.ram`."""
 
 from __future__ import annotations
 

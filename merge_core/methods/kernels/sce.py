@@ -1,4 +1,4 @@
-"""SCE: variances over the models, energies and the vote among what varies most. Twins of
+"""SCE: variances over the models, energies and the vote among what varies most. Counterparts of
 :mod:`merge_core.methods.sce`.
 
 ``cut`` is ``(key, wanted, tied, stride)`` of the selection (a key of -1 keeps everything), ``before`` the number of

@@ -1,4 +1,4 @@
-"""Counting scores by their bits. Twins of the passes of :func:`merge_core.methods.selection.select`."""
+"""Counting scores by their bits. Counterparts of the passes of :func:`merge_core.methods.selection.select`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from merge_core.methods.kernels.tiles import SIZE, TILE, widen
 
 @compiled
 def first_digits(data: Any, rows: Any, length: int) -> Any:
-    """Counts of the leading 16 bits of ``|x_i - b|``: ``[models, 65536]``. Twin of the first pass of ``select``."""
+    """Counts of the leading 16 bits of ``|x_i - b|``: ``[models, 65536]``; the first pass of ``select``."""
     count = len(rows) - 1
     base, delta = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     patterns = delta.view(np.uint32)

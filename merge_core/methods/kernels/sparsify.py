@@ -1,4 +1,4 @@
-"""Dropping elements of a task vector in place. Twin of :mod:`merge_core.methods.sparsify`."""
+"""Dropping elements of a task vector in place. Counterpart of :mod:`merge_core.methods.sparsify`."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _drop_ties_of_both(delta: Any, patterns: Any, m: int, low: Any, high: Any, p
 
 @compiled
 def words(key: int, upper: int, index: int, count: int, words: Any) -> None:
-    """Random words of the elements from ``index - index % 2``. Twin of :func:`.masks.words`."""
+    """Random words of the elements from ``index - index % 2``. Counterpart of :func:`.masks.words`."""
     first = index // 2
     for p in range((count + 1 + index % 2) // 2):
         low, high = np.uint64((first + p) & 0xFFFFFFFF), np.uint64(upper)

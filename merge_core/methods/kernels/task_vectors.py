@@ -1,4 +1,4 @@
-"""Task vectors, sparsified, weighted, agreed on. Twins of :mod:`merge_core.methods.task_vectors`."""
+"""Task vectors, sparsified, weighted, agreed on. Counterparts of :mod:`merge_core.methods.task_vectors`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def task_vectors(
     scales: Any,
     out: Any,
 ) -> None:
-    """Sparsify, weight, agree, add to the base. Twin of :func:`.task_vectors.mix`; ``vote``: 0 none, 1 sum, 2 count."""
+    """Sparsify, weight, agree, add to the base; see :func:`.task_vectors.mix`. ``vote``: 0 none, 1 sum, 2 count."""
     count = len(rows) - 1
     base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)
     elected = np.empty(tile, np.float32)

@@ -76,11 +76,11 @@ def inspect(out: Any, exponent: int) -> Any:
     ``exponent`` is the mask of the exponent bits, all of which are set in NaN and infinity and in no other number.
     """
     bits = out.dtype.type(exponent)
-    broken, seen = 0, out.dtype.type(0)
+    non_finite, seen = 0, out.dtype.type(0)
     for j in range(len(out)):
-        broken += (out[j] & bits) == bits
+        non_finite += (out[j] & bits) == bits
         seen |= out[j] << out.dtype.type(1)  # Without the sign: -0 is zero.
-    return broken, seen != 0
+    return non_finite, seen != 0
 
 
 @compiled

@@ -58,30 +58,30 @@ def download_snapshots(
     wanted = [(one, name, file) for one in unique for name, file in one.files.items()]
     missing = {(one.repo, name): file.size for one in unique for name, file in one.missing().items()}
     access = None if is_offline() else hub_access(writing=False)
-    bar = _bar(sum(missing.values()), on_progress)
+    progress = _progress_class(sum(missing.values()), on_progress)
 
-    def get(job: tuple[Snapshot, str, RemoteFile]) -> MergegateError | None:
+    def bring(job: tuple[Snapshot, str, RemoteFile]) -> MergegateError | None:
         snapshot, name, file = job
         path = snapshot.directory / name
         try:
             if not path.is_file():
-                retrying(_TRIES, sleep=wait)(_get, snapshot, name, access, bar)
-            return _wrong(snapshot, path, name, file, hashes)
+                retrying(_TRIES, sleep=wait)(_download, snapshot, name, access, progress)
+            return _mismatch(snapshot, path, name, file, hashes)
         except client_errors() as error:
             return hub_refusal(f"{snapshot.repo}: {name}", snapshot.repo, error, access)
 
     with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
         try:
-            problems = [problem for problem in threads.map(get, wanted) if problem]
+            problems = [problem for problem in threads.map(bring, wanted) if problem]
         except BaseException:  # somebody wants us to end: not only when these files are here
-            bar.halted = True
+            progress.halted = True
             raise
     if problems:
         raise all_at_once(problems)
     return Downloaded(len(wanted), len(missing), sum(missing.values()))
 
 
-def _get(snapshot: Snapshot, name: str, access: HubAccess | None, bar: Any) -> None:
+def _download(snapshot: Snapshot, name: str, access: HubAccess | None, progress: Any) -> None:
     from huggingface_hub import hf_hub_download
 
     hf_hub_download(
@@ -91,11 +91,11 @@ def _get(snapshot: Snapshot, name: str, access: HubAccess | None, bar: Any) -> N
         endpoint=access.endpoint if access else None,
         token=(access.token or False) if access else None,
         local_files_only=access is None,
-        tqdm_class=bar,
+        tqdm_class=progress,
     )
 
 
-def _wrong(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, hashes: HashMemo) -> Refused | None:
+def _mismatch(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, hashes: HashMemo) -> Refused | None:
     """Why the file is not the one that the Hub lists, or None."""
     if file.sha256 is not None:
         kind, seen, listed = "sha256", hashes.sha256(path), file.sha256
@@ -111,11 +111,11 @@ def _wrong(snapshot: Snapshot, path: Path, name: str, file: RemoteFile, hashes: 
     )
 
 
-def _bar(total: int, on_progress: OnBytes) -> Any:
+def _progress_class(total: int, on_progress: OnBytes) -> Any:
     """A class in the place of ``tqdm`` that adds up what all files of a download have received."""
     context, lock, done = copy_context(), Lock(), 0
 
-    class Bar:
+    class FileProgress:
         """One file's share; what the client calls of ``tqdm``."""
 
         total: float | None = None
@@ -126,7 +126,7 @@ def _bar(total: int, on_progress: OnBytes) -> Any:
 
         def update(self, count: float | None = 1) -> None:
             nonlocal done
-            if Bar.halted:
+            if FileProgress.halted:
                 raise RuntimeError("the run was ended")
             with lock:
                 done += int(count or 0)
@@ -140,9 +140,9 @@ def _bar(total: int, on_progress: OnBytes) -> Any:
         def set_postfix_str(self, *_: object, **__: object) -> None: ...
         def set_transfer_postfix_str(self, *_: object, **__: object) -> None: ...
         def set_description_str(self, *_: object, **__: object) -> None: ...
-        def __enter__(self) -> Bar:
+        def __enter__(self) -> FileProgress:
             return self
 
         def __exit__(self, *_: object) -> None: ...
 
-    return Bar
+    return FileProgress

@@ -75,7 +75,7 @@ def find_snapshot(repo: str, revision: str | None) -> Snapshot:
         if "config.json" not in listed:
             raise InvalidInput(where, found="no config.json", expected="a model in Hugging Face layout")
         small = [name for name in (*files_beside(listed), *files_about(listed)) if listed[name].size <= _LARGEST_SMALL]
-        snapshot = _snapshot(repo, commit, _bring(repo, commit, small, access), listed)
+        snapshot = _snapshot(repo, commit, _download_small_files(repo, commit, small, access), listed)
         if snapshot.missing():
             _require_reading(repo, access)
         return snapshot
@@ -137,7 +137,7 @@ def _whole_in_cache(repo: str, commit: str) -> Snapshot | None:
     return snapshot if snapshot.weights and snapshot.files.keys() <= names.keys() else None
 
 
-def _bring(repo: str, commit: str, names: list[str], access: HubAccess) -> Path:
+def _download_small_files(repo: str, commit: str, names: list[str], access: HubAccess) -> Path:
     """Have files of a commit in the cache, and their place there. Its listing is kept beside them."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented, not in the types

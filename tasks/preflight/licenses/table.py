@@ -19,7 +19,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import parse_yaml
+from merge_core.parsing import read_yaml_mapping
 
 SHIPPED = Path(__file__).with_name("table.yaml")
 UNKNOWN, OTHER = "unknown", "other"
@@ -157,24 +157,7 @@ def _shipped() -> LicenseTable:
 
 def _read(path: Path) -> dict[str, dict[str, object]]:
     """The sections of a table file as YAML gives them; sections that are missing are empty."""
-    try:
-        documents = parse_yaml(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise InvalidInput(
-            str(path),
-            found=error.strerror or "not readable",
-            expected="a licence table",
-            remedy="check checks.license.table",
-        ) from error
-    except UnicodeDecodeError as error:
-        raise InvalidInput(str(path), found=f"not valid YAML: {error}", expected="a licence table") from error
-    except InvalidInput as error:
-        raise InvalidInput(error.where, found=f"not valid YAML: {error.found}", expected="a licence table") from None
-    if len(documents) > 1:
-        raise InvalidInput(str(path), found=f"{len(documents)} documents", expected="one, a mapping with `licenses`")
-    content: object = documents[0] if documents else {}
-    if not isinstance(content, dict):
-        raise InvalidInput(str(path), found=f"a {type(content).__name__}", expected="a mapping with `licenses`")
+    content = read_yaml_mapping(path, "a licence table", remedy="check checks.license.table")
     for section in content:
         if section not in _SECTIONS:
             raise InvalidInput(

@@ -34,7 +34,7 @@ _AGREEMENT = 200  # words: a shorter file only mentions the agreement that it na
 
 
 def license_texts(license: License) -> dict[str, str]:
-    """The texts to ship for a licence, by the identifier they are of; empty when they are not to be had."""
+    """The texts to ship for a licence, by the identifier they are of; empty when they are unavailable."""
     found = {name: _text(name) for name in license.texts or (license.id,)}
     return {name: text for name, text in found.items() if text is not None} if all(found.values()) else {}
 

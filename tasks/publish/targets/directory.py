@@ -12,18 +12,16 @@ by running again; a run with nothing new changes nothing.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from merge_core.errors import Refused
-from merge_core.store import HashMemo, fsync, fsync_directories, sha256_file
+from merge_core.store import HashMemo, fsync, fsync_directories, locked, sha256_file
 from tasks.publish.content import ReleaseFile, is_content_version
 from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
 
@@ -80,7 +78,7 @@ class DirectoryTarget(PublishTarget):
         directory = (root / self.path).resolve()
         place = directory / version
         directory.mkdir(parents=True, exist_ok=True)
-        with _locked(directory):
+        with locked(directory):
             fresh = not place.exists()
             if fresh:
                 _write_version(files, place, on_progress)
@@ -153,17 +151,6 @@ def _move_link(link: Path, version: str) -> bool:
     step.symlink_to(version)
     step.rename(link)
     return True
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One publisher at a time. The lock is on the directory itself: nothing to clean up, gone with its holder."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _require_same(place: Path, files: Sequence[ReleaseFile], hashes: HashMemo) -> None:

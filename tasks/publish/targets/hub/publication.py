@@ -223,7 +223,7 @@ class _Connection:
     def send(self, names: Sequence[str]) -> list[CommitOperationAdd]:
         """Bring the content of large files to the Hub, a few at a time; the commit then only names them.
 
-        What is there already is not sent again, so a publication that was interrupted goes on where it stopped. The
+        What is there already is not sent again, so a publication that was interrupted resumes where it left off. The
         card is looked at first: it is no use to send hundreds of gigabytes for one that will be refused.
         """
         if CARD in names:
@@ -319,20 +319,20 @@ def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
             f"{repo} on the Hub",
             found=str(error),
             expected="the bytes that were evaluated and gated",
-            remedy="run again: an artifact that was altered on disk is noticed and made anew; main was not touched",
+            remedy="run again: an artifact that was altered on disk is noticed and rebuilt; main was not touched",
         )
     if is_worth_another_look(error):
         return Refused(
             f"{repo} on the Hub",
             found=f"the Hub does not answer as it should: {describe(error, access)}",
             expected="a publication that goes through",
-            remedy="run again later: it goes on where it stopped",
+            remedy="run again later: it resumes where it left off",
         )
     return Refused(
         f"{repo} on the Hub",
         found=describe(error, access),
         expected="a token that may write there, and a card that the Hub accepts",
-        remedy="correct what the Hub says, then run again: it goes on where it stopped",
+        remedy="correct what the Hub says, then run again: it resumes where it left off",
     )
 
 

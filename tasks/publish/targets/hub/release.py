@@ -56,7 +56,7 @@ def _unreachable(repo: str, error: Exception, access: HubAccess) -> Refused:
     return Refused(
         f"{repo} on the Hub",
         found=f"the current release cannot be read: {describe(error, access)}",
-        expected="the release that the merge is held against",
+        expected="the release that the merge is compared with",
         remedy="run again later",
     )
 
@@ -120,9 +120,7 @@ def open_on_hub(named: str) -> HubRelease | None:
     except Exception as error:
         if not is_worth_another_look(error):
             raise _nothing(named, describe(error, access)) from None
-        raise _nothing(
-            named, f"no directory here, and not to be had from the Hub ({describe(error, access)})"
-        ) from None
+        raise _nothing(named, f"no directory here, and unavailable from the Hub ({describe(error, access)})") from None
     if facts.sha is None:
         raise _nothing(named, "a repository without commits")
     versions = [form["revision"]] if form["revision"] in tags else tags

@@ -55,7 +55,7 @@ def test_parameters_may_be_written_as_in_a_recipe() -> None:
     assert apply_overrides(TIES, {"parameters": {"density": 0.3}}, "r") == apply_overrides(TIES, {"density": 0.3}, "r")
 
 
-def test_models_may_be_left_out_or_weighed_anew() -> None:
+def test_models_may_be_left_out_or_weighed_differently() -> None:
     models = [{"model": "b", "parameters": {"weight": 1.5}}]
     changed = apply_overrides(TIES, {"models": models, "density": 0.2}, "r")
     assert changed["models"] == models

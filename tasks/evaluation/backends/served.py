@@ -1,120 +1,100 @@
-"""What answers lm-eval's requests: transformers in this process, vLLM in this process, or a server over HTTP.
-
-All three read a prompt alike: a tokenizer that adds a begin of text adds one, and none where the prompt (a chat
-template's) begins with it; log-probabilities are sums of float32 log-softmax. vLLM's and most servers' are by nature;
-transformers' are in the model's own dtype unless told otherwise, which rounds a bf16 model's by up to half a nat.
-"""
+"""``served``: a server that is running already and speaks OpenAI's completions, asked over HTTP."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
-from tasks.checkpoints import Model, load_model
-from tasks.evaluation.scoring import ModelEndpoint, Scoring, VllmSettings
+from tasks.evaluation.backends.contract import Backend, BackendScoring
+
+if TYPE_CHECKING:
+    from tasks.checkpoints import Model
+
+
+class ModelEndpoint(BaseModel):
+    """Where one model is served."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str  # 'http://host:8000/v1'
+    model: str  # what the server calls it
+
+
+class ServerSettings(BaseModel):
+    """Which server answers for which model, in a profile under ``evaluate.server``.
+
+    Any server that speaks OpenAI's completions and returns log-probabilities of the prompt. What it serves cannot be
+    seen from here: that it is the checkpoint of this run is the word of whoever wrote the profile.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str | None = Field(default=None, pattern=r"^https?://", description="Of every model that has none of its own.")
+    models: Mapping[str, str | ModelEndpoint] = Field(
+        default_factory=dict, description="By name in this run ('merge'): what the server calls it, or {url, model}."
+    )
+    concurrency: int = Field(default=8, ge=1, description="Requests under way at once.")
+
+    def at(self, name: str) -> ModelEndpoint:
+        """Where the model of this run that is called ``name`` is served; by that name where nothing else is said.
+
+        Raises:
+            InvalidInput: when no address is known for it.
+        """
+        found = self.models.get(name, name)
+        if isinstance(found, ModelEndpoint):
+            return found
+        if self.url is None:
+            raise InvalidInput(
+                "evaluate.server",
+                found=f"no address for {name!r}",
+                expected="url for all models, or one for each under 'models'",
+                remedy=f"models: {{{name}: {{url: 'http://host:8000/v1', model: {found}}}}}",
+            )
+        return ModelEndpoint(url=self.url, model=found)
 
 
 @contextmanager
-def open_backend(model: Model, scoring: Scoring, device: str) -> Iterator[Any]:
-    """lm-eval's interface to ``model``, ready to be asked; it has its tokenizer under ``tokenizer``.
+def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
+    client = _client_of(model, scoring)
+    import aiohttp
 
-    Args:
-        device: ``cpu`` or ``cuda``, for transformers; the others find their own.
-
-    Raises:
-        InvalidInput: when the model cannot be loaded, vLLM is not installed, or the server does not answer as it must.
-    """
-    if scoring.backend == "vllm":
-        yield _vllm(model, scoring)
-    elif scoring.backend == "served":
-        client = _served(model, scoring)
-        import aiohttp
-
-        try:
-            yield client
-        except (aiohttp.ClientError, TimeoutError) as error:  # after three tries
-            raise InvalidInput(
-                f"evaluate.server: {client.base_url} for {model.name}",
-                found=f"no answer any more: {type(error).__name__}: {error}",
-                expected="a server that goes on answering",
-                remedy="look at the server; what is scored already is not asked again",
-            ) from error
-    else:
-        with load_model(model, dtype=scoring.dtype, device=device) as loaded:
-            from lm_eval.models.huggingface import HFLM
-
-            yield HFLM(
-                pretrained=loaded.network,
-                tokenizer=loaded.tokenizer,
-                backend="causal",
-                softmax_dtype="float32",
-                batch_size=scoring.batch_size,
-                max_length=scoring.max_length,
-            )
-
-
-_engine: tuple[tuple[str, Scoring], Any] | None = None
-
-
-def _vllm(model: Model, scoring: Scoring) -> Any:
-    """lm-eval's vLLM; the engine stays for the next part, and dies with its process."""
-    global _engine
-    if _engine is not None and _engine[0] == (model.digest, scoring):
-        return _engine[1]
     try:
-        from lm_eval.models.vllm_causallms import VLLM
-    except ImportError as error:
+        yield client
+    except (aiohttp.ClientError, TimeoutError) as error:  # after three tries
         raise InvalidInput(
-            "evaluate.backend: vllm",
-            found=f"vLLM cannot be imported here: {error}",
-            expected="mergegate and vllm in one environment",
-            remedy="install vllm there, or serve the models and use backend: served",
+            f"evaluate.server: {client.base_url} for {model.name}",
+            found=f"no answer any more: {type(error).__name__}: {error}",
+            expected="a server that goes on answering",
+            remedy="look at the server; what is scored already is not asked again",
         ) from error
-    settings = scoring.vllm or VllmSettings()
-    try:
-        lm = VLLM(
-            pretrained=str(model.directory),
-            dtype=scoring.dtype,
-            max_length=scoring.max_length,
-            batch_size=scoring.batch_size,
-            tensor_parallel_size=settings.tensor_parallel_size,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            trust_remote_code=False,
-        )
-    except Exception as error:
-        # An engine that does not start says so with whatever its many layers raise.
-        cause = " ".join(str(error).split()) or type(error).__name__
-        raise InvalidInput(
-            f"{model.name} ({model.directory})",
-            found=f"vLLM cannot load it: {cause[:300]}",
-            remedy="a smaller max_length or evaluate.vllm.gpu_memory_utilization, or more GPUs: tensor_parallel_size",
-        ) from error
-    _engine = ((model.digest, scoring), lm)
-    return lm
 
 
-def _served(model: Model, scoring: Scoring) -> Any:
+def _client_of(model: Model, scoring: BackendScoring) -> Any:
     """lm-eval's client of completions servers, with tokens in place of text, after a question that shows what the
     server says about a prompt."""
     import transformers
 
-    if scoring.server is None:
+    server = scoring.own_settings
+    if not isinstance(server, ServerSettings):
         raise InvalidInput("evaluate.server", found="nothing", expected="url, and names where they differ")
-    where = scoring.server.at(model.name)
+    where = server.at(model.name)
     url = where.url.rstrip("/").removesuffix("/completions") + "/completions"
     configuration: Any = transformers.AutoConfig.from_pretrained(model.directory, local_files_only=True)
     context = getattr(configuration.get_text_config(), "max_position_embeddings", None)
-    client = _client()(
+    client = _client_type()(
         model=where.model,
         base_url=url,
         tokenizer=str(model.directory),
         tokenizer_backend="huggingface",
         tokenized_requests=True,
         add_bos_token=None,
-        num_concurrent=max(2, scoring.server.concurrency),  # with one, lm-eval goes another way, which cannot be asked
+        num_concurrent=max(2, server.concurrency),  # with one, lm-eval goes another way, which cannot be asked
         batch_size=scoring.batch_size,
         max_length=scoring.max_length or context or 2048,
     )
@@ -122,10 +102,9 @@ def _served(model: Model, scoring: Scoring) -> Any:
     return client
 
 
-def _client() -> type[Any]:
+def _client_type() -> type[Any]:
     try:
-        import aiohttp  # noqa: F401  # lm-eval goes on without them, and fails much later
-        import tenacity  # noqa: F401
+        import aiohttp  # noqa: F401  # lm-eval goes on without it, and fails much later
         from lm_eval.models.openai_completions import LocalCompletionsAPI
     except ImportError as error:
         raise InvalidInput(
@@ -207,3 +186,13 @@ def _fault_of(answer: Any, tokens: int) -> str:
     if not any(scored):
         return "log-probabilities that are all 0"
     return ""
+
+
+BACKEND = Backend(
+    "served",
+    "a server that is running already",
+    _opened,
+    settings="server",
+    needs_settings=True,
+    draws_progress=("lm_eval.models.api_models",),
+)

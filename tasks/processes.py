@@ -1,16 +1,24 @@
-"""A small process between the flow and a server, which ends every process of the server whatever happens to the flow.
+"""A process that ends with everything it started: when it is told to, and when we are gone, however that happens.
 
-Run by path with a bare interpreter (``python -I supervisor.py``), so that it costs milliseconds and little memory. It
-reads one line of JSON, ``{command, environment, log, grace, limit}``, starts the command in a session of its own, and
-answers ``{"pid", "scratch"}`` or ``{"error"}``. From then on it waits for the first of: its standard input closes (the
-flow wants an end, or was killed), its parent is another process (the same, should a third one hold the pipe open), the
-server exits, ``limit`` seconds pass. Then it ends what is left and answers ``{"returncode", "peak_memory",
-"peak_gpu_memory", "why"}``.
+::
+
+    with log.open("ab") as output:
+        process = SupervisedProcess(["vllm", "serve"], environment, output, name="serve", grace=20)
+    process.alive, process.pid, process.scratch
+    process.end().returncode                            # and no process or temporary file is left
+
+Between us and the process stands a supervisor: this file, run by path with a bare interpreter (``python -I -S``), so
+that it costs milliseconds and little memory, works while we are in code that never lets go of the interpreter, and
+survives us by the moment that it needs. It reads one line of JSON, starts the command in a session of its own, and
+answers ``{"pid", "scratch"}`` or ``{"error"}``. From then on it waits for the first of: its standard input closes (we
+want an end, or were killed: the lifeline), its parent is another process (the same, should a third one hold the pipe
+open), the process exits, ``limit`` seconds pass. Then it ends what is left and answers ``{"returncode", "why",
+"peak_memory", "peak_gpu_memory"}``.
 
 Nothing can escape: the supervisor is the subreaper of all its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), so
 workers whose parent died, or which left the process group, become its children; it goes when it has none left.
-Temporary files of the server go to a directory that is removed at the end; so are segments of shared memory that it
-left behind. Linux only: elsewhere nothing tells whose child is whose.
+Temporary files go to a directory that is removed at the end; so are segments of shared memory that were left behind.
+That takes Linux: elsewhere nothing tells whose child is whose, and only the process group is ended.
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import select
 import shutil
@@ -25,29 +34,166 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TICK = 0.5  # seconds between two looks at memory and parent
 _REST = 20  # times as long as a look at memory took until the next one: the kernel counts pages meanwhile
-_LINGER = 3.0  # seconds that workers have to follow their leader
+_LINGER = 3.0  # seconds that workers have to follow their leader, at most
 _PAUSE = 0.02
+_SLACK = 15.0  # seconds beyond its grace after which a supervisor itself is given up
 _LONGEST_PLACE = 40  # characters
+_PROC = Path("/proc")
 _SHARED_MEMORY = "/dev/shm/"
 
 _libc = ctypes.CDLL(None)
 
 
+class NotStarted(Exception):
+    """The command could not be started; the message says why."""
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """How a process ended, and what it had taken, with everything below it.
+
+    Args:
+        returncode: As in ``subprocess``: negative for a signal. None: nobody could tell, its supervisor was killed.
+        why: ``exited`` by itself, ``asked`` to end, or for its ``limit``.
+        peak_memory: Bytes, where it was measured.
+        peak_gpu_memory: Bytes on all GPUs, where it was measured.
+    """
+
+    returncode: int | None = None
+    why: str = ""
+    peak_memory: int = 0
+    peak_gpu_memory: int = 0
+
+
+class SupervisedProcess:
+    """A process, and the supervisor that ends it; it runs when this is made.
+
+    Args:
+        command: Its program and arguments.
+        environment: All of its environment; ``TMPDIR`` is added.
+        output: Open file that gets what it prints.
+        name: What its temporary directory is called by: ``mergegate-NAME-…``.
+        grace: Seconds that it has to end by itself when it should; 0: it is killed.
+        limit: Seconds after which it is ended in any case.
+        pass_fds: Descriptors that it inherits.
+        short_paths: It puts sockets into its temporary directory, whose paths may have 107 characters.
+        measured: Take note of its memory.
+
+    Raises:
+        NotStarted: when there is no such command, or it may not be run.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        *,
+        name: str,
+        grace: float = 0.0,
+        limit: float | None = None,
+        pass_fds: Sequence[int] = (),
+        short_paths: bool = False,
+        measured: bool = False,
+    ) -> None:
+        order = {
+            "command": list(command),
+            "environment": dict(environment),
+            "name": name,
+            "grace": grace,
+            "limit": limit,
+            "pass_fds": list(pass_fds),
+            "short_paths": short_paths,
+            "measured": measured,
+        }
+        self._patience = grace + _SLACK
+        self._ending = threading.Lock()
+        self._end: ProcessEnd | None = None
+        self._supervisor = subprocess.Popen(
+            # Isolated and without site-packages: it needs the standard library only.
+            [sys.executable, "-I", "-S", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            pass_fds=tuple(pass_fds),
+            start_new_session=True,
+        )
+        self.pid, self.scratch = 0, Path()
+        try:
+            started = self._give(order)
+        except BaseException:
+            self.end()
+            raise
+        if "error" in started:
+            self.end()
+            raise NotStarted(started["error"])
+        self.pid, self.scratch = int(started["pid"]), Path(started["scratch"])
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, or has not been cleared away yet."""
+        return self._supervisor.poll() is None
+
+    def ends(self, within: float) -> bool:
+        """Whether it ends by itself, and has been cleared away, within some seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._supervisor.wait(within)
+        return not self.alive
+
+    def end(self) -> ProcessEnd:
+        """End it and everything it started; harmless, and the same answer, if that is over already."""
+        with self._ending:
+            if self._end is None:
+                self._end = self._ended()
+            return self._end
+
+    def _give(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._supervisor.stdin is not None
+        assert self._supervisor.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._supervisor.stdin.write(json.dumps(order).encode() + b"\n")
+            self._supervisor.stdin.flush()
+        answer = self._supervisor.stdout.readline() or b'{"error": "the supervisor ended"}'
+        return dict(json.loads(answer))
+
+    def _ended(self) -> ProcessEnd:
+        try:
+            said, _ = self._supervisor.communicate(timeout=self._patience)  # closes its input: the lifeline
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            said, _ = self._supervisor.communicate()
+        if self._supervisor.returncode != 0:
+            self._sweep()
+        with contextlib.suppress(IndexError, ValueError, TypeError):
+            return ProcessEnd(**json.loads(said.splitlines()[-1]))
+        return ProcessEnd()
+
+    def _sweep(self) -> None:
+        """What the supervisor would have done, if it was killed: the leader went with it, its group did not."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+
 class Supervisor:
-    """One server, from its start to the end of its last process."""
+    """One process, from its start to the end of the last one below it."""
 
     def __init__(self, order: dict[str, Any], wake: int) -> None:
         self._order, self._wake = order, wake
         self._parent = os.getppid()
         self._began = time.time()
-        self._gpus = Gpus()
+        self._gpus = Gpus() if order["measured"] else None
         self._peak = self._gpu_peak = 0  # bytes
         self._look_again = 0.0
         self._returncode: int | None = None
@@ -62,25 +208,29 @@ class Supervisor:
             _say({"error": f"{command[0]}: {error.strerror}"})
             return
         _say({"pid": self._pid, "scratch": scratch})
-        why = self._wait(time.monotonic() + self._order["limit"])
+        limit = self._order["limit"]
+        why = self._wait(time.monotonic() + limit if limit is not None else math.inf)
         self._end()
         peaks = {"peak_memory": self._peak, "peak_gpu_memory": self._gpu_peak}
         _say({"returncode": self._returncode, "why": why, **peaks})
 
     def _start(self, command: list[str], scratch: str) -> int:
-        with Path(self._order["log"]).open("ab", buffering=0) as log:
-            server = subprocess.Popen(
-                command,
-                env={**self._order["environment"], "TMPDIR": scratch},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # Should even the supervisor be killed, at least the leader goes with it.
-                preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
-            )
-        server.returncode = 0  # it is reaped here, with all the others: Popen has nothing left to do
-        return server.pid
+        passed: list[int] = self._order["pass_fds"]
+        process = subprocess.Popen(
+            command,
+            env={**self._order["environment"], "TMPDIR": scratch},
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # ours is the answer to whoever ordered it
+            stderr=2,
+            start_new_session=True,
+            pass_fds=passed,
+            # Should even the supervisor be killed, at least the leader goes with it.
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+        for descriptor in passed:  # that its other end can tell when the process is gone
+            os.close(descriptor)
+        process.returncode = 0  # it is reaped here, with all the others: Popen has nothing left to do
+        return process.pid
 
     def _wait(self, deadline: float) -> str:
         poll = select.poll()
@@ -106,17 +256,21 @@ class Supervisor:
         """End all that is left: the leader politely, the others after it, then whoever is still there."""
         self._measure(at_once=True)
         segments = {name for pid in _descendants() for name in _segments(pid)}
-        if self._returncode is None:
+        grace: float = self._order["grace"]
+        if not _PROC.is_dir() and self._returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._pid, signal.SIGKILL)
+        if self._returncode is None and grace:
             _signal(self._pid, signal.SIGTERM)
-            deadline = time.monotonic() + self._order["grace"]
+            deadline = time.monotonic() + grace
             while self._returncode is None and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
                 self._reap()
-        if self._returncode is not None:
+        if self._returncode is not None and grace:
             # Wherever they are: some leave the process group.
             for pid in _descendants():
                 _signal(pid, signal.SIGTERM)
-            deadline = time.monotonic() + _LINGER
+            deadline = time.monotonic() + min(_LINGER, grace)
             while _descendants() and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
                 self._reap()
@@ -127,13 +281,13 @@ class Supervisor:
             self._reap()
             time.sleep(_PAUSE)
         for segment in map(Path, segments):
-            # Only what this server made; whatever is older belongs to somebody else.
+            # Only what this process made; whatever is older belongs to somebody else.
             with contextlib.suppress(OSError):
                 if segment.stat().st_ctime >= self._began:
                     segment.unlink()
 
     def _measure(self, *, at_once: bool = False) -> None:
-        if (began := time.monotonic()) < self._look_again and not at_once:
+        if self._gpus is None or ((began := time.monotonic()) < self._look_again and not at_once):
             return
         processes = _descendants()
         self._peak = max(self._peak, sum(map(_memory, processes)))
@@ -215,25 +369,29 @@ _UNKNOWN = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE
 
 
 def main() -> None:
-    """Read the order and carry it out."""
-    wake, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    """Of the supervisor: read the order and carry it out."""
+    wake, wake_writer = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(wake_writer, False)
     signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        # Of a terminal: what they mean is the flow's to decide. Caught, not ignored, which the server would inherit.
+        # Of a terminal: what they mean is the flow's to decide. Caught, not ignored, which the process would inherit.
         signal.signal(number, lambda *_: None)
     line = sys.stdin.buffer.readline()
     if not line:
         return
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    supervisor = Supervisor(json.loads(line), wake)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    order: dict[str, Any] = json.loads(line)
+    supervisor = Supervisor(order, wake)
 
     def stop(*_: object) -> None:
         supervisor.stopping = True
 
     signal.signal(signal.SIGTERM, stop)
     place = tempfile.gettempdir()
-    # Servers put sockets there, whose paths may have 107 characters; vLLM's names take 36 of them.
-    scratch = tempfile.mkdtemp(prefix="mergegate-serve-", dir=place if len(place) <= _LONGEST_PLACE else "/tmp")
+    if order["short_paths"] and len(place) > _LONGEST_PLACE:  # 107 characters, of which vLLM's names take 36
+        place = "/tmp"
+    scratch = tempfile.mkdtemp(prefix=f"mergegate-{order['name']}-", dir=place)
     try:
         supervisor.run(scratch)
     finally:
@@ -243,7 +401,7 @@ def main() -> None:
 def _descendants() -> list[int]:
     """Every process below this one that has not ended, and every child that waits to be reaped."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
+    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 state, above = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
@@ -278,6 +436,11 @@ def _segments(pid: int) -> list[str]:
         lines = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines())
         return [parts[5] for parts in lines if len(parts) == 6 and parts[5].startswith(_SHARED_MEMORY)]
     return []
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(AttributeError):  # of Linux
+        _libc.prctl(option, value, 0, 0, 0)
 
 
 def _signal(pid: int, number: int) -> None:

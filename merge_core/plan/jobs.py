@@ -1,0 +1,113 @@
+"""The plan as a value: jobs, one an output tensor, and what else the engine must know to carry them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from merge_core.checkpoint import Checkpoint, StoredTensor
+from merge_core.errors import Finding
+from merge_core.methods import Method, TensorTask
+from merge_core.plan.alignment import RowMap
+from merge_core.plan.layout import OutputTensor, Shard
+from merge_core.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are."""
+
+    model: str
+    tensor: StoredTensor
+    rows: RowMap | None = None
+
+
+@dataclass(frozen=True)
+class TensorJob:
+    """One output tensor.
+
+    Args:
+        output: Name, format and shape.
+        inputs: What it is made of; the base first when ``has_base``.
+        has_base: Whether the first input is the base.
+        shared: Values of the method's shared parameters.
+        per_input: Values of its other parameters, one mapping per input.
+        mode: ``merge``: by the method; ``copy``: the only input, as it is; ``equal``: all inputs must be the same
+            (integers), the first is copied.
+    """
+
+    output: OutputTensor
+    inputs: tuple[Input, ...]
+    has_base: bool
+    shared: Mapping[str, Any]
+    per_input: tuple[Mapping[str, Any], ...]
+    mode: Literal["merge", "copy", "equal"]
+
+    @property
+    def nbytes_in(self) -> int:
+        """Bytes of all inputs."""
+        return sum(item.tensor.nbytes for item in self.inputs)
+
+    @property
+    def arithmetic(self) -> Literal["float32", "float64"]:
+        """Format that is computed in: float64 when an input is."""
+        return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
+
+    def task(self, seeds: tuple[tuple[int, int], ...]) -> TensorTask:
+        """The job as the method sees it.
+
+        Args:
+            seeds: One key per input for the random masks.
+        """
+        return TensorTask(
+            name=self.output.name,
+            shape=self.output.shape,
+            dtype=self.arithmetic,
+            has_base=self.has_base,
+            shared=self.shared,
+            per_input=self.per_input,
+            seeds=seeds,
+        )
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Everything that a merge will do, fixed before it starts.
+
+    Args:
+        recipe: What was asked.
+        donor: Checkpoint that gives config, tokenizer and layout.
+        jobs: One per output tensor, in the order of the output bytes.
+        shards: Output files.
+        config: Content of the output's ``config.json``.
+        bytes_read: Bytes of all inputs, each counted once.
+        bytes_written: Bytes of all shards.
+        tokenizer: Checkpoint that gives the tokenizer files; the donor unless the recipe says otherwise.
+        chat_template: Replaces the tokenizer's, if not None.
+        steps: Merges to carry out before, whose results are inputs of this one (and of each other, in order).
+        findings: What does not balance: input tensors without a place, configs that disagree with tensors. They end up
+            in the record of the merge.
+    """
+
+    recipe: Recipe
+    donor: Checkpoint
+    jobs: tuple[TensorJob, ...]
+    shards: tuple[Shard, ...]
+    config: Mapping[str, Any]
+    bytes_read: int
+    bytes_written: int
+    tokenizer: Checkpoint
+    chat_template: str | None = None
+    steps: tuple[MergePlan, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def method(self) -> Method:
+        """The merge method."""
+        return self.recipe.method
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the result."""
+        return sum(job.output.nbytes // job.output.dtype.size for job in self.jobs)

@@ -1,0 +1,38 @@
+"""``hf``: transformers in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from tasks.checkpoints import load_model
+from tasks.evaluation.backends.contract import Backend, BackendScoring
+
+if TYPE_CHECKING:
+    from tasks.checkpoints import Model
+
+
+@contextmanager
+def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
+    with load_model(model, dtype=scoring.dtype, device=device) as loaded:
+        from lm_eval.models.huggingface import HFLM
+
+        yield HFLM(
+            pretrained=loaded.network,
+            tokenizer=loaded.tokenizer,
+            backend="causal",
+            # In the model's own dtype, its default, a bf16 model's likelihoods are rounded by up to half a nat.
+            softmax_dtype="float32",
+            batch_size=scoring.batch_size,
+            max_length=scoring.max_length,
+        )
+
+
+BACKEND = Backend(
+    "hf",
+    "transformers here",
+    _opened,
+    loads_here=True,
+    draws_progress=("lm_eval.models.huggingface",),
+)

@@ -1,0 +1,86 @@
+"""``vllm``: vLLM in this process, which needs it installed beside mergegate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from merge_core.errors import InvalidInput
+from merge_core.store import NotInKey
+from tasks.evaluation.backends.contract import Backend, BackendScoring
+
+if TYPE_CHECKING:
+    from tasks.checkpoints import Model
+
+
+class VllmSettings(BaseModel):
+    """How vLLM runs a model, in a profile under ``evaluate.vllm``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs a model is split over.")
+    gpu_memory_utilization: Annotated[float, NotInKey] = Field(
+        default=0.8,
+        gt=0,
+        le=1,
+        description="Below vLLM's own 0.9: log-probabilities of prompts take room of their own.",
+    )
+
+
+_engine: tuple[tuple[str, BackendScoring], Any] | None = None
+
+
+@contextmanager
+def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
+    yield _engine_of(model, scoring)
+
+
+def _engine_of(model: Model, scoring: BackendScoring) -> Any:
+    """lm-eval's vLLM; the engine stays for the next part, and dies with its process."""
+    global _engine
+    if _engine is not None and _engine[0] == (model.digest, scoring):
+        return _engine[1]
+    try:
+        from lm_eval.models.vllm_causallms import VLLM
+    except ImportError as error:
+        raise InvalidInput(
+            "evaluate.backend: vllm",
+            found=f"vLLM cannot be imported here: {error}",
+            expected="mergegate and vllm in one environment",
+            remedy="install vllm there, or serve the models and use backend: served",
+        ) from error
+    settings = scoring.own_settings if isinstance(scoring.own_settings, VllmSettings) else VllmSettings()
+    try:
+        lm = VLLM(
+            pretrained=str(model.directory),
+            dtype=scoring.dtype,
+            max_length=scoring.max_length,
+            batch_size=scoring.batch_size,
+            tensor_parallel_size=settings.tensor_parallel_size,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            trust_remote_code=False,
+        )
+    except Exception as error:
+        # An engine that does not start says so with whatever its many layers raise.
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise InvalidInput(
+            f"{model.name} ({model.directory})",
+            found=f"vLLM cannot load it: {cause[:300]}",
+            remedy="a smaller max_length or evaluate.vllm.gpu_memory_utilization, or more GPUs: tensor_parallel_size",
+        ) from error
+    _engine = ((model.digest, scoring), lm)
+    return lm
+
+
+BACKEND = Backend(
+    "vllm",
+    "vLLM here",
+    _opened,
+    settings="vllm",
+    libraries=("vllm",),
+    frees_memory=False,  # an engine's workers and caches outlive it
+    draws_progress=("lm_eval.models.vllm_causallms",),
+)

@@ -1,0 +1,136 @@
+"""A backend of another package: found by its entry point, here and in the process that scores, and used like ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from importlib import invalidate_caches
+from pathlib import Path
+
+import pytest
+from prefect import flow
+from pydantic import ValidationError
+from tiny_models import CPU, write_choices
+
+from merge_core.errors import InvalidInput
+from merge_core.store import Artifact, HashMemo
+from tasks.checkpoints import Model
+from tasks.evaluation import Scores, Scoring, evaluate_to, pin_task
+from tasks.evaluation.backends import backend_names, find_backend
+from tasks.evaluation.backends.registry import added_backends
+from tasks.evaluation.process import end_child
+
+TOY = '''
+from contextlib import contextmanager
+from tasks.evaluation import Backend
+
+@contextmanager
+def opened(model, scoring, device):
+    """Likes answers that come early in the alphabet, whatever the model."""
+    from lm_eval.api.model import LM
+
+    class Alphabet(LM):
+        tokenizer = None
+
+        def loglikelihood(self, requests):
+            return [(-float(ord(request.args[1])), False) for request in requests]
+
+        def loglikelihood_rolling(self, requests):
+            raise NotImplementedError
+
+        def generate_until(self, requests):
+            raise NotImplementedError
+
+    assert model.directory.name == "never read"
+    yield Alphabet()
+
+BACKEND = Backend("toy", "the alphabet", opened, libraries=("mergegate-toy", "not-installed"))
+TAKEN = Backend("vllm", "another one of that name", opened)
+NOT_ONE = "toy"
+'''
+
+
+def install(site: Path, version: str = "1.0", entry: str = "toy_backend:BACKEND") -> None:
+    """Put a distribution into ``site``, as an installer would."""
+    facts = site / "mergegate_toy.dist-info"
+    facts.mkdir(parents=True, exist_ok=True)
+    (site / "toy_backend.py").write_text(TOY)
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mergegate-toy\nVersion: {version}\n")
+    (facts / "entry_points.txt").write_text(f"[mergegate.backends]\ntoy = {entry}\n")
+    forget()
+
+
+def forget() -> None:
+    """Look again at what is installed."""
+    sys.modules.pop("toy_backend", None)
+    invalidate_caches()
+    added_backends.cache_clear()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place for distributions that this process and those that it starts see."""
+    place = tmp_path / "site"
+    place.mkdir()
+    monkeypatch.syspath_prepend(str(place))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(place), os.environ.get("PYTHONPATH")))))
+    end_child()  # one that was started before sees nothing of it
+    yield place
+    end_child()
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_a_backend_of_another_package_scores_and_its_version_is_in_the_key(tmp_path: Path, site: Path) -> None:
+    path = write_choices(tmp_path / "tasks", n=12)
+    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    model = Model(name="merge", digest="0" * 64, directory=tmp_path / "never read")
+    rows = [json.loads(line) for line in (tmp_path / "tasks" / "data" / "letters.jsonl").read_text().splitlines()]
+    right = [row["choices"][row["right"]] == min(row["choices"]) for row in rows]
+
+    @flow
+    def run() -> list[Artifact[Scores]]:
+        found = []
+        for version in ("1.0", "1.0", "1.1"):
+            install(site, version)
+            found += evaluate_to(model, task, Scoring(backend="toy"), None, CPU)
+        return found
+
+    first, again, newer = run()
+    (score,) = first.value.tasks
+    assert (score.task, score.n, score.score) == ("letters", 12, sum(right) / 12)
+    assert 0 < score.score < 1
+    assert again.key == first.key
+    assert newer.key != first.key
+    assert newer.value == first.value
+
+
+def test_an_unknown_backend_is_refused_with_those_that_there_are(site: Path) -> None:
+    install(site)
+    assert backend_names() == ("hf", "vllm", "served", "toy")
+    with pytest.raises(ValidationError, match="unknown backend 'tpy'; expected: one of hf, vllm, served, toy"):
+        Scoring(backend="tpy")
+    with pytest.raises(InvalidInput, match="did you mean 'toy'") as caught:
+        find_backend("tpy")
+    assert caught.value.where == "evaluate.backend"
+
+
+def test_settings_of_another_backend_are_refused_for_it_too(site: Path) -> None:
+    install(site)
+    with pytest.raises(ValidationError, match="'vllm' is not for backend: toy"):
+        Scoring.model_validate({"backend": "toy", "vllm": {}})
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [("toy_backend:TAKEN", "the name 'vllm' is taken"), ("toy_backend:NOT_ONE", "not a Backend")],
+)
+def test_what_another_package_registers_is_checked(site: Path, entry: str, found: str) -> None:
+    install(site, entry=entry)
+    with pytest.raises(InvalidInput, match=found) as caught:
+        backend_names()
+    assert "mergegate.backends:toy" in caught.value.where
+    assert Scoring(backend="vllm").backend == "vllm"  # ours are found without looking at others
