@@ -7,6 +7,7 @@ from html import unescape
 
 import pytest
 import report_samples as samples
+from pages import page_of
 
 from merge_core.analysis.interference import Interference
 from tasks.explain.stage import Explanation
@@ -14,7 +15,6 @@ from tasks.gate.sequential import Look
 from tasks.report import explaining
 from tasks.report.content import ReportContent
 from tasks.report.heat_map import interference_plot, what_is_shown
-from tasks.report.page import render
 from tasks.report.table import as_markdown
 
 
@@ -26,7 +26,7 @@ def text_of(html: str) -> str:
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return text_of(render(samples.explained()))
+    return text_of(page_of(samples.explained()))
 
 
 def test_sections_come_in_the_order_in_which_one_asks(page: str) -> None:
@@ -57,7 +57,7 @@ def test_a_document_can_hold_anything_and_is_only_shown() -> None:
     flips = explanation.lost[0].flips
     hostile = flips.examples[0].model_copy(update={"prompt": "<script>alert(1)</script>", "target": "</pre><b>"})
     lost = explanation.lost[0].model_copy(update={"flips": flips.model_copy(update={"examples": (hostile,)})})
-    html = render(content.model_copy(update={"explanation": explanation.model_copy(update={"lost": (lost,)})}))
+    html = page_of(content.model_copy(update={"explanation": explanation.model_copy(update={"lost": (lost,)})}))
     assert "<script" not in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
 
@@ -76,7 +76,7 @@ def test_the_judge_is_reported_with_interval_consistency_and_length(page: str) -
 
 def test_the_ensemble_is_a_dot_and_a_share_of_its_gain() -> None:
     content = samples.explained()
-    html = render(content)
+    html = page_of(content)
     # ln(3.402 / 3.51) over ln(3.402 / 3.2): the merge lost where the ensemble gained.
     assert "the merge keeps nothing of that gain" in text_of(html)
     assert html.count("parents' ensemble: 3.200.") + html.count("parents&#x27; ensemble: 3.200.") >= 2
@@ -84,7 +84,7 @@ def test_the_ensemble_is_a_dot_and_a_share_of_its_gain() -> None:
         model.model_copy(update={"likelihoods": samples.likelihoods(3.3)}) if model.role == "merge" else model
         for model in content.models
     )
-    assert "the merge keeps 50 % of that gain" in text_of(render(content.model_copy(update={"models": better})))
+    assert "the merge keeps 50 % of that gain" in text_of(page_of(content.model_copy(update={"models": better})))
 
 
 def test_artifacts_are_named_by_their_keys(page: str) -> None:
@@ -131,7 +131,7 @@ def test_weights_that_could_not_be_compared_are_said_to_be() -> None:
     content = samples.explained()
     assert content.explanation is not None
     blind = content.explanation.model_copy(update={"interference": None})
-    found = text_of(render(content.model_copy(update={"explanation": blind})))
+    found = text_of(page_of(content.model_copy(update={"explanation": blind})))
     assert "The weights of these models could not be compared." in found
     assert "Task vector" not in found
 
@@ -177,7 +177,7 @@ def test_a_deep_network_is_drawn_without_numbers_and_low() -> None:
 
 
 def test_a_merge_that_passed_has_none_of_it() -> None:
-    found = text_of(render(samples.released()))
+    found = text_of(page_of(samples.released()))
     for title in ("What was tried", "What was lost", "What the weights say", "What to try", "Judged", "store"):
         assert title not in found
 
@@ -188,7 +188,7 @@ def test_a_verdict_of_several_looks_says_at_which_it_was_reached() -> None:
     looked = first.model_copy(update={"look": Look(number=2, of=3, documents=1000, confidence=0.98)})
     notes = ("The reference is the best of three parents.",)
     verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
-    found = text_of(render(content.model_copy(update={"verdict": verdict})))
+    found = text_of(page_of(content.model_copy(update={"verdict": verdict})))
     assert "✗ fail limit 3 look 2 of 3" in found
     assert found.count("look 2 of 3") == 1
     assert notes[0] in found

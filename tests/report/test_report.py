@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 import report_samples as samples
+from pages import page_of
 
 from merge_core.store.keys import stage_key
 from tasks.report.content import ReportContent
@@ -95,7 +96,7 @@ def with_hostile_names(content: ReportContent) -> ReportContent:
 
 
 def test_page_is_well_formed_with_unique_ids_that_all_references_find(content: ReportContent) -> None:
-    page = Page(render(content))
+    page = Page(page_of(content))
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
     styles = " ".join(page.attributes("clip-path") + page.attributes("style"))
@@ -105,7 +106,7 @@ def test_page_is_well_formed_with_unique_ids_that_all_references_find(content: R
 
 
 def test_page_loads_nothing_and_runs_nothing(content: ReportContent) -> None:
-    html = render(content)
+    html = page_of(content)
     page = Page(html)
     tags = {tag for tag, _ in page.elements}
     assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "image"})
@@ -119,16 +120,16 @@ def test_page_loads_nothing_and_runs_nothing(content: ReportContent) -> None:
 
 def test_verdict_stands_first_with_its_reason() -> None:
     for content, word in ((samples.released(), "Passed"), (samples.refused(), "Refused")):
-        page = Page(render(content))
+        page = Page(page_of(content))
         assert word in "".join(page.texts["h1"])
         assert page.text.index(word) < page.text.index("Regression guards")
     refused = samples.refused()
-    assert all(reason in Page(render(refused)).text for reason in refused.verdict.reasons)
+    assert all(reason in Page(page_of(refused)).text for reason in refused.verdict.reasons)
 
 
 def test_every_number_of_every_guard_stands_in_the_table_and_in_the_plot() -> None:
     content = samples.refused()
-    page = Page(render(content))
+    page = Page(page_of(content))
     plot = " ".join(page.texts["text"])
     cells = " ".join(page.texts["td"] + page.texts["small"])
     for drop, low, high in (("14.4", "11.7", "17.1"), ("2.4", "0.9", "3.9")):
@@ -144,7 +145,7 @@ def test_every_number_of_every_guard_stands_in_the_table_and_in_the_plot() -> No
 
 
 def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
-    page = Page(render(samples.refused()))
+    page = Page(page_of(samples.refused()))
     words = [text.strip() for text in page.texts["text"]]
     for expected in ("reversing", "against reverser", "✗ fail", "? inconclusive", "limit", "margin", "✓ warning"):
         assert words.count(expected) >= 2, expected
@@ -156,7 +157,7 @@ def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
 
 def test_an_interval_is_drawn_between_its_bounds_on_the_scale_of_the_ticks() -> None:
     """Read the plot as a person does: the marker's place between two labelled ticks gives the drop."""
-    html = render(samples.released())
+    html = page_of(samples.released())
     svg = html[html.index('<svg class="plot guards-wide"') :]
     svg = svg[: svg.index("</svg>")]
     ticks = {
@@ -173,7 +174,7 @@ def test_an_interval_is_drawn_between_its_bounds_on_the_scale_of_the_ticks() -> 
 
 def test_equal_content_gives_equal_bytes(content: ReportContent, tmp_path: Path) -> None:
     again = ReportContent.model_validate_json(content.model_dump_json())
-    assert render(content) == render(again)
+    assert page_of(content) == render(again)
 
 
 def test_bytes_do_not_depend_on_process_hash_seed_or_matplotlib_settings(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_bytes_do_not_depend_on_process_hash_seed_or_matplotlib_settings(tmp_pat
         "PYTHONIOENCODING": "utf-8",
     }
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    assert done.stdout.decode() == render(samples.refused())
+    assert done.stdout.decode() == page_of(samples.refused())
 
 
 def test_drawing_leaves_the_settings_of_matplotlib_alone() -> None:
@@ -198,7 +199,7 @@ def test_drawing_leaves_the_settings_of_matplotlib_alone() -> None:
 
 
 def test_hostile_names_are_shown_and_not_obeyed() -> None:
-    page = Page(render(with_hostile_names(samples.refused())))
+    page = Page(page_of(with_hostile_names(samples.refused())))
     assert "script" not in {tag for tag, _ in page.elements}
     assert HOSTILE in page.text
     assert HOSTILE.replace("\x1b", "\N{REPLACEMENT CHARACTER}") in page.texts["text"]
@@ -212,7 +213,7 @@ def test_hostile_names_stay_inside_their_markdown_cell() -> None:
 
 
 def test_skipped_evaluation_is_said_and_leaves_no_empty_table() -> None:
-    page = Page(render(samples.broken()))
+    page = Page(page_of(samples.broken()))
     assert "evaluation was skipped" in page.text
     assert "Scores" not in page.text
     assert "not finite" in page.text
@@ -220,7 +221,7 @@ def test_skipped_evaluation_is_said_and_leaves_no_empty_table() -> None:
 
 
 def test_long_names_are_shortened_only_in_the_plot() -> None:
-    page = Page(render(samples.large()))
+    page = Page(page_of(samples.large()))
     name = "mmlu_professional_medicine_continuation"
     assert name in page.text
     assert name not in page.texts["text"]
@@ -296,6 +297,6 @@ def test_models_with_different_tokenizers_compare_in_bits_per_byte() -> None:
     drift = content.verdict.drift
     assert drift is not None
     per_byte = content.verdict.model_copy(update={"drift": drift.model_copy(update={"unit": "byte"})})
-    page = Page(render(content.model_copy(update={"verdict": per_byte})))
+    page = Page(page_of(content.model_copy(update={"verdict": per_byte})))
     assert "Bits per byte of each model" in page.text
     assert "0.442" in page.texts["text"]  # log2(3.41) / 4 bytes a token

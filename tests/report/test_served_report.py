@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import report_samples as samples
+from pages import page_of
 from rich.console import Console
 
 from flows.cli.summary import print_summary
 from flows.outcome import RunOutcome
 from merge_core.store.keys import stage_key
 from tasks.report.content import ReportContent, ReportedCheck, ReportedServing
-from tasks.report.page import render
 from tasks.report.serving import costs
 from tasks.report.stage import write_report
 from tasks.report.wording import NONE
@@ -39,7 +39,7 @@ def another_day(content: ReportContent) -> ReportContent:
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return text_of(render(samples.served()))
+    return text_of(page_of(samples.served()))
 
 
 def test_the_merge_stands_below_its_parents_with_what_serving_took(page: str) -> None:
@@ -68,7 +68,7 @@ def test_a_failed_check_says_where_and_what_to_do() -> None:
         name="tensors", outcome="fail", where="model.norm.weight", seen="missing", expected="all", remedy="merge again"
     )
     content = samples.served().model_copy(update={"served": (broken,), "serving": ()})
-    assert "tensors ✗ fail model.norm.weight: missing all merge again" in text_of(render(content))
+    assert "tensors ✗ fail model.norm.weight: missing all merge again" in text_of(page_of(content))
 
 
 def test_a_gpu_has_a_column() -> None:
@@ -81,7 +81,7 @@ def test_a_gpu_has_a_column() -> None:
 def test_what_was_never_measured_has_no_table() -> None:
     content = samples.served().model_copy(update={"serving": (ReportedServing(name="merge", measured=ServingCost()),)})
     assert costs(content).rows == ()
-    assert "Ready after" not in text_of(render(content))
+    assert "Ready after" not in text_of(page_of(content))
 
 
 def test_a_release_says_nothing_that_changes_with_the_machine(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_the_terminal_ends_with_what_serving_took() -> None:
 
 
 def test_a_comparison_speaks_of_no_recipe_and_no_licence() -> None:
-    said = text_of(render(samples.compared()))
+    said = text_of(page_of(samples.compared()))
     assert "What was compared" in said
     for absent in ("What was merged", "Recipe", "Licence", "licence", "published"):
         assert absent not in said
