@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from flows.candidates import Candidate
+from flows.parents import find_parents
 from flows.profile import Profile
-from merge_core import Finding, MergePlan, Recipe
+from merge_core import Finding, Recipe
 from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_first
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, search_parents
-from tasks.checkpoints.hub import all_at_once
 from tasks.evaluation import CountLimit, count_task
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
@@ -27,7 +27,6 @@ from tasks.preflight import (
     check_compatibility,
     header_digests,
     machine_findings,
-    open_and_plan,
     this_machine,
 )
 from tasks.preflight.licenses import (
@@ -120,7 +119,7 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
     with problems.noted():
         check_server(profile.serve, profile.root)
     candidates = profile.candidates()
-    parents = find_parents([candidate.recipe for candidate in candidates], problems)
+    parents = _parents([candidate.recipe for candidate in candidates], problems)
     evidence = None
     if _is_whole(candidates[0].recipe, parents[0]):
         with problems.noted(of_the_profile=True):
@@ -141,33 +140,10 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
 def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:
     """All that can be said of a recipe alone. It does not say what the merge is for: the strictest use is assumed, and
     what that forbids is only a warning."""
-    (found,) = find_parents([recipe], problems)
+    (found,) = _parents([recipe], problems)
     rules = _Rules.of_a_recipe(root, name)
     if _is_whole(recipe, found):
         _clear(Candidate("", recipe, ""), found, rules, problems)
-
-
-def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[Finding, ...], MergePlan]:
-    """The parents of a recipe, what is odd about them, and the plan, from headers alone.
-
-    Raises:
-        InvalidInput: for parents that are not there, or cannot be checkpoints.
-        Refused: for parents that do not fit each other, or cannot be looked into.
-    """
-    (found,) = find_parents([recipe], Problems(stop_at_once=True))
-    planned, _ = open_and_plan(recipe, found)
-    if planned.plan is None:
-        raise next(finding for finding in planned.findings if finding.severity == "block").refusal()
-    return found, planned.findings, planned.plan
-
-
-def find_parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
-    """The parents of each recipe, in its order; those that are not found are problems, all of them at once."""
-    search = search_parents(recipes)
-    if search.problems and problems.stop_at_once:
-        raise all_at_once(search.problems)
-    problems.findings += map(finding_of, search.problems)
-    return search.found
 
 
 @dataclass(frozen=True)
@@ -224,6 +200,15 @@ def _clear(
             problems.summary.append(f"licences: {allowed.value.summary()}")
         return ClearedCandidate(candidate, found, allowed, fits)
     return None
+
+
+def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
+    """The parents of each recipe that were found; those that were not are problems, all of them at once."""
+    if problems.stop_at_once:
+        return find_parents(recipes)
+    search = search_parents(recipes)
+    problems.findings += map(finding_of, search.problems)
+    return search.found
 
 
 def _is_whole(recipe: Recipe, found: Sequence[ResolvedCheckpoint]) -> bool:

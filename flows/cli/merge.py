@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from flows.preflight import plan_recipe
+from flows.parents import plan_recipe
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput

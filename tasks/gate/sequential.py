@@ -31,7 +31,6 @@ from merge_core.errors import InvalidInput
 
 EXPONENT = 2.0  # of the spending function
 
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
 _NEARLY_SURE = 1 - 1e-12  # certainty has no quantile
 _FAR = 9.0  # standard deviations beyond which a normal density is nothing
 
@@ -100,6 +99,7 @@ def _bounds(shares: Sequence[float], spent: Sequence[float]) -> list[float]:
     look to look on Gauss-Legendre nodes below the last bound.
     """
     bounds: list[float] = []
+    all_nodes, weights = _quadrature()
     nodes, mass = np.zeros(1), np.ones(1)  # before the first look S is 0; mass is density times weight
     before, spent_before = 0.0, 0.0
     for share, so_far in zip(shares, spent, strict=True):
@@ -107,11 +107,18 @@ def _bounds(shares: Sequence[float], spent: Sequence[float]) -> list[float]:
         bound = _crossed_with(so_far - spent_before, nodes, mass, step)
         bounds.append(bound / math.sqrt(share))
         low = -_FAR * math.sqrt(share)
-        fresh = low + (bound - low) * (_NODES + 1) / 2
+        fresh = low + (bound - low) * (all_nodes + 1) / 2
         kernel = np.exp(-0.5 * ((fresh[:, None] - nodes) / step) ** 2) / (step * math.sqrt(2 * math.pi))
-        nodes, mass = fresh, (kernel @ mass) * _WEIGHTS * (bound - low) / 2
+        nodes, mass = fresh, (kernel @ mass) * weights * (bound - low) / 2
         before, spent_before = share, so_far
     return bounds
+
+
+@lru_cache(maxsize=1)
+def _quadrature() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Nodes and weights of Gauss and Legendre on [-1, 1]. Made when they are first needed: it takes a while."""
+    nodes, weights = np.polynomial.legendre.leggauss(400)
+    return nodes, weights
 
 
 def _crossed_with(probability: float, nodes: NDArray[np.float64], mass: NDArray[np.float64], step: float) -> float:

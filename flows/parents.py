@@ -1,0 +1,35 @@
+"""The parents of a recipe, and its plan, from headers alone: the part of a preflight that every command needs.
+
+Apart from ``flows.preflight`` because ``mergegate merge`` and ``plan`` need no more, and start in a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from merge_core import Finding, MergePlan, Recipe, plan_with_findings
+from tasks.checkpoints import ResolvedCheckpoint, open_parent, resolve_all_parents
+
+
+def find_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
+    """The parents of each recipe, in its order. The same branch is the same commit in all of them.
+
+    Raises:
+        InvalidInput: for references that are neither local directories nor repositories; all of them at once.
+        Refused: for repositories that may not be read, or a Hub that cannot be reached.
+    """
+    return resolve_all_parents(recipes)
+
+
+def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[Finding, ...], MergePlan]:
+    """The parents of a recipe, what is odd about them, and the plan.
+
+    Raises:
+        InvalidInput: for parents that are not there, or cannot be checkpoints.
+        Refused: for parents that do not fit each other, or cannot be looked into.
+    """
+    (found,) = find_parents([recipe])
+    planned = plan_with_findings(recipe, {parent.ref: open_parent(parent) for parent in found})
+    if planned.plan is None:
+        raise next(finding for finding in planned.findings if finding.severity == "block").refusal()
+    return found, planned.findings, planned.plan
