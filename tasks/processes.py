@@ -44,8 +44,9 @@ from typing import IO, Any
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TICK = 0.5  # seconds between two looks at memory and parent
 _REST = 20  # times as long as a look at memory took until the next one: the kernel counts pages meanwhile
-_LINGER = 3.0  # seconds that workers have to follow their leader, at most
+_LINGER = 3.0  # seconds that workers have to follow their leader, where that has any grace
 _PAUSE = 0.02
+_STOPS_WITHIN = 0.2  # seconds; one that waits for a disk stops later
 _SLACK = 15.0  # seconds beyond its grace after which a supervisor itself is given up
 _LONGEST_PLACE = 40  # characters
 _PROC = Path("/proc")
@@ -255,13 +256,13 @@ class Supervisor:
     def _end(self) -> None:
         """End all that is left: the leader politely, the others after it, then whoever is still there."""
         self._measure(at_once=True)
-        segments = {name for pid in _descendants() for name in _segments(pid)}
+        segments: set[str] = set()
         grace: float = self._order["grace"]
         if not _PROC.is_dir() and self._returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, signal.SIGKILL)
         if self._returncode is None and grace:
-            _signal(self._pid, signal.SIGTERM)
+            segments |= _told_to_end(self._pid, signal.SIGTERM)
             deadline = time.monotonic() + grace
             while self._returncode is None and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
@@ -269,15 +270,14 @@ class Supervisor:
         if self._returncode is not None and grace:
             # Wherever they are: some leave the process group.
             for pid in _descendants():
-                _signal(pid, signal.SIGTERM)
-            deadline = time.monotonic() + min(_LINGER, grace)
+                segments |= _told_to_end(pid, signal.SIGTERM)
+            deadline = time.monotonic() + _LINGER
             while _descendants() and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
                 self._reap()
         while left := _descendants():
-            segments.update(name for pid in left for name in _segments(pid))
             for pid in left:
-                _signal(pid, signal.SIGKILL)
+                segments |= _told_to_end(pid, signal.SIGKILL)
             self._reap()
             time.sleep(_PAUSE)
         for segment in map(Path, segments):
@@ -430,12 +430,37 @@ def _kilobytes(text: str, *names: str) -> int:
     return sum(int(text.split(name)[1].split()[0]) * 1024 for name in names)
 
 
-def _segments(pid: int) -> list[str]:
-    """Files of shared memory that a process has mapped."""
+def _told_to_end(pid: int, number: int) -> set[str]:
+    """Send a signal, and the segments of shared memory that the process leaves if it obeys. It is stopped while they
+    are read: one that is made a moment later would be nobody's."""
+    _signal(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + _STOPS_WITHIN
+    while _state(pid) not in ("T", "t", "Z", "") and time.monotonic() < deadline:
+        time.sleep(_STOPS_WITHIN / 100)
+    found = _segments(pid)
+    _signal(pid, number)
+    _signal(pid, signal.SIGCONT)
+    return found
+
+
+def _state(pid: int) -> str:
+    """As in proc(5); empty for a process that is no more."""
+    with contextlib.suppress(OSError, IndexError):
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    return ""
+
+
+def _segments(pid: int) -> set[str]:
+    """Files of shared memory that a process has mapped, or opened and not mapped yet."""
+    found: set[str] = set()
     with contextlib.suppress(OSError):
-        lines = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines())
-        return [parts[5] for parts in lines if len(parts) == 6 and parts[5].startswith(_SHARED_MEMORY)]
-    return []
+        lines = (_PROC / str(pid) / "maps").read_text(errors="replace").splitlines()
+        found |= {parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6}
+    with contextlib.suppress(OSError):
+        for descriptor in (_PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(str(descriptor.readlink()))
+    return {name for name in found if name.startswith(_SHARED_MEMORY)}
 
 
 def _prctl(option: int, value: int) -> None:

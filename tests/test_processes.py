@@ -1,0 +1,102 @@
+"""A supervised process and what it started end together, and it is known how and why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from tasks.processes import NotStarted, ProcessEnd, SupervisedProcess
+
+Start = Callable[..., SupervisedProcess]
+
+
+@pytest.fixture
+def output() -> Iterator[IO[bytes]]:
+    with tempfile.TemporaryFile() as file:
+        yield file
+
+
+@pytest.fixture
+def start(output: IO[bytes]) -> Iterator[Start]:
+    """Run a script of Python under supervision."""
+    started = []
+
+    def run(script: str, *arguments: str, **options: Any) -> SupervisedProcess:
+        started.append(
+            SupervisedProcess([sys.executable, "-c", script, *arguments], os.environ, output, name="test", **options)
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.end()
+
+
+def test_one_that_ends_by_itself_says_how_and_leaves_no_files(start: Start, output: IO[bytes]) -> None:
+    script = "import tempfile; print('bye', flush=True); tempfile.mkstemp(); raise SystemExit(7)"
+    process = start(script)
+    assert process.ends(within=60)
+    assert process.end() == ProcessEnd(returncode=7, why="exited") == process.end()
+    output.seek(0)
+    assert output.read() == b"bye\n"
+    assert not process.scratch.exists()
+
+
+def test_without_grace_one_that_listens_to_no_signal_is_killed_at_once(start: Start) -> None:
+    here, there = Pipe()
+    script = (
+        "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "os.write(int(sys.argv[1]), b'0'); time.sleep(600)"
+    )
+    process = start(script, str(there.fileno()), pass_fds=[there.fileno()])
+    there.close()
+    assert os.read(here.fileno(), 1) == b"0"
+    assert process.alive
+    assert process.end() == ProcessEnd(returncode=-signal.SIGKILL, why="asked")
+    assert not process.alive
+
+
+def test_its_end_is_the_end_of_what_it_was_connected_by(start: Start) -> None:
+    here, there = Pipe()
+    process = start("import time; time.sleep(600)", pass_fds=[there.fileno()])
+    there.close()
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(EOFError):  # the supervisor does not hold the other end open
+        here.recv()
+    assert process.end().returncode == -signal.SIGKILL
+
+
+def test_a_limit_ends_it(start: Start) -> None:
+    process = start("import time; time.sleep(600)", limit=0.2)
+    assert process.ends(within=60)
+    assert process.end().why == "limit"
+
+
+@pytest.mark.parametrize("mapped", ["mmap.mmap(segment, 1)", "None"], ids=["mapped", "opened, and not mapped yet"])
+def test_shared_memory_that_it_has_made_is_removed(start: Start, mapped: str) -> None:
+    here, there = Pipe()
+    place = Path(f"/dev/shm/mergegate-test-{os.getpid()}-{len(mapped)}")
+    script = f"""import mmap, os, sys, time
+segment = os.open({str(place)!r}, os.O_CREAT | os.O_RDWR)
+os.ftruncate(segment, 1)
+held = {mapped}
+os.write(int(sys.argv[1]), b"0")
+time.sleep(600)"""
+    process = start(script, str(there.fileno()), pass_fds=[there.fileno()])
+    os.read(here.fileno(), 1)
+    assert place.exists()
+    process.end()
+    assert not place.exists()
+
+
+def test_a_command_that_is_not_there_is_said(output: IO[bytes]) -> None:
+    with pytest.raises(NotStarted, match="/nowhere/server: No such file"):
+        SupervisedProcess(["/nowhere/server"], {}, output, name="test")
