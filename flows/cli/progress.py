@@ -26,7 +26,7 @@ from tasks.stage import StageStatus, watched_by
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
     "made": ("✓", "+", "green"),
     "cached": ("=", "=", "cyan"),
-    "rebuilt": ("↻", "~", "yellow"),
+    "rebuilt": ("✓", "+", "green"),
     "refused": ("✗", "x", "bold red"),
     "failed": ("✗", "x", "bold red"),
 }

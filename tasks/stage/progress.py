@@ -14,7 +14,7 @@ from merge_core.errors import MergegateError, Refused
 from merge_core.units import format_duration
 
 StageStatus = Literal["made", "cached", "rebuilt", "refused", "failed"]
-_MARKS: dict[StageStatus, str] = {"made": "✓", "cached": "=", "rebuilt": "↻", "refused": "✗", "failed": "✗"}
+_MARKS: dict[StageStatus, str] = {"made": "✓", "cached": "=", "rebuilt": "✓", "refused": "✗", "failed": "✗"}
 
 
 class Watcher(Protocol):
