@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from merge_core import Finding, MergePlan, Recipe, plan_with_findings
+from merge_core import Finding, MergePlan, Recipe, plan_merge, plan_with_findings
 from tasks.checkpoints import ResolvedCheckpoint, open_parent, resolve_all_parents
 
 
@@ -21,8 +21,19 @@ def find_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckpoint, .
     return resolve_all_parents(recipes)
 
 
-def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[Finding, ...], MergePlan]:
-    """The parents of a recipe, what is odd about them, and the plan.
+def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePlan]:
+    """The parents of a recipe, and the plan, whether or not it would be a good idea.
+
+    Raises:
+        InvalidInput: for parents that are not there, cannot be checkpoints, or of which no plan can be made.
+        Refused: for parents that cannot be looked into.
+    """
+    (found,) = find_parents([recipe])
+    return found, plan_merge(recipe, {parent.ref: open_parent(parent) for parent in found})
+
+
+def clear_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[Finding, ...]]:
+    """The parents of a recipe that may be merged, and what is odd about them.
 
     Raises:
         InvalidInput: for parents that are not there, or cannot be checkpoints.
@@ -30,6 +41,6 @@ def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[F
     """
     (found,) = find_parents([recipe])
     planned = plan_with_findings(recipe, {parent.ref: open_parent(parent) for parent in found})
-    if planned.plan is None:
-        raise next(finding for finding in planned.findings if finding.severity == "block").refusal()
-    return found, planned.findings, planned.plan
+    if planned.blocking:
+        raise planned.blocking[0].refusal()
+    return found, planned.findings

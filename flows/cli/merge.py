@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from flows.parents import plan_recipe
+from flows.parents import clear_recipe
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput
@@ -34,7 +34,7 @@ def merge_to(
     if out.exists() and not share:
         raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
     recipe = load_recipe(recipe_file)
-    found, findings, _ = plan_recipe(recipe)
+    found, findings = clear_recipe(recipe)
     for finding in findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
     _fetch([parent.snapshot for parent in found if parent.snapshot], console)

@@ -96,7 +96,7 @@ def plan_file(
     named = dict(_price(text) for text in prices)
     recipe = load_recipe(recipe_file)
     with console.status("reading headers"):
-        found, _, plan = plan_recipe(recipe)
+        found, plan = plan_recipe(recipe)
     snapshots = {parent.directory: parent.snapshot for parent in found if parent.snapshot}
     coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
     forecast = make_forecast(plan, coming, out, device, named, probe)

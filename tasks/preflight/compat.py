@@ -84,7 +84,7 @@ def check_compatibility(
         Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
     """
     planned, checkpoints = open_and_plan(recipe, parents)
-    return _compatibility(planned.findings, planned.plan, checkpoints)
+    return _compatibility(planned.findings, None if planned.blocking else planned.plan, checkpoints)
 
 
 def open_and_plan(
