@@ -13,12 +13,15 @@ user's (``tasks.judge.server``, ``tasks.serve.client``). The Hub has a client of
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import cache
 from ipaddress import ip_address
+from ssl import SSLContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -83,11 +86,13 @@ class JsonClient:
         import httpx
 
         self._url, self._timeout, self._key = url.rstrip("/"), timeout, key
+        trust_env = not _is_loopback(url)  # a proxy of the environment does not know our loopback
         self._http = httpx.Client(
+            verify=_certificates(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=timeout,
             limits=httpx.Limits(max_connections=connections or None, max_keepalive_connections=connections),
-            trust_env=not _is_loopback(url),  # a proxy of the environment does not know our loopback
+            trust_env=trust_env,
         )
 
     def __enter__(self) -> Self:
@@ -202,6 +207,16 @@ def causes(error: BaseException | None) -> list[BaseException]:
 def _last_outcome(state: RetryCallState) -> Any:
     assert state.outcome is not None
     return state.outcome.result()
+
+
+@cache
+def _certificates(trust_env: bool, file: str | None, directory: str | None) -> SSLContext:
+    """Whom to trust, read once for the same environment: it takes longer than a question to a server that is starting,
+    which is asked ten times a second whether it is ready.
+    """
+    import httpx
+
+    return httpx.create_ssl_context(trust_env=trust_env)
 
 
 def _is_loopback(url: str) -> bool:
