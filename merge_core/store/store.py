@@ -197,17 +197,19 @@ class Store:
             except StoreMiss as miss:
                 if path.exists():
                     on_damage(str(miss))
-            value = make()
-            plain = json.loads(value.model_dump_json())
-            content = digest({"files": {}, "value": value})
-            record = {"stage": stage, "key": key, "digest": content, "sha256": digest(plain), "value": plain}
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(record, indent=1))
-            fsync(partial)
-            partial.rename(path)
-            fsync(path.parent)
-            return StoredValue(stage, key, content, value), True
+            return self._seal_value(stage, key, path, make()), True
+
+    def _seal_value(self, stage: str, key: str, path: Path, value: R) -> StoredValue[R]:
+        plain = json.loads(value.model_dump_json())
+        content = digest({"files": {}, "value": value})
+        record = {"stage": stage, "key": key, "digest": content, "sha256": digest(plain), "value": plain}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1))
+        fsync(partial)
+        partial.rename(path)
+        fsync(path.parent)
+        return StoredValue(stage, key, content, value)
 
     def _lock_file(self, stage: str, key: str) -> Path:
         file = self.root / "locks" / f"{stage}-{key[:32]}"

@@ -18,7 +18,7 @@ from typer.testing import Result
 pytestmark = pytest.mark.slow
 
 BIN = Path(sys.executable).parent
-STAGES = ("licenses", "compat", "merge", "perplexity", "evaluate", "gate", "report")
+STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", "gate", "report")
 
 # Runs the command line, and dies by SIGKILL when a stage has done its work but nothing of it is sealed yet;
 # or in the middle of a publication, when the release is written but does not have its name.
@@ -35,10 +35,11 @@ DIES = """
             die() if "releases" in self.parts else rename(self, target)
         pathlib.Path.rename = dies
     else:
-        seal = Store._seal
-        def dies(self, stage, *rest):
-            die() if stage == moment else seal(self, stage, *rest)
-        Store._seal = dies
+        def deadly(seal):
+            def dies(self, stage, *rest):
+                return die() if stage == moment else seal(self, stage, *rest)
+            return dies
+        Store._seal, Store._seal_value = deadly(Store._seal), deadly(Store._seal_value)
     main()
 """
 
