@@ -196,6 +196,7 @@ from prefect import flow
 from tasks.evaluation.stage import evaluate_to
 from tasks.checkpoints import Model
 from tasks.stage import Runtime
+from tasks.evaluation.scoring import Scoring
 from tasks.evaluation.task_definition import EvalTask
 
 @flow
