@@ -157,6 +157,7 @@ FLOW = """
 from pathlib import Path
 from tasks.evaluation import process as evaluation_process
 from tasks.checkpoints import Model
+from tasks.evaluation.scoring import DocumentRange, Scoring, ordered
 from tasks.evaluation.task_definition import EvalTask
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
