@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -57,13 +57,14 @@ ServerQuestion = Callable[[ServedSubject], list[Check]]
 
 
 def takes_extensions(asked: ServedSubject) -> bool:
-    """Whether vLLM's fields are taken or overlooked; also the request that warms the server up."""
-    answer = asked.complete("a", 1, extension={"return_token_ids": True})
-    return not (
-        answer.status in (400, 422)
-        and asked.client.request("/v1/completions", {"model": asked.model, "prompt": "a", "max_tokens": 1}).status
-        == 200
-    )
+    """Whether vLLM's fields are taken or overlooked; also the request that warms the server up.
+
+    It takes the longest prompt: vLLM on a CPU with AMX has the right to use it from the first larger multiplication
+    on, and dies of SIGILL if the first prompt of all has but a few tokens (0.32).
+    """
+    prompt = max(asked.settings.prompts, key=len)
+    answer = asked.complete(prompt, 1, extension={"return_token_ids": True})
+    return not (answer.status in (400, 422) and replace(asked, extended=False).complete(prompt, 1).status == 200)
 
 
 def ask_generation(asked: ServedSubject) -> list[Check]:

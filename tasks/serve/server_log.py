@@ -11,11 +11,14 @@ Blame = Literal["model", "machine", "settings"]
 # Beginnings that loggers put before what is said: '(EngineCore pid=7) ERROR 11-20 11:01:16 [core.py:842] '.
 _PREFIX = re.compile(r"^(?:\([^)]*\)\s*)?(?:[A-Z]+\s+\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\s+)?(?:\[[^\]]*\]\s*)?")
 _NO_ERROR = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
-_RAISED = re.compile(r"(?:^|\s)((?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|error|fatal error): .+)$")
+_RAISED = re.compile(
+    r"(?:^|\s)((?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|error|fatal error): .+)$|"
+    r"^(\w.* died unexpectedly \(exit code: -\d+\))"
+)
 # Said about an end whose cause stands elsewhere in the log.
 _CONSEQUENCE = re.compile(
     r"Engine core initialization failed|Engine core proc|EngineDeadError|EngineCore encountered|"
-    r"WorkerProc initialization failed|See root cause above|Failed core proc|CancelledError"
+    r"WorkerProc initialization failed|See root cause above|Failed core proc|CancelledError|RuntimeError: cancelled$"
 )
 # What interpreters say when they end.
 _PRINTED_AT_EXIT = re.compile(r"resource_tracker|warnings\.warn\(|nanobind|^ - (?:leaked|\.\.\.)")
@@ -25,7 +28,8 @@ _LONGEST = 400
 _LIMITS = re.compile(
     r"out of memory|OutOfMemory|MemoryError|Cannot allocate memory|bad_alloc|ENOMEM|No space left on device|"
     r"Free memory on device|No available memory for the cache|KV cache is needed|VLLM_CPU_KVCACHE_SPACE|"
-    r"not enough memory|Available (?:CPU )?memory|Unsupported CPU attention configuration"
+    r"not enough memory|Available (?:CPU )?memory|Unsupported CPU attention configuration|"
+    r"died unexpectedly \(exit code: -(?:4|9)\)"
 )
 _MACHINE = re.compile(
     r"No CUDA|CUDA driver|CUDA[- ]capable device|CUDA error|cudaError|libcuda|NVML|NCCL|Failed to infer device type|"
@@ -47,7 +51,7 @@ def root_cause(log: str) -> str:
         if _NO_ERROR.search(line[:80]):
             continue
         if match := _RAISED.search(_PREFIX.sub("", line.strip())):
-            errors.append(match[1].strip())
+            errors.append((match[1] or match[2]).strip())
     causes = [error for error in errors if not _CONSEQUENCE.search(error)]
     if causes or errors:
         return (causes or errors)[0][:_LONGEST]
@@ -60,8 +64,8 @@ def blame(cause: str, returncode: int | None, *, had_answered: bool) -> Blame:
 
     The machine, if it lacks memory, a GPU, or the server itself; also for SIGKILL, which the kernel sends when memory
     is short. Whoever called, if the server does not know its arguments. Else the model; always the model for a server
-    that had answered and then ended for any reason but a limit of the machine: memory, or kernels that this build of
-    the server has for GPUs only.
+    that had answered and then ended for any reason but a limit of the machine: memory (of a worker, too), kernels that
+    this build of the server has for GPUs only, instructions that the processor refuses (SIGILL).
     """
     if _LIMITS.search(cause) or returncode == -9:
         return "machine"

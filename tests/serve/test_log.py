@@ -21,6 +21,19 @@ def test_the_cause_is_the_first_error_and_not_its_consequence() -> None:
     assert root_cause(FAILED_START) == "ValueError: Following weights were not initialized: {'a'}"
 
 
+DEAD_WORKER = """\
+(EngineCore pid=7) ERROR 11-22 04:51:12 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly \
+(exit code: -4), shutting down executor.
+(EngineCore pid=7) ERROR 11-22 04:51:12 [core.py:1512] EngineCore encountered a fatal error.
+(EngineCore pid=7) ERROR 11-22 04:51:12 [core.py:1512] RuntimeError: cancelled
+(APIServer pid=1) ERROR 11-22 04:51:12 [async_llm.py:906] EngineDeadError: EngineCore encountered an issue.
+"""
+
+
+def test_a_worker_that_a_signal_ended_is_the_cause_and_not_what_waited_for_it() -> None:
+    assert root_cause(DEAD_WORKER) == "Worker proc VllmWorker-0 died unexpectedly (exit code: -4)"
+
+
 def test_without_an_error_the_last_line_is_the_cause() -> None:
     assert root_cause("loading\nkilled by somebody\n\n") == "killed by somebody"
     assert root_cause("") == "it said nothing"
@@ -43,6 +56,9 @@ def test_without_an_error_the_last_line_is_the_cause() -> None:
         ("IndexError: index out of range in self", 1, True, "model"),
         ("torch.OutOfMemoryError: CUDA out of memory", 1, True, "machine"),
         ("RuntimeError: CUDA error: device-side assert triggered", 1, True, "model"),
+        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -4)", 0, True, "machine"),  # an illegal instruction
+        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -9)", 0, True, "machine"),  # out of memory, mostly
+        ("Worker proc VllmWorker-0 died unexpectedly (exit code: -11)", 0, True, "model"),
         ("RuntimeError: Unsupported CPU attention configuration: head_dim=24", 1, True, "machine"),
     ],
 )
