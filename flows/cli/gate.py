@@ -70,7 +70,7 @@ def gate_results(entries: Sequence[str], profile_file: Path, console: Console) -
         console.print("! perplexity is not judged: lm-eval's output has none of the held-out text", style="yellow")
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
         scores = _as_artifacts(results, Path(scratch))
-        verdict = gate.work(guards, scores, {}, None, profile.evaluate.rule, MERGE)
+        verdict = gate.work(guards, scores, {}, None, profile.evaluate.gate_rule, MERGE)
         return _outcome(profile, verdict, scores, places)
 
 

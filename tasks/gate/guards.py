@@ -1,4 +1,4 @@
-"""What a profile says about judging: one guard a task, and how sure a verdict must be."""
+"""What a profile says about judging: one guard a task, what they come to together, and how sure a verdict must be."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # points
+CATASTROPHE = 10.0  # points that no task of a suite may fall, unless its guard says otherwise
 
 # What ``guarded_by`` may say besides the name of a parent; see ``tasks.gate.references``.
 BEST_PARENT = "best parent"
@@ -26,6 +27,13 @@ class Guard(BaseModel):
     margin: float | None = Field(
         default=None, gt=0, le=100, description="Points that the upper bound may reach; default: max_drop + 1."
     )
+    weight: float = Field(default=1.0, gt=0, le=1000, description="Of the task in the mean of a suite.")
+    limit: float | None = Field(
+        default=None,
+        gt=0,
+        le=100,
+        description="rule: suite: points that this task alone must not have fallen; default: 10, or margin if more.",
+    )
     metric: str | None = Field(default=None, description="lm-eval's 'acc,none'; absent: see default_metric.")
     cluster_by: str | None = Field(
         default=None,
@@ -37,6 +45,8 @@ class Guard(BaseModel):
     def _margin_is_wider(self) -> Self:
         if self.margin is not None and self.margin < self.max_drop:
             raise ValueError(f"margin ({self.margin:g}) must be at least max_drop ({self.max_drop:g})")
+        if self.limit is not None and self.limit < self.upper_limit:
+            raise ValueError(f"limit ({self.limit:g}) must be at least the margin ({self.upper_limit:g})")
         return self
 
     @property
@@ -44,12 +54,22 @@ class Guard(BaseModel):
         """Non-inferiority margin in points: the drop that must be ruled out to pass."""
         return self.margin if self.margin is not None else self.max_drop + MARGIN_ABOVE_MAX_DROP
 
+    @property
+    def catastrophe(self) -> float:
+        """The drop in points that must be ruled out for this task alone where a suite is judged as a whole."""
+        return self.limit if self.limit is not None else max(CATASTROPHE, self.upper_limit)
+
 
 class GateRule(BaseModel):
     """How sure a verdict must be, and what follows where it cannot be."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    rule: Literal["suite", "each"] = Field(
+        default="suite",
+        description="suite: the mean drop over all tasks is within its margin, and no task has fallen beyond its "
+        "limit. each: every task is within its own margin.",
+    )
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided, each way, over all looks together.")
     extend: bool = Field(
         default=True, description="Evaluate more documents where a guard is undecided and the task has some left."

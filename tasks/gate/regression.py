@@ -6,6 +6,13 @@ A guard has three outcomes, because evidence can be too thin to say (T: ``max_dr
     pass          drop <= T and its upper bound <= M             shown to be at most so much worse
     inconclusive  anything else                                  more documents would tell
 
+That is ``rule: each``. Where the suite is judged as a whole (``tasks.gate.suite``), a task alone must only not have
+fallen far, by L: ``limit``::
+
+    fail          lower bound > T                                shown to have lost more than it may
+    pass          upper bound <= L                               shown not to have fallen far
+    inconclusive  anything else
+
 The bounds are those of the look at which it is asked (``tasks.gate.sequential``). While more documents can be had,
 failing takes a drop over the margin, not only over the threshold: what lies between may come out either way.
 
@@ -33,7 +40,7 @@ from tasks.gate.statistics import (
     documents_needed,
     graded_difference,
 )
-from tasks.stage import Outcome
+from tasks.stage import Outcome, word_for
 
 
 class GuardVerdict(BaseModel):
@@ -66,6 +73,16 @@ class GuardVerdict(BaseModel):
     candidates: int = 1  # parents of which the reference is the best
     selection_bias: float = 0.0  # points of the drop that choosing the best of them makes, at most
     clusters: int | None = None  # independent groups of documents; None where each document stands for itself
+    weight: float = 1.0  # of the task in the mean over all
+    limit: float | None = None  # points that its suite allows this task alone; None where it is judged on its own
+
+    @property
+    def word(self) -> str:
+        """What was shown of this task by its own margin, in one of four words, whatever the suite allows it."""
+        if self.limit is None or self.outcome == "fail":
+            return word_for(self.outcome, shown_worse=self.low > 0)
+        alone = decide_guard(self.drop, self.low, self.high, self.max_drop, self.margin)
+        return word_for(alone, shown_worse=self.low > 0)
 
 
 @dataclass(frozen=True)
@@ -161,6 +178,18 @@ def decide_guard(
     return "inconclusive"
 
 
+def decide_task(low: float, high: float, max_drop: float, limit: float) -> Outcome:
+    """Whether a task of a suite has fallen far; all in points.
+
+    Args:
+        low: Lower bound among as many questions as are asked.
+        high: Upper bound of this task alone: a merge that has fallen far in one task has to get by that one.
+    """
+    if low > max_drop:
+        return "fail"
+    return "pass" if high <= limit else "inconclusive"
+
+
 def judge_guard(guard: Guard, metric: str, paired: Paired, higher_is_better: bool, confidence: float) -> GuardVerdict:
     """The verdict of a guard that is the only one, on paired scores in [0, 1] that are all there will be.
 
@@ -170,18 +199,23 @@ def judge_guard(guard: Guard, metric: str, paired: Paired, higher_is_better: boo
     return judge_guards([measure_guard(guard, metric, paired, higher_is_better)], confidence)[0]
 
 
-def judge_guards(measured: Sequence[GuardEvidence], confidence: float) -> tuple[GuardVerdict, ...]:
+def judge_guards(
+    measured: Sequence[GuardEvidence], confidence: float, *, as_suite: bool = False
+) -> tuple[GuardVerdict, ...]:
     """The verdicts of all guards of a merge, each at the look that its task has reached.
 
     Args:
         confidence: One-sided, of each passing guard over all of its looks; and that no alarm at all is false.
+        as_suite: Each must only not have fallen far, instead of being within its own margin.
 
     Raises:
         InvalidInput: when a task has been evaluated to where no look was planned.
     """
     alarms = alarm_confidences(measured, confidence)
     asked = sum(one.candidates for one in measured)
-    return tuple(_judged(one, confidence, alarm, asked) for one, alarm in zip(measured, alarms, strict=True))
+    return tuple(
+        _judged(one, confidence, alarm, asked, as_suite=as_suite) for one, alarm in zip(measured, alarms, strict=True)
+    )
 
 
 def alarm_confidences(measured: Sequence[GuardEvidence], confidence: float) -> list[float]:
@@ -208,16 +242,21 @@ def _low(one: GuardEvidence, confidence: float) -> float:
     return one.interval(one.look(confidence).confidence).low
 
 
-def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int) -> GuardVerdict:
+def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int, *, as_suite: bool) -> GuardVerdict:
     guard, n = one.guard, len(one.differences)
     look, alarm_look = one.look(confidence), one.look(alarm)
     estimate = one.interval(look.confidence)
     drop, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
     last_look = look.number == look.of
-    outcome = decide_guard(drop, 100 * _low(one, alarm), high, guard.max_drop, guard.upper_limit, last_look=last_look)
+    sure_low = 100 * _low(one, alarm)
+    if as_suite:
+        outcome = decide_task(sure_low, high, guard.max_drop, guard.catastrophe)
+    else:
+        outcome = decide_guard(drop, sure_low, high, guard.max_drop, guard.upper_limit, last_look=last_look)
     needed = None
     if outcome == "inconclusive":
-        needed = _needed(one, estimate, alarm if drop > guard.max_drop else confidence)
+        alarming = drop > guard.max_drop and not as_suite
+        needed = _needed(one, estimate, alarm if alarming else confidence, as_suite=as_suite)
     verdict = GuardVerdict(
         task=guard.task,
         metric=one.metric,
@@ -243,19 +282,23 @@ def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int) -> 
         candidates=one.candidates,
         selection_bias=100 * one.selection_bias,
         clusters=len(set(one.clusters)) if one.clusters is not None else None,
+        weight=guard.weight,
+        limit=guard.catastrophe if as_suite else None,
     )
     return verdict.model_copy(update={"reason": _sentence(verdict, asked)})
 
 
-def _needed(one: GuardEvidence, estimate: Difference, confidence: float) -> int | None:
+def _needed(one: GuardEvidence, estimate: Difference, confidence: float, *, as_suite: bool) -> int | None:
     """Documents that would decide with power 0.8 if the drop is as seen: those of a planned look, or more than all."""
-    drop, threshold, margin = estimate.mean, one.guard.max_drop / 100, one.guard.upper_limit / 100
-    # Above the threshold it takes showing that there is a drop at all; below it, that it is within the margin.
-    distance = drop if drop > threshold else margin - drop
+    drop, guard = estimate.mean, one.guard
+    threshold, margin = guard.max_drop / 100, (guard.catastrophe if as_suite else guard.upper_limit) / 100
+    # Above the threshold it takes showing that there is a drop at all; below it, and for a task of a suite, that it is
+    # within what is allowed.
+    distance = drop if drop > threshold and not as_suite else margin - drop
     if distance <= 0:
         return None
     for look in plan_looks(one.schedule, confidence):
-        can_decide = look.number == look.of or not threshold < drop <= margin
+        can_decide = as_suite or look.number == look.of or not threshold < drop <= margin
         enough = documents_needed(estimate.variance, distance, look.confidence) <= look.documents
         if look.documents > one.documents and can_decide and enough:
             return look.documents
@@ -285,7 +328,7 @@ def _clusters(guard: Guard, paired: Paired) -> tuple[str, ...] | None:
 
 def _sentence(verdict: GuardVerdict, asked: int) -> str:
     """What was found, in the words of a person: ``gsm8k: 4.1 points below math [2.3, 5.9], limit 3.0``."""
-    drop, low, high, limit = verdict.drop, verdict.low, verdict.high, verdict.max_drop
+    drop, low, high, limit = verdict.drop, verdict.low, verdict.high, verdict.limit or verdict.max_drop
     # 3.04 is over a limit of 3, and must be seen to be.
     digits = next((d for d in (1, 2) if (round(drop, d) > limit) == (drop > limit)), 3)
     if drop < 0:  # said the other way round, interval and all
@@ -302,9 +345,11 @@ def _sentence(verdict: GuardVerdict, asked: int) -> str:
     look = verdict.look
     total = look.documents + verdict.documents_left if look else verdict.n
     seen = f"{look.documents:,} of {total:,}" if look and look.of > 1 else f"{total:,}"
+    if verdict.limit is not None and verdict.outcome == "fail":
+        sentence = f"{sentence.rpartition(', limit')[0]}, shown to be more than {verdict.max_drop:g}"
     if verdict.outcome != "inconclusive":
         return f"{sentence}, after {seen} documents" if verdict.documents_left else sentence
     sentence += f": undecided after {seen} documents"
-    if verdict.low > 0 and drop > (verdict.margin if verdict.documents_left else limit):
+    if verdict.limit is None and verdict.low > 0 and drop > (verdict.margin if verdict.documents_left else limit):
         sentence += f", where one of {asked} comparisons may be off by chance"
     return sentence + (f"; about {verdict.documents_needed:,} would decide it" if verdict.documents_needed else "")

@@ -53,7 +53,9 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[Look, ...]:
         schedule: Documents after each look, rising; the last is all there are.
         confidence: One-sided, that all looks together have; in (0.5, 1).
     """
-    levels = _nominal(tuple(schedule), confidence)
+    if not schedule or schedule[0] < 1 or any(b <= a for a, b in pairwise(schedule)):
+        raise ValueError(f"looks after {schedule} documents: numbers must rise from at least 1")
+    levels = look_levels(tuple(documents / schedule[-1] for documents in schedule), confidence)
     return tuple(
         Look(number=number, of=len(levels), documents=documents, confidence=level)
         for number, (documents, level) in enumerate(zip(schedule, levels, strict=True), start=1)
@@ -81,13 +83,15 @@ def look_at(documents: int, schedule: Sequence[int], confidence: float, where: s
 
 
 @lru_cache(maxsize=1024)
-def _nominal(schedule: tuple[int, ...], confidence: float) -> tuple[float, ...]:
-    """One-sided confidence of each look."""
-    if not schedule or schedule[0] < 1 or any(b <= a for a, b in pairwise(schedule)):
-        raise ValueError(f"looks after {schedule} documents: numbers must rise from at least 1")
-    if len(schedule) == 1:
+def look_levels(shares: tuple[float, ...], confidence: float) -> tuple[float, ...]:
+    """One-sided confidence of the interval that is taken at each look.
+
+    Args:
+        shares: Of the information that has been seen at each look, rising to 1.
+        confidence: That all looks together have.
+    """
+    if len(shares) == 1:
         return (confidence,)
-    shares = [documents / schedule[-1] for documents in schedule]
     spent = [(1 - confidence) * share**EXPONENT for share in shares]
     return tuple(min(NormalDist().cdf(bound), _NEARLY_SURE) for bound in _bounds(shares, spent))
 

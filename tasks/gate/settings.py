@@ -24,7 +24,7 @@ class EvaluateSettings(Scoring, GateRule):
         return Scoring.model_validate({name: getattr(self, name) for name in Scoring.model_fields})
 
     @property
-    def rule(self) -> GateRule:
+    def gate_rule(self) -> GateRule:
         """The part that judges them."""
         return GateRule.model_validate({name: getattr(self, name) for name in GateRule.model_fields})
 

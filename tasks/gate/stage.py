@@ -1,16 +1,14 @@
 """The gate: from paired evidence to a verdict. Pure decisions; the stage around them only reads and stores.
 
 Perplexity is judged first (``tasks.gate.drift``), then one guard for each promise of the profile
-(``tasks.gate.regression``). All of them must pass. While a guard is undecided and its task has documents left,
-``undecided_tasks`` names the task: the flow has more of it evaluated, up to the next look, and asks again
-(``flows.assessment``).
+(``tasks.gate.regression``) and, unless each is judged on its own, their mean (``tasks.gate.suite``). All must pass.
+While anything is undecided and there are documents left, ``undecided_tasks`` names the tasks: the flow has more of them
+evaluated, up to the next look, and asks again (``flows.assessment``).
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from merge_core.errors import InvalidInput, suggest
@@ -21,6 +19,7 @@ from tasks.gate.guards import CHAMPION, GateRule, Guard
 from tasks.gate.references import best_model, check_guards, reference_models
 from tasks.gate.regression import GuardEvidence, GuardVerdict, judge_guards, measure_guard
 from tasks.gate.statistics import selection_bias
+from tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
 from tasks.perplexity import DriftLimits, Likelihoods, read_documents
 from tasks.stage import JointVerdict, Outcome, Section, StageValue, Verdict, severity, value_stage, worst
 
@@ -40,14 +39,17 @@ class GateVerdict(StageValue):
     on_inconclusive: OnInconclusive
     reasons: tuple[str, ...]  # why not, worst first; empty when it passes
     notes: tuple[str, ...] = ()  # what was not judged, and why that is well
+    suite: SuiteVerdict | None = None  # the mean over all tasks, where it is what is judged
 
     def summary(self) -> str:
         if not self.publishable:
             return self.reasons[0]
         if self.outcome != "pass":
             return f"let through although {self.outcome}: {self.reasons[0]}"
+        if self.suite:
+            return f"{self.suite.tasks} tasks together: {self.suite.word}"
         if self.guards:
-            return f"{len(self.guards)} guards passed"
+            return "1 guard passed" if len(self.guards) == 1 else f"{len(self.guards)} guards passed"
         return "no drift" if self.drift else "; ".join(self.notes) or "nothing to judge"
 
     def refuses(self) -> bool:
@@ -69,7 +71,7 @@ class GateVerdict(StageValue):
         return self.model_copy(update=joint._asdict())
 
 
-@value_stage("gate", version=2)
+@value_stage("gate", version=3)
 def gate(
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],
@@ -103,7 +105,10 @@ def gate(
     plan = schedule or {}
     measured = [_measured(guard, known, tuple(scores), merged, plan.get(guard.task, ())) for guard in judged]
     notes = tuple(f"{guard.task}: no release to hold it against yet" for guard in guards if guard not in judged)
-    return gate_verdict(judge_guards(measured, rule.confidence), drifted, rule.on_inconclusive, notes)
+    is_suite = rule.rule == "suite" and len({guard.task for guard in judged}) > 1  # one task alone is its own suite
+    suite = judge_suite(measured, rule.confidence) if is_suite else None
+    verdicts = judge_guards(measured, rule.confidence, as_suite=is_suite)
+    return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suite)
 
 
 def perplexity_drift(
@@ -120,11 +125,14 @@ def perplexity_drift(
 
 
 def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
-    """Tasks of which more documents would serve: a guard is undecided, some are left, and nothing has failed yet."""
+    """Tasks of which more documents would serve: a guard is undecided, some are left, and nothing has failed yet. Of a
+    suite that is all of them: they are extended together."""
     if verdict.outcome == "fail":
         return ()  # whatever they said, it would not be published
-    open_tasks = (guard.task for guard in verdict.guards if guard.outcome == "inconclusive" and guard.documents_left)
-    return tuple(dict.fromkeys(open_tasks))
+    undecided = [guard for guard in verdict.guards if guard.outcome == "inconclusive"]
+    if verdict.suite and (undecided or verdict.suite.outcome == "inconclusive"):
+        undecided = list(verdict.guards)
+    return tuple(dict.fromkeys(guard.task for guard in undecided if guard.documents_left))
 
 
 def gate_verdict(
@@ -132,15 +140,18 @@ def gate_verdict(
     drift: DriftVerdict | None,
     on_inconclusive: OnInconclusive,
     notes: tuple[str, ...] = (),
+    suite: SuiteVerdict | None = None,
 ) -> GateVerdict:
     """The decision about a merge: the worst of all its guards, and what follows from it."""
     parts = [(guard.outcome, guard.reason) for guard in guards]
+    if suite is not None:
+        parts.insert(0, (suite.outcome, suite.reason))
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
     outcome = worst(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
     bad.sort(key=lambda part: -severity(part[0]))  # stable: drift first, then in the order of the profile
-    drop, low, high = _overall(guards)
+    drop, low, high = (suite.drop, suite.low, suite.high) if suite else _overall(guards)
     return GateVerdict(
         outcome=outcome,
         publishable=outcome == "pass" or (outcome == "inconclusive" and on_inconclusive != "block"),
@@ -152,6 +163,7 @@ def gate_verdict(
         on_inconclusive=on_inconclusive,
         reasons=tuple(reason for _, reason in bad),
         notes=notes,
+        suite=suite,
     )
 
 
@@ -202,26 +214,8 @@ def _scores_on(task: str, model: str, known: Mapping[tuple[str, str], TaskScores
 
 
 def _overall(guards: Sequence[GuardVerdict]) -> tuple[float | None, float | None, float | None]:
-    """Mean drop over tasks with its interval, points.
-
-    Tasks have different documents and are independent, so their distances from estimate to bound add in quadrature;
-    guards of one task share documents, so theirs add plainly. A distance at an early look is taken at the higher
-    confidence of that look, which makes the interval wider than it need be, never narrower.
-    """
+    """Mean drop over tasks with its interval, points. A distance at an early look is taken at the higher confidence of
+    that look, which makes the interval wider than it need be, never narrower."""
     if not guards:
         return None, None, None
-    by_task: dict[str, list[GuardVerdict]] = defaultdict(list)
-    for guard in guards:
-        by_task[guard.task].append(guard)
-    means = [
-        tuple(_mean(getattr(g, name) for g in same) for name in ("drop", "low", "high")) for same in by_task.values()
-    ]
-    drop = _mean(mean[0] for mean in means)
-    below = math.hypot(*(mean[0] - mean[1] for mean in means)) / len(means)
-    above = math.hypot(*(mean[2] - mean[0] for mean in means)) / len(means)
-    return drop, drop - below, drop + above
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
+    return mean_drop([TaskDrop(one.task, one.weight, one.drop, one.low, one.high) for one in guards])

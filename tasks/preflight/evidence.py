@@ -70,7 +70,7 @@ def pin_evidence(
     evidence = Evidence()
     if evaluate:
         guards, tasks = pin_tasks(evaluate.tasks, root, hashes)
-        evidence = evidence._replace(tasks=tasks, scoring=evaluate.scoring, guards=guards, rule=evaluate.rule)
+        evidence = evidence._replace(tasks=tasks, scoring=evaluate.scoring, guards=guards, rule=evaluate.gate_rule)
     if perplexity:
         evidence = evidence._replace(
             documents=pin_documents(perplexity, root, hashes),

@@ -327,7 +327,7 @@ def test_settings_are_written_as_in_the_design() -> None:
     )
     assert settings.scoring == Scoring(dtype="bfloat16", documents=500)
     assert type(settings.scoring) is Scoring  # a threshold must not be in the key of an evaluation
-    assert (settings.rule.confidence, settings.rule.on_inconclusive) == (0.9, "block")
+    assert (settings.gate_rule.confidence, settings.gate_rule.on_inconclusive) == (0.9, "block")
     assert [guard.upper_limit for guard in settings.tasks] == [3, 4]
 
 
