@@ -116,6 +116,9 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
     """
     with problems.noted():
         check_target(profile.publish, profile.root)
+    with problems.noted(of_the_profile=True):
+        if profile.publish and profile.evaluate and profile.evaluate.anchor:
+            profile.publish.earlier(profile.root, profile.evaluate.anchor)
     with problems.noted():
         check_server(profile.serve, profile.root)
     candidates = profile.candidates()

@@ -12,6 +12,11 @@ CATASTROPHE = 10.0  # points that no task of a suite may fall, unless its guard 
 # What ``guarded_by`` may say besides the name of a parent; see ``tasks.gate.references``.
 BEST_PARENT = "best parent"
 CHAMPION = "champion"
+ANCHOR = "anchor"
+RELEASES = (CHAMPION, ANCHOR)
+
+# Which parents 'best parent' and perplexity choose from, where a profile names none.
+FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 
 
 class Guard(BaseModel):
@@ -21,7 +26,8 @@ class Guard(BaseModel):
 
     task: str = Field(description="An lm-eval task by name, or a YAML file relative to the profile.")
     guarded_by: str = Field(
-        description="What it is compared with: a parent by name, 'best parent', or 'champion' (what is published now)."
+        description="What it is compared with: a parent by name, 'best parent', 'champion' (what is published now), or "
+        "'anchor' (the release that the profile names)."
     )
     max_drop: float = Field(default=2.0, ge=0, le=100, description="Points; more, and not noise, fails.")
     margin: float | None = Field(
@@ -70,6 +76,17 @@ class GateRule(BaseModel):
         description="suite: the mean drop over all tasks is within its margin, and no task has fallen beyond its "
         "limit. each: every task is within its own margin.",
     )
+    reference: str | tuple[str, ...] = Field(
+        default=FINE_TUNES,
+        description="Which parents 'best parent' chooses from: fine-tunes (what was merged; the base only where it has "
+        "a weight of its own), all, or names.",
+    )
+    anchor: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A release that every guard against the champion is also compared with, so that small losses do "
+        "not add up over the nights: 'first', or a version by name.",
+    )
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided, each way, over all looks together.")
     extend: bool = Field(
         default=True, description="Evaluate more documents where a guard is undecided and the task has some left."
@@ -77,3 +94,17 @@ class GateRule(BaseModel):
     on_inconclusive: Literal["block", "warn", "pass"] = Field(
         default="block", description="What to do when the documents do not suffice to decide."
     )
+
+    def for_attempt(self, number: int, of: int) -> GateRule:
+        """The rule of one of several attempts that are made in turn until one passes.
+
+        Each could pass by chance, so they share the error that the run may make: half of it is the first one's, who is
+        mostly the only one; the others have equal parts of the other half. By Bonferroni's inequality a run publishes
+        a merge at its margin no more often than one attempt would.
+
+        Args:
+            number: From 1.
+            of: Attempts that the run may make.
+        """
+        share = 1.0 if of == 1 else 0.5 if number == 1 else 0.5 / (of - 1)
+        return self.model_copy(update={"confidence": 1 - (1 - self.confidence) * share})

@@ -25,7 +25,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
@@ -83,6 +86,9 @@ class GuardVerdict(BaseModel):
             return word_for(self.outcome, shown_worse=self.low > 0)
         alone = decide_guard(self.drop, self.low, self.high, self.max_drop, self.margin)
         return word_for(alone, shown_worse=self.low > 0)
+
+
+Points = float | NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -171,11 +177,19 @@ def decide_guard(
     drop: float, low: float, high: float, max_drop: float, margin: float, *, last_look: bool = True
 ) -> Outcome:
     """The rule at the top of this file, on a drop with its interval; all in points."""
-    if drop > (max_drop if last_look else margin) and low > 0:
+    if is_worse(drop, low, max_drop if last_look else margin):
         return "fail"
-    if drop <= max_drop and high <= margin:
-        return "pass"
-    return "inconclusive"
+    return "pass" if is_within(drop, high, max_drop, margin) else "inconclusive"
+
+
+def is_worse(drop: Points, low: Points, limit: float) -> Any:
+    """Over the limit, and not noise; of one drop or of many."""
+    return (drop > limit) & (low > 0)
+
+
+def is_within(drop: Points, high: Points, max_drop: float, margin: float) -> Any:
+    """Shown to be at most so much worse; of one drop or of many."""
+    return (drop <= max_drop) & (high <= margin)
 
 
 def decide_task(low: float, high: float, max_drop: float, limit: float) -> Outcome:

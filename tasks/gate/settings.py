@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
 from tasks.evaluation import EvalTask, Scoring, pin_task
-from tasks.gate.guards import GateRule, Guard
+from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
 class EvaluateSettings(Scoring, GateRule):
     """What is evaluated and how it is judged, in a profile under ``evaluate``."""
 
     tasks: tuple[Guard, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _anchors_what_is_compared_with_the_champion(self) -> Self:
+        guards = {guard.guarded_by for guard in self.tasks}
+        if self.anchor is not None and not {CHAMPION, ANCHOR} & guards:
+            raise ValueError("anchor is for guards against the champion, and there is none")
+        if self.anchor is None and ANCHOR in guards:
+            raise ValueError("guarded_by: anchor needs 'anchor: first', or a version")
+        return self
 
     @property
     def scoring(self) -> Scoring:

@@ -15,7 +15,7 @@ from merge_core.errors import InvalidInput, suggest
 from merge_core.store import Artifact
 from tasks.evaluation import Scores, TaskScores, by_task, default_metric, pair_documents
 from tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
-from tasks.gate.guards import CHAMPION, GateRule, Guard
+from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 from tasks.gate.references import best_model, check_guards, reference_models
 from tasks.gate.regression import GuardEvidence, GuardVerdict, judge_guards, measure_guard
 from tasks.gate.statistics import selection_bias
@@ -39,15 +39,16 @@ class GateVerdict(StageValue):
     on_inconclusive: OnInconclusive
     reasons: tuple[str, ...]  # why not, worst first; empty when it passes
     notes: tuple[str, ...] = ()  # what was not judged, and why that is well
-    suite: SuiteVerdict | None = None  # the mean over all tasks, where it is what is judged
+    suites: tuple[SuiteVerdict, ...] = ()  # the mean over all tasks, where it is judged: first against all references
+    # but the anchor, then against that
 
     def summary(self) -> str:
         if not self.publishable:
             return self.reasons[0]
         if self.outcome != "pass":
             return f"let through although {self.outcome}: {self.reasons[0]}"
-        if self.suite:
-            return f"{self.suite.tasks} tasks together: {self.suite.word}"
+        if self.suites:
+            return f"{self.suites[0].tasks} tasks together: {self.suites[0].word}"
         if self.guards:
             return "1 guard passed" if len(self.guards) == 1 else f"{len(self.guards)} guards passed"
         return "no drift" if self.drift else "; ".join(self.notes) or "nothing to judge"
@@ -81,6 +82,7 @@ def gate(
     merged: str = "merge",
     schedule: Mapping[str, tuple[int, ...]] | None = None,
     first_release: bool = False,
+    parents: tuple[str, ...] | None = None,
 ) -> GateVerdict:
     """Judge one merge on perplexity and, unless that shows it broken, by its guards.
 
@@ -92,6 +94,7 @@ def gate(
         merged: Name of the merge in both.
         schedule: By task, documents after each look that was planned; a task without one is looked at once.
         first_release: There is no champion yet, so guards compared with it have nothing to say.
+        parents: That 'best parent' chooses from; None: all but the merge and releases.
 
     Raises:
         InvalidInput: for a guard whose model, task or metric there is not, or evidence that cannot be compared.
@@ -99,16 +102,21 @@ def gate(
     drifted = perplexity_drift(likelihoods, limits, rule.confidence, merged) if limits is not None else None
     if drifted is not None and drifted.broken:
         return gate_verdict((), drifted, rule.on_inconclusive)
-    check_guards(guards, set(scores) - {merged, CHAMPION})
+    check_guards(guards, set(scores) - {merged, CHAMPION, ANCHOR})
     known = {(model, task): each for model, parts in scores.items() for task, each in by_task(model, parts).items()}
     judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
     plan = schedule or {}
-    measured = [_measured(guard, known, tuple(scores), merged, plan.get(guard.task, ())) for guard in judged]
+    measured = []
+    for guard in judged:
+        models = reference_models(guard, scores, merged, parents) or (guard.guarded_by,)
+        measured.append(_measured(guard, known, models, merged, plan.get(guard.task, ())))
     notes = tuple(f"{guard.task}: no release to hold it against yet" for guard in guards if guard not in judged)
     is_suite = rule.rule == "suite" and len({guard.task for guard in judged}) > 1  # one task alone is its own suite
-    suite = judge_suite(measured, rule.confidence) if is_suite else None
+    against_anchor = [one for one in measured if one.guard.guarded_by == ANCHOR]
+    others = [one for one in measured if one not in against_anchor]
+    suites = [judge_suite(some, rule.confidence) for some in (others, against_anchor) if some and is_suite]
     verdicts = judge_guards(measured, rule.confidence, as_suite=is_suite)
-    return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suite)
+    return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suites)
 
 
 def perplexity_drift(
@@ -130,7 +138,7 @@ def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
     if verdict.outcome == "fail":
         return ()  # whatever they said, it would not be published
     undecided = [guard for guard in verdict.guards if guard.outcome == "inconclusive"]
-    if verdict.suite and (undecided or verdict.suite.outcome == "inconclusive"):
+    if (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
         undecided = list(verdict.guards)
     return tuple(dict.fromkeys(guard.task for guard in undecided if guard.documents_left))
 
@@ -140,18 +148,16 @@ def gate_verdict(
     drift: DriftVerdict | None,
     on_inconclusive: OnInconclusive,
     notes: tuple[str, ...] = (),
-    suite: SuiteVerdict | None = None,
+    suites: Sequence[SuiteVerdict] = (),
 ) -> GateVerdict:
     """The decision about a merge: the worst of all its guards, and what follows from it."""
-    parts = [(guard.outcome, guard.reason) for guard in guards]
-    if suite is not None:
-        parts.insert(0, (suite.outcome, suite.reason))
+    parts = [*((suite.outcome, suite.reason) for suite in suites), *((guard.outcome, guard.reason) for guard in guards)]
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
     outcome = worst(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
     bad.sort(key=lambda part: -severity(part[0]))  # stable: drift first, then in the order of the profile
-    drop, low, high = (suite.drop, suite.low, suite.high) if suite else _overall(guards)
+    drop, low, high = (suites[0].drop, suites[0].low, suites[0].high) if suites else _overall(guards)
     return GateVerdict(
         outcome=outcome,
         publishable=outcome == "pass" or (outcome == "inconclusive" and on_inconclusive != "block"),
@@ -163,7 +169,7 @@ def gate_verdict(
         on_inconclusive=on_inconclusive,
         reasons=tuple(reason for _, reason in bad),
         notes=notes,
-        suite=suite,
+        suites=tuple(suites),
     )
 
 
@@ -175,10 +181,7 @@ def _measured(
     schedule: Sequence[int],
 ) -> GuardEvidence:
     where = f"{guard.task}: {merged} against {guard.guarded_by}"
-    sides = {
-        name: _scores_on(guard.task, name, known, where)
-        for name in reference_models(guard, models, merged) or (guard.guarded_by,)
-    }
+    sides = {name: _scores_on(guard.task, name, known, where) for name in models}
     ours = _scores_on(guard.task, merged, known, where)
     for theirs in sides.values():
         if theirs.lm_eval_version != ours.lm_eval_version:
