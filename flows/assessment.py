@@ -15,10 +15,14 @@ from tasks.gate import (
     ANCHOR,
     RELEASES,
     GateVerdict,
+    anchor_confidence,
+    anchor_refused,
     comparable_parents,
     gate,
     needs_champion,
+    note_refusal,
     perplexity_drift,
+    refused_by,
     undecided_tasks,
 )
 from tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
@@ -45,6 +49,8 @@ def assess_merge(
     """
     rule, limits = evidence.rule, evidence.limits
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
+    refusals = refused_by(anchor.digest, but=merge.digest) if anchor else 0
+    stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
     # Perplexity takes seconds and sees a broken merge at once; then the costly tasks are not worth running.
     likelihoods = measure_perplexity((*parents, merge), evidence)
     compared = (
@@ -68,8 +74,11 @@ def assess_merge(
             schedule=plan,
             first_release=champion is None and needs_champion(guards),
             parents=_parents_for(rule.reference, parents),
+            anchor_confidence=stricter,
         )
         if not (tasks := undecided_tasks(verdict.value)):
+            if anchor and anchor_refused(verdict.value):
+                note_refusal(anchor.digest, merge.digest)
             return Assessment(scores, likelihoods, verdict)
         seen |= {task: next(look for look in plan[task] if look > seen[task]) for task in tasks}
 

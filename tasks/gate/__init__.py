@@ -2,6 +2,7 @@
 
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
+from tasks.gate.ratchet import anchor_confidence, anchor_refused, note_refusal, refused_by
 from tasks.gate.references import check_guards, comparable_parents, needs_champion, reference_models, with_anchor
 from tasks.gate.regression import GuardVerdict, decide_guard
 from tasks.gate.settings import EvaluateSettings, pin_tasks
@@ -23,6 +24,8 @@ __all__ = [
     "GuardVerdict",
     "OnInconclusive",
     "SuiteVerdict",
+    "anchor_confidence",
+    "anchor_refused",
     "check_guards",
     "comparable_parents",
     "decide_guard",
@@ -31,9 +34,11 @@ __all__ = [
     "graded_documents_needed",
     "needs_champion",
     "normal_quantile",
+    "note_refusal",
     "perplexity_drift",
     "pin_tasks",
     "reference_models",
+    "refused_by",
     "undecided_tasks",
     "with_anchor",
 ]

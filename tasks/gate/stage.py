@@ -83,6 +83,7 @@ def gate(
     schedule: Mapping[str, tuple[int, ...]] | None = None,
     first_release: bool = False,
     parents: tuple[str, ...] | None = None,
+    anchor_confidence: float | None = None,
 ) -> GateVerdict:
     """Judge one merge on perplexity and, unless that shows it broken, by its guards.
 
@@ -95,6 +96,7 @@ def gate(
         schedule: By task, documents after each look that was planned; a task without one is looked at once.
         first_release: There is no champion yet, so guards compared with it have nothing to say.
         parents: That 'best parent' chooses from; None: all but the merge and releases.
+        anchor_confidence: Of comparisons with the anchor, where it is another than the rule's.
 
     Raises:
         InvalidInput: for a guard whose model, task or metric there is not, or evidence that cannot be compared.
@@ -112,10 +114,12 @@ def gate(
         measured.append(_measured(guard, known, models, merged, plan.get(guard.task, ())))
     notes = tuple(f"{guard.task}: no release to hold it against yet" for guard in guards if guard not in judged)
     is_suite = rule.rule == "suite" and len({guard.task for guard in judged}) > 1  # one task alone is its own suite
-    against_anchor = [one for one in measured if one.guard.guarded_by == ANCHOR]
-    others = [one for one in measured if one not in against_anchor]
-    suites = [judge_suite(some, rule.confidence) for some in (others, against_anchor) if some and is_suite]
-    verdicts = judge_guards(measured, rule.confidence, as_suite=is_suite)
+    suites: list[SuiteVerdict] = []
+    verdicts: list[GuardVerdict] = []
+    for is_anchor, confidence in ((False, rule.confidence), (True, anchor_confidence or rule.confidence)):
+        if some := [one for one in measured if (one.guard.guarded_by == ANCHOR) == is_anchor]:
+            suites += [judge_suite(some, confidence)] if is_suite else []
+            verdicts += judge_guards(some, confidence, as_suite=is_suite)
     return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suites)
 
 

@@ -76,7 +76,9 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         monkeypatch.setattr(assessment, "evaluate_to", bench.evaluate_to)
         monkeypatch.setattr(assessment, "document_count", lambda task, time_limit: SIZE)
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
-        evidence = Evidence(tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule(rule="each"))
+        evidence = Evidence(
+            tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule(rule="each")
+        )
 
         @flow
         def judge() -> Assessment:
