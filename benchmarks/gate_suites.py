@@ -6,16 +6,15 @@ Made by ``benchmarks/operating_characteristics.py``; the functions that decide a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.gate.guards import GateRule, Guard
+from tasks.gate.power import DrawnDrops, draw, passing
 from tasks.gate.ratchet import anchor_confidence
-from tasks.gate.regression import is_within, is_worse
-from tasks.gate.statistics import binary_bounds
-from tasks.gate.suite import TaskDrop, mean_drop
+from tasks.gate.regression import is_worse
 
 RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 10
 SUITES = ((1, 1319), (1, 164), (6, 1000), (7, 500))  # tasks, documents of each: GSM8K, HumanEval, two suites
@@ -31,73 +30,34 @@ class Shares(NamedTuple):
     possible: float  # stopped by one test of the fallen task alone at the same error, as if it were known which
 
 
-class Sample(NamedTuple):
-    """Lost and won documents of many merges on one task."""
-
-    lost: Array
-    won: Array
-    n: int
-
-    def drop(self, confidence: float) -> tuple[Array, Array, Array]:
-        """Drop and bounds in points."""
-        low, high = binary_bounds(self.lost, self.won, self.n, confidence)
-        return 100 * (self.lost - self.won) / self.n, 100 * low, 100 * high
-
-
-def draw(drop: float, discordance: float, n: int, runs: int, rng: np.random.Generator) -> Sample:
-    """Merges that are truly ``drop`` (of 1) worse, and differ on a share of the documents."""
-    shares = [(discordance + drop) / 2, (discordance - drop) / 2, 1 - discordance]
-    counts = rng.multinomial(n, shares, size=runs).astype(np.float64)
-    return Sample(counts[:, 0], counts[:, 1], n)
-
-
-def passes_suite(samples: Sequence[Sample], confidence: float = RULE.confidence) -> NDArray[np.bool_]:
-    """Whether each merge passes as a suite: the mean within its margin, and no task fallen far."""
-    drops = [sample.drop(confidence) for sample in samples]
-    mean, _, high = mean_drop([TaskDrop(str(task), 1.0, *drop) for task, drop in enumerate(drops)])
-    passes = is_within(mean, high, GUARD.max_drop, GUARD.upper_limit)
-    if len(samples) == 1:
-        return np.asarray(passes)
-    alarm = 1 - (1 - confidence) / len(samples)  # the first step of Holm's procedure
-    for sample, (_, _, upper) in zip(samples, drops, strict=True):
-        passes &= (upper <= GUARD.catastrophe) & ~(sample.drop(alarm)[1] > GUARD.max_drop)
-    return np.asarray(passes)
-
-
-def passes_each(samples: Sequence[Sample]) -> NDArray[np.bool_]:
-    """Whether each merge passes every guard on its own."""
-    passes: Any = True
-    for sample in samples:
-        drop, _, high = sample.drop(RULE.confidence)
-        passes &= is_within(drop, high, GUARD.max_drop, GUARD.upper_limit)
-    return np.asarray(passes)
-
-
 def suites(drops: Sequence[float], discordance: float, n: int, runs: int, rng: np.random.Generator) -> Shares:
     """Merges with these true drops, task by task."""
-    samples = [draw(drop, discordance, n, runs, rng) for drop in drops]
-    drop, low, _ = samples[0].drop(RULE.confidence)
+    samples = [
+        draw(guard, drop, discordance, n, runs, rng) for guard, drop in zip(_guards(len(drops)), drops, strict=True)
+    ]
+    fallen = samples[0].at(RULE.confidence)
     return Shares(
-        each=float(passes_each(samples).mean()),
-        suite=float(passes_suite(samples).mean()),
-        possible=float(is_worse(drop, low, 0.0).mean()),
+        each=float(passing(samples, RULE.confidence, as_suite=False).mean()),
+        suite=float(passing(samples, RULE.confidence, as_suite=True).mean()),
+        possible=float(is_worse(fallen.drop, fallen.low, 0.0).mean()),
     )
 
 
 def attempts(count: int, shared: float, runs: int, rng: np.random.Generator) -> tuple[float, float]:
-    """How often a run of ``count`` attempts, all truly at the margin, publishes one: at 95 % each, and as the gate does.
+    """How often a run of ``count`` attempts, all at the margin, publishes one: at 95 % each, and as the gate does.
 
     Args:
         shared: Part of the discordance that all attempts have in common: how alike they are.
     """
     tasks, n, discordance, drop = 6, 1000, 0.10, GUARD.upper_limit / 100
     naive = spent = np.zeros(runs, dtype=np.bool_)
-    common = [draw(shared * drop, shared * discordance, n, runs, rng) for _ in range(tasks)]
+    guards = _guards(tasks)
+    common = [draw(guard, shared * drop, shared * discordance, n, runs, rng) for guard in guards]
     for number in range(1, count + 1):
-        own = [draw((1 - shared) * drop, (1 - shared) * discordance, n, runs, rng) for _ in range(tasks)]
-        samples = [Sample(a.lost + b.lost, a.won + b.won, n) for a, b in zip(common, own, strict=True)]
-        naive = naive | passes_suite(samples)
-        spent = spent | passes_suite(samples, RULE.for_attempt(number, count).confidence)
+        own = [draw(guard, (1 - shared) * drop, (1 - shared) * discordance, n, runs, rng) for guard in guards]
+        samples = [DrawnDrops(a.guard, a.lost + b.lost, a.won + b.won, n) for a, b in zip(common, own, strict=True)]
+        naive = naive | passing(samples, RULE.confidence, as_suite=True)
+        spent = spent | passing(samples, RULE.for_attempt(number, count).confidence, as_suite=True)
     return float(naive.mean()), float(spent.mean())
 
 
@@ -134,14 +94,21 @@ def nights(
     return Nights(float(published.mean()), float(lost.mean()), float(np.quantile(lost, 0.95)), beyond)
 
 
+def _guards(tasks: int) -> list[Guard]:
+    return [GUARD.model_copy(update={"task": f"task {number}"}) for number in range(tasks)]
+
+
 def _judged(reference: NDArray[np.bool_], merge: NDArray[np.bool_], levels: Array) -> NDArray[np.bool_]:
     """Whether each run's merge passes against its reference, each at a confidence of its own."""
     lost, won = (reference & ~merge).sum(2).astype(np.float64), (~reference & merge).sum(2).astype(np.float64)
     passes = np.zeros(len(levels), dtype=np.bool_)
     for level in np.unique(levels):
         at = levels == level
-        samples = [Sample(lost[at, task], won[at, task], merge.shape[2]) for task in range(merge.shape[1])]
-        passes[at] = passes_suite(samples, float(level))
+        samples = [
+            DrawnDrops(guard, lost[at, task], won[at, task], merge.shape[2])
+            for task, guard in enumerate(_guards(merge.shape[1]))
+        ]
+        passes[at] = passing(samples, float(level), as_suite=True)
     return passes
 
 

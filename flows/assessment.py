@@ -93,7 +93,7 @@ def ensemble_of(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Arti
 
 def planned_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
     """Documents of the task after each look; only the first look where the profile wants no extension."""
-    planned = looks(document_count(task, evidence.scoring.time_limit), evidence.scoring.documents)
+    planned = looks(document_count(task, evidence.scoring.time_limit), evidence.scoring.first_look)
     return planned if evidence.rule.extend else planned[:1]
 
 

@@ -104,7 +104,7 @@ def evaluate_to(
 ) -> list[Artifact[Scores]]:
     """Scores of ``model`` on the first ``documents`` documents of ``task``, by part; what is missing is computed now.
 
-    Where parts end is decided by ``scoring.documents`` and the size of the task alone (see
+    Where parts end is decided by ``scoring.first_look`` and the size of the task alone (see
     ``tasks.evaluation.scoring.document_ranges``).
 
     Args:
@@ -117,7 +117,7 @@ def evaluate_to(
     """
     total = document_count(task, scoring.time_limit)
     wanted = total if documents is None else min(documents, total)
-    asked = [part for part in document_ranges(total, scoring.documents) if part.first < wanted]
+    asked = [part for part in document_ranges(total, scoring.first_look) if part.first < wanted]
     if own := find_backend(scoring.backend).library_versions():
         runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **own}})
     artifacts: list[Artifact[Scores]] = []

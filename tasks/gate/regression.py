@@ -23,6 +23,7 @@ step-down (1979, Scand. J. Stat. 6:65), where a guard compared with the best of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput
 from tasks.evaluation import Paired
 from tasks.gate.guards import Guard
-from tasks.gate.sequential import Look, look_at, plan_looks
+from tasks.gate.sequential import Look, chance_to_decide, look_at, plan_looks
 from tasks.gate.statistics import (
     Difference,
     binary_difference,
@@ -42,6 +43,7 @@ from tasks.gate.statistics import (
     detectable_difference,
     documents_needed,
     graded_difference,
+    normal_quantile,
 )
 from tasks.stage import Outcome, word_for
 
@@ -76,6 +78,7 @@ class GuardVerdict(BaseModel):
     candidates: int = 1  # parents of which the reference is the best
     selection_bias: float = 0.0  # points of the drop that choosing the best of them makes, at most
     clusters: int | None = None  # independent groups of documents; None where each document stands for itself
+    chance_left: float | None = None  # that the documents that are left decide it; None where nothing is left to decide
     weight: float = 1.0  # of the task in the mean over all
     limit: float | None = None  # points that its suite allows this task alone; None where it is judged on its own
 
@@ -267,8 +270,9 @@ def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int, *, 
         outcome = decide_task(sure_low, high, guard.max_drop, guard.catastrophe)
     else:
         outcome = decide_guard(drop, sure_low, high, guard.max_drop, guard.upper_limit, last_look=last_look)
-    needed = None
+    needed = chance_left = None
     if outcome == "inconclusive":
+        chance_left = _chance_left(one, estimate, confidence, alarm, as_suite=as_suite)
         alarming = drop > guard.max_drop and not as_suite
         needed = _needed(one, estimate, alarm if alarming else confidence, as_suite=as_suite)
     verdict = GuardVerdict(
@@ -296,6 +300,7 @@ def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int, *, 
         candidates=one.candidates,
         selection_bias=100 * one.selection_bias,
         clusters=len(set(one.clusters)) if one.clusters is not None else None,
+        chance_left=chance_left,
         weight=guard.weight,
         limit=guard.catastrophe if as_suite else None,
     )
@@ -317,6 +322,23 @@ def _needed(one: GuardEvidence, estimate: Difference, confidence: float, *, as_s
         if look.documents > one.documents and can_decide and enough:
             return look.documents
     return max(one.schedule[-1] + 1, documents_needed(estimate.variance, distance, confidence))
+
+
+def _chance_left(
+    one: GuardEvidence, estimate: Difference, confidence: float, alarm: float, *, as_suite: bool
+) -> float | None:
+    if one.documents >= one.schedule[-1]:
+        return None
+    share, guard = one.documents / one.schedule[-1], one.guard
+    error = math.sqrt(estimate.variance / len(one.differences))
+    sure, alarmed = (normal_quantile(plan_looks(one.schedule, level)[-1].confidence) for level in (confidence, alarm))
+    last_error, limit = error * math.sqrt(share), guard.max_drop / 100
+    if as_suite:
+        pass_below, fail_above = guard.catastrophe / 100 - sure * last_error, limit + alarmed * last_error
+    else:
+        pass_below = min(limit, guard.upper_limit / 100 - sure * last_error)
+        fail_above = max(limit, alarmed * last_error)
+    return chance_to_decide(estimate.mean, error, share, pass_below, fail_above)
 
 
 def _clusters(guard: Guard, paired: Paired) -> tuple[str, ...] | None:

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput
 
 EXPONENT = 2.0  # of the spending function
+FUTILE = 0.02  # chance to decide below which no more documents are asked for
 
 _NEARLY_SURE = 1 - 1e-12  # certainty has no quantile
 _FAR = 9.0  # standard deviations beyond which a normal density is nothing
@@ -135,3 +136,19 @@ def _crossed_with(probability: float, nodes: NDArray[np.float64], mass: NDArray[
         above = float(mass @ ndtr((nodes - middle) / step))
         low, high = (middle, high) if above > probability else (low, middle)
     return (low + high) / 2
+
+
+def chance_to_decide(drop: float, error: float, share: float, pass_below: float, fail_above: float) -> float:
+    """How likely the documents that are left decide what these have not, whatever the true drop is.
+
+    The predictive distribution of the last look's estimate, with nothing known of the true drop but what was seen:
+    normal around ``drop`` with the squared error that goes from this look to the last.
+
+    Args:
+        drop: Seen so far.
+        error: Its standard error, in the same unit.
+        share: Of all documents, that has been seen; in (0, 1).
+        pass_below, fail_above: What the last look's estimate must be.
+    """
+    to_come = NormalDist(drop, max(error, 1e-12) * math.sqrt(1 - share))
+    return to_come.cdf(pass_below) + 1 - to_come.cdf(max(fail_above, pass_below))

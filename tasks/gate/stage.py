@@ -18,6 +18,7 @@ from tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
 from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 from tasks.gate.references import best_model, check_guards, reference_models
 from tasks.gate.regression import GuardEvidence, GuardVerdict, judge_guards, measure_guard
+from tasks.gate.sequential import FUTILE
 from tasks.gate.statistics import selection_bias
 from tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
 from tasks.perplexity import DriftLimits, Likelihoods, read_documents
@@ -137,10 +138,13 @@ def perplexity_drift(
 
 
 def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
-    """Tasks of which more documents would serve: a guard is undecided, some are left, and nothing has failed yet. Of a
-    suite that is all of them: they are extended together."""
+    """Tasks of which more documents would serve: a guard is undecided, some are left that may decide it, and nothing
+    has failed yet. Of a suite that is all of them: they are extended together."""
     if verdict.outcome == "fail":
         return ()  # whatever they said, it would not be published
+    chances = [*(suite.chance_left for suite in verdict.suites), *(guard.chance_left for guard in verdict.guards)]
+    if any(chance is not None and chance < FUTILE for chance in chances):
+        return ()  # what is left of tonight's documents would not decide it
     undecided = [guard for guard in verdict.guards if guard.outcome == "inconclusive"]
     if (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
         undecided = list(verdict.guards)

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput
 from tasks.gate.guards import Guard
 from tasks.gate.regression import GuardEvidence, Points, decide_guard
-from tasks.gate.sequential import Look, look_levels
+from tasks.gate.sequential import Look, chance_to_decide, look_levels
 from tasks.gate.statistics import POWER, normal_quantile
 from tasks.stage import Outcome, word_for
 
@@ -62,6 +62,7 @@ class SuiteVerdict(BaseModel):
     reason: str
     detectable_drop: float  # the smallest true mean drop that these documents show, 4 times in 5
     documents_needed: int | None = None  # that would decide it, if the drop is as seen; None where it is decided
+    chance_left: float | None = None  # that the documents that are left decide it; None where nothing is left to decide
     look: Look | None = None
     pooled: tuple[PooledDrop, ...] = ()
 
@@ -116,36 +117,45 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
         look=look,
         pooled=pooled_drops(measured),
     )
-    needed = _needed(verdict, error) if outcome == "inconclusive" else None
-    verdict = verdict.model_copy(update={"documents_needed": needed})
+    if outcome == "inconclusive":
+        chance = _chance_left(measured, verdict, error)
+        verdict = verdict.model_copy(update={"documents_needed": _needed(verdict, error), "chance_left": chance})
     return verdict.model_copy(update={"reason": _sentence(verdict)})
 
 
 def suite_look(measured: Sequence[GuardEvidence], confidence: float) -> Look:
-    """The look that the suite has reached: all of its tasks are extended together, each as long as it has documents.
-
-    The share of the information that a look has is that of the inverse squared error of the mean, as far as it is known
-    beforehand: from the numbers of documents and the weights.
+    """The look that the suite has reached: its tasks are extended together, each as long as it has documents.
 
     Raises:
         InvalidInput: when the tasks have been evaluated to different looks.
     """
-    schedules = {one.guard.task: one.schedule for one in measured}
     seen = {one.guard.task: one.documents for one in measured}
-    weights = task_weights([_of(one, 0.0, 0.0, 0.0) for one in measured])
-    steps = max(map(len, schedules.values()))
-    planned = [{task: ends[min(step, len(ends) - 1)] for task, ends in schedules.items()} for step in range(steps)]
-    information = [1 / sum(weights[task] ** 2 / documents for task, documents in one.items()) for one in planned]
-    levels = look_levels(tuple(known / information[-1] for known in information), confidence)
+    planned = _steps(measured)
+    levels = look_levels(suite_information(measured), confidence)
     for number, (one, level) in enumerate(zip(planned, levels, strict=True), start=1):
         if one == seen:
-            return Look(number=number, of=steps, documents=sum(seen.values()), confidence=level)
+            return Look(number=number, of=len(planned), documents=sum(seen.values()), confidence=level)
     raise InvalidInput(
         "evaluate.tasks",
         found="tasks scored to different looks: " + ", ".join(f"{task} {n:,}" for task, n in seen.items()),
         expected="all tasks of a suite at the same look: " + " or ".join(_planned(one) for one in planned),
         remedy="evaluate up to the next look, or rule: each",
     )
+
+
+def suite_information(measured: Sequence[GuardEvidence]) -> tuple[float, ...]:
+    """Share of the information in the mean that each look has, rising to 1: the inverse squared error, as far as it is
+    known beforehand, from the numbers of documents and the weights."""
+    weights = task_weights([_of(one, 0.0, 0.0, 0.0) for one in measured])
+    known = [1 / sum(weights[task] ** 2 / n for task, n in step.items()) for step in _steps(measured)]
+    return tuple(one / known[-1] for one in known)
+
+
+def _steps(measured: Sequence[GuardEvidence]) -> list[dict[str, int]]:
+    """Documents of each task after each look of the suite."""
+    schedules = {one.guard.task: one.schedule for one in measured}
+    steps = range(max(map(len, schedules.values())))
+    return [{task: ends[min(step, len(ends) - 1)] for task, ends in schedules.items()} for step in steps]
 
 
 def mean_drop(parts: Sequence[TaskDrop]) -> tuple[Any, Any, Any]:
@@ -214,6 +224,17 @@ def _needed(verdict: SuiteVerdict, error: float) -> int | None:
         return None
     z = normal_quantile(verdict.confidence) + normal_quantile(POWER)
     return max(verdict.documents + 1, math.ceil(verdict.documents * (z * error / distance) ** 2))
+
+
+def _chance_left(measured: Sequence[GuardEvidence], verdict: SuiteVerdict, error: float) -> float | None:
+    information, reached = suite_information(measured), verdict.look.number - 1 if verdict.look else 0
+    if reached + 1 == len(information):
+        return None
+    share = information[reached]
+    quantile = normal_quantile(look_levels(information, verdict.confidence)[-1])
+    last_error = error * math.sqrt(share)
+    pass_below = min(verdict.max_drop, verdict.margin - quantile * last_error)
+    return chance_to_decide(verdict.drop, error, share, pass_below, max(verdict.max_drop, quantile * last_error))
 
 
 def _planned(documents: dict[str, int]) -> str:

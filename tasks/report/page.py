@@ -75,8 +75,8 @@ def _scored_how(scoring: Scoring) -> str:
         if scoring.num_fewshot is None
         else f"{scoring.num_fewshot} few-shot examples"
     )
-    few_at_first = f"a fixed sample of documents, {scoring.documents} a task at first"
-    which = few_at_first if scoring.documents is not None else "all documents"
+    few_at_first = f"a fixed sample of documents, {scoring.first_look} a task at first"
+    which = few_at_first if scoring.first_look is not None else "all documents"
     parts = [
         f"lm-eval, {scoring.backend} backend",
         which,
