@@ -79,7 +79,7 @@ def test_the_margin_is_what_the_profile_says() -> None:
 
 def test_documents_are_paired_by_identity_not_by_order() -> None:
     found = pair_documents([outcome(1, 0.0), outcome(2)], [outcome(2, 0.0), outcome(1)], "acc,none", "x")
-    assert found == Paired((("reverse", 1), ("reverse", 2)), (0.0, 1.0), (1.0, 0.0), ("", ""))
+    assert found == Paired((("reverse", 2), ("reverse", 1)), (1.0, 0.0), (0.0, 1.0), ("", ""))
 
 
 def test_other_metrics_take_no_part() -> None:
