@@ -174,10 +174,14 @@ MMLU = (
     *(108, 103, 102, *(100,) * 10),
 )
 SIZES: dict[str, tuple[int, ...]] = {
-    **{f"{count} equal": (250,) * count for count in (4, 6, 10, 20, 57)},
+    "4 equal": (250,) * 4,
+    "6 equal": (250,) * 6,
     "6 unequal": (100, 150, 200, 300, 400, 500),
-    "12 unequal": tuple(round(20 * 1.35**position) for position in range(12)),
+    "10 equal": (250,) * 10,
     "20, one of half": (*(50,) * 19, 950),
+    **{f"{count} equal": (250,) * count for count in (14, 20, 30)},
+    "30 unequal": tuple(round(20 * 1.1**position) for position in range(30)),
+    "57 equal": (250,) * 57,
     "57 of MMLU": MMLU,
 }
 SPREADS = (0.02, 0.06, 0.10)
@@ -185,7 +189,7 @@ NOISE = 0.2  # standard deviation of one document's graded difference
 EFFECTS: dict[str, Callable[[tuple[int, int], np.random.Generator], NDArray[np.float64]]] = {
     "normal": lambda shape, rng: rng.standard_normal(shape),
     "skewed": lambda shape, rng: rng.standard_exponential(shape) - 1,
-    "skewed to gains": lambda shape, rng: 1 - rng.standard_exponential(shape),
+    "a fifth falls": lambda shape, rng: np.where(rng.random(shape) < 0.2, 2.0, -0.5),
 }
 
 
