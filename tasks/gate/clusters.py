@@ -14,8 +14,8 @@ which is unbiased where clusters do not differ::
 Its ratio to the error that was made is no Student's t: clusters that differ make it too small where they are of unequal
 size, and a mean whose rare bad clusters are missing from the sample comes with an error that misses them too. Degrees
 of freedom (Satterthwaite's) mend the first in part, the second not at all. So the quantile is simulated, for these very
-weights and several kinds of clusters, and the largest is taken: normal effects; exponential ones, which are skewed; none,
-only the noise of documents; and a share of the clusters that falls while the others hold, a fifth of them or more. Of
+weights and several kinds of clusters, and the largest is taken: normal effects; exponential ones, which are skewed; no
+effects, only the noise of documents; and a share of the clusters that falls while the others hold, a fifth or more. Of
 fewer than 14 clusters there may be none that falls in more than 5 % of samples, and no look at them can tell.
 """
 
