@@ -1,18 +1,17 @@
-"""How often a merge at its margin is published on graded scores and on clusters: two tables of ``docs/gates.md``.
+"""How often a merge at its margin is published on graded scores and on clusters: tables of ``docs/gates.md``.
 
 ::
 
-    .venv/bin/python benchmarks/error_rates.py graded --markdown      # some ten minutes on one core
-    .venv/bin/python benchmarks/error_rates.py clusters --markdown    # a minute
+    .venv/bin/python benchmarks/operating_characteristics.py graded --markdown      # a quarter of an hour on one core
+    .venv/bin/python benchmarks/operating_characteristics.py clusters --markdown    # two minutes
 
-``benchmarks/operating_characteristics.py`` makes all tables. Merges are drawn, not run, and decided by the functions of
+Merges are drawn, not run, and decided by the functions of
 the gate (``tasks.gate.bounded``, ``tasks.gate.clusters``, ``tasks.gate.statistics``), which take many samples at once.
 A merge that fails at an early look is judged again at the next all the same, so what is published is overstated.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -260,23 +259,13 @@ def _rule(columns: int) -> str:
 TABLES = {"graded": graded, "clusters": clusters}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=sorted(TABLES))
-    parser.add_argument("--markdown", action="store_true", help="with the sentence that stands above the table")
-    parser.add_argument(
-        "--runs", type=int, default=20_000, help="merges a cell; a tenth for graded ones that are equal"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    if arguments.markdown:
-        error = 100 * math.sqrt(0.05 * 0.95 / arguments.runs)
+def print_table(name: str, runs: int, seed: int, markdown: bool) -> None:
+    """Print one of ``TABLES``, with the sentence that stands above it where ``markdown``."""
+    if markdown:
+        error = 100 * math.sqrt(0.05 * 0.95 / runs)
+        fewer = f", of {runs // 10:,} where equal" if name == "graded" else ""
         print(
-            f"Published, in percent of {arguments.runs:,} simulated merges (Monte Carlo standard error {error:.2f} at "
-            "5 %): by our bound, and after the dot by the one that it replaces.\n"
+            f"Published, in percent of {runs:,} simulated merges{fewer} (Monte Carlo standard error {error:.2f} at "
+            "5 %): by the gate, and after the dot by the interval that it had before.\n"
         )
-    print("\n".join(TABLES[arguments.table](arguments.runs, np.random.default_rng(arguments.seed))))
-
-
-if __name__ == "__main__":
-    main()
+    print("\n".join(TABLES[name](runs, np.random.default_rng(seed))))

@@ -33,6 +33,17 @@ def load_benchmark(name: str) -> ModuleType:
     return module
 
 
+def table_in_the_document(name: str) -> list[list[str]]:
+    """Cells of the rows of one table in ``docs/gates.md``, heads first; rules are left out."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "gates.md").read_text(encoding="utf-8")
+    lines = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ") and "--:" not in line
+    ]
+
+
 def paired(lost: int, won: int, n: int) -> Paired:
     """``lost`` documents right by the reference only, ``won`` by the merge only, the others by both."""
     reference = [1.0] * lost + [0.0] * won + [1.0] * (n - lost - won)

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gate_samples import GUARD, load_benchmark, outcome, part
+from gate_samples import GUARD, load_benchmark, outcome, part, table_in_the_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -189,6 +189,17 @@ def test_the_shapes_are_as_much_worse_as_they_say(script: ModuleType, shape: str
         drawn = script.SHAPES[shape]((200, 5000), drop, np.random.default_rng(7))
         assert np.abs(drawn).max() <= 1
         assert drawn.mean() == pytest.approx(drop, abs=4 * float(drawn.std()) / 1000)
+
+
+def test_the_graded_table_in_the_document_is_the_scripts_and_keeps_its_promise(script: ModuleType) -> None:
+    rows = table_in_the_document("graded scores")
+    half = len(rows) // 2
+    assert [row[0] for row in rows[1:half]] == [name for name in script.SHAPES for _ in range(2)]
+    assert rows[0] == ["at the margin", "looks", *(f"{n:,}" for n in script.DOCUMENTS)]
+    assert rows[half][0] == "equal"
+    ours = [float(cell.split(" · ")[0]) for row in rows[1:half] for cell in row[2:]]
+    assert len(ours) == 2 * len(script.SHAPES) * len(script.DOCUMENTS)
+    assert max(ours) <= 5.0 + 3 * 0.154  # the Monte Carlo error it states
 
 
 # --- in a guard

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import statsmodels.api as sm
-from gate_samples import GUARD, load_benchmark
+from gate_samples import GUARD, load_benchmark, table_in_the_document
 from scipy import stats
 
 from merge_core.errors import InvalidInput
@@ -171,6 +171,18 @@ def test_the_table_decides_as_the_interval_of_a_single_sample(script: ModuleType
         passed += clustered_difference(differences.tolist(), members, plain, 0.95).high <= 0.03
     many = script.clusters_published(sizes, 0.0, spread, "normal", False, 20_000, np.random.default_rng(8)).ours
     assert passed / runs == pytest.approx(many, abs=4 * math.sqrt(many * (1 - many) / runs))
+
+
+def test_the_cluster_table_in_the_document_is_the_scripts_and_keeps_its_promise(script: ModuleType) -> None:
+    rows = table_in_the_document("clusters")
+    half = len(rows) // 2
+    assert [row[0] for row in rows[1:half]] == [name for name in script.SIZES for _ in range(2)]
+    assert rows[half][0] == "equal"
+    cells = [cell.split(" · ")[0] for row in rows[1:half] for cell in row[3:]]
+    assert len(cells) == 2 * len(script.SIZES) * (1 + len(script.EFFECTS) * len(script.SPREADS))
+    for row in rows[1:half]:
+        assert (row[3].startswith("refused")) == (float(row[1]) < 14)
+    assert max(float(cell) for cell in cells if cell != "refused") <= 5.0 + 2 * 0.154  # the error it states
 
 
 # --- in a guard
