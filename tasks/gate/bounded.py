@@ -167,7 +167,7 @@ def _spreads(columns: NDArray[np.float64]) -> NDArray[np.float64]:
     return spreads
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)  # 14 MB for 14,042 documents
 def _slopes(schedule: tuple[int, ...], confidence: float) -> NDArray[np.float64]:
     """The bet on each document per standard deviation, by the logarithm of ``alpha * W`` at ``_LOG_P``; ``[n, p]``.
 

@@ -275,8 +275,9 @@ def _needed(one: GuardEvidence, estimate: Difference, confidence: float) -> int 
 def _mapped(guard: Guard, metric: str, paired: Paired, scores: Sequence[float], model: str) -> tuple[float, ...]:
     """Scores of one model on the scale from 0 to 1, on which ``max_drop`` counts hundredths."""
     low, high = guard.score_range
+    rounding = 1e-9 * (high - low)  # 0.1 + 0.2 is more than 0.3
     for (task, doc_id), score in zip(paired.documents, scores, strict=True):
-        if not low <= score <= high:
+        if not low - rounding <= score <= high + rounding:
             raise InvalidInput(
                 f"{guard.task}: {metric} of {model}",
                 found=f"{score:g} for document {doc_id} of {task}",
@@ -285,7 +286,7 @@ def _mapped(guard: Guard, metric: str, paired: Paired, scores: Sequence[float], 
                 if math.isfinite(score)
                 else "look at the model's answer to this document: a merge that answers so is broken",
             )
-    return tuple((score - low) / (high - low) for score in scores)
+    return tuple(min(1.0, max(0.0, (score - low) / (high - low))) for score in scores)
 
 
 def _clusters(guard: Guard, paired: Paired) -> tuple[str, ...] | None:

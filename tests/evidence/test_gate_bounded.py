@@ -101,6 +101,15 @@ def test_the_truth_is_refuted_as_seldom_as_was_allowed_by_exact_enumeration(
         assert wrong.any()
 
 
+def test_bets_are_finite_whatever_the_plan() -> None:
+    for schedule in ((1,), (2, 3), (10, 20, 40, 80, 160, 14042), (5000, 5001)):
+        for confidence in (0.6, 0.95, 0.9999):
+            slopes = bounded._slopes(schedule, confidence)
+            assert np.isfinite(slopes).all()
+            assert (slopes >= 0).all()
+            assert slopes[-1].max() > 0
+
+
 def test_many_samples_at_once_are_judged_as_one_by_one() -> None:
     samples = np.random.default_rng(1).normal(-0.03, 0.2, (30, 80)).clip(-1, 1)
     one_by_one = [bool(refuted(sample, np.array([0.03]), 0.95, (80,))[0]) for sample in samples]
@@ -231,6 +240,12 @@ def test_a_score_that_cannot_be_is_named_with_model_task_and_document(score: flo
     assert raised.value.found == f"{said} for document 7 of t"
     assert raised.value.expected == "a number from 0 to 1"
     assert ("score_range" in raised.value.remedy) == math.isfinite(score)
+
+
+def test_what_rounding_adds_to_a_score_is_not_held_against_it() -> None:
+    found = graded_pair(50, 0.0)
+    rounded = Paired(found.documents, found.reference, (*found.merge[:7], 1.0 + 2e-16, -1e-17, *found.merge[9:]))
+    assert max(map(abs, measure_guard(GUARD, "f1,none", rounded, True).differences)) <= 1
 
 
 @pytest.mark.parametrize("wrong", [(1.0, 0.0), (0.0, 0.0), (0.0, math.inf)])
