@@ -45,7 +45,7 @@ def score_of_sample(task: str, metric: str, sample: Mapping[str, Any], outcome: 
 
 @dataclass(frozen=True)
 class Paired:
-    """Scores of the same documents by two models, in equal order."""
+    """Scores of the same documents by two models, in equal order: that in which they were scored."""
 
     documents: tuple[tuple[str, int], ...]  # (task, doc_id)
     reference: tuple[float, ...]
@@ -78,7 +78,7 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
 def pair_documents(
     reference: Sequence[DocumentScore], merge: Sequence[DocumentScore], metric: str, where: str
 ) -> Paired:
-    """The documents of both under ``metric``, one by one, ordered by task and position.
+    """The documents of both under ``metric``, one by one, in the order in which those of ``merge`` stand.
 
     Args:
         where: What messages call this comparison: ``'reverse: merge against reverser'``.
@@ -107,7 +107,7 @@ def pair_documents(
                     expected="both models asked the same question in the same words",
                     remedy="compare chat templates and few-shot settings; chat_template: false asks both plainly",
                 )
-    documents = tuple(sorted(left))
+    documents = tuple(right)
     return Paired(
         documents,
         tuple(left[key].outcome for key in documents),

@@ -142,7 +142,12 @@ def ordered(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:
         sizes: Documents of each task; several are those below a group, whose documents are mixed.
     """
     every = [(task, doc) for task, size in sizes.items() for doc in range(size)]
-    return sorted(every, key=lambda item: hashlib.sha256(f"{seed}/{item[0]}/{item[1]}".encode()).digest())
+    return sorted(every, key=lambda item: mixed(item[0], item[1], seed))
+
+
+def mixed(task: str, doc: int, seed: int = 0) -> bytes:
+    """What documents are sorted by to come in random order."""
+    return hashlib.sha256(f"{seed}/{task}/{doc}".encode()).digest()
 
 
 def documents_in(sizes: Mapping[str, int], seed: int, part: DocumentRange) -> dict[str, list[int]]:

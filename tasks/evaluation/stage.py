@@ -24,7 +24,7 @@ from merge_core.store import Artifact, NotInKey
 from tasks.checkpoints import Model
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
-from tasks.evaluation.scoring import DocumentRange, Scoring, document_ranges
+from tasks.evaluation.scoring import DocumentRange, Scoring, document_ranges, mixed
 from tasks.evaluation.task_definition import EvalTask
 from tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
 
@@ -160,12 +160,23 @@ class TaskScores:
 
     @cached_property
     def rows(self) -> tuple[DocumentScore, ...]:
-        """The score of every document under every metric.
+        """The score of every document under every metric, in the order in which documents were scored.
+
+        Parts come one after another, as they lie in the task's order; within a part a hash takes the place of the seed
+        that mixed them. Bounds of graded scores bet on documents one by one: theirs must be an order that has nothing
+        to do with the scores, and in which the documents of one look come before those of the next.
 
         Raises:
             InvalidInput: when two parts hold the same document.
         """
-        together = tuple(row for part in self.parts for row in read_document_scores(part.directory / SCORES_FILE))
+        parts = sorted(self.parts, key=lambda part: part.value.part.first if part.value.part else 0)
+        together = tuple(
+            row
+            for part in parts
+            for row in sorted(
+                read_document_scores(part.directory / SCORES_FILE), key=lambda row: mixed(row.task, row.doc_id)
+            )
+        )
         if len({(row.task, row.doc_id, row.metric) for row in together}) < len(together):
             raise InvalidInput(self.where, found="parts that hold the same documents", expected="every document once")
         return together

@@ -1,5 +1,6 @@
 """The gate: from paired evidence to a verdict. Guards, drift, statistics, looks; pure decisions."""
 
+from tasks.gate.bounded import graded_difference, graded_documents_needed
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
 from tasks.gate.ratchet import anchor_confidence, anchor_refused, note_refusal, refused_by
@@ -7,7 +8,7 @@ from tasks.gate.references import check_guards, comparable_parents, needs_champi
 from tasks.gate.regression import GuardVerdict, decide_guard
 from tasks.gate.settings import EvaluateSettings, pin_tasks
 from tasks.gate.stage import GateVerdict, OnInconclusive, gate, perplexity_drift, undecided_tasks
-from tasks.gate.statistics import Difference, graded_difference, graded_documents_needed, normal_quantile
+from tasks.gate.statistics import Difference, normal_quantile
 from tasks.gate.suite import SuiteVerdict
 
 __all__ = [

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # points
 CATASTROPHE = 10.0  # points that no task of a suite may fall, unless its guard says otherwise
+
+# Whom a verdict speaks for. The same subjects: a group is strata of fixed weights, and each question stands for others
+# of its subject. New subjects: the subjects of a group are a sample, and what one of them loses is one observation.
+Population = Literal["new questions", "new subjects"]
 
 # What ``guarded_by`` may say besides the name of a parent; see ``tasks.gate.references``.
 BEST_PARENT = "best parent"
@@ -41,11 +46,26 @@ class Guard(BaseModel):
         description="rule: suite: points that this task alone must not have fallen; default: 10, or margin if more.",
     )
     metric: str | None = Field(default=None, description="lm-eval's 'acc,none'; absent: see default_metric.")
+    score_range: tuple[float, float] = Field(
+        default=(0.0, 1.0), description="Least and greatest score there can be: [0, 100] for ROUGE, [1, 10] for marks."
+    )
+    population: Population = Field(
+        default="new questions",
+        description="What the documents stand for: new questions on the same subjects, or new subjects as well.",
+    )
     cluster_by: str | None = Field(
         default=None,
         min_length=1,
         description="Documents that belong together: 'task' (the subjects of a group), or a field of the document.",
     )
+
+    @field_validator("score_range")
+    @classmethod
+    def _is_a_range(cls, score_range: tuple[float, float]) -> tuple[float, float]:
+        low, high = score_range
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError(f"[{low:g}, {high:g}] is no range: the least score first, then a greater one")
+        return score_range
 
     @model_validator(mode="after")
     def _margin_is_wider(self) -> Self:
@@ -54,6 +74,14 @@ class Guard(BaseModel):
         if self.limit is not None and self.limit < self.upper_limit:
             raise ValueError(f"limit ({self.limit:g}) must be at least the margin ({self.upper_limit:g})")
         return self
+
+    @property
+    def clustered_by(self) -> str | None:
+        """What the independent units are: 'task', a field of the document; None where each document is one.
+
+        New subjects are new leaves of a group, unless a field says what the subject of a document is.
+        """
+        return self.cluster_by or ("task" if self.population == "new subjects" else None)
 
     @property
     def upper_limit(self) -> float:

@@ -39,7 +39,9 @@ class DrawnDrops(NamedTuple):
 
     def at(self, confidence: float) -> TaskDrop:
         """Drop and bounds of each merge, points."""
-        low, high = binary_bounds(self.lost, self.won, self.n, confidence)
+        # Many merges have lost and won as many: each pair of counts is looked at once.
+        counts, which = np.unique(np.stack([self.lost, self.won]), axis=1, return_inverse=True)
+        low, high = (bound[which] for bound in binary_bounds(counts[0], counts[1], self.n, confidence))
         drop = 100 * (self.lost - self.won) / self.n
         return TaskDrop(self.guard.task, self.guard.weight, drop, 100 * low, 100 * high)
 

@@ -34,15 +34,15 @@ from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
 from tasks.evaluation import Paired
+from tasks.gate.bounded import graded_difference
+from tasks.gate.clusters import check_clusters, clustered_difference
 from tasks.gate.guards import Guard
 from tasks.gate.sequential import Look, chance_to_decide, look_at, plan_looks
 from tasks.gate.statistics import (
     Difference,
     binary_difference,
-    clustered_difference,
     detectable_difference,
     documents_needed,
-    graded_difference,
     normal_quantile,
 )
 from tasks.stage import Outcome, word_for
@@ -119,16 +119,23 @@ class GuardEvidence:
         """
         return look_at(self.documents, self.schedule, confidence, f"task {self.guard.task}")
 
-    def interval(self, confidence: float) -> Difference:
-        """Interval of the mean difference, one-sided each way."""
+    def interval(self, confidence: float, level: float | None = None) -> Difference:
+        """Interval of the mean difference at the look that has been reached, one-sided each way.
+
+        Args:
+            confidence: Of all looks together. Bounds of graded scores hold at all of them as they are; those of right
+                or wrong, and of clusters, are taken at the confidence of the look.
+            level: That confidence, where the look is not this task's own but its suite's.
+        """
+        level = self.look(confidence).confidence if level is None else level
         if not self.binary:
-            plain = graded_difference(self.differences, confidence)
+            plain = graded_difference(self.differences, confidence, self.schedule)
         else:
             lost, won = sum(d > 0 for d in self.differences), sum(d < 0 for d in self.differences)
-            plain = binary_difference(lost, won, len(self.differences), confidence)
+            plain = binary_difference(lost, won, len(self.differences), level)
         if self.clusters is None:
             return plain
-        return clustered_difference(self.differences, self.clusters, plain, confidence)
+        return clustered_difference(self.differences, self.clusters, plain, level)
 
 
 def measure_guard(
@@ -143,7 +150,7 @@ def measure_guard(
     candidates: int = 1,
     selection_bias: float = 0.0,
 ) -> GuardEvidence:
-    """Evidence on one guard from paired scores in [0, 1].
+    """Evidence on one guard from paired scores within ``guard.score_range``, in the order in which they were scored.
 
     Args:
         reference: The model that was chosen; absent: as the guard says.
@@ -153,21 +160,24 @@ def measure_guard(
         selection_bias: What that adds to the drop, at most; in [0, 1].
 
     Raises:
-        InvalidInput: when there are too few documents to say anything, or they are not known to be in clusters.
+        InvalidInput: when there are too few documents or clusters to say anything, documents are not known to be in
+            clusters, or a score is not a number within the guard's range.
     """
     sign = 1.0 if higher_is_better else -1.0
     n = len(paired.documents)
     if n < 2:
         raise InvalidInput(f"task {guard.task}", found=f"{n} document", expected="2 or more, better hundreds")
     documents = documents or n
+    theirs = _mapped(guard, metric, paired, paired.reference, reference or guard.guarded_by)
+    ours = _mapped(guard, metric, paired, paired.merge, "the merge")
     return GuardEvidence(
         guard=guard,
         metric=metric,
         reference=reference or guard.guarded_by,
-        reference_score=sum(paired.reference) / n,
-        merge_score=sum(paired.merge) / n,
-        differences=tuple(sign * (ours - theirs) for ours, theirs in zip(paired.reference, paired.merge, strict=True)),
-        binary=set(paired.reference) | set(paired.merge) <= {0.0, 1.0},
+        reference_score=sum(theirs) / n,
+        merge_score=sum(ours) / n,
+        differences=tuple(sign * (left - right) for left, right in zip(theirs, ours, strict=True)),
+        binary=set(theirs) | set(ours) <= {0.0, 1.0},
         documents=documents,
         schedule=tuple(schedule) or (documents,),
         clusters=_clusters(guard, paired),
@@ -256,13 +266,13 @@ def alarm_confidences(measured: Sequence[GuardEvidence], confidence: float) -> l
 
 
 def _low(one: GuardEvidence, confidence: float) -> float:
-    return one.interval(one.look(confidence).confidence).low
+    return one.interval(confidence).low
 
 
 def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int, *, as_suite: bool) -> GuardVerdict:
     guard, n = one.guard, len(one.differences)
     look, alarm_look = one.look(confidence), one.look(alarm)
-    estimate = one.interval(look.confidence)
+    estimate = one.interval(confidence)
     drop, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
     last_look = look.number == look.of
     sure_low = 100 * _low(one, alarm)
@@ -341,24 +351,28 @@ def _chance_left(
     return chance_to_decide(estimate.mean, error, share, pass_below, fail_above)
 
 
+def _mapped(guard: Guard, metric: str, paired: Paired, scores: Sequence[float], model: str) -> tuple[float, ...]:
+    """Scores of one model on the scale from 0 to 1, on which ``max_drop`` counts hundredths."""
+    low, high = guard.score_range
+    rounding = 1e-9 * (high - low)  # 0.1 + 0.2 is more than 0.3
+    for (task, doc_id), score in zip(paired.documents, scores, strict=True):
+        if not low - rounding <= score <= high + rounding:
+            raise InvalidInput(
+                f"{guard.task}: {metric} of {model}",
+                found=f"{score:g} for document {doc_id} of {task}",
+                expected=f"a number from {low:g} to {high:g}",
+                remedy="state the least and greatest score in the guard's score_range"
+                if math.isfinite(score)
+                else "look at the model's answer to this document: a merge that answers so is broken",
+            )
+    return tuple(min(1.0, max(0.0, (score - low) / (high - low))) for score in scores)
+
+
 def _clusters(guard: Guard, paired: Paired) -> tuple[str, ...] | None:
-    if guard.cluster_by is None:
+    if guard.clustered_by is None:
         return None
-    clusters = tuple(task for task, _ in paired.documents) if guard.cluster_by == "task" else paired.clusters
-    where = f"evaluate.tasks: {guard.task}: cluster_by"
-    if not clusters or "" in clusters:
-        raise InvalidInput(
-            where,
-            found=f"{guard.cluster_by!r}, which is not known of every document",
-            expected="'task', or a field that every document of the task has",
-        )
-    if len(set(clusters)) < 2:
-        raise InvalidInput(
-            where,
-            found=f"all documents in one cluster ({clusters[0]})",
-            expected="2 or more, better dozens",
-            remedy="leave cluster_by out where documents do not belong together",
-        )
+    clusters = tuple(task for task, _ in paired.documents) if guard.clustered_by == "task" else paired.clusters
+    check_clusters(clusters, guard.clustered_by, guard.task)
     return clusters
 
 

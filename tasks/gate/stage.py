@@ -159,7 +159,8 @@ def gate_verdict(
     suites: Sequence[SuiteVerdict] = (),
 ) -> GateVerdict:
     """The decision about a merge: the worst of all its guards, and what follows from it."""
-    parts = [*((suite.outcome, suite.reason) for suite in suites), *((guard.outcome, guard.reason) for guard in guards)]
+    # A task that has fallen says more than the mean that it drags down.
+    parts = [*((guard.outcome, guard.reason) for guard in guards), *((suite.outcome, suite.reason) for suite in suites)]
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
     outcome = worst(part for part, _ in parts)

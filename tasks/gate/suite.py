@@ -93,7 +93,7 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
         InvalidInput: when tasks have been evaluated to where no look was planned.
     """
     look = suite_look(measured, confidence)
-    estimates = [100 * np.asarray(one.interval(look.confidence)[:3]) for one in measured]
+    estimates = [100 * np.asarray(one.interval(confidence, look.confidence)[:3]) for one in measured]
     together = mean_drop([_of(one, *estimate) for one, estimate in zip(measured, estimates, strict=True)])
     drop, low, high = map(float, together)
     error = mean_drop([_of(one, 0.0, -one_error, one_error) for one, one_error in _standard_errors(measured)])[2]
@@ -210,7 +210,7 @@ def _of(one: GuardEvidence, drop: Points, low: Points, high: Points) -> TaskDrop
 
 def _standard_errors(measured: Sequence[GuardEvidence]) -> list[tuple[GuardEvidence, float]]:
     """Each guard with the standard error of its drop, points. At what confidence it is asked makes no difference."""
-    return [(one, 100 * math.sqrt(one.interval(0.95).variance / len(one.differences))) for one in measured]
+    return [(one, 100 * math.sqrt(one.interval(0.95, 0.95).variance / len(one.differences))) for one in measured]
 
 
 def _weighted(measured: Sequence[GuardEvidence], limit: Callable[[Guard], float]) -> float:
