@@ -96,8 +96,9 @@ def pin_against(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
             f"profile {profile.name}", found="no evidence to compare by", expected="perplexity or evaluate"
         )
     if profile.evaluate:
-        guards = (guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks)
-        tasks = tuple(dict.fromkeys(guards))  # guards that differed in their reference alone are one now
+        guards = [guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks]
+        # Guards that differed in their reference alone are one now.
+        tasks = tuple(guard for position, guard in enumerate(guards) if guard not in guards[:position])
         profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
     return profile.pin_evidence((reference,), store().hashes)
 

@@ -22,6 +22,7 @@ from tasks.evaluation.lm_eval_results import (
     precision_differences,
     read_task,
 )
+from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, default_metric
 from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
     CountLimit,
@@ -30,7 +31,6 @@ from tasks.evaluation.stage import (
     TaskScores,
     by_task,
     count_task,
-    default_metric,
     document_count,
     evaluate_to,
     join_parts,
@@ -45,6 +45,8 @@ __all__ = [
     "CountLimit",
     "DocumentScore",
     "EvalTask",
+    "JudgedMetrics",
+    "MetricSetting",
     "Paired",
     "ResultsFile",
     "Scores",
@@ -54,6 +56,7 @@ __all__ = [
     "TaskScores",
     "by_task",
     "check_alike",
+    "choose_metrics",
     "count_task",
     "default_metric",
     "document_count",

@@ -11,7 +11,7 @@ parents are evaluated once, ever, a crash loses one part at most, and more docum
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from merge_core.store import Artifact, NotInKey
 from tasks.checkpoints import Model
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
+from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, documents_of, metrics_by_leaf
 from tasks.evaluation.scoring import DocumentRange, Scoring, document_ranges
 from tasks.evaluation.task_definition import EvalTask
 from tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
@@ -72,7 +73,7 @@ class CountLimit(BaseModel):
     seconds: Annotated[float | None, NotInKey] = None
 
 
-@stage("evaluate", version=2, subject="model")
+@stage("evaluate", version=3, subject="model")
 def evaluate(
     out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
 ) -> Scores:
@@ -93,7 +94,7 @@ def evaluate(
     write_document_scores(out / SCORES_FILE, scored.outcomes)
     return Scores(
         model=model.name,
-        tasks=score_table(task.name, scored.outcomes, scored.higher_is_better),
+        tasks=score_table(task.name, scored.outcomes),
         lm_eval_version=versions("lm_eval")["lm_eval"],
         part=part,
     )
@@ -170,11 +171,6 @@ class TaskScores:
             raise InvalidInput(self.where, found="parts that hold the same documents", expected="every document once")
         return together
 
-    @cached_property
-    def higher_is_better(self) -> Mapping[str, bool]:
-        """By metric, ``acc,none``, in the order in which the parts name them."""
-        return {score.metric: score.higher_is_better for part in self.parts for score in part.value.tasks}
-
     @property
     def lm_eval_version(self) -> str:
         """Of all parts: ``by_task`` joins no others."""
@@ -189,11 +185,32 @@ class TaskScores:
         """Mean and standard error under each metric. Of a single part they stand in the artifact."""
         if len(self.parts) == 1:
             return self.parts[0].value.tasks
-        return score_table(self.task, self.rows, self.higher_is_better)
+        return score_table(self.task, self.rows)
 
-    def by_document(self, metric: str) -> dict[tuple[str, int], DocumentScore]:
-        """The scores under one metric, by task (of a group: the one below it) and position in its data."""
-        return {(row.task, row.doc_id): row for row in self.rows if row.metric == metric}
+    @property
+    def documents_asked(self) -> int:
+        """How many were to be scored; of results that lm-eval wrote, those that it scored."""
+        asked = [part.value.part for part in self.parts]
+        return sum(part.last - part.first for part in asked if part) if all(asked) else self.documents
+
+    def metrics(self, setting: MetricSetting = None) -> JudgedMetrics:
+        """The metric that judges each leaf, where a guard says ``setting``. Raises as ``choose_metrics``."""
+        return choose_metrics(self.rows, setting, self.task)
+
+    def judged(self, metrics: JudgedMetrics) -> tuple[DocumentScore, ...]:
+        """One score for each document that was asked, under the metric of its leaf.
+
+        Raises:
+            InvalidInput: when a document has none.
+        """
+        if self.documents != self.documents_asked:
+            raise InvalidInput(
+                self.where,
+                found=f"{self.documents:,} documents scored",
+                expected=f"{self.documents_asked:,}, as were asked",
+                remedy="delete 'evaluate' from the store and run again",
+            )
+        return metrics.judged(self.rows, self.where)
 
 
 def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
@@ -227,22 +244,20 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
     return value.model_copy(update={"tasks": scores, "part": value.part if len(artifacts) == 1 else None})
 
 
-def score_table(
-    task: str, rows: Sequence[DocumentScore], higher_is_better: Mapping[str, bool]
-) -> tuple[TaskScore, ...]:
-    """Mean and standard error of every metric over the documents in ``rows``, whatever parts they were scored in."""
-    return tuple(
-        _task_score(task, metric, [row.outcome for row in rows if row.metric == metric], better)
-        for metric, better in higher_is_better.items()
-    )
-
-
-def default_metric(metrics: Sequence[str]) -> str:
-    """The metric that is judged when a guard names none: ``acc,none``; else what is leniently extracted from free
-    answers (strict patterns measure format: a good model can score near zero); else the first."""
-    if "acc,none" in metrics:
-        return "acc,none"
-    return next((metric for metric in metrics if metric.endswith(",flexible-extract")), metrics[0])
+def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:
+    """Mean and standard error of every metric over the documents in ``rows`` that have it, whatever parts they were
+    scored in. Of a group whose leaves are judged by several, first that of all documents, each under its leaf's own.
+    """
+    table = []
+    own = choose_metrics(rows, None, task)
+    if own.differing and len(whole := own.chosen(rows)) == len(documents_of(rows)):
+        table.append(_task_score(task, own.label, [row.outcome for row in whole], own.higher_is_better))
+    known = metrics_by_leaf(rows)
+    for metric in dict.fromkeys(name for metrics in known.values() for name in metrics):
+        of_leaves = JudgedMetrics({leaf: (metric, each[metric]) for leaf, each in known.items() if metric in each})
+        scores = [row.outcome for row in of_leaves.chosen(rows)]
+        table.append(_task_score(task, metric, scores, of_leaves.higher_is_better))
+    return tuple(table)
 
 
 def _check_one_version(where: str, parts: Sequence[Artifact[Scores]]) -> None:

@@ -26,7 +26,11 @@ class Guard(BaseModel):
     margin: float | None = Field(
         default=None, gt=0, le=100, description="Points that the upper bound may reach; default: max_drop + 1."
     )
-    metric: str | None = Field(default=None, description="lm-eval's 'acc,none'; absent: see default_metric.")
+    metric: str | dict[str, str] | None = Field(
+        default=None,
+        description="lm-eval's 'acc,none'; of a group also by task, or pattern of tasks, below it; absent: each task's "
+        "own (see default_metric).",
+    )
     cluster_by: str | None = Field(
         default=None,
         min_length=1,

@@ -16,8 +16,8 @@ step-down (1979, Scand. J. Stat. 6:65), where a guard compared with the best of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 
@@ -43,7 +43,7 @@ class GuardVerdict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
-    metric: str
+    metric: str  # of a group whose tasks have several: each once, 'acc,none + exact_match,none'
     reference: str  # name of the model it is compared with
     reference_score: float  # in [0, 1]
     merge_score: float
@@ -66,6 +66,8 @@ class GuardVerdict(BaseModel):
     candidates: int = 1  # parents of which the reference is the best
     selection_bias: float = 0.0  # points of the drop that choosing the best of them makes, at most
     clusters: int | None = None  # independent groups of documents; None where each document stands for itself
+    documents_asked: int | None = None  # of which ``n`` were scored: all of them, or the guard is not judged
+    leaf_metrics: dict[str, str] = {}  # by task below the group, where they differ
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,12 @@ class GuardEvidence:
     merge_score: float
     differences: tuple[float, ...]  # reference minus merge, signed so that positive is worse
     binary: bool
-    documents: int  # of the task that were evaluated, with this metric or not
+    documents: int  # of the task that were evaluated
     schedule: tuple[int, ...]  # documents after each planned look
     clusters: tuple[str, ...] | None = None  # of each difference
     candidates: int = 1
     selection_bias: float = 0.0  # in [0, 1]
+    leaf_metrics: Mapping[str, str] = field(default_factory=dict)  # by task below a group, where they differ
 
     def look(self, confidence: float) -> Look:
         """The look that has been reached, where all looks together have ``confidence``.
@@ -116,6 +119,7 @@ def measure_guard(
     schedule: Sequence[int] = (),
     candidates: int = 1,
     selection_bias: float = 0.0,
+    leaf_metrics: Mapping[str, str] | None = None,
 ) -> GuardEvidence:
     """Evidence on one guard from paired scores in [0, 1].
 
@@ -125,15 +129,24 @@ def measure_guard(
         schedule: Documents after each planned look; empty: this look is the only one.
         candidates: Parents of which the reference is the best.
         selection_bias: What that adds to the drop, at most; in [0, 1].
+        leaf_metrics: By task below a group, where they are judged by different ones.
 
     Raises:
-        InvalidInput: when there are too few documents to say anything, or they are not known to be in clusters.
+        InvalidInput: when there are too few documents to say anything, not all that were evaluated have a score, or
+            they are not known to be in clusters.
     """
     sign = 1.0 if higher_is_better else -1.0
     n = len(paired.documents)
     if n < 2:
         raise InvalidInput(f"task {guard.task}", found=f"{n} document", expected="2 or more, better hundreds")
     documents = documents or n
+    if n != documents:
+        raise InvalidInput(
+            f"task {guard.task}",
+            found=f"{n:,} documents with a score under {metric}",
+            expected=f"all {documents:,} that were asked",
+            remedy="judge by a metric that every document has",
+        )
     return GuardEvidence(
         guard=guard,
         metric=metric,
@@ -147,6 +160,7 @@ def measure_guard(
         clusters=_clusters(guard, paired),
         candidates=candidates,
         selection_bias=selection_bias,
+        leaf_metrics=dict(leaf_metrics or {}),
     )
 
 
@@ -243,6 +257,8 @@ def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int) -> 
         candidates=one.candidates,
         selection_bias=100 * one.selection_bias,
         clusters=len(set(one.clusters)) if one.clusters is not None else None,
+        documents_asked=one.documents,
+        leaf_metrics=dict(one.leaf_metrics),
     )
     return verdict.model_copy(update={"reason": _sentence(verdict, asked)})
 
