@@ -31,11 +31,14 @@ from tasks.evaluation.stage import (
     TaskScores,
     by_task,
     count_task,
+    data_revisions,
     document_count,
     evaluate_to,
     join_parts,
+    pin_data,
     score_table,
 )
+from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 from tasks.evaluation.task_texts import document_texts
 
@@ -43,6 +46,7 @@ __all__ = [
     "SCORES_FILE",
     "Backend",
     "CountLimit",
+    "DataSource",
     "DocumentScore",
     "EvalTask",
     "JudgedMetrics",
@@ -51,6 +55,7 @@ __all__ = [
     "ResultsFile",
     "Scores",
     "Scoring",
+    "TaskData",
     "TaskResults",
     "TaskScore",
     "TaskScores",
@@ -58,6 +63,7 @@ __all__ = [
     "check_alike",
     "choose_metrics",
     "count_task",
+    "data_revisions",
     "default_metric",
     "document_count",
     "document_texts",
@@ -67,6 +73,7 @@ __all__ = [
     "join_parts",
     "looks",
     "pair_documents",
+    "pin_data",
     "pin_task",
     "precision_differences",
     "read_definition",

@@ -29,8 +29,9 @@ from merge_core.errors import InvalidInput, MergegateError, suggest
 from tasks.checkpoints import Model
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
-from tasks.evaluation.metrics import check_all_scored, check_finite
+from tasks.evaluation.metrics import check_all_scored, checked_score
 from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in
+from tasks.evaluation.task_data import DataSource, LoadedData, TaskData, digest_of_leaves, revision_now, sources_noted
 from tasks.evaluation.task_definition import Definition, EvalTask, function_dumper, read_definition, still_as_pinned
 
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
@@ -47,14 +48,30 @@ class ScoredDocuments:
     outcomes: tuple[DocumentScore, ...]
 
 
-def count_documents(task: EvalTask) -> int:
-    """Documents that ``task`` has; of a group, all below it.
+def look_at_data(task: EvalTask) -> LoadedData:
+    """How many documents ``task`` has (of a group, all below it), and what pins them. Loaded anew where what was loaded
+    before is no longer what its datasets are.
 
     Raises:
         InvalidInput: when the task's data cannot be loaded.
     """
+    global _last_loaded
     with _quiet():
-        return sum(_loaded(task).sizes.values())
+        loaded = _loaded(task)
+        if not task.is_local and _revisions(loaded.sources) != loaded.revisions:
+            _last_loaded = None
+            loaded = _loaded(task)
+        sources = () if task.is_local else loaded.sources
+        return LoadedData(sum(loaded.sizes.values()), TaskData(digest=loaded.digest, sources=sources))
+
+
+def count_documents(task: EvalTask) -> int:
+    """Documents that ``task`` has; of a group, all below it. Raises as ``look_at_data``."""
+    return look_at_data(task).documents
+
+
+def _revisions(sources: Sequence[DataSource]) -> tuple[str | None, ...]:
+    return tuple(revision_now(source) for source in sources)
 
 
 @contextmanager
@@ -207,7 +224,7 @@ def _scored(
     where: str, leaf: str, metric: str, higher_is_better: bool, sample: Mapping[str, Any], task: EvalTask
 ) -> DocumentScore:
     key = f"{metric},{sample['filter']}"
-    value = check_finite(where, key, sample["doc_id"], float(sample[metric]))
+    value = checked_score(where, key, sample["doc_id"], float(sample[metric]))
     cluster = _cluster(leaf, sample["doc"], task.cluster_field) if task.cluster_field else ""
     return score_of_sample(leaf, key, sample, value, cluster, higher_is_better)
 
@@ -270,6 +287,9 @@ class _LoadedTask:
     leaves: Mapping[str, Any]
     fewshot: Mapping[str, int | None]
     scratch: Any  # the directory that local data were read into; deleted with this
+    sources: tuple[DataSource, ...]  # that it was loaded from
+    revisions: tuple[str | None, ...]  # of these, when they were loaded
+    digest: str  # of all that it asks
     examples: dict[tuple[str, int, int], list[Any]] = field(default_factory=dict)  # by name, number and seed
 
     @property
@@ -284,13 +304,25 @@ def _loaded(task: EvalTask) -> _LoadedTask:
     """The last task stays loaded for its next part."""
     global _last_loaded
     wanted = (task.digest, task.definition)
-    if _last_loaded is None or _last_loaded[0] != wanted:
+    asked = (None, _last_loaded[1].digest if _last_loaded else None)
+    if _last_loaded is None or _last_loaded[0] != wanted or task.data_digest not in asked:
         _last_loaded = None
         scratch = tempfile.TemporaryDirectory(prefix="mergegate-task-")
-        leaves = _load_tasks(task, Path(scratch.name))
+        with sources_noted() as sources:
+            leaves = _load_tasks(task, Path(scratch.name))
         _check_leaves(task, leaves)
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
-        _last_loaded = (wanted, _LoadedTask(leaves, fewshot, scratch))
+        revisions = () if task.is_local else _revisions(sources)
+        found = _LoadedTask(leaves, fewshot, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
+        _last_loaded = (wanted, found)
+    if task.data_digest not in (None, _last_loaded[1].digest):
+        _last_loaded = None
+        raise InvalidInput(
+            f"task {task.name}: its data",
+            found="other documents, examples or templates than when the run began",
+            expected="the data as they were pinned",
+            remedy="its dataset was exchanged meanwhile: run again",
+        )
     return _last_loaded[1]
 
 

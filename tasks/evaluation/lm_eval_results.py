@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput, suggest
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
-from tasks.evaluation.metrics import check_all_scored, check_finite
+from tasks.evaluation.metrics import check_all_scored, checked_score
 
 _DATE = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
 _LOGGED = "run lm-eval with --output_path and --log_samples"
@@ -262,7 +262,7 @@ def _means(file: ResultsFile, task: str, samples: Sequence[Mapping[str, Any]]) -
         for metric in sample["metrics"]:
             key, score = f"{metric},{sample['filter']}", sample.get(metric)
             if isinstance(score, float) and declared.get(metric) in (None, "mean"):
-                check_finite(f"{file.path}: task {task}", key, sample["doc_id"], score)
+                checked_score(f"{file.path}: task {task}", key, sample["doc_id"], score)
             values.setdefault((str(metric), key), []).append(score)
     for (metric, key), scores in values.items():
         total, how = reported.get(key), declared.get(metric)

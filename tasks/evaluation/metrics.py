@@ -155,7 +155,7 @@ def check_all_scored(
     )
 
 
-def check_finite(where: str, metric: str, document: object, value: float) -> float:
+def checked_score(where: str, metric: str, document: object, value: float) -> float:
     """``value``, which is a number that can be averaged.
 
     Raises:

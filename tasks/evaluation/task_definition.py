@@ -26,10 +26,12 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import StrictLoader, read_yaml_mapping
 from merge_core.store import HashMemo, NotInKey, digest, sha256_file
+from tasks.evaluation.task_data import DataSource, LoadedData, TaskData
 
 
 class EvalTask(BaseModel):
-    """An lm-eval task pinned by content: definition and local data are hashed, so a changed document is a new task."""
+    """An lm-eval task pinned by content: definition and local data are hashed, so a changed document is a new task.
+    What only loading shows (data of the Hub, templates of a task by name) is pinned where ``data`` is there."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,6 +39,26 @@ class EvalTask(BaseModel):
     digest: str  # sha256 over the definition and its local data
     definition: Annotated[Path | None, NotInKey]  # a local YAML, None for a task that lm-eval ships
     cluster_field: str | None = None  # of a document: what it shares with those that it belongs together with
+    data_digest: str | None = None  # sha256 over what it asks when it is loaded; None: nobody has looked
+    sources: Annotated[tuple[DataSource, ...], NotInKey] = ()  # that it was loaded from
+    documents: Annotated[int | None, NotInKey] = None  # that it has; known with ``data_digest``
+
+    @property
+    def data(self) -> TaskData | None:
+        """What it asks, once somebody has looked."""
+        return TaskData(digest=self.data_digest, sources=self.sources) if self.data_digest else None
+
+    def loaded(self, found: LoadedData) -> EvalTask:
+        """The same task, with what loading it has shown."""
+        data = found.data
+        return self.model_copy(
+            update={"data_digest": data.digest, "sources": data.sources, "documents": found.documents}
+        )
+
+    @property
+    def is_local(self) -> bool:
+        """All of its data lies beside its definition, and is in its digest."""
+        return self.definition is not None and read_definition(self.definition).is_local
 
 
 class Function(str):

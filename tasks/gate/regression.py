@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
-from tasks.evaluation import Paired
+from tasks.evaluation import Paired, TaskData
 from tasks.gate.guards import Guard
 from tasks.gate.sequential import Look, look_at, plan_looks
 from tasks.gate.statistics import (
@@ -67,7 +67,8 @@ class GuardVerdict(BaseModel):
     selection_bias: float = 0.0  # points of the drop that choosing the best of them makes, at most
     clusters: int | None = None  # independent groups of documents; None where each document stands for itself
     documents_asked: int | None = None  # of which ``n`` were scored: all of them, or the guard is not judged
-    leaf_metrics: dict[str, str] = {}  # by task below the group, where they differ
+    leaf_metrics: dict[str, str] = Field(default_factory=dict)  # by task below the group, where they differ
+    data: TaskData | None = None  # what was asked; None for results that lm-eval wrote
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class GuardEvidence:
     candidates: int = 1
     selection_bias: float = 0.0  # in [0, 1]
     leaf_metrics: Mapping[str, str] = field(default_factory=dict)  # by task below a group, where they differ
+    data: TaskData | None = None  # what was asked
 
     def look(self, confidence: float) -> Look:
         """The look that has been reached, where all looks together have ``confidence``.
@@ -120,6 +122,7 @@ def measure_guard(
     candidates: int = 1,
     selection_bias: float = 0.0,
     leaf_metrics: Mapping[str, str] | None = None,
+    data: TaskData | None = None,
 ) -> GuardEvidence:
     """Evidence on one guard from paired scores in [0, 1].
 
@@ -130,6 +133,7 @@ def measure_guard(
         candidates: Parents of which the reference is the best.
         selection_bias: What that adds to the drop, at most; in [0, 1].
         leaf_metrics: By task below a group, where they are judged by different ones.
+        data: What was asked, where it is known.
 
     Raises:
         InvalidInput: when there are too few documents to say anything, not all that were evaluated have a score, or
@@ -161,6 +165,7 @@ def measure_guard(
         candidates=candidates,
         selection_bias=selection_bias,
         leaf_metrics=dict(leaf_metrics or {}),
+        data=data,
     )
 
 
@@ -259,6 +264,7 @@ def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int) -> 
         clusters=len(set(one.clusters)) if one.clusters is not None else None,
         documents_asked=one.documents,
         leaf_metrics=dict(one.leaf_metrics),
+        data=one.data,
     )
     return verdict.model_copy(update={"reason": _sentence(verdict, asked)})
 

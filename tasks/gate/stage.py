@@ -172,6 +172,13 @@ def _measured(
         if theirs.lm_eval_version != ours.lm_eval_version:
             versions = f"{theirs.lm_eval_version} and {ours.lm_eval_version}"
             raise InvalidInput(where, found=f"scores of lm-eval {versions}", expected="one version on both sides")
+        if theirs.data and ours.data and theirs.data.digest != ours.data.digest:
+            raise InvalidInput(
+                where,
+                found="scores on different data",
+                expected="the same documents, examples and templates on both sides",
+                remedy="the task's dataset was exchanged: evaluate both again",
+            )
     metrics = next(iter(sides.values())).metrics(guard.metric)
     judged = ours.judged(metrics)
     paired = {
@@ -186,6 +193,7 @@ def _measured(
         reference=chosen,
         documents=ours.documents_asked,
         leaf_metrics=metrics.differing,
+        data=ours.data,
         schedule=schedule,
         candidates=len(paired),
         selection_bias=selection_bias([each.reference for each in paired.values()]),
