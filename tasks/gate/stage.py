@@ -69,7 +69,7 @@ class GateVerdict(StageValue):
         return self.model_copy(update=joint._asdict())
 
 
-@value_stage("gate", version=2)
+@value_stage("gate", version=3)
 def gate(
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],

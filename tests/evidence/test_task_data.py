@@ -1,7 +1,7 @@
 """What was measured is pinned: data that are exchanged under an old name are a new measurement, never a silent one.
 
-The stand-in for a dataset of the Hub is the cache that datasets keeps of one: with the network forbidden, that is what a
-task is loaded from, and its directories carry the commit.
+The stand-in for a dataset of the Hub is the cache that datasets keeps of one: with the network forbidden, that is what
+a task is loaded from, and its directories carry the commit.
 """
 
 from __future__ import annotations
@@ -255,9 +255,9 @@ def test_an_object_that_is_no_plain_data_counts_by_its_bytes() -> None:
 
     class Leaf:
         VERSION = 1
-        config: dict[str, object] = {}
 
         def __init__(self, content: bytes) -> None:
+            self.config: dict[str, object] = {}
             self.eval_docs = [{"picture": Picture(content)}]
 
     digests = [digest_of_leaves({"leaf": Leaf(content)}) for content in (b"one", b"one", b"two")]
