@@ -114,7 +114,7 @@ def _guards(written: Sequence[Guard], root: Path, where: str, places: Mapping[st
         task = read_definition((root / guard.task).absolute()).name if is_file else guard.task
         reference = REFERENCE if alone else guard.guarded_by
         guards.append(guard.model_copy(update={"task": task, "guarded_by": reference}))
-    return tuple(dict.fromkeys(guards))
+    return tuple(guard for position, guard in enumerate(guards) if guard not in guards[:position])
 
 
 def _read(guards: Sequence[Guard], found: Mapping[str, Sequence[ResultsFile]]) -> dict[tuple[str, str], TaskResults]:
@@ -138,7 +138,7 @@ def _as_artifacts(results: Mapping[tuple[str, str], TaskResults], scratch: Path)
         write_document_scores(directory / SCORES_FILE, result.outcomes)
         value = Scores(
             model=model,
-            tasks=score_table(task, result.outcomes, result.higher_is_better),
+            tasks=score_table(task, result.outcomes),
             lm_eval_version=result.conditions.lm_eval_version,
         )
         content = digest([list(outcome) for outcome in result.outcomes])

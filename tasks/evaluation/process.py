@@ -6,7 +6,7 @@ dies with this process, however that ends (``tasks.processes``)::
     scored = score_in_child(model, task, scoring, part, "cuda", on_progress)
     end_child()                                                         # the model's memory is free again
 
-The other side is ``answer_questions``. Questions and answers are pickled tuples: ``("count", task)`` and
+The other side is ``answer_questions``. Questions and answers are pickled tuples: ``("look", task)`` and
 ``("score", model, task, scoring, part, device)`` go there; ``("progress", done, total)`` any number of times and then
 one of ``("done", value)``, ``("problem", error)``, ``("crash", traceback)`` come back.
 """
@@ -31,6 +31,7 @@ from merge_core.errors import InvalidInput, MergegateError, Refused
 from tasks.checkpoints import SMALLER, Model, also_unload, unload
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.scoring import DocumentRange, Scoring
+from tasks.evaluation.task_data import LoadedData
 from tasks.evaluation.task_definition import EvalTask
 from tasks.processes import SupervisedProcess
 
@@ -67,18 +68,17 @@ def score_in_child(
         return cast("ScoredDocuments", _ask(process, question, where, scoring.time_limit, on_progress))
 
 
-def count_in_child(task: EvalTask, time_limit: float | None = None) -> int:
-    """``harness.count_documents`` in the process that scores: loading foreign data can hang and die just as well.
+def look_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData:
+    """``harness.look_at_data`` in the process that scores: loading foreign data can hang and die just as well.
 
     Raises:
-        InvalidInput: as ``harness.count_documents``; or when the process died.
+        InvalidInput: as ``harness.look_at_data``; or when the process died.
         Refused: when ``time_limit`` seconds are over.
     """
     with _lock:
         process = _current if _current is not None and _current.process.alive else _process_for("")
-        return cast(
-            int, _ask(process, ("count", task), f"task {task.name}: its data", time_limit, lambda done, total: None)
-        )
+        where = f"task {task.name}: its data"
+        return cast("LoadedData", _ask(process, ("look", task), where, time_limit, lambda done, total: None))
 
 
 def end_child() -> None:
@@ -226,8 +226,8 @@ def _answer(asker: Connection, question: tuple[Any, ...]) -> tuple[str, Any]:
 
     what, *arguments = question
     try:
-        if what == "count":
-            return "done", harness.count_documents(*arguments)
+        if what == "look":
+            return "done", harness.look_at_data(*arguments)
         model, task, scoring, part, device = arguments
         return "done", harness.score_documents(model, task, scoring, part, device, on_progress)
     except MergegateError as error:

@@ -45,13 +45,17 @@ class Guard(BaseModel):
         le=100,
         description="rule: suite: points that this task alone must not have fallen; default: 10, or margin if more.",
     )
-    metric: str | None = Field(default=None, description="lm-eval's 'acc,none'; absent: see default_metric.")
     score_range: tuple[float, float] = Field(
         default=(0.0, 1.0), description="Least and greatest score there can be: [0, 100] for ROUGE, [1, 10] for marks."
     )
     population: Population = Field(
         default="new questions",
         description="What the documents stand for: new questions on the same subjects, or new subjects as well.",
+    )
+    metric: str | dict[str, str] | None = Field(
+        default=None,
+        description="lm-eval's 'acc,none'; of a group also by task, or pattern of tasks, below it; absent: each task's "
+        "own (see default_metric).",
     )
     cluster_by: str | None = Field(
         default=None,

@@ -86,7 +86,7 @@ def with_anchor(guards: Iterable[Guard], anchor: str | None) -> tuple[Guard, ...
     if anchor is None:
         return held
     against = (one.model_copy(update={"guarded_by": ANCHOR}) for one in held if one.guarded_by == CHAMPION)
-    return tuple(dict.fromkeys((*held, *against)))
+    return (*held, *(one for one in against if one not in held))
 
 
 def reference_models(

@@ -24,16 +24,16 @@ step-down (1979, Scand. J. Stat. 6:65), where a guard compared with the best of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
-from tasks.evaluation import Paired
+from tasks.evaluation import Paired, TaskData
 from tasks.gate.bounded import graded_difference
 from tasks.gate.clusters import check_clusters, clustered_difference
 from tasks.gate.guards import Guard
@@ -55,7 +55,7 @@ class GuardVerdict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str
-    metric: str
+    metric: str  # of a group whose tasks have several: each once, 'acc,none + exact_match,none'
     reference: str  # name of the model it is compared with
     reference_score: float  # in [0, 1]
     merge_score: float
@@ -78,6 +78,9 @@ class GuardVerdict(BaseModel):
     candidates: int = 1  # parents of which the reference is the best
     selection_bias: float = 0.0  # points of the drop that choosing the best of them makes, at most
     clusters: int | None = None  # independent groups of documents; None where each document stands for itself
+    documents_asked: int | None = None  # of which ``n`` were scored: all of them, or the guard is not judged
+    leaf_metrics: dict[str, str] = Field(default_factory=dict)  # by task below the group, where they differ
+    data: TaskData | None = None  # what was asked; None for results that lm-eval wrote
     chance_left: float | None = None  # that the documents that are left decide it; None where nothing is left to decide
     weight: float = 1.0  # of the task in the mean over all
     limit: float | None = None  # points that its suite allows this task alone; None where it is judged on its own
@@ -105,11 +108,13 @@ class GuardEvidence:
     merge_score: float
     differences: tuple[float, ...]  # reference minus merge, signed so that positive is worse
     binary: bool
-    documents: int  # of the task that were evaluated, with this metric or not
+    documents: int  # of the task that were evaluated
     schedule: tuple[int, ...]  # documents after each planned look
     clusters: tuple[str, ...] | None = None  # of each difference
     candidates: int = 1
     selection_bias: float = 0.0  # in [0, 1]
+    leaf_metrics: Mapping[str, str] = field(default_factory=dict)  # by task below a group, where they differ
+    data: TaskData | None = None  # what was asked
 
     def look(self, confidence: float) -> Look:
         """The look that has been reached, where all looks together have ``confidence``.
@@ -149,6 +154,8 @@ def measure_guard(
     schedule: Sequence[int] = (),
     candidates: int = 1,
     selection_bias: float = 0.0,
+    leaf_metrics: Mapping[str, str] | None = None,
+    data: TaskData | None = None,
 ) -> GuardEvidence:
     """Evidence on one guard from paired scores within ``guard.score_range``, in the order in which they were scored.
 
@@ -158,16 +165,25 @@ def measure_guard(
         schedule: Documents after each planned look; empty: this look is the only one.
         candidates: Parents of which the reference is the best.
         selection_bias: What that adds to the drop, at most; in [0, 1].
+        leaf_metrics: By task below a group, where they are judged by different ones.
+        data: What was asked, where it is known.
 
     Raises:
-        InvalidInput: when there are too few documents or clusters to say anything, documents are not known to be in
-            clusters, or a score is not a number within the guard's range.
+        InvalidInput: when there are too few documents or clusters to say anything, not all that were evaluated have a
+            score, documents are not known to be in clusters, or a score is not a number within the guard's range.
     """
     sign = 1.0 if higher_is_better else -1.0
     n = len(paired.documents)
     if n < 2:
         raise InvalidInput(f"task {guard.task}", found=f"{n} document", expected="2 or more, better hundreds")
     documents = documents or n
+    if n != documents:
+        raise InvalidInput(
+            f"task {guard.task}",
+            found=f"{n:,} documents with a score under {metric}",
+            expected=f"all {documents:,} that were asked",
+            remedy="judge by a metric that every document has",
+        )
     theirs = _mapped(guard, metric, paired, paired.reference, reference or guard.guarded_by)
     ours = _mapped(guard, metric, paired, paired.merge, "the merge")
     return GuardEvidence(
@@ -183,6 +199,8 @@ def measure_guard(
         clusters=_clusters(guard, paired),
         candidates=candidates,
         selection_bias=selection_bias,
+        leaf_metrics=dict(leaf_metrics or {}),
+        data=data,
     )
 
 
@@ -313,6 +331,9 @@ def _judged(one: GuardEvidence, confidence: float, alarm: float, asked: int, *, 
         chance_left=chance_left,
         weight=guard.weight,
         limit=guard.catastrophe if as_suite else None,
+        documents_asked=one.documents,
+        leaf_metrics=dict(one.leaf_metrics),
+        data=one.data,
     )
     return verdict.model_copy(update={"reason": _sentence(verdict, asked)})
 

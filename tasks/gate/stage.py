@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from merge_core.errors import InvalidInput, suggest
+from merge_core.errors import InvalidInput
 from merge_core.store import Artifact
-from tasks.evaluation import Scores, TaskScores, by_task, default_metric, pair_documents
+from tasks.evaluation import Scores, TaskScores, by_task, pair_documents
 from tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
 from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 from tasks.gate.references import best_model, check_guards, reference_models
@@ -196,23 +196,28 @@ def _measured(
         if theirs.lm_eval_version != ours.lm_eval_version:
             versions = f"{theirs.lm_eval_version} and {ours.lm_eval_version}"
             raise InvalidInput(where, found=f"scores of lm-eval {versions}", expected="one version on both sides")
-    better = {metric: up for side in sides.values() for metric, up in side.higher_is_better.items()}
-    metric = guard.metric or default_metric(tuple(better))
-    if metric not in better:
-        raise InvalidInput(
-            f"evaluate.tasks: {guard.task}: metric",
-            found=f"{metric!r}, which the task does not have",
-            remedy=suggest(metric, better),
-        )
-    paired = {name: pair_documents(theirs.rows, ours.rows, metric, where) for name, theirs in sides.items()}
-    chosen = best_model({name: each.reference for name, each in paired.items()}, better[metric])
+        if theirs.data and ours.data and theirs.data.digest != ours.data.digest:
+            raise InvalidInput(
+                where,
+                found="scores on different data",
+                expected="the same documents, examples and templates on both sides",
+                remedy="the task's dataset was exchanged: evaluate both again",
+            )
+    metrics = next(iter(sides.values())).metrics(guard.metric)
+    judged = ours.judged(metrics)
+    paired = {
+        name: pair_documents(theirs.judged(metrics), judged, metrics.label, where) for name, theirs in sides.items()
+    }
+    chosen = best_model({name: each.reference for name, each in paired.items()}, metrics.higher_is_better)
     return measure_guard(
         guard,
-        metric,
+        metrics.label,
         paired[chosen],
-        better[metric],
+        metrics.higher_is_better,
         reference=chosen,
-        documents=ours.documents,
+        documents=ours.documents_asked,
+        leaf_metrics=metrics.differing,
+        data=ours.data,
         schedule=schedule,
         candidates=len(paired),
         selection_bias=selection_bias([each.reference for each in paired.values()]),

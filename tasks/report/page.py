@@ -46,6 +46,7 @@ def render(content: ReportContent) -> str:
         per_byte=table.uses_bytes(content.models, verdict.drift),
         measured=[model for model in content.models if model.likelihoods is not None],
         scored_how=_scored_how(content.scoring) if content.scoring else "",
+        asked=wording.what_was_asked(verdict),
         read_how=_read_how(content.windows) if content.windows else "",
     )
 

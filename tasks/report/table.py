@@ -12,6 +12,8 @@ from tasks.report import wording
 from tasks.report.content import ReportContent, ReportedModel
 from tasks.stage import Outcome
 
+_MERGE = object()  # apart from every name of a model
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -89,7 +91,10 @@ def _task_row(
     cells = []
     for model in models:
         if (score := scores.get(model.name)) is None:
-            cells.append(Cell())
+            # A guard with metrics of its own by task has scores that no table of a model has.
+            known = {guard.reference: guard.reference_score, _MERGE: guard.merge_score} if guard and not scores else {}
+            value = known.get(_MERGE if model.role == "merge" else model.name)
+            cells.append(Cell() if value is None else Cell(_measure(value, in_points)))
         else:
             is_best = model.role != "merge" and score.score == best
             cells.append(Cell(_measure(score.score, in_points), _measure(score.stderr, in_points), is_best))

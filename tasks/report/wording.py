@@ -28,6 +28,18 @@ def interval(low: float, high: float, decimals: int) -> str:
     return f"[{number(low, decimals)}, {number(high, decimals)}]"
 
 
+def what_was_asked(verdict: GateVerdict) -> str:
+    """Each guarded task with the digest of its data, and the datasets behind it at the commits that are known:
+    ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. Empty where nobody looked."""
+    named = {}
+    for guard in verdict.guards:
+        if guard.data is not None:
+            known = {f"{source.path} at {source.revision[:12]}" for source in guard.data.sources if source.revision}
+            behind = f" ({', '.join(sorted(known))})" if known else ""
+            named[guard.task] = f"{guard.task} {guard.data.digest[:12]}{behind}"
+    return "; ".join(named.values())
+
+
 def guard_decimals(guard: GuardVerdict) -> int:
     """The fewest decimals (1 to 3) that leave every bound on its own side of its limit: 3.04 is not within 3."""
     pairs = [(bound, limit) for bound in (guard.drop, guard.high) for limit in (guard.max_drop, guard.margin)]

@@ -17,6 +17,7 @@ import report_samples as samples
 from pages import page_of
 
 from merge_core.store.keys import stage_key
+from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.report.content import ReportContent
 from tasks.report.page import render
 from tasks.report.stage import write_report
@@ -300,3 +301,26 @@ def test_models_with_different_tokenizers_compare_in_bits_per_byte() -> None:
     page = Page(page_of(content.model_copy(update={"verdict": per_byte})))
     assert "Bits per byte of each model" in page.text
     assert "0.442" in page.texts["text"]  # log2(3.41) / 4 bytes a token
+
+
+def test_the_page_says_on_which_data_the_verdict_rests() -> None:
+    content = samples.released()
+    sources = (DataSource(path="acme/sorting", revision="c" * 40), DataSource(path="acme/local"))
+    data = TaskData(digest="d" * 64, sources=sources)
+    first, second = content.verdict.guards
+    guards = (first, second.model_copy(update={"data": data}))
+    page = render(content.model_copy(update={"verdict": content.verdict.model_copy(update={"guards": guards})}))
+    assert f"sorting {'d' * 12} (acme/sorting at {'c' * 12})" in page
+    assert "What was asked" not in render(content)
+
+
+def test_a_guard_with_metrics_of_its_own_shows_the_scores_that_it_compared() -> None:
+    content = samples.released()
+    guard = content.verdict.guards[0].model_copy(
+        update={"metric": "acc,none + exact_match,none", "leaf_metrics": {"a": "acc,none", "b": "exact_match,none"}}
+    )
+    mixed = content.model_copy(update={"verdict": content.verdict.model_copy(update={"guards": (guard,)})})
+    (row,) = [row for row in task_rows(mixed) if row.guard is not None]
+    names = [model.name for model in content.models if model.scores]
+    cells = dict(zip(names, (cell.text for cell in row.cells), strict=True))
+    assert (cells["reverser"], cells["merge"], cells["sorter"]) == ("98.6", "98.0", "")
