@@ -16,7 +16,7 @@ from tasks.gate.power import DrawnDrops, draw, passing
 from tasks.gate.ratchet import anchor_confidence
 from tasks.gate.regression import is_worse
 
-RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 10
+RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 11
 SUITES = ((1, 1319), (1, 164), (6, 1000), (7, 500))  # tasks, documents of each: GSM8K, HumanEval, two suites
 DISCORDANCES = (0.05, 0.10, 0.20, 0.30)
 Array = NDArray[np.float64]
@@ -49,7 +49,7 @@ def attempts(count: int, shared: float, runs: int, rng: np.random.Generator) -> 
     Args:
         shared: Part of the discordance that all attempts have in common: how alike they are.
     """
-    tasks, n, discordance, drop = 6, 1000, 0.10, GUARD.upper_limit / 100
+    tasks, n, discordance, drop = 7, 500, 0.20, GUARD.upper_limit / 100
     naive = spent = np.zeros(runs, dtype=np.bool_)
     guards = _guards(tasks)
     common = [draw(guard, shared * drop, shared * discordance, n, runs, rng) for guard in guards]

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # points
-CATASTROPHE = 10.0  # points that no task of a suite may fall, unless its guard says otherwise
+CATASTROPHE = 11.0  # points that no task of a suite may fall, unless its guard says otherwise; see docs/gates.md
 
 # Whom a verdict speaks for. The same subjects: a group is strata of fixed weights, and each question stands for others
 # of its subject. New subjects: the subjects of a group are a sample, and what one of them loses is one observation.
@@ -43,7 +43,7 @@ class Guard(BaseModel):
         default=None,
         gt=0,
         le=100,
-        description="rule: suite: points that this task alone must not have fallen; default: 10, or margin if more.",
+        description="rule: suite: points that this task alone must not have fallen; default: 11, or margin if more.",
     )
     score_range: tuple[float, float] = Field(
         default=(0.0, 1.0), description="Least and greatest score there can be: [0, 100] for ROUGE, [1, 10] for marks."

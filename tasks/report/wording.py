@@ -70,7 +70,7 @@ def drop(guard: GuardVerdict) -> str:
 
 
 def limit(guard: GuardVerdict) -> str:
-    """'3', or '3, margin 4' where the two differ; '10 alone' for a task of a suite."""
+    """'3', or '3, margin 4' where the two differ; '11 alone' for a task of a suite."""
     if guard.limit is not None:
         return f"{plain(guard.limit)} alone"
     if guard.margin == guard.max_drop:

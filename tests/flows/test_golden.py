@@ -38,7 +38,7 @@ OPTIONAL = (flips, ensemble_likelihoods, answer, judge, serve, measure_parent)
 PASSING = (
     {"seconds", "lm_eval_version", "reason", "headline", "lost", "won", "drop", "low", "high", "stderr"}
     | {f"overall_{part}" for part in ("drop", "low", "high")}
-    | {"detectable_drop", "loglik"}
+    | {"detectable_drop", "loglik", "pooled", "chance_left"}
     | {"moved", "opposed", "pair_moved", "pair_opposed"}
     | {"measured", "seen", "when", "machine", "url", "examples", "characters", "identical"}
 )
