@@ -3,6 +3,7 @@
 from tasks.gate.bounded import graded_difference, graded_documents_needed
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
+from tasks.gate.power import PlannedTask, gate_power, power_finding
 from tasks.gate.ratchet import anchor_confidence, anchor_refused, note_refusal, refused_by
 from tasks.gate.references import check_guards, comparable_parents, needs_champion, reference_models, with_anchor
 from tasks.gate.regression import GuardVerdict, decide_guard
@@ -24,6 +25,7 @@ __all__ = [
     "Guard",
     "GuardVerdict",
     "OnInconclusive",
+    "PlannedTask",
     "SuiteVerdict",
     "anchor_confidence",
     "anchor_refused",
@@ -31,6 +33,7 @@ __all__ = [
     "comparable_parents",
     "decide_guard",
     "gate",
+    "gate_power",
     "graded_difference",
     "graded_documents_needed",
     "needs_champion",
@@ -38,6 +41,7 @@ __all__ = [
     "note_refusal",
     "perplexity_drift",
     "pin_tasks",
+    "power_finding",
     "reference_models",
     "refused_by",
     "undecided_tasks",

@@ -119,6 +119,13 @@ class GateRule(BaseModel):
         description="A release that every guard against the champion is also compared with, so that small losses do "
         "not add up over the nights: 'first', or a version by name.",
     )
+    discordance: float = Field(
+        default=0.10,
+        gt=0,
+        le=1,
+        description="A guess, for what `check` says of the night before it: the share of documents on which merge and "
+        "reference will disagree; .05 to .20 between a merge and its parent.",
+    )
     confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided, each way, over all looks together.")
     extend: bool = Field(
         default=True, description="Evaluate more documents where a guard is undecided and the task has some left."

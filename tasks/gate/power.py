@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from merge_core.errors import Finding
 from tasks.gate.guards import GateRule, Guard
 from tasks.gate.regression import is_within
 from tasks.gate.sequential import look_levels
 from tasks.gate.statistics import POWER, binary_bounds, normal_quantile
 from tasks.gate.suite import TaskDrop, mean_drop
 
-ASSUMED_DISCORDANCE = 0.10  # between a merge and its reference, where nothing is known: the middle of what is usual
+UNLIKELY = 0.5  # chance that an equal merge is published below which a night is hardly worth it
 _RUNS = 2000  # simulated merges: a chance is known to a point
 _MOST = 64  # times as many documents as there are, beyond which no advice is given
 
@@ -107,6 +108,21 @@ def gate_power(planned: Sequence[PlannedTask], rule: GateRule, seed: int = 0) ->
             for one in planned
         ),
         documents_wanted=None if chance >= POWER else _wanted(planned, rule, seed),
+    )
+
+
+def power_finding(power: GatePower) -> Finding | None:
+    """A warning where an equal merge would mostly not be published; None where it would."""
+    if power.chance >= UNLIKELY:
+        return None
+    seen = sum({one.task: one.documents for one in power.tasks}.values())
+    wanted = f"about {power.documents_wanted:,} documents" if power.documents_wanted else "far more documents"
+    return Finding(
+        "warn",
+        "evaluate.tasks",
+        found=f"{power.sentence()}, with {seen:,} documents",
+        expected="an equal merge published in at least every second night",
+        remedy=f"{wanted}, rule: suite, or a wider margin; a lower evaluate.discordance, if that is known to be lower",
     )
 
 

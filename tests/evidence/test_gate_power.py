@@ -1,0 +1,73 @@
+"""What is said before a night: the chance of an equal merge against the gate itself, and falls that would be found."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tasks.evaluation.document_scores import Paired
+from tasks.gate.guards import GateRule, Guard
+from tasks.gate.power import PlannedTask, draw, gate_power, passing, power_finding, publication_chance
+from tasks.gate.regression import GuardEvidence, judge_guards, measure_guard
+from tasks.gate.sequential import chance_to_decide
+from tasks.gate.suite import judge_suite
+
+
+def planned(tasks: int, n: int, discordance: float) -> list[PlannedTask]:
+    return [PlannedTask(Guard(task=f"t{at}", guarded_by="base"), (n,), discordance) for at in range(tasks)]
+
+
+def evidence(guard: Guard, lost: int, won: int, n: int) -> GuardEvidence:
+    reference = [1.0] * lost + [0.0] * won + [1.0] * (n - lost - won)
+    merge = [0.0] * lost + [1.0] * won + [1.0] * (n - lost - won)
+    documents = tuple((guard.task, at) for at in range(n))
+    return measure_guard(guard, "acc,none", Paired(documents, tuple(reference), tuple(merge)), True)
+
+
+@pytest.mark.parametrize("as_suite", [True, False])
+def test_many_merges_at_once_are_judged_as_the_gate_judges_each(as_suite: bool) -> None:
+    rng = np.random.default_rng(5)
+    drops = (0.0, 0.0, 0.02)
+    samples = [draw(Guard(task=f"t{at}", guarded_by="base"), drops[at], 0.10, 1500, 60, rng) for at in range(3)]
+    together = passing(samples, 0.95, as_suite=as_suite)
+    for number in range(60):
+        measured = [evidence(one.guard, int(one.lost[number]), int(one.won[number]), 1500) for one in samples]
+        outcomes = [verdict.outcome for verdict in judge_guards(measured, 0.95, as_suite=as_suite)]
+        outcomes += [judge_suite(measured, 0.95).outcome] if as_suite else []
+        assert together[number] == (set(outcomes) == {"pass"})
+    assert 0 < together.sum() < 60
+
+
+def test_the_chances_are_those_of_the_table() -> None:
+    assert publication_chance(planned(7, 500, 0.10), GateRule()) > 0.99
+    assert publication_chance(planned(7, 500, 0.10), GateRule(rule="each")) == pytest.approx(0.06, abs=0.02)
+    assert publication_chance(planned(1, 164, 0.20), GateRule()) == pytest.approx(0.20, abs=0.03)
+
+
+def test_a_night_that_mostly_says_undecided_is_a_warning_with_a_way_out() -> None:
+    power = gate_power(planned(1, 164, 0.20), GateRule())
+    finding = power_finding(power)
+    assert finding is not None
+    assert finding.severity == "warn"
+    assert power.documents_wanted is not None
+    assert publication_chance(planned(1, power.documents_wanted, 0.20), GateRule()) >= 0.8
+    assert power_finding(gate_power(planned(6, 1000, 0.10), GateRule())) is None
+
+
+def test_a_fall_that_is_called_detectable_is_found_four_times_in_five() -> None:
+    tasks = planned(6, 500, 0.10)
+    fall = gate_power(tasks, GateRule()).detectable / 100
+    rng = np.random.default_rng(2)
+    drawn = [draw(one.guard, fall, 0.10, 500, 4000, rng) for one in tasks]
+    means = np.mean([(one.lost - one.won) / one.n for one in drawn], axis=0)
+    assert np.mean(means > 0.02) == pytest.approx(0.8, abs=0.03)
+
+
+def test_the_chance_that_is_left_is_that_of_a_simulation() -> None:
+    rng = np.random.default_rng(7)
+    drop, error, share = 1.0, 2.0, 0.4
+    variance = error**2 * share * 1000  # of one of 1,000 documents, 400 of which were seen
+    truth = rng.normal(drop, error, 200_000)
+    final = share * drop + (1 - share) * rng.normal(truth, np.sqrt(variance / 600))
+    expected = np.mean(final <= -0.5) + np.mean(final > 2.5)
+    assert chance_to_decide(drop, error, share, -0.5, 2.5) == pytest.approx(expected, abs=0.005)
