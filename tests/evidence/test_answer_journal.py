@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def batches(lm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def batches(lm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The token ids of every batch that the model computes. After ``limit`` of them it is killed in the next one."""
     seen: list[Any] = Watched()
 
@@ -60,7 +59,7 @@ def batches(lm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     for name in HF:
         monkeypatch.setattr(lm, name, watch(name), raising=True)
-    yield seen
+    return seen
 
 
 class Watched(list[Any]):

@@ -30,11 +30,21 @@ from tasks.perplexity.text import HeldOutText
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)]
 
 
-@pytest.fixture(autouse=True)
-def own_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.fixture(scope="module", autouse=True)
+def one_process_for_all() -> Iterator[None]:
+    """That finds ``asked_there``."""
     places = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+        end_child()
+        yield
+        end_child()
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One that has held no model, and leaves none behind."""
     monkeypatch.setattr(model_process, "_alone", False)
     end_child()
     yield
@@ -85,8 +95,10 @@ def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> Non
             score(model, task, first)
             assert ask_child(asked_there.held, (), where="here") == 1
     assert ask_child(asked_there.loads, (), where="here") == ["a", "b", "a", "b"]
+    end_child()  # with what it believes of its memory
 
 
+@pytest.mark.usefixtures("new_process")
 def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     notes = tmp_path / "notes"
@@ -95,12 +107,14 @@ def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path
     assert notes.read_text().splitlines() == ["a 1", "b 2", "b 1", "a 1", "b 1"]
 
 
+@pytest.mark.usefixtures("new_process")
 def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
         ask_child(asked_there.die, (), where="x", models=[make_model(tmp_path / "a")])
     assert "batch_size" in caught.value.remedy
 
 
+@pytest.mark.usefixtures("new_process")
 def test_perplexity_is_killed_by_no_more_than_a_task_is(
     tmp_path: Path, documents: HeldOutText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +172,7 @@ def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
         wanted = measured("undisturbed")
         batches = len(read)
         assert batches >= 10
-        for limit in range(0, batches, 3):  # noqa: B007  # ``watched`` looks at it
+        for limit in range(0, batches, 3):  # ``watched`` looks at it
             del read[:]
             with pytest.raises(Killed):
                 measured(f"at-{limit}")
