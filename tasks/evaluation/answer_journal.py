@@ -58,7 +58,7 @@ class JournalledModel:
     def add_partial(self, kind: str, request: Sequence[Any], answer: Any) -> None:
         """lm-eval's hook: ``answer`` is there, of what may be the last batch that was begun."""
         if kind == self._kind and (name := self._whose(kind, request)):
-            self._answered.append((name, answer))
+            self._answered.append((name, _typed(kind, answer)))
             if not self._batched:
                 self.batch_begins()
 
@@ -139,12 +139,15 @@ def journalled(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> I
 def _name(kind: str, request: Sequence[Any]) -> str:
     from lm_eval.api.model import hash_args
 
-    return str(hash_args(kind, request))
+    try:
+        return str(hash_args(kind, request))
+    except TypeError:  # settings that JSON does not know
+        return repr((kind, request))
 
 
 def _typed(kind: str, answer: Any) -> Any:
-    """JSON knows no tuples."""
-    return (float(answer[0]), bool(answer[1])) if kind == "loglikelihood" else answer
+    """As it goes into the journal, and as it is handed on: JSON knows neither tuples nor numbers of numpy."""
+    return (float(answer[0]), bool(answer[1])) if kind == "loglikelihood" else str(answer)
 
 
 def _is_sampled(request: Any) -> bool:

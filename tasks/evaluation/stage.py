@@ -88,6 +88,7 @@ def evaluate(
     """
     from tasks.evaluation.process import score_in_child
 
+    asked = scoring.server.at(model.name) if scoring.server else None
     scored = score_in_child(
         model,
         task,
@@ -95,7 +96,8 @@ def evaluate(
         part,
         runtime.device,
         lambda done, total: advance(done, total, "requests"),
-        JournalPlace(out / JOURNAL, evaluate.key(model, task, scoring, part, runtime)),
+        # A server is not in the key; but what one has half answered is not for another to go on with.
+        JournalPlace(out / JOURNAL, f"{evaluate.key(model, task, scoring, part, runtime)} {asked!r}"),
     )
     write_document_scores(out / SCORES_FILE, scored.outcomes)
     return Scores(

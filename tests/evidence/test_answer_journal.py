@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import make_model, words
+from tiny_models import make_model, words, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from merge_core.store.hashing import HashMemo
 from merge_core.store.records import JournalPlace, open_journal
+from tasks.checkpoints.model_cache import unload
+from tasks.evaluation import harness
 from tasks.evaluation.answer_journal import journalled
 from tasks.evaluation.backends import find_backend
+from tasks.evaluation.scoring import DocumentRange, Scoring
+from tasks.evaluation.task_definition import pin_task
 
 HF = find_backend("hf").computes_in
 
@@ -153,6 +158,45 @@ def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path, lm: Any, batc
     for kind, requests in (ALL["choices"], ALL["greedy"]):
         ask(lm, kind, requests, place)
     assert len(batches) == asked
+
+
+def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the harness: the same outcomes, no batch computed twice, and progress that counts what was there."""
+    from lm_eval.models.huggingface import HFLM
+
+    model = make_model(tmp_path / "model", dtype=torch.bfloat16)
+    path = write_choices(tmp_path / "tasks")
+    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    compute, seen, limit = HFLM._model_call, list[Any](), -1
+
+    def watched(self: HFLM, ids: Any, **how: Any) -> Any:
+        if len(seen) == limit:
+            raise Killed
+        seen.append(ids.tolist())
+        return compute(self, ids, **how)
+
+    monkeypatch.setattr(HFLM, "_model_call", watched)
+    told: list[tuple[int, int]] = []
+
+    def score(place: JournalPlace | None) -> harness.ScoredDocuments:
+        part, settings = DocumentRange(first=0, last=40), Scoring(batch_size=6)
+        return harness.score_documents(model, task, settings, part, "cpu", lambda *far: told.append(far), place)
+
+    try:
+        wanted = score(None)
+        undisturbed = list(seen)
+        del seen[:]
+        place, limit = JournalPlace(tmp_path / "journal", "key"), 3
+        with pytest.raises(Killed):
+            score(place)
+        del told[:]
+        limit = -1
+        assert score(place) == wanted
+    finally:
+        unload()
+    assert seen == undisturbed
+    assert told[0][0] > 18
+    assert told[-1] == (80, 80)  # two choices a document
 
 
 class Named:

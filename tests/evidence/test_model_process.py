@@ -19,8 +19,10 @@ from tasks.checkpoints import model_cache, model_process
 from tasks.checkpoints.memory import Capacity
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_process import ask_child, end_child
+from tasks.evaluation import process
 from tasks.evaluation.process import score_in_child
 from tasks.evaluation.scoring import DocumentRange, Scoring
+from tasks.evaluation.stage import evaluate
 from tasks.evaluation.task_definition import EvalTask, pin_task
 from tasks.perplexity.ensemble import ensemble_likelihoods
 from tasks.perplexity.measuring import WindowSettings
@@ -196,6 +198,26 @@ def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documen
     assert perplexity.work(tmp_path / "out", model, documents, windows, CPU) == value
     assert read_documents(tmp_path / "out") == rows
     assert place.path.read_bytes() == before
+
+
+def test_what_one_server_has_answered_is_not_for_another_to_go_on_with(
+    tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of the same model are the same artifact, wherever it is served; half of one and half of another are not."""
+    places: list[JournalPlace] = []
+
+    def noted(*given: object) -> None:
+        assert isinstance(given[-1], JournalPlace)
+        places.append(given[-1])
+        raise Killed
+
+    monkeypatch.setattr(process, "score_in_child", noted)
+    model = Model(name="merge", digest="0" * 64, directory=tmp_path)
+    for url in ("http://one/v1", "http://two/v1", "http://one/v1"):
+        scoring = Scoring.model_validate({"backend": "served", "server": {"url": url}})
+        with pytest.raises(Killed):
+            evaluate.work(tmp_path, model, task, scoring, DocumentRange(first=0, last=10), CPU)
+    assert places[0] == places[2] != places[1]
 
 
 MODELS = [Model(name=name, digest=name, directory=Path("/nowhere")) for name in "abcd"]
