@@ -203,7 +203,7 @@ def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documen
 def test_what_one_server_has_answered_is_not_for_another_to_go_on_with(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores of the same model are the same artifact, wherever it is served; half of one and half of another are not."""
+    """Scores of a model are one artifact, wherever it is served; half of one and half of another are not."""
     places: list[JournalPlace] = []
 
     def noted(*given: object) -> None:
