@@ -4,6 +4,7 @@
 
     .venv/bin/python benchmarks/operating_characteristics.py               # the tables, a minute or so on one core
     .venv/bin/python benchmarks/operating_characteristics.py --markdown    # the same, for docs/gates.md
+    .venv/bin/python benchmarks/operating_characteristics.py graded        # or clusters: see error_rates.py
 
 Merges are drawn, not run: on each document the merge loses what the reference had right with probability
 ``(discordance + drop) / 2``, wins what it had wrong with ``(discordance - drop) / 2``, and agrees otherwise. The rule
@@ -122,10 +123,16 @@ def _rule(columns: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", nargs="?", default="guards", choices=["guards", "graded", "clusters"])
     parser.add_argument("--markdown", action="store_true", help="with the sentences that stand around the tables")
     parser.add_argument("--runs", type=int, default=20_000, help="merges a cell; ten times as many for errors")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.table != "guards":
+        from error_rates import print_table  # beside this file
+
+        print_table(arguments.table, arguments.runs, arguments.seed, arguments.markdown)
+        return
     rng, runs = np.random.default_rng(arguments.seed), arguments.runs
     if arguments.markdown:
         error = 100 * 0.5 / math.sqrt(runs)

@@ -11,7 +11,20 @@ from typing import NamedTuple
 from merge_core.store import Artifact, StoredValue
 from tasks.checkpoints import Model, PinnedCheckpoint
 from tasks.evaluation import EvalTask, Scores, document_count, evaluate_to, looks
-from tasks.gate import CHAMPION, GateVerdict, gate, needs_champion, perplexity_drift, undecided_tasks
+from tasks.gate import (
+    ANCHOR,
+    RELEASES,
+    GateVerdict,
+    anchor_confidence,
+    anchor_refused,
+    comparable_parents,
+    gate,
+    needs_champion,
+    note_refusal,
+    perplexity_drift,
+    refused_by,
+    undecided_tasks,
+)
 from tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
 from tasks.preflight import Evidence
 from tasks.stage import runtime
@@ -25,33 +38,47 @@ class Assessment(NamedTuple):
     verdict: StoredValue[GateVerdict]
 
 
-def assess_merge(merge: Model, parents: Sequence[Model], champion: Model | None, evidence: Evidence) -> Assessment:
+def assess_merge(
+    merge: Model, parents: Sequence[Model], champion: Model | None, evidence: Evidence, anchor: Model | None = None
+) -> Assessment:
     """Measure all models as far as it takes to decide about the merge, and decide.
 
     Args:
         champion: The release that is published today; None before the first one.
+        anchor: The release that the profile anchors the champion's guards to; None where that is the champion.
     """
+    rule, limits = evidence.rule, evidence.limits
+    guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
+    refusals = refused_by(anchor.digest, but=merge.digest) if anchor else 0
+    stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
     # Perplexity takes seconds and sees a broken merge at once; then the costly tasks are not worth running.
     likelihoods = measure_perplexity((*parents, merge), evidence)
-    broken = (
-        evidence.limits and perplexity_drift(likelihoods, evidence.limits, evidence.rule.confidence, merge.name).broken
+    compared = (
+        {name: likelihoods[name] for name in (*_parents_for(limits.reference, parents), merge.name) if likelihoods}
+        if limits
+        else {}
     )
+    broken = limits and perplexity_drift(compared, limits, rule.confidence, merge.name).broken
     plan = {} if broken else {task.name: planned_looks(task, evidence) for task in evidence.tasks}
-    models = (*parents, champion, merge) if champion else (*parents, merge)
+    models = (*parents, *(release for release in (champion, anchor) if release), merge)
     seen = {task: planned[0] for task, planned in plan.items()}
     while True:
         scores = run_tasks(models, evidence, seen)
         verdict = gate(
-            evidence.guards,
+            guards,
             scores,
-            likelihoods,
-            evidence.limits,
-            evidence.rule,
+            compared,
+            limits,
+            rule,
             merged=merge.name,
             schedule=plan,
-            first_release=champion is None and needs_champion(evidence.guards),
+            first_release=champion is None and needs_champion(guards),
+            parents=_parents_for(rule.reference, parents),
+            anchor_confidence=stricter,
         )
         if not (tasks := undecided_tasks(verdict.value)):
+            if anchor and anchor_refused(verdict.value):
+                note_refusal(anchor.digest, merge.digest)
             return Assessment(scores, likelihoods, verdict)
         seen |= {task: next(look for look in plan[task] if look > seen[task]) for task in tasks}
 
@@ -66,7 +93,7 @@ def ensemble_of(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Arti
 
 def planned_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
     """Documents of the task after each look; only the first look where the profile wants no extension."""
-    planned = looks(document_count(task, evidence.scoring.time_limit), evidence.scoring.documents)
+    planned = looks(document_count(task, evidence.scoring.time_limit), evidence.scoring.first_look)
     return planned if evidence.rule.extend else planned[:1]
 
 
@@ -83,15 +110,23 @@ def run_tasks(
 ) -> dict[str, list[Artifact[Scores]]]:
     """Scores by model, of each task as many documents as ``seen`` says; what was scored before comes from the store.
 
-    The champion is scored only where a guard asks for it.
+    A release is scored only where a guard asks for it.
     """
-    asked_of_champion = {guard.task for guard in evidence.guards if guard.guarded_by == CHAMPION}
+    asked_of = {
+        release: {guard.task for guard in evidence.guards if guard.guarded_by == release} for release in RELEASES
+    }
     return {
         model.name: [
             part
             for task in evidence.tasks
-            if task.name in seen and (model.name != CHAMPION or task.name in asked_of_champion)
+            if task.name in seen and task.name in asked_of.get(model.name, seen)
             for part in evaluate_to(model, task, evidence.scoring, seen[task.name], runtime())
         ]
         for model in models
     }
+
+
+def _parents_for(reference: str | tuple[str, ...], parents: Sequence[Model]) -> tuple[str, ...]:
+    """Names of the parents that the best one is chosen from."""
+    merged = {parent.name for parent in parents if not isinstance(parent, PinnedCheckpoint) or parent.is_merged}
+    return comparable_parents(reference, [parent.name for parent in parents], merged, "reference")

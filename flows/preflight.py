@@ -19,7 +19,7 @@ from merge_core import Finding, Recipe
 from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_first
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, search_parents
-from tasks.evaluation import CountLimit, count_task
+from tasks.evaluation import CountLimit, count_task, data_revisions
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
     Compatibility,
@@ -116,6 +116,9 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
     """
     with problems.noted():
         check_target(profile.publish, profile.root)
+    with problems.noted(of_the_profile=True):
+        if profile.publish and profile.evaluate and profile.evaluate.anchor:
+            profile.publish.earlier(profile.root, profile.evaluate.anchor)
     with problems.noted():
         check_server(profile.serve, profile.root)
     candidates = profile.candidates()
@@ -131,10 +134,20 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
             if _is_whole(candidate.recipe, found):
                 profile.check_references(found)
         cleared.append(_clear(candidate, found, rules, problems))
-    for task in evidence.tasks if evidence else ():
-        with problems.noted():  # data that cannot be loaded is found out before hours of merging, not after
-            problems.ask(count_task, task, CountLimit(seconds=evidence.scoring.time_limit if evidence else None))
+    if evidence:
+        evidence = _with_data(evidence, problems)
     return Preflight(tuple(one for one in cleared if one), evidence)
+
+
+def _with_data(evidence: Evidence, problems: Problems) -> Evidence:
+    """The evidence with the data of its tasks pinned as they are now, so that one run asks one benchmark."""
+    limit = CountLimit(seconds=evidence.scoring.time_limit)
+    tasks = []
+    for task in evidence.tasks:
+        with problems.noted():  # data that cannot be loaded is found out before hours of merging, not after
+            size = problems.ask(count_task, task, data_revisions(task, limit), limit)
+            tasks.append(size.value.of(task))
+    return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
 
 
 def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:

@@ -98,7 +98,7 @@ class Profile(ProfileSection):
         Raises:
             InvalidInput: naming the first that does not, with a suggestion.
         """
-        check_references(self.evaluate, self.judge, parents)
+        check_references(self.evaluate, self.perplexity, self.judge, parents)
 
     def pin_evidence(self, parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Evidence:
         """Tasks and documents by content, after seeing that every guard names a parent.

@@ -39,7 +39,7 @@ from tasks.gate import needs_champion
 from tasks.merge import merge, merged_model, numerics
 from tasks.preflight import Evidence
 from tasks.publish import publish
-from tasks.releases import find_champion
+from tasks.releases import find_anchor, find_champion
 from tasks.report import write_report
 from tasks.stage import ProgressLog, announce, is_watched, store, watched_by
 
@@ -99,10 +99,12 @@ def first_that_passes(
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
     """The first recipe whose merge passes the gate, else the last one; and what was tried before it."""
     tried: list[Attempt | AlreadyReleased | FailedMerge] = []
-    for one in cleared:
+    for number, one in enumerate(cleared, start=1):
         if tried:
             announce(f"remedy {len(tried)}: {one.candidate.remedy}")
-        tried.append(make_attempt(one, profile, evidence, judgements))
+        # Each could pass by chance: together they must not do so more often than one.
+        rule = evidence.rule.for_attempt(number, len(cleared))
+        tried.append(make_attempt(one, profile, evidence._replace(rule=rule), judgements))
         if tried[-1].is_good:
             break
     *earlier, last = tried
@@ -123,12 +125,15 @@ def make_attempt(
     except Refused as refusal:
         return FailedMerge(cleared, refusal)
     model = merged_model(merged)
-    champion = None
+    champion = anchor = None
     if needs_champion(evidence.guards):
         champion = find_champion(profile.publish, profile.root, model, store().hashes)
         if champion and champion.digest == model.digest:
             return AlreadyReleased(cleared, champion.directory)
-    assessment = assess_merge(model, pinned.parents, champion, evidence)
+    if champion:
+        anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
+        anchor = anchor if anchor and anchor.digest != champion.digest else None
+    assessment = assess_merge(model, pinned.parents, champion, evidence, anchor)
     gate = assessment.verdict.value
     explanation = explain_merge(pinned, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks)
     together = ensemble_of(pinned.parents, evidence)

@@ -70,7 +70,7 @@ def gate_results(entries: Sequence[str], profile_file: Path, console: Console) -
         console.print("! perplexity is not judged: lm-eval's output has none of the held-out text", style="yellow")
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
         scores = _as_artifacts(results, Path(scratch))
-        verdict = gate.work(guards, scores, {}, None, profile.evaluate.rule, MERGE)
+        verdict = gate.work(guards, scores, {}, None, profile.evaluate.gate_rule, MERGE)
         return _outcome(profile, verdict, scores, places)
 
 
@@ -114,7 +114,7 @@ def _guards(written: Sequence[Guard], root: Path, where: str, places: Mapping[st
         task = read_definition((root / guard.task).absolute()).name if is_file else guard.task
         reference = REFERENCE if alone else guard.guarded_by
         guards.append(guard.model_copy(update={"task": task, "guarded_by": reference}))
-    return tuple(dict.fromkeys(guards))
+    return tuple(guard for position, guard in enumerate(guards) if guard not in guards[:position])
 
 
 def _read(guards: Sequence[Guard], found: Mapping[str, Sequence[ResultsFile]]) -> dict[tuple[str, str], TaskResults]:
@@ -138,7 +138,7 @@ def _as_artifacts(results: Mapping[tuple[str, str], TaskResults], scratch: Path)
         write_document_scores(directory / SCORES_FILE, result.outcomes)
         value = Scores(
             model=model,
-            tasks=score_table(task, result.outcomes, result.higher_is_better),
+            tasks=score_table(task, result.outcomes),
             lm_eval_version=result.conditions.lm_eval_version,
         )
         content = digest([list(outcome) for outcome in result.outcomes])

@@ -287,12 +287,14 @@ class Traits:
         adds_up: Opposed elements of task vectors are added up, and cancel.
         sparse: It keeps a share of each task vector, its parameter ``density``.
         may_zero: Its parameters can scale a tensor to zero: a tensor of zeros may be what was asked for.
+        merges_base: The base is merged like a model, not only what task vectors are measured from.
         conflict_remedy: Given when changing to it helps where task vectors oppose each other.
     """
 
     adds_up: bool = False
     sparse: bool = False
     may_zero: bool = False
+    merges_base: bool = False
     conflict_remedy: ConflictRemedy | None = None
 
 

@@ -17,6 +17,7 @@ from merge_core.methods.contract import (
     Steps,
     StoredBlock,
     TensorTask,
+    Traits,
     fold_grains,
     row_length,
 )
@@ -111,6 +112,7 @@ METHODS = (
         steps=_nearswap,
         alone="copy",
         costs=Costs(map=0.5),
+        traits=Traits(merges_base=True),
     ),
     Method(
         name="arcee_fusion",
@@ -123,5 +125,6 @@ METHODS = (
         grain=row_length,
         alone="copy",
         costs=Costs(map=0.4, fold=5.2, folds=lambda task: 1 + select_passes(task.dtype)),
+        traits=Traits(merges_base=True),
     ),
 )

@@ -124,6 +124,20 @@ class Recipe:
         everything = [ref for document in (*self.steps, self) for ref in document.own_references()]
         return tuple(dict.fromkeys(ref for ref in everything if str(ref) not in made))
 
+    def merged_references(self) -> tuple[CheckpointRef, ...]:
+        """Those of ``references`` whose weights are merged: not what only gives tokenizer or configuration, and not a
+        base that task vectors are only measured from, even where a recipe lists it among its models."""
+        merged: dict[CheckpointRef, None] = {}
+        for document in (*self.steps, self):
+            method = document.method
+            only_origin = method.base in ("required", "optional") and not method.traits.merges_base
+            for cut in (cut for module in document.modules for cut in module.slices):
+                base = cut.base or document.base
+                merged |= {source.model: None for source in cut.sources if not (only_origin and source.model == base)}
+                if base is not None and method.traits.merges_base:
+                    merged[base] = None
+        return tuple(ref for ref in self.references() if ref in merged)
+
     def summary(self) -> str:
         """``ties of 2 over llama-base``."""
         models = {source.model for module in self.modules for cut in module.slices for source in cut.sources}

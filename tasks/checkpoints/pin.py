@@ -41,6 +41,7 @@ class ResolvedCheckpoint(BaseModel):
     directory: Annotated[Path, NotInKey]
     revision: str | None = None  # commit of a Hub repository; None for a local directory
     is_base: bool = False
+    is_merged: Annotated[bool, NotInKey] = True  # its weights are, see ``Recipe.merged_references``
     snapshot: Annotated[Snapshot | None, NotInKey] = None  # of a Hub repository: what its commit lists
 
 
@@ -50,6 +51,7 @@ class PinnedCheckpoint(Model):
     ref: Annotated[str, NotInKey]  # the merge engine knows it by this
     revision: Annotated[str | None, NotInKey] = None
     is_base: Annotated[bool, NotInKey] = False
+    is_merged: Annotated[bool, NotInKey] = True
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def _snapshot(repo: str, revision: str | None) -> Snapshot | MergegateError:
 def _found(
     recipe: Recipe, located: Mapping[tuple[CheckpointRef, Path | None], Located]
 ) -> tuple[ResolvedCheckpoint, ...]:
-    references = recipe.references()
+    references, merged = recipe.references(), set(recipe.merged_references())
     found = []
     for reference, name in zip(references, _unique_names(references), strict=True):
         place = located[reference, recipe.directory]
@@ -215,6 +217,7 @@ def _found(
                 directory=directory,
                 revision=snapshot.commit if snapshot else None,
                 is_base=recipe.base is not None and str(reference) == str(recipe.base),
+                is_merged=reference in merged,
                 snapshot=snapshot,
             )
         )

@@ -22,6 +22,7 @@ from tasks.evaluation.lm_eval_results import (
     precision_differences,
     read_task,
 )
+from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, default_metric
 from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
     CountLimit,
@@ -30,12 +31,14 @@ from tasks.evaluation.stage import (
     TaskScores,
     by_task,
     count_task,
-    default_metric,
+    data_revisions,
     document_count,
     evaluate_to,
     join_parts,
+    pin_data,
     score_table,
 )
+from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 from tasks.evaluation.task_texts import document_texts
 
@@ -43,18 +46,24 @@ __all__ = [
     "SCORES_FILE",
     "Backend",
     "CountLimit",
+    "DataSource",
     "DocumentScore",
     "EvalTask",
+    "JudgedMetrics",
+    "MetricSetting",
     "Paired",
     "ResultsFile",
     "Scores",
     "Scoring",
+    "TaskData",
     "TaskResults",
     "TaskScore",
     "TaskScores",
     "by_task",
     "check_alike",
+    "choose_metrics",
     "count_task",
+    "data_revisions",
     "default_metric",
     "document_count",
     "document_texts",
@@ -64,6 +73,7 @@ __all__ = [
     "join_parts",
     "looks",
     "pair_documents",
+    "pin_data",
     "pin_task",
     "precision_differences",
     "read_definition",

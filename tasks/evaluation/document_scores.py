@@ -27,9 +27,12 @@ class DocumentScore(NamedTuple):
     target_hash: str
     outcome: float  # in [0, 1] for accuracies
     cluster: str = ""  # what the document shares with others (a passage, a subject), where a guard asks for it
+    higher_is_better: bool = True  # as the task says of this metric
 
 
-def score_of_sample(task: str, metric: str, sample: Mapping[str, Any], outcome: float, cluster: str) -> DocumentScore:
+def score_of_sample(
+    task: str, metric: str, sample: Mapping[str, Any], outcome: float, cluster: str, higher_is_better: bool = True
+) -> DocumentScore:
     """From one of the samples that lm-eval returns, or writes with ``--log_samples``."""
     return DocumentScore(
         task=task,
@@ -40,12 +43,13 @@ def score_of_sample(task: str, metric: str, sample: Mapping[str, Any], outcome: 
         target_hash=str(sample["target_hash"]),
         outcome=outcome,
         cluster=cluster,
+        higher_is_better=higher_is_better,
     )
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Scores of the same documents by two models, in equal order."""
+    """Scores of the same documents by two models, in equal order: that in which they were scored."""
 
     documents: tuple[tuple[str, int], ...]  # (task, doc_id)
     reference: tuple[float, ...]
@@ -58,7 +62,7 @@ def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = {"doc_id": pa.int64(), "outcome": pa.float64()}
+    types = {"doc_id": pa.int64(), "outcome": pa.float64(), "higher_is_better": pa.bool_()}
     columns = {
         name: pa.array([getattr(outcome, name) for outcome in outcomes], types.get(name, pa.string()))
         for name in DocumentScore._fields
@@ -72,13 +76,14 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
 
     columns = pq.read_table(path).to_pydict()
     columns.setdefault("cluster", [""] * len(columns["task"]))  # a table from before there were clusters
+    columns.setdefault("higher_is_better", [True] * len(columns["task"]))
     return tuple(DocumentScore(*row) for row in zip(*(columns[name] for name in DocumentScore._fields), strict=True))
 
 
 def pair_documents(
     reference: Sequence[DocumentScore], merge: Sequence[DocumentScore], metric: str, where: str
 ) -> Paired:
-    """The documents of both under ``metric``, one by one, ordered by task and position.
+    """The documents of both under ``metric``, one by one, in the order in which those of ``merge`` stand.
 
     Args:
         where: What messages call this comparison: ``'reverse: merge against reverser'``.
@@ -107,7 +112,7 @@ def pair_documents(
                     expected="both models asked the same question in the same words",
                     remedy="compare chat templates and few-shot settings; chat_template: false asks both plainly",
                 )
-    documents = tuple(sorted(left))
+    documents = tuple(right)
     return Paired(
         documents,
         tuple(left[key].outcome for key in documents),

@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -31,8 +31,10 @@ from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import journalled
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
+from tasks.evaluation.metrics import check_all_scored, checked_score
 from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in
-from tasks.evaluation.task_definition import EvalTask, read_definition, still_as_pinned
+from tasks.evaluation.task_data import DataSource, LoadedData, TaskData, digest_of_leaves, revision_now, sources_noted
+from tasks.evaluation.task_definition import Definition, EvalTask, function_dumper, read_definition, still_as_pinned
 
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 _READABLE = 64  # characters of a cluster's name
@@ -43,20 +45,35 @@ os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 
 @dataclass(frozen=True)
 class ScoredDocuments:
-    """All outcomes of one part of a task, and for each metric whether more is better."""
+    """All outcomes of one part of a task."""
 
     outcomes: tuple[DocumentScore, ...]
-    higher_is_better: Mapping[str, bool]
 
 
-def count_documents(task: EvalTask) -> int:
-    """Documents that ``task`` has; of a group, all below it.
+def look_at_data(task: EvalTask) -> LoadedData:
+    """How many documents ``task`` has (of a group, all below it), and what pins them. Loaded anew where what was loaded
+    before is no longer what its datasets are.
 
     Raises:
         InvalidInput: when the task's data cannot be loaded.
     """
+    global _last_loaded
     with _quiet():
-        return sum(_loaded(task).sizes.values())
+        loaded = _loaded(task)
+        if not task.is_local and _revisions(loaded.sources) != loaded.revisions:
+            _last_loaded = None
+            loaded = _loaded(task)
+        sources = () if task.is_local else loaded.sources
+        return LoadedData(sum(loaded.sizes.values()), TaskData(digest=loaded.digest, sources=sources))
+
+
+def count_documents(task: EvalTask) -> int:
+    """Documents that ``task`` has; of a group, all below it. Raises as ``look_at_data``."""
+    return look_at_data(task).documents
+
+
+def _revisions(sources: Sequence[DataSource]) -> tuple[str | None, ...]:
+    return tuple(revision_now(source) for source in sources)
 
 
 @contextmanager
@@ -108,11 +125,11 @@ def score_documents(
                 expected=f"{part.last - part.first}, as when they were counted",
                 remedy="its data changed: pin it, or delete 'documents' from the store",
             )
-        return _run(loaded, documents, lm, task, scoring)
+        return _run(loaded, documents, lm, model.name, task, scoring)
 
 
 def _run(
-    loaded: _LoadedTask, documents: Mapping[str, list[int]], lm: Any, task: EvalTask, scoring: Scoring
+    loaded: _LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
 ) -> ScoredDocuments:
     import numpy as np
     import torch
@@ -129,12 +146,6 @@ def _run(
     np.random.seed(scoring.seed)  # the global state, because lm-eval's tasks draw from it
     torch.manual_seed(scoring.seed)
     for name, leaf in leaves.items():
-        if leaf.OUTPUT_TYPE == "loglikelihood_rolling":
-            raise InvalidInput(
-                f"task {task.name}",
-                found="a perplexity task, which has no score of a single document",
-                remedy="name its documents under 'perplexity:'",
-            )
         # A task that sets no examples at all keeps none, as on lm-eval's command line.
         own = loaded.fewshot[name]
         asked = scoring.num_fewshot if scoring.num_fewshot is not None and own != 0 else own
@@ -151,18 +162,15 @@ def _run(
             fewshot_as_multiturn=scoring.chat_template,
         )
     outcomes: list[DocumentScore] = []
-    better: dict[str, bool] = {}
     for name, samples in results["samples"].items():
-        means = {metric for metric, how in leaves[name].aggregation().items() if _is_mean(how)}
-        directions = leaves[name].higher_is_better()
+        measured = {metric for sample in samples for metric in sample["metrics"]}
+        directions = _judging_metrics(name, leaves[name], measured)
         for sample in samples:
-            for metric in (metric for metric in sample["metrics"] if metric in means):
-                key = f"{metric},{sample['filter']}"
-                better[key] = bool(directions.get(metric, True))
-                outcomes.append(_scored(name, key, metric, sample, task.cluster_field))
-    if not outcomes:
-        raise InvalidInput(f"task {task.name}", found="no metric that is a mean over documents", expected="acc, …")
-    return ScoredDocuments(tuple(outcomes), better)
+            for metric in (metric for metric in sample["metrics"] if metric in directions):
+                outcomes.append(_scored(f"{model}: task {name}", name, metric, directions[metric], sample, task))
+    every = [(name, document) for name, those in documents.items() for document in those]
+    check_all_scored(f"task {task.name}", every, outcomes)
+    return ScoredDocuments(tuple(outcomes))
 
 
 @contextmanager
@@ -222,14 +230,47 @@ def _fix_examples(loaded: _LoadedTask, name: str, documents: Sequence[int], seed
     sampler.sample = lambda *_, **__: next(queue)  # lm-eval asks once a document, in ascending order
 
 
-def _scored(task: str, key: str, metric: str, sample: Mapping[str, Any], cluster_field: str | None) -> DocumentScore:
-    value = float(sample[metric])
-    if value != value or value in (float("inf"), float("-inf")):
+def _scored(
+    where: str, leaf: str, metric: str, higher_is_better: bool, sample: Mapping[str, Any], task: EvalTask
+) -> DocumentScore:
+    key = f"{metric},{sample['filter']}"
+    value = checked_score(where, key, sample["doc_id"], float(sample[metric]))
+    cluster = _cluster(leaf, sample["doc"], task.cluster_field) if task.cluster_field else ""
+    return score_of_sample(leaf, key, sample, value, cluster, higher_is_better)
+
+
+def _judging_metrics(name: str, leaf: Any, measured: Iterable[str]) -> dict[str, bool]:
+    """Metrics of a leaf that can judge, and whether more of each is better.
+
+    Raises:
+        InvalidInput: when there is none, saying what the leaf has.
+    """
+    how, directions = leaf.aggregation(), leaf.higher_is_better()
+    found = {
+        metric: bool(directions[metric])
+        for metric, aggregation in how.items()
+        if _is_mean(aggregation) and directions.get(metric) is not None
+    }
+    if not found.keys() & set(measured):
+        has = sorted({*measured, *how})
         raise InvalidInput(
-            f"task {task}", found=f"{key} of document {sample['doc_id']} is {value}", expected="a number"
+            f"task {name}",
+            found=f"no metric that is a mean over documents with a direction, only {', '.join(has) or 'none at all'}",
+            expected="a score of each document, of which the task's is the mean",
+            remedy="give it one under metric_list (aggregation: mean, higher_is_better: ...), or leave it out",
         )
-    cluster = _cluster(task, sample["doc"], cluster_field) if cluster_field else ""
-    return score_of_sample(task, key, sample, value, cluster)
+    return found
+
+
+def _check_leaves(task: EvalTask, leaves: Mapping[str, Any]) -> None:
+    for name, leaf in leaves.items():
+        if leaf.OUTPUT_TYPE == "loglikelihood_rolling":
+            raise InvalidInput(
+                f"task {task.name}" if name == task.name else f"task {task.name}: {name}",
+                found="a perplexity task, which has no score of a single document",
+                remedy="name its documents under 'perplexity:'"
+                + ("" if name == task.name else ", and the other tasks of the group one by one"),
+            )
 
 
 def _cluster(task: str, document: Mapping[str, Any], field: str) -> str:
@@ -256,6 +297,9 @@ class _LoadedTask:
     leaves: Mapping[str, Any]
     fewshot: Mapping[str, int | None]
     scratch: Any  # the directory that local data were read into; deleted with this
+    sources: tuple[DataSource, ...]  # that it was loaded from
+    revisions: tuple[str | None, ...]  # of these, when they were loaded
+    digest: str  # of all that it asks
     examples: dict[tuple[str, int, int], list[Any]] = field(default_factory=dict)  # by name, number and seed
 
     @property
@@ -270,12 +314,25 @@ def _loaded(task: EvalTask) -> _LoadedTask:
     """The last task stays loaded for its next part."""
     global _last_loaded
     wanted = (task.digest, task.definition)
-    if _last_loaded is None or _last_loaded[0] != wanted:
+    asked = (None, _last_loaded[1].digest if _last_loaded else None)
+    if _last_loaded is None or _last_loaded[0] != wanted or task.data_digest not in asked:
         _last_loaded = None
         scratch = tempfile.TemporaryDirectory(prefix="mergegate-task-")
-        leaves = _load_tasks(task, Path(scratch.name))
+        with sources_noted() as sources:
+            leaves = _load_tasks(task, Path(scratch.name))
+        _check_leaves(task, leaves)
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
-        _last_loaded = (wanted, _LoadedTask(leaves, fewshot, scratch))
+        revisions = () if task.is_local else _revisions(sources)
+        found = _LoadedTask(leaves, fewshot, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
+        _last_loaded = (wanted, found)
+    if task.data_digest not in (None, _last_loaded[1].digest):
+        _last_loaded = None
+        raise InvalidInput(
+            f"task {task.name}: its data",
+            found="other documents, examples or templates than when the run began",
+            expected="the data as they were pinned",
+            remedy="its dataset was exchanged meanwhile: run again",
+        )
     return _last_loaded[1]
 
 
@@ -287,7 +344,8 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
         if task.definition is None:
             loaded = _shipped_tasks().load([task.name])
         else:
-            loaded = TaskManager(include_defaults=False).load([str(_prepare(task, task.definition, scratch))])
+            prepared = _prepare(task, task.definition, scratch)
+            loaded = TaskManager(include_defaults=False).load([str(leaf) for leaf in prepared])
     except InvalidInput:
         raise
     except Exception as error:
@@ -302,23 +360,35 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
     return dict(loaded["tasks"])
 
 
-def _prepare(task: EvalTask, path: Path, scratch: Path) -> Path:
-    """A definition that includes the user's, with data found beside it, and read anew instead of from a cache.
+def _prepare(task: EvalTask, path: Path, scratch: Path) -> list[Path]:
+    """Definitions that include the user's, with data found beside them, and read anew instead of from a cache.
 
+    Of a group one for each task below it: all that lm-eval's own groups add is a mean over tasks, which is not used.
     datasets keeps what it has read in the user's home under (path, mtime): a file replaced by one of equal mtime would
     be served stale. A few megabytes of jsonl are read again in no time.
     """
     definition = read_definition(path)
     if not still_as_pinned(task, definition):
         raise InvalidInput(str(path), found="changed while the run was going on", remedy="run again")
-    kwargs = dict(definition.config.get("dataset_kwargs") or {})
-    if definition.data_files is not None:
-        kwargs["data_files"] = definition.data_files
-    if definition.is_local:
+    return [_prepare_leaf(leaf, scratch, number) for number, leaf in enumerate(definition.leaves)]
+
+
+def _prepare_leaf(leaf: Definition, scratch: Path, number: int) -> Path:
+    kwargs = dict(leaf.config.get("dataset_kwargs") or {})
+    if leaf.data_files is not None:
+        kwargs["data_files"] = leaf.data_files
+    if leaf.is_local:
         kwargs["cache_dir"] = str(scratch / "cache")
-    config: dict[str, Any] = {"include": str(path), "task": task.name, "dataset_path": definition.dataset_path}
-    prepared = scratch / "task.yaml"
-    prepared.write_text(yaml.safe_dump({**config, "dataset_kwargs": kwargs} if kwargs else config))
+    beside = scratch / f"beside{number}"  # lm-eval looks for functions relative to the file that names them
+    beside.symlink_to(leaf.functions_from)
+    config: dict[str, Any] = {} if leaf.is_inline else {"include": str(leaf.path)}
+    config |= {**leaf.overrides, "task": leaf.name}
+    if leaf.dataset_path:
+        config["dataset_path"] = leaf.dataset_path
+    if kwargs:
+        config["dataset_kwargs"] = kwargs
+    prepared = scratch / f"task{number}.yaml"
+    prepared.write_text(yaml.dump(config, Dumper=function_dumper(beside)))
     return prepared
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput, suggest
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
+from tasks.evaluation.metrics import check_all_scored, checked_score
 
 _DATE = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
 _LOGGED = "run lm-eval with --output_path and --log_samples"
@@ -78,7 +79,6 @@ class TaskResults:
 
     task: str
     outcomes: tuple[DocumentScore, ...]  # of metrics that are means over documents
-    higher_is_better: Mapping[str, bool]  # by metric, 'acc,none'
     conditions: Conditions
     precision: Precision
     file: Path
@@ -134,21 +134,29 @@ def read_task(found: Sequence[ResultsFile], task: str, cluster_field: str | None
         )
     leaves = file.leaves(task)
     outcomes: list[DocumentScore] = []
-    better: dict[str, bool] = {}
     for leaf in leaves:
         samples = _read_samples(file, leaf)
+        directions = file.of("higher_is_better").get(leaf) or {}
+        found_here: list[DocumentScore] = []
         for metric, key in _means(file, leaf, samples):
-            better[key] = file.of("higher_is_better").get(leaf, {}).get(metric) is not False
-            outcomes += [
-                _outcome(file, leaf, key, metric, sample, cluster_field)
-                for sample in samples
-                if _has(sample, metric, key)
-            ]
-    if not outcomes:
-        raise InvalidInput(
-            f"{file.path}: task {task}", found="no metric that is a mean over documents", expected="acc, exact_match, …"
-        )
-    return TaskResults(task, tuple(outcomes), better, _conditions(file, leaves), _precision(file), file.path)
+            if (higher := directions.get(metric)) is not None:
+                found_here += [
+                    _outcome(file, leaf, key, metric, bool(higher), sample, cluster_field)
+                    for sample in samples
+                    if _has(sample, metric, key)
+                ]
+        if not found_here:
+            has = sorted({str(metric) for sample in samples for metric in sample["metrics"]})
+            raise InvalidInput(
+                f"{file.path}: task {leaf}",
+                found="no metric that is a mean over documents with a direction, only "
+                + (", ".join(has) or "none at all"),
+                expected="a score of each document, of which the task's is the mean",
+                remedy="guard the other tasks of the group one by one" if leaf != task else "",
+            )
+        check_all_scored(f"{file.path}: task {task}", ((leaf, sample["doc_id"]) for sample in samples), found_here)
+        outcomes += found_here
+    return TaskResults(task, tuple(outcomes), _conditions(file, leaves), _precision(file), file.path)
 
 
 def check_alike(reference: TaskResults, merge: TaskResults, where: str) -> None:
@@ -252,7 +260,10 @@ def _means(file: ResultsFile, task: str, samples: Sequence[Mapping[str, Any]]) -
     values: dict[tuple[str, str], list[object]] = {}
     for sample in samples:
         for metric in sample["metrics"]:
-            values.setdefault((str(metric), f"{metric},{sample['filter']}"), []).append(sample.get(metric))
+            key, score = f"{metric},{sample['filter']}", sample.get(metric)
+            if isinstance(score, float) and declared.get(metric) in (None, "mean"):
+                checked_score(f"{file.path}: task {task}", key, sample["doc_id"], score)
+            values.setdefault((str(metric), key), []).append(score)
     for (metric, key), scores in values.items():
         total, how = reported.get(key), declared.get(metric)
         numbers = [float(score) for score in scores if isinstance(score, (bool, int, float))]
@@ -278,7 +289,13 @@ def _has(sample: Mapping[str, Any], metric: str, key: str) -> bool:
 
 
 def _outcome(
-    file: ResultsFile, task: str, key: str, metric: str, sample: Mapping[str, Any], cluster_field: str | None
+    file: ResultsFile,
+    task: str,
+    key: str,
+    metric: str,
+    higher_is_better: bool,
+    sample: Mapping[str, Any],
+    cluster_field: str | None,
 ) -> DocumentScore:
     cluster = ""
     if cluster_field is not None:
@@ -291,7 +308,7 @@ def _outcome(
                 remedy=suggest(cluster_field, document) if isinstance(document, dict) and document else "",
             )
         cluster = str(document[cluster_field])
-    return score_of_sample(task, key, sample, float(sample[metric]), cluster)
+    return score_of_sample(task, key, sample, float(sample[metric]), cluster, higher_is_better)
 
 
 def _conditions(file: ResultsFile, leaves: Sequence[str]) -> Conditions:

@@ -1,4 +1,4 @@
-"""Scoring and counting in the process that holds models (``tasks.checkpoints.model_process``).
+"""Scoring, and looking at data, in the process that holds models (``tasks.checkpoints.model_process``).
 
 Data, templates and functions of a task are foreign, models and devices hang and die: none of it takes the flow along.
 """
@@ -11,12 +11,13 @@ from merge_core.store import JournalPlace
 from tasks.checkpoints import Model, TellProgress, ask_child, end_child
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.scoring import DocumentRange, Scoring
+from tasks.evaluation.task_data import LoadedData
 from tasks.evaluation.task_definition import EvalTask
 
 if TYPE_CHECKING:
     from tasks.evaluation.harness import ScoredDocuments
 
-__all__ = ["count_in_child", "end_child", "score_in_child"]
+__all__ = ["end_child", "look_in_child", "score_in_child"]
 
 
 def score_in_child(
@@ -45,14 +46,14 @@ def score_in_child(
     )
 
 
-def count_in_child(task: EvalTask, time_limit: float | None = None) -> int:
-    """``harness.count_documents`` in that process: loading foreign data can hang and die just as well.
+def look_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData:
+    """``harness.look_at_data`` in that process: loading foreign data can hang and die just as well.
 
     Raises:
-        InvalidInput: as ``harness.count_documents``; or when the process died.
+        InvalidInput: as ``harness.look_at_data``; or when the process died.
         Refused: when ``time_limit`` seconds are over.
     """
-    return ask_child(_count, (task,), where=f"task {task.name}: its data", time_limit=time_limit)
+    return ask_child(_look, (task,), where=f"task {task.name}: its data", time_limit=time_limit)
 
 
 # There, and only there, what is heavy is imported.
@@ -72,7 +73,7 @@ def _score(
     return harness.score_documents(model, task, scoring, part, device, on_progress, journal)
 
 
-def _count(task: EvalTask, on_progress: TellProgress) -> int:
+def _look(task: EvalTask, on_progress: TellProgress) -> LoadedData:
     from tasks.evaluation import harness
 
-    return harness.count_documents(task)
+    return harness.look_at_data(task)

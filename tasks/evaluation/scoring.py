@@ -41,8 +41,10 @@ class Scoring(BaseModel):
     max_length: int | None = Field(default=None, ge=1, description="Tokens; absent: what the model was made for.")
     num_fewshot: int | None = Field(default=None, ge=0, description="Absent: as the task says.")
     chat_template: bool = False
-    documents: Annotated[int | None, NotInKey] = Field(  # the part of the documents is in the key instead
-        default=None, ge=1, description="A fixed random sample of so many per task or group; absent: all."
+    documents: Annotated[Annotated[int, Field(ge=1)] | Literal["all"] | None, NotInKey] = Field(  # the part is in keys
+        default=None,
+        description="A fixed random sample of so many per task or group is looked at first, then more where it does "
+        "not decide; absent: 500. all: every document at once.",
     )
     seed: int = Field(default=0, ge=0, description="Of the sample and of the few-shot examples.")
     time_limit: Annotated[float | None, NotInKey] = Field(
@@ -50,6 +52,11 @@ class Scoring(BaseModel):
     )
     vllm: VllmSettings | None = Field(default=None, description="Only for backend: vllm.")
     server: Annotated[ServerSettings | None, NotInKey] = Field(default=None, description="Only for backend: served.")
+
+    @property
+    def first_look(self) -> int | None:
+        """Documents of a task that are looked at first; None: all of them at once."""
+        return None if self.documents == "all" else self.documents or CHUNK_SIZE
 
     @property
     def own_settings(self) -> BaseModel | None:
@@ -135,7 +142,12 @@ def ordered(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:
         sizes: Documents of each task; several are those below a group, whose documents are mixed.
     """
     every = [(task, doc) for task, size in sizes.items() for doc in range(size)]
-    return sorted(every, key=lambda item: hashlib.sha256(f"{seed}/{item[0]}/{item[1]}".encode()).digest())
+    return sorted(every, key=lambda item: mixed(item[0], item[1], seed))
+
+
+def mixed(task: str, doc: int, seed: int = 0) -> bytes:
+    """What documents are sorted by to come in random order."""
+    return hashlib.sha256(f"{seed}/{task}/{doc}".encode()).digest()
 
 
 def documents_in(sizes: Mapping[str, int], seed: int, part: DocumentRange) -> dict[str, list[int]]:

@@ -11,20 +11,23 @@ parents are evaluated once, ever, and more documents cost only those that are ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
+from uuid import uuid4
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
 from merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey
 from tasks.checkpoints import Model
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
-from tasks.evaluation.scoring import DocumentRange, Scoring, document_ranges
+from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, documents_of, metrics_by_leaf
+from tasks.evaluation.scoring import DocumentRange, Scoring, document_ranges, mixed
+from tasks.evaluation.task_data import DataSource, LoadedData, TaskData, revision_now
 from tasks.evaluation.task_definition import EvalTask
 from tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
 
@@ -50,18 +53,33 @@ class Scores(StageValue):
     tasks: tuple[TaskScore, ...]
     lm_eval_version: str
     part: DocumentRange | None = None  # of the task's documents; None for scores joined of several
+    data: dict[str, TaskData] = Field(default_factory=dict)  # by task: what was asked; of lm-eval's own results none
 
     def summary(self) -> str:
         return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in self.tasks)
 
 
 class TaskSize(StageValue):
-    """How many documents a task has."""
+    """How many documents a task has, and what pins them."""
 
     documents: int
+    data: TaskData
 
     def summary(self) -> str:
         return f"{self.documents:,}"
+
+    def of(self, task: EvalTask) -> EvalTask:
+        """``task`` with its data pinned."""
+        return task.loaded(LoadedData(self.documents, self.data))
+
+
+class TaskSources(StageValue):
+    """The datasets that a task by name, or one whose data lie on the Hub, is loaded from."""
+
+    sources: tuple[DataSource, ...]
+
+    def summary(self) -> str:
+        return ", ".join(dict.fromkeys(source.path for source in self.sources))
 
 
 class CountLimit(BaseModel):
@@ -72,7 +90,7 @@ class CountLimit(BaseModel):
     seconds: Annotated[float | None, NotInKey] = None
 
 
-@stage("evaluate", version=2, subject="model", resumable=True)
+@stage("evaluate", version=3, subject="model", resumable=True)
 def evaluate(
     out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
 ) -> Scores:
@@ -102,9 +120,10 @@ def evaluate(
     write_document_scores(out / SCORES_FILE, scored.outcomes)
     return Scores(
         model=model.name,
-        tasks=score_table(task.name, scored.outcomes, scored.higher_is_better),
+        tasks=score_table(task.name, scored.outcomes),
         lm_eval_version=versions("lm_eval")["lm_eval"],
         part=part,
+        data={task.name: task.data} if task.data else {},
     )
 
 
@@ -113,7 +132,7 @@ def evaluate_to(
 ) -> list[Artifact[Scores]]:
     """Scores of ``model`` on the first ``documents`` documents of ``task``, by part; what is missing is computed now.
 
-    Where parts end is decided by ``scoring.documents`` and the size of the task alone (see
+    Where parts end is decided by ``scoring.first_look`` and the size of the task alone (see
     ``tasks.evaluation.scoring.document_ranges``).
 
     Args:
@@ -124,9 +143,10 @@ def evaluate_to(
     Raises:
         InvalidInput, Refused: as ``evaluate``.
     """
-    total = document_count(task, scoring.time_limit)
+    task = pin_data(task, scoring.time_limit)
+    total = task.documents or 0
     wanted = total if documents is None else min(documents, total)
-    asked = [part for part in document_ranges(total, scoring.documents) if part.first < wanted]
+    asked = [part for part in document_ranges(total, scoring.first_look) if part.first < wanted]
     if own := find_backend(scoring.backend).library_versions():
         runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **own}})
     artifacts: list[Artifact[Scores]] = []
@@ -136,22 +156,64 @@ def evaluate_to(
     return artifacts
 
 
-@value_stage("documents", version=2, subject="task")
-def count_task(task: EvalTask, limit: CountLimit) -> TaskSize:
-    """Load the data of ``task`` in the process that scores, and count its documents.
+@value_stage("sources", version=1, subject="task")
+def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
+    """Which datasets ``task`` is loaded from: that follows from its definition, and is found out by loading it once.
 
     Raises:
         InvalidInput: when the data cannot be loaded.
         Refused: when the time is over.
     """
-    from tasks.evaluation.process import count_in_child
+    from tasks.evaluation.process import look_in_child
 
-    return TaskSize(documents=count_in_child(task, limit.seconds))
+    found = look_in_child(task, limit.seconds).data.sources
+    return TaskSources(sources=tuple(source.model_copy(update={"revision": ""}) for source in found))
+
+
+@value_stage("documents", version=3, subject="task")
+def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) -> TaskSize:
+    """Load the data of ``task`` in the process that scores, count its documents and pin them.
+
+    Args:
+        revisions: What the datasets are that it is loaded from (see ``data_revisions``): other ones, other data.
+
+    Raises:
+        InvalidInput: when the data cannot be loaded.
+        Refused: when the time is over.
+    """
+    from tasks.evaluation.process import look_in_child
+
+    found = look_in_child(task, limit.seconds)
+    return TaskSize(documents=found.documents, data=found.data)
+
+
+def data_revisions(task: EvalTask, limit: CountLimit) -> tuple[str, ...]:
+    """What decides, beside its definition, which documents ``task`` has at this moment. Cheap, but for the first time.
+
+    Nothing for data beside the definition, which are in its digest. A text as there never was one, so that the data are
+    loaded anew, where nothing tells whether they changed.
+
+    Raises:
+        InvalidInput, Refused: as ``find_sources``.
+    """
+    if task.is_local:
+        return ()
+    known = [revision_now(source) for source in find_sources.build(task, limit).value.sources]
+    sure = [revision for revision in known if revision is not None]
+    return tuple(sure) if known and len(sure) == len(known) else (f"looked at by {uuid4().hex}",)
+
+
+def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
+    """``task`` with its data as they are now; as it is where somebody has looked already. Raises as ``count_task``."""
+    if task.data is not None:
+        return task
+    limit = CountLimit(seconds=time_limit)
+    return count_task.build(task, data_revisions(task, limit), limit).value.of(task)
 
 
 def document_count(task: EvalTask, time_limit: float | None = None) -> int:
     """Documents that ``task`` has; counted once, and kept in the store. Raises as ``count_task``."""
-    return count_task.build(task, CountLimit(seconds=time_limit)).value.documents
+    return pin_data(task, time_limit).documents or 0
 
 
 @dataclass(frozen=True)
@@ -169,25 +231,36 @@ class TaskScores:
 
     @cached_property
     def rows(self) -> tuple[DocumentScore, ...]:
-        """The score of every document under every metric.
+        """The score of every document under every metric, in the order in which documents were scored.
+
+        Parts come one after another, as they lie in the task's order; within a part a hash takes the place of the seed
+        that mixed them. Bounds of graded scores bet on documents one by one: theirs must be an order that has nothing
+        to do with the scores, and in which the documents of one look come before those of the next.
 
         Raises:
             InvalidInput: when two parts hold the same document.
         """
-        together = tuple(row for part in self.parts for row in read_document_scores(part.directory / SCORES_FILE))
+        parts = sorted(self.parts, key=lambda part: part.value.part.first if part.value.part else 0)
+        together = tuple(
+            row
+            for part in parts
+            for row in sorted(
+                read_document_scores(part.directory / SCORES_FILE), key=lambda row: mixed(row.task, row.doc_id)
+            )
+        )
         if len({(row.task, row.doc_id, row.metric) for row in together}) < len(together):
             raise InvalidInput(self.where, found="parts that hold the same documents", expected="every document once")
         return together
-
-    @cached_property
-    def higher_is_better(self) -> Mapping[str, bool]:
-        """By metric, ``acc,none``, in the order in which the parts name them."""
-        return {score.metric: score.higher_is_better for part in self.parts for score in part.value.tasks}
 
     @property
     def lm_eval_version(self) -> str:
         """Of all parts: ``by_task`` joins no others."""
         return self.parts[0].value.lm_eval_version
+
+    @property
+    def data(self) -> TaskData | None:
+        """What was asked; None for results that lm-eval wrote. ``by_task`` joins only parts of the same."""
+        return self.parts[0].value.data.get(self.task)
 
     @property
     def documents(self) -> int:
@@ -198,11 +271,32 @@ class TaskScores:
         """Mean and standard error under each metric. Of a single part they stand in the artifact."""
         if len(self.parts) == 1:
             return self.parts[0].value.tasks
-        return score_table(self.task, self.rows, self.higher_is_better)
+        return score_table(self.task, self.rows)
 
-    def by_document(self, metric: str) -> dict[tuple[str, int], DocumentScore]:
-        """The scores under one metric, by task (of a group: the one below it) and position in its data."""
-        return {(row.task, row.doc_id): row for row in self.rows if row.metric == metric}
+    @property
+    def documents_asked(self) -> int:
+        """How many were to be scored; of results that lm-eval wrote, those that it scored."""
+        asked = [part.value.part for part in self.parts]
+        return sum(part.last - part.first for part in asked if part) if all(asked) else self.documents
+
+    def metrics(self, setting: MetricSetting = None) -> JudgedMetrics:
+        """The metric that judges each leaf, where a guard says ``setting``. Raises as ``choose_metrics``."""
+        return choose_metrics(self.rows, setting, self.task)
+
+    def judged(self, metrics: JudgedMetrics) -> tuple[DocumentScore, ...]:
+        """One score for each document that was asked, under the metric of its leaf.
+
+        Raises:
+            InvalidInput: when a document has none.
+        """
+        if self.documents != self.documents_asked:
+            raise InvalidInput(
+                self.where,
+                found=f"{self.documents:,} documents scored",
+                expected=f"{self.documents_asked:,}, as were asked",
+                remedy="delete 'evaluate' from the store and run again",
+            )
+        return metrics.judged(self.rows, self.where)
 
 
 def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScores]:
@@ -212,7 +306,7 @@ def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScor
         model: What messages call it; an artifact may have been made when it went by another name.
 
     Raises:
-        InvalidInput: when the parts of a task are of different versions of lm-eval.
+        InvalidInput: when the parts of a task are of different versions of lm-eval, or of different data.
     """
     grouped: dict[str, list[Artifact[Scores]]] = {}
     for part in parts:
@@ -221,6 +315,7 @@ def by_task(model: str, parts: Sequence[Artifact[Scores]]) -> dict[str, TaskScor
     for task, group in grouped.items():
         found[task] = TaskScores(f"{task}: scores of {model}", task, tuple(group))
         _check_one_version(found[task].where, group)
+        _check_one_benchmark(found[task])
     return found
 
 
@@ -232,32 +327,43 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
     """
     value = artifacts[0].value
     _check_one_version(f"scores of {value.model}", artifacts)
-    scores = tuple(score for joined in by_task(value.model, artifacts).values() for score in joined.table())
-    return value.model_copy(update={"tasks": scores, "part": value.part if len(artifacts) == 1 else None})
+    joined = by_task(value.model, artifacts)
+    scores = tuple(score for each in joined.values() for score in each.table())
+    data = {task: each.data for task, each in joined.items() if each.data}
+    return value.model_copy(update={"tasks": scores, "data": data, "part": value.part if len(artifacts) == 1 else None})
 
 
-def score_table(
-    task: str, rows: Sequence[DocumentScore], higher_is_better: Mapping[str, bool]
-) -> tuple[TaskScore, ...]:
-    """Mean and standard error of every metric over the documents in ``rows``, whatever parts they were scored in."""
-    return tuple(
-        _task_score(task, metric, [row.outcome for row in rows if row.metric == metric], better)
-        for metric, better in higher_is_better.items()
-    )
-
-
-def default_metric(metrics: Sequence[str]) -> str:
-    """The metric that is judged when a guard names none: ``acc,none``; else what is leniently extracted from free
-    answers (strict patterns measure format: a good model can score near zero); else the first."""
-    if "acc,none" in metrics:
-        return "acc,none"
-    return next((metric for metric in metrics if metric.endswith(",flexible-extract")), metrics[0])
+def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:
+    """Mean and standard error of every metric over the documents in ``rows`` that have it, whatever parts they were
+    scored in. Of a group whose leaves are judged by several, first that of all documents, each under its leaf's own.
+    """
+    table = []
+    own = choose_metrics(rows, None, task)
+    if own.differing and len(whole := own.chosen(rows)) == len(documents_of(rows)):
+        table.append(_task_score(task, own.label, [row.outcome for row in whole], own.higher_is_better))
+    known = metrics_by_leaf(rows)
+    for metric in dict.fromkeys(name for metrics in known.values() for name in metrics):
+        of_leaves = JudgedMetrics({leaf: (metric, each[metric]) for leaf, each in known.items() if metric in each})
+        scores = [row.outcome for row in of_leaves.chosen(rows)]
+        table.append(_task_score(task, metric, scores, of_leaves.higher_is_better))
+    return tuple(table)
 
 
 def _check_one_version(where: str, parts: Sequence[Artifact[Scores]]) -> None:
     versions_found = sorted({part.value.lm_eval_version for part in parts})
     if len(versions_found) > 1:
         raise InvalidInput(where, found=f"parts by lm-eval {' and '.join(versions_found)}", expected="one version")
+
+
+def _check_one_benchmark(joined: TaskScores) -> None:
+    digests = {data.digest for part in joined.parts if (data := part.value.data.get(joined.task))}
+    if len(digests) > 1:
+        raise InvalidInput(
+            joined.where,
+            found="parts measured on different data",
+            expected="the same documents, examples and templates",
+            remedy="the task's dataset was exchanged: evaluate again",
+        )
 
 
 def _task_score(task: str, metric: str, values: Sequence[float], higher_is_better: bool) -> TaskScore:

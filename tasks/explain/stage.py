@@ -117,25 +117,27 @@ def explain(out: Path, origin: Model, parents: tuple[Model, ...], merge: Model) 
 def flips(
     out: Path,
     task: EvalTask,
-    metric: str,
-    higher_is_better: bool,
+    metric: str | dict[str, str],
     reference: tuple[Artifact[Scores], ...],
     merge: tuple[Artifact[Scores], ...],
 ) -> Flips:
     """Find the documents of ``task`` that the merge lost to its reference, with their text.
 
     Args:
+        metric: By task below the group, where they differ.
         reference: The parts of its scores on this task.
         merge: The same parts.
 
     Raises:
         InvalidInput: when the task's data can no longer be loaded.
     """
-    theirs, ours = (
-        TaskScores(f"{task.name}: scores of {side}", task.name, parts).by_document(metric)
+    sides = [
+        TaskScores(f"{task.name}: scores of {side}", task.name, parts)
         for side, parts in (("the reference", reference), ("the merge", merge))
-    )
-    sign = 1.0 if higher_is_better else -1.0
+    ]
+    metrics = sides[0].metrics(metric)
+    theirs, ours = ({(row.task, row.doc_id): row for row in side.judged(metrics)} for side in sides)
+    sign = 1.0 if metrics.higher_is_better else -1.0
     drops = {at: sign * (theirs[at].outcome - ours[at].outcome) for at in sorted(theirs.keys() & ours.keys())}
     lost = sorted((at for at, drop in drops.items() if drop > 0), key=lambda at: (-drops[at], at))
     wanted: dict[str, list[int]] = {}
@@ -161,7 +163,7 @@ def flips(
     (out / FLIPS).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return Flips(
         task=task.name,
-        metric=metric,
+        metric=metrics.label,
         lost=len(lost),
         won=sum(drop < 0 for drop in drops.values()),
         examples=tuple(_shortened(flip) for flip in found[:_EXAMPLES]),
@@ -240,8 +242,8 @@ def _lost_documents(
             continue
         try:
             theirs, ours = (_scores_under(guard, name, scores.get(name, ())) for name in (guard.reference, merged))
-            better = theirs.higher_is_better[guard.metric]
-            value = flips(by_name[guard.task], guard.metric, better, theirs.parts, ours.parts).value
+            metric = guard.leaf_metrics or guard.metric
+            value = flips(by_name[guard.task], metric, theirs.parts, ours.parts).value
         except MergegateError as error:
             log.warning("lost documents of %s are not shown: %s", guard.task, error)
             continue
@@ -252,8 +254,8 @@ def _lost_documents(
 def _scores_under(guard: GuardVerdict, model: str, parts: Sequence[Artifact[Scores]]) -> TaskScores:
     """The scores that a guard compared."""
     joined = by_task(model, parts).get(guard.task)
-    if joined is None or guard.metric not in joined.higher_is_better:
-        raise InvalidInput(f"task {guard.task}", found=f"no scores of {model} under {guard.metric}")
+    if joined is None:
+        raise InvalidInput(f"task {guard.task}", found=f"no scores of {model}")
     return joined
 
 

@@ -1,16 +1,21 @@
 """The gate: from paired evidence to a verdict. Guards, drift, statistics, looks; pure decisions."""
 
+from tasks.gate.bounded import graded_difference, graded_documents_needed
 from tasks.gate.drift import DriftVerdict
-from tasks.gate.guards import CHAMPION, MARGIN_ABOVE_MAX_DROP, GateRule, Guard
-from tasks.gate.references import check_guards, needs_champion, reference_models
+from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
+from tasks.gate.ratchet import anchor_confidence, anchor_refused, note_refusal, refused_by
+from tasks.gate.references import check_guards, comparable_parents, needs_champion, reference_models, with_anchor
 from tasks.gate.regression import GuardVerdict, decide_guard
 from tasks.gate.settings import EvaluateSettings, pin_tasks
 from tasks.gate.stage import GateVerdict, OnInconclusive, gate, perplexity_drift, undecided_tasks
-from tasks.gate.statistics import Difference, graded_difference, graded_documents_needed, normal_quantile
+from tasks.gate.statistics import Difference, normal_quantile
+from tasks.gate.suite import SuiteVerdict
 
 __all__ = [
+    "ANCHOR",
     "CHAMPION",
     "MARGIN_ABOVE_MAX_DROP",
+    "RELEASES",
     "Difference",
     "DriftVerdict",
     "EvaluateSettings",
@@ -19,15 +24,22 @@ __all__ = [
     "Guard",
     "GuardVerdict",
     "OnInconclusive",
+    "SuiteVerdict",
+    "anchor_confidence",
+    "anchor_refused",
     "check_guards",
+    "comparable_parents",
     "decide_guard",
     "gate",
     "graded_difference",
     "graded_documents_needed",
     "needs_champion",
     "normal_quantile",
+    "note_refusal",
     "perplexity_drift",
     "pin_tasks",
     "reference_models",
+    "refused_by",
     "undecided_tasks",
+    "with_anchor",
 ]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput
 from tasks.gate.statistics import likelihood_ratio
 from tasks.perplexity import DocumentLikelihood, DriftLimits, Likelihoods
-from tasks.stage import Outcome
+from tasks.stage import Outcome, word_for
 
 BROKEN_RATIO = 2.0  # of perplexities; no merge that is worth a look is worse
 
@@ -37,6 +37,11 @@ class DriftVerdict(BaseModel):
     broken: bool  # not finite, or worse than twice: the costly tasks are not worth running
     warning: bool
     reason: str
+
+    @property
+    def word(self) -> str:
+        """What was shown, in one of four words."""
+        return word_for(self.outcome, shown_worse=self.low is not None and self.low > 1)
 
 
 class ModelLikelihoods(NamedTuple):

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput
 
 EXPONENT = 2.0  # of the spending function
+FUTILE = 0.02  # chance to decide below which no more documents are asked for
 
 _NEARLY_SURE = 1 - 1e-12  # certainty has no quantile
 _FAR = 9.0  # standard deviations beyond which a normal density is nothing
@@ -53,7 +54,9 @@ def plan_looks(schedule: Sequence[int], confidence: float) -> tuple[Look, ...]:
         schedule: Documents after each look, rising; the last is all there are.
         confidence: One-sided, that all looks together have; in (0.5, 1).
     """
-    levels = _nominal(tuple(schedule), confidence)
+    if not schedule or schedule[0] < 1 or any(b <= a for a, b in pairwise(schedule)):
+        raise ValueError(f"looks after {schedule} documents: numbers must rise from at least 1")
+    levels = look_levels(tuple(documents / schedule[-1] for documents in schedule), confidence)
     return tuple(
         Look(number=number, of=len(levels), documents=documents, confidence=level)
         for number, (documents, level) in enumerate(zip(schedule, levels, strict=True), start=1)
@@ -81,13 +84,15 @@ def look_at(documents: int, schedule: Sequence[int], confidence: float, where: s
 
 
 @lru_cache(maxsize=1024)
-def _nominal(schedule: tuple[int, ...], confidence: float) -> tuple[float, ...]:
-    """One-sided confidence of each look."""
-    if not schedule or schedule[0] < 1 or any(b <= a for a, b in pairwise(schedule)):
-        raise ValueError(f"looks after {schedule} documents: numbers must rise from at least 1")
-    if len(schedule) == 1:
+def look_levels(shares: tuple[float, ...], confidence: float) -> tuple[float, ...]:
+    """One-sided confidence of the interval that is taken at each look.
+
+    Args:
+        shares: Of the information that has been seen at each look, rising to 1.
+        confidence: That all looks together have.
+    """
+    if len(shares) == 1:
         return (confidence,)
-    shares = [documents / schedule[-1] for documents in schedule]
     spent = [(1 - confidence) * share**EXPONENT for share in shares]
     return tuple(min(NormalDist().cdf(bound), _NEARLY_SURE) for bound in _bounds(shares, spent))
 
@@ -131,3 +136,19 @@ def _crossed_with(probability: float, nodes: NDArray[np.float64], mass: NDArray[
         above = float(mass @ ndtr((nodes - middle) / step))
         low, high = (middle, high) if above > probability else (low, middle)
     return (low + high) / 2
+
+
+def chance_to_decide(drop: float, error: float, share: float, pass_below: float, fail_above: float) -> float:
+    """How likely the documents that are left decide what these have not, whatever the true drop is.
+
+    The predictive distribution of the last look's estimate, with nothing known of the true drop but what was seen:
+    normal around ``drop`` with the squared error that goes from this look to the last.
+
+    Args:
+        drop: Seen so far.
+        error: Its standard error, in the same unit.
+        share: Of all documents, that has been seen; in (0, 1).
+        pass_below, fail_above: What the last look's estimate must be.
+    """
+    to_come = NormalDist(drop, max(error, 1e-12) * math.sqrt(1 - share))
+    return to_come.cdf(pass_below) + 1 - to_come.cdf(max(fail_above, pass_below))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
 from tasks.evaluation import EvalTask, Scoring, pin_task
-from tasks.gate.guards import GateRule, Guard
+from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
 class EvaluateSettings(Scoring, GateRule):
@@ -18,13 +19,22 @@ class EvaluateSettings(Scoring, GateRule):
 
     tasks: tuple[Guard, ...] = Field(min_length=1)
 
+    @model_validator(mode="after")
+    def _anchors_what_is_compared_with_the_champion(self) -> Self:
+        guards = {guard.guarded_by for guard in self.tasks}
+        if self.anchor is not None and not {CHAMPION, ANCHOR} & guards:
+            raise ValueError("anchor is for guards against the champion, and there is none")
+        if self.anchor is None and ANCHOR in guards:
+            raise ValueError("guarded_by: anchor needs 'anchor: first', or a version")
+        return self
+
     @property
     def scoring(self) -> Scoring:
         """The part that decides scores."""
         return Scoring.model_validate({name: getattr(self, name) for name in Scoring.model_fields})
 
     @property
-    def rule(self) -> GateRule:
+    def gate_rule(self) -> GateRule:
         """The part that judges them."""
         return GateRule.model_validate({name: getattr(self, name) for name in GateRule.model_fields})
 

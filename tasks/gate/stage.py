@@ -1,26 +1,26 @@
 """The gate: from paired evidence to a verdict. Pure decisions; the stage around them only reads and stores.
 
 Perplexity is judged first (``tasks.gate.drift``), then one guard for each promise of the profile
-(``tasks.gate.regression``). All of them must pass. While a guard is undecided and its task has documents left,
-``undecided_tasks`` names the task: the flow has more of it evaluated, up to the next look, and asks again
-(``flows.assessment``).
+(``tasks.gate.regression``) and, unless each is judged on its own, their mean (``tasks.gate.suite``). All must pass.
+While anything is undecided and there are documents left, ``undecided_tasks`` names the tasks: the flow has more of them
+evaluated, up to the next look, and asks again (``flows.assessment``).
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from merge_core.errors import InvalidInput, suggest
+from merge_core.errors import InvalidInput
 from merge_core.store import Artifact
-from tasks.evaluation import Scores, TaskScores, by_task, default_metric, pair_documents
+from tasks.evaluation import Scores, TaskScores, by_task, pair_documents
 from tasks.gate.drift import DriftVerdict, ModelLikelihoods, judge_drift
-from tasks.gate.guards import CHAMPION, GateRule, Guard
+from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 from tasks.gate.references import best_model, check_guards, reference_models
 from tasks.gate.regression import GuardEvidence, GuardVerdict, judge_guards, measure_guard
+from tasks.gate.sequential import FUTILE
 from tasks.gate.statistics import selection_bias
+from tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
 from tasks.perplexity import DriftLimits, Likelihoods, read_documents
 from tasks.stage import JointVerdict, Outcome, Section, StageValue, Verdict, severity, value_stage, worst
 
@@ -40,14 +40,18 @@ class GateVerdict(StageValue):
     on_inconclusive: OnInconclusive
     reasons: tuple[str, ...]  # why not, worst first; empty when it passes
     notes: tuple[str, ...] = ()  # what was not judged, and why that is well
+    suites: tuple[SuiteVerdict, ...] = ()  # the mean over all tasks, where it is judged: first against all references
+    # but the anchor, then against that
 
     def summary(self) -> str:
         if not self.publishable:
             return self.reasons[0]
         if self.outcome != "pass":
             return f"let through although {self.outcome}: {self.reasons[0]}"
+        if self.suites:
+            return f"{self.suites[0].tasks} tasks together: {self.suites[0].word}"
         if self.guards:
-            return f"{len(self.guards)} guards passed"
+            return "1 guard passed" if len(self.guards) == 1 else f"{len(self.guards)} guards passed"
         return "no drift" if self.drift else "; ".join(self.notes) or "nothing to judge"
 
     def refuses(self) -> bool:
@@ -69,7 +73,7 @@ class GateVerdict(StageValue):
         return self.model_copy(update=joint._asdict())
 
 
-@value_stage("gate", version=2)
+@value_stage("gate", version=3)
 def gate(
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],
@@ -79,6 +83,8 @@ def gate(
     merged: str = "merge",
     schedule: Mapping[str, tuple[int, ...]] | None = None,
     first_release: bool = False,
+    parents: tuple[str, ...] | None = None,
+    anchor_confidence: float | None = None,
 ) -> GateVerdict:
     """Judge one merge on perplexity and, unless that shows it broken, by its guards.
 
@@ -90,6 +96,8 @@ def gate(
         merged: Name of the merge in both.
         schedule: By task, documents after each look that was planned; a task without one is looked at once.
         first_release: There is no champion yet, so guards compared with it have nothing to say.
+        parents: That 'best parent' chooses from; None: all but the merge and releases.
+        anchor_confidence: Of comparisons with the anchor, where it is another than the rule's.
 
     Raises:
         InvalidInput: for a guard whose model, task or metric there is not, or evidence that cannot be compared.
@@ -97,13 +105,23 @@ def gate(
     drifted = perplexity_drift(likelihoods, limits, rule.confidence, merged) if limits is not None else None
     if drifted is not None and drifted.broken:
         return gate_verdict((), drifted, rule.on_inconclusive)
-    check_guards(guards, set(scores) - {merged, CHAMPION})
+    check_guards(guards, set(scores) - {merged, CHAMPION, ANCHOR})
     known = {(model, task): each for model, parts in scores.items() for task, each in by_task(model, parts).items()}
     judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
     plan = schedule or {}
-    measured = [_measured(guard, known, tuple(scores), merged, plan.get(guard.task, ())) for guard in judged]
+    measured = []
+    for guard in judged:
+        models = reference_models(guard, scores, merged, parents) or (guard.guarded_by,)
+        measured.append(_measured(guard, known, models, merged, plan.get(guard.task, ())))
     notes = tuple(f"{guard.task}: no release to hold it against yet" for guard in guards if guard not in judged)
-    return gate_verdict(judge_guards(measured, rule.confidence), drifted, rule.on_inconclusive, notes)
+    is_suite = rule.rule == "suite" and len({guard.task for guard in judged}) > 1  # one task alone is its own suite
+    suites: list[SuiteVerdict] = []
+    verdicts: list[GuardVerdict] = []
+    for is_anchor, confidence in ((False, rule.confidence), (True, anchor_confidence or rule.confidence)):
+        if some := [one for one in measured if (one.guard.guarded_by == ANCHOR) == is_anchor]:
+            suites += [judge_suite(some, confidence)] if is_suite else []
+            verdicts += judge_guards(some, confidence, as_suite=is_suite)
+    return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suites)
 
 
 def perplexity_drift(
@@ -120,11 +138,17 @@ def perplexity_drift(
 
 
 def undecided_tasks(verdict: GateVerdict) -> tuple[str, ...]:
-    """Tasks of which more documents would serve: a guard is undecided, some are left, and nothing has failed yet."""
+    """Tasks of which more documents would serve: a guard is undecided, some are left that may decide it, and nothing
+    has failed yet. Of a suite that is all of them: they are extended together."""
     if verdict.outcome == "fail":
         return ()  # whatever they said, it would not be published
-    open_tasks = (guard.task for guard in verdict.guards if guard.outcome == "inconclusive" and guard.documents_left)
-    return tuple(dict.fromkeys(open_tasks))
+    chances = [*(suite.chance_left for suite in verdict.suites), *(guard.chance_left for guard in verdict.guards)]
+    if any(chance is not None and chance < FUTILE for chance in chances):
+        return ()  # what is left of tonight's documents would not decide it
+    undecided = [guard for guard in verdict.guards if guard.outcome == "inconclusive"]
+    if (undecided and verdict.suites) or any(suite.outcome == "inconclusive" for suite in verdict.suites):
+        undecided = list(verdict.guards)
+    return tuple(dict.fromkeys(guard.task for guard in undecided if guard.documents_left))
 
 
 def gate_verdict(
@@ -132,15 +156,17 @@ def gate_verdict(
     drift: DriftVerdict | None,
     on_inconclusive: OnInconclusive,
     notes: tuple[str, ...] = (),
+    suites: Sequence[SuiteVerdict] = (),
 ) -> GateVerdict:
     """The decision about a merge: the worst of all its guards, and what follows from it."""
-    parts = [(guard.outcome, guard.reason) for guard in guards]
+    # A task that has fallen says more than the mean that it drags down.
+    parts = [*((guard.outcome, guard.reason) for guard in guards), *((suite.outcome, suite.reason) for suite in suites)]
     if drift is not None:
         parts.insert(0, (drift.outcome, drift.reason))
     outcome = worst(part for part, _ in parts)
     bad = [(part, reason) for part, reason in parts if part != "pass"]
     bad.sort(key=lambda part: -severity(part[0]))  # stable: drift first, then in the order of the profile
-    drop, low, high = _overall(guards)
+    drop, low, high = (suites[0].drop, suites[0].low, suites[0].high) if suites else _overall(guards)
     return GateVerdict(
         outcome=outcome,
         publishable=outcome == "pass" or (outcome == "inconclusive" and on_inconclusive != "block"),
@@ -152,6 +178,7 @@ def gate_verdict(
         on_inconclusive=on_inconclusive,
         reasons=tuple(reason for _, reason in bad),
         notes=notes,
+        suites=tuple(suites),
     )
 
 
@@ -163,32 +190,34 @@ def _measured(
     schedule: Sequence[int],
 ) -> GuardEvidence:
     where = f"{guard.task}: {merged} against {guard.guarded_by}"
-    sides = {
-        name: _scores_on(guard.task, name, known, where)
-        for name in reference_models(guard, models, merged) or (guard.guarded_by,)
-    }
+    sides = {name: _scores_on(guard.task, name, known, where) for name in models}
     ours = _scores_on(guard.task, merged, known, where)
     for theirs in sides.values():
         if theirs.lm_eval_version != ours.lm_eval_version:
             versions = f"{theirs.lm_eval_version} and {ours.lm_eval_version}"
             raise InvalidInput(where, found=f"scores of lm-eval {versions}", expected="one version on both sides")
-    better = {metric: up for side in sides.values() for metric, up in side.higher_is_better.items()}
-    metric = guard.metric or default_metric(tuple(better))
-    if metric not in better:
-        raise InvalidInput(
-            f"evaluate.tasks: {guard.task}: metric",
-            found=f"{metric!r}, which the task does not have",
-            remedy=suggest(metric, better),
-        )
-    paired = {name: pair_documents(theirs.rows, ours.rows, metric, where) for name, theirs in sides.items()}
-    chosen = best_model({name: each.reference for name, each in paired.items()}, better[metric])
+        if theirs.data and ours.data and theirs.data.digest != ours.data.digest:
+            raise InvalidInput(
+                where,
+                found="scores on different data",
+                expected="the same documents, examples and templates on both sides",
+                remedy="the task's dataset was exchanged: evaluate both again",
+            )
+    metrics = next(iter(sides.values())).metrics(guard.metric)
+    judged = ours.judged(metrics)
+    paired = {
+        name: pair_documents(theirs.judged(metrics), judged, metrics.label, where) for name, theirs in sides.items()
+    }
+    chosen = best_model({name: each.reference for name, each in paired.items()}, metrics.higher_is_better)
     return measure_guard(
         guard,
-        metric,
+        metrics.label,
         paired[chosen],
-        better[metric],
+        metrics.higher_is_better,
         reference=chosen,
-        documents=ours.documents,
+        documents=ours.documents_asked,
+        leaf_metrics=metrics.differing,
+        data=ours.data,
         schedule=schedule,
         candidates=len(paired),
         selection_bias=selection_bias([each.reference for each in paired.values()]),
@@ -202,26 +231,8 @@ def _scores_on(task: str, model: str, known: Mapping[tuple[str, str], TaskScores
 
 
 def _overall(guards: Sequence[GuardVerdict]) -> tuple[float | None, float | None, float | None]:
-    """Mean drop over tasks with its interval, points.
-
-    Tasks have different documents and are independent, so their distances from estimate to bound add in quadrature;
-    guards of one task share documents, so theirs add plainly. A distance at an early look is taken at the higher
-    confidence of that look, which makes the interval wider than it need be, never narrower.
-    """
+    """Mean drop over tasks with its interval, points. A distance at an early look is taken at the higher confidence of
+    that look, which makes the interval wider than it need be, never narrower."""
     if not guards:
         return None, None, None
-    by_task: dict[str, list[GuardVerdict]] = defaultdict(list)
-    for guard in guards:
-        by_task[guard.task].append(guard)
-    means = [
-        tuple(_mean(getattr(g, name) for g in same) for name in ("drop", "low", "high")) for same in by_task.values()
-    ]
-    drop = _mean(mean[0] for mean in means)
-    below = math.hypot(*(mean[0] - mean[1] for mean in means)) / len(means)
-    above = math.hypot(*(mean[2] - mean[0] for mean in means)) / len(means)
-    return drop, drop - below, drop + above
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
+    return mean_drop([TaskDrop(one.task, one.weight, one.drop, one.low, one.high) for one in guards])

@@ -4,14 +4,13 @@ All intervals are one-sided each way: ``low`` and ``high`` each err with probabi
 covers with ``2 * confidence - 1``. A gate asks one-sided questions ("is it worse?", "is it at most so much worse?").
 
 Sources: Bonett & Price 2012 (J. Educ. Behav. Stat. 37:479) and Tango 1998 (Stat. Med. 17:891) for paired proportions;
-Miller 2024 (arXiv 2411.00640) for pairing and clusters in evaluations; Cameron & Miller 2015 (J. Hum. Resour. 50:317)
-for few clusters; Connor 1987 (Biometrics 43:207) for sample sizes.
+Miller 2024 (arXiv 2411.00640) for pairing in evaluations; Connor 1987 (Biometrics 43:207) for sample sizes. Graded
+scores are in ``tasks.gate.bounded``, documents that belong together in ``tasks.gate.clusters``.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import NormalDist
@@ -125,52 +124,6 @@ def score_statistic(
     return (lost - won - n * difference) / np.sqrt(np.maximum(spread, 1e-300))
 
 
-def graded_difference(differences: Sequence[float], confidence: float) -> Difference:
-    """Mean of differences of graded scores by Student's interval, for scores in [0, 1].
-
-    Never narrower than ``binary_difference`` is for as many documents that all agree: a sample in which nothing
-    differed has no variance of its own to judge by.
-
-    Args:
-        differences: Reference minus merge for each document; at least 2.
-    """
-    values = np.asarray(differences, dtype=np.float64)
-    n = len(values)
-    mean, variance = float(values.mean()), float(values.var(ddof=1))
-    half = max(
-        student_quantile(confidence, n - 1) * math.sqrt(variance / n), binary_difference(0, 0, n, confidence).high
-    )
-    return Difference(mean, mean - half, mean + half, variance)
-
-
-def clustered_difference(
-    differences: Sequence[float], clusters: Sequence[str], plain: Difference, confidence: float
-) -> Difference:
-    """The interval where documents come in clusters (questions on one passage, of one subject): clusters are the
-    independent units, not documents.
-
-    With ``S_g`` the sum of a cluster's deviations from the mean, the squared error of the mean is
-    ``G / (G - 1) * sum(S_g^2) / n^2``, taken with Student's t of ``G - 1`` degrees: few clusters know little about how
-    much clusters differ. Never narrower than ``plain``, to which documents are independent: an estimate from few
-    clusters can come out small by chance.
-
-    Args:
-        differences: Reference minus merge for each document.
-        clusters: The cluster of each document; at least 2 different ones.
-        plain: The interval without clusters, on the same documents at the same confidence.
-    """
-    values = np.asarray(differences, dtype=np.float64)
-    n, mean = len(values), float(values.mean())
-    _, members = np.unique(np.asarray(clusters), return_inverse=True)
-    sums = np.bincount(members, weights=values - mean)
-    groups = len(sums)
-    squared_error = groups / (groups - 1) * float((sums**2).sum()) / n**2
-    half = student_quantile(confidence, groups - 1) * math.sqrt(squared_error)
-    return Difference(
-        mean, min(plain.low, mean - half), max(plain.high, mean + half), max(plain.variance, n * squared_error)
-    )
-
-
 def selection_bias(scores: Sequence[Sequence[float]]) -> float:
     """By how much the best of several models looks better than it is, if all are equally good (winner's curse).
 
@@ -234,19 +187,6 @@ def documents_needed(variance: float, distance: float, confidence: float, power:
         variance
     )
     return math.ceil((spread / distance) ** 2)
-
-
-def graded_documents_needed(variance: float, distance: float, confidence: float) -> int:
-    """``documents_needed`` for ``graded_difference``: its interval is never narrower than that of so many documents
-    that all agree, whatever the variance.
-
-    Args:
-        distance: In (0, 1).
-    """
-    agreeing = bisect_left(
-        range(1 << 30), True, lo=1, key=lambda n: binary_difference(0, 0, n, confidence).high <= distance
-    )
-    return max(agreeing, documents_needed(variance, distance, confidence))
 
 
 def detectable_difference(variance: float, n: int, confidence: float, power: float = POWER) -> float:

@@ -1,13 +1,14 @@
 """From judgements to a verdict: how often the merge's answers win, and whether that is enough. Pure decisions.
 
 Every pair of answers is judged in both orders, and a win counts only if it survives the swap; all else is a tie. A
-prompt scores 1, 1/2 or 0 (the mean of its turns), prompts are the independent units, and the interval is Student's over
-them. The rule is the gate's (``tasks.gate.regression``), on the points by which the win rate falls short of even. A
-judge that contradicts itself too often decides nothing.
+prompt scores 1, 1/2 or 0 (the mean of its turns), prompts are the independent units, and their interval is that of
+graded scores (``tasks.gate.graded_difference``). The rule is the gate's (``tasks.gate.regression``), on the points by
+which the win rate falls short of even. A judge that contradicts itself too often decides nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -215,7 +216,9 @@ def _shortfall(pairs: Sequence[Pair], confidence: float) -> Difference:
     if len(by_prompt) < 2:
         raise InvalidInput("judge", found=f"{len(by_prompt)} prompt", expected="2 or more, better hundreds")
     # Losses minus wins, in [-1, 1] like any paired difference of scores; half of it is the shortfall.
-    lead = [1.0 - 2.0 * sum(scores) / len(scores) for scores in by_prompt.values()]
+    # In an order that has nothing to do with the scores: equal answers stand last, and all of them are ties.
+    mixed = sorted(by_prompt, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+    lead = [1.0 - 2.0 * sum(by_prompt[prompt]) / len(by_prompt[prompt]) for prompt in mixed]
     found = graded_difference(lead, confidence)
     return Difference(found.mean / 2, found.low / 2, found.high / 2, found.variance / 4)
 

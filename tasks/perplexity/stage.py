@@ -45,6 +45,7 @@ class DriftLimits(BaseModel):
 
     max_increase: Percentage = 0.05
     warn_increase: Percentage = 0.02
+    reference: str | tuple[str, ...] = "fine-tunes"  # parents of which the better one counts
 
     @model_validator(mode="after")
     def _warns_before_it_fails(self) -> Self:
@@ -63,6 +64,11 @@ class PerplexitySettings(BaseModel):
     max_increase: Percentage = Field(default=0.05, description="'5%' or 0.05 over the better parent; more fails.")
     warn_increase: Percentage | None = Field(default=None, description="Default: 2 %, or max_increase if less.")
     max_length: int = Field(default=2048, ge=2, description="Tokens a window.")
+    reference: str | tuple[str, ...] = Field(
+        default="fine-tunes",
+        description="Parents of which the better one counts: fine-tunes (what was merged; the base only where it has a "
+        "weight of its own), all, or names.",
+    )
     max_documents: int | None = Field(default=1000, ge=1, description="The first so many; null: all.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     batch_size: int = Field(default=16, ge=1)
@@ -86,7 +92,7 @@ class PerplexitySettings(BaseModel):
     def limits(self) -> DriftLimits:
         """The part that judges them."""
         warn = self.warn_increase if self.warn_increase is not None else min(0.02, self.max_increase)
-        return DriftLimits(max_increase=self.max_increase, warn_increase=warn)
+        return DriftLimits(max_increase=self.max_increase, warn_increase=warn, reference=self.reference)
 
 
 class Likelihoods(StageValue):

@@ -10,7 +10,7 @@ from merge_core.errors import InvalidInput, suggest
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
 from tasks.evaluation import EvalTask, Scoring
-from tasks.gate import EvaluateSettings, GateRule, Guard, check_guards, pin_tasks
+from tasks.gate import EvaluateSettings, GateRule, Guard, check_guards, comparable_parents, pin_tasks, with_anchor
 from tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
 from tasks.perplexity import DriftLimits, HeldOutText, PerplexitySettings, WindowSettings, pin_documents
 
@@ -37,15 +37,21 @@ class Evidence(NamedTuple):
 
 
 def check_references(
-    evaluate: EvaluateSettings | None, judge: JudgeSettings | None, parents: Sequence[ResolvedCheckpoint]
+    evaluate: EvaluateSettings | None,
+    perplexity: PerplexitySettings | None,
+    judge: JudgeSettings | None,
+    parents: Sequence[ResolvedCheckpoint],
 ) -> None:
-    """See that every guard, and the judge, compares the merge with a model that there is.
+    """See that every guard, perplexity and the judge compare the merge with a model that there is.
 
     Raises:
         InvalidInput: naming the first that does not, with a suggestion.
     """
     names = [parent.name for parent in parents]
     check_guards(evaluate.tasks if evaluate else (), names)
+    for section, settings in (("evaluate", evaluate), ("perplexity", perplexity)):
+        if settings:
+            comparable_parents(settings.reference, names, names, f"{section}.reference")
     if judge and judge.guarded_by not in names:
         raise InvalidInput(
             "judge.guarded_by",
@@ -70,7 +76,9 @@ def pin_evidence(
     evidence = Evidence()
     if evaluate:
         guards, tasks = pin_tasks(evaluate.tasks, root, hashes)
-        evidence = evidence._replace(tasks=tasks, scoring=evaluate.scoring, guards=guards, rule=evaluate.rule)
+        evidence = evidence._replace(
+            tasks=tasks, scoring=evaluate.scoring, guards=with_anchor(guards, evaluate.anchor), rule=evaluate.gate_rule
+        )
     if perplexity:
         evidence = evidence._replace(
             documents=pin_documents(perplexity, root, hashes),

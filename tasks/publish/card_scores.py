@@ -86,16 +86,17 @@ def _guards(content: ReportContent) -> str:
     if not guards:
         return ""
     rows = [
-        (guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), wording.limit(guard), guard.outcome)
+        (guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), wording.limit(guard), guard.word)
         for guard in guards
     ]
-    found = markdown_table(("task", "held against", "documents", "drop", "limit", "verdict"), rows, 4)
+    found = markdown_table(("task", "compared with", "documents", "drop", "limit", "verdict"), rows, 4)
     confidence = f"{100 * guards[0].confidence:g}"
     note = (
         f"Drops in points on the same documents, with their interval ({confidence} % one-sided each way); a positive "
         "drop is a loss."
     )
-    return f"### Verdicts\n\n{found}\n\n{note}"
+    together = "".join(f"\n\n{escaped(suite.reason)}: {suite.word}." for suite in content.verdict.suites)
+    return f"### Verdicts\n\n{found}{together}\n\n{note}"
 
 
 def _perplexity(content: ReportContent) -> str:
@@ -114,7 +115,7 @@ def _perplexity(content: ReportContent) -> str:
     if drift is not None:
         parts.append(
             f"{wording.TIMES} {wording.format_ratio(drift)} of {escaped(drift.reference)}, the better parent; "
-            f"the limit is {wording.plain(drift.max_ratio)}: {drift.outcome}."
+            f"the limit is {wording.plain(drift.max_ratio)}: {drift.word}."
         )
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""The champion: the release that is published today, as a model to hold a merge against."""
+"""Releases as models to compare a merge with: the champion, which is published today, and an anchor, an earlier one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 
 from merge_core.store import MANIFEST, VALUE, HashMemo, NotInKey, merkle
 from tasks.checkpoints import Model, deciding_files
-from tasks.gate import CHAMPION
+from tasks.gate import ANCHOR, CHAMPION
 from tasks.publish import ABOUT
-from tasks.publish.targets import PublishTarget
+from tasks.publish.targets import CurrentRelease, PublishTarget
 
 # Beside a checkpoint in the store or in a release, not part of it.
 _BOOKKEEPING = ABOUT | {MANIFEST, VALUE}
@@ -36,9 +36,30 @@ def find_champion(target: PublishTarget | None, root: Path, merge: Model, hashes
     current = target.current(root) if target else None
     if current is None:
         return None
+    return _released(current, CHAMPION, merge, hashes)
+
+
+def find_anchor(
+    target: PublishTarget | None, root: Path, named: str | None, merge: Model, hashes: HashMemo
+) -> ReleasedModel | None:
+    """The checkpoint of an earlier release, or None where nothing has been released yet, or no anchor is asked for.
+
+    Args:
+        named: ``first``, or a version.
+
+    Raises:
+        InvalidInput: when there is no such version.
+        Refused: when the target cannot tell.
+    """
+    if target is None or named is None or (found := target.earlier(root, named)) is None:
+        return None
+    return _released(found, ANCHOR, merge, hashes)
+
+
+def _released(current: CurrentRelease, name: str, merge: Model, hashes: HashMemo) -> ReleasedModel:
     released, ours = _checkpoint(current.directory, hashes), _checkpoint(merge.directory, hashes)
     digest = merge.digest if released == ours else merkle(released)
-    return ReleasedModel(name=CHAMPION, digest=digest, directory=current.directory, head=current.head)
+    return ReleasedModel(name=name, digest=digest, directory=current.directory, head=current.head)
 
 
 def _checkpoint(directory: Path, hashes: HashMemo) -> dict[str, tuple[int, str]]:

@@ -46,6 +46,7 @@ def render(content: ReportContent) -> str:
         per_byte=table.uses_bytes(content.models, verdict.drift),
         measured=[model for model in content.models if model.likelihoods is not None],
         scored_how=_scored_how(content.scoring) if content.scoring else "",
+        asked=wording.what_was_asked(verdict),
         read_how=_read_how(content.windows) if content.windows else "",
     )
 
@@ -75,8 +76,8 @@ def _scored_how(scoring: Scoring) -> str:
         if scoring.num_fewshot is None
         else f"{scoring.num_fewshot} few-shot examples"
     )
-    few_at_first = f"a fixed sample of documents, {scoring.documents} a task at first"
-    which = few_at_first if scoring.documents is not None else "all documents"
+    few_at_first = f"a fixed sample of documents, {scoring.first_look} a task at first"
+    which = few_at_first if scoring.first_look is not None else "all documents"
     parts = [
         f"lm-eval, {scoring.backend} backend",
         which,

@@ -6,7 +6,7 @@ shows the one that fits.
 
 from __future__ import annotations
 
-from tasks.gate import GuardVerdict
+from tasks.gate import GuardVerdict, SuiteVerdict
 from tasks.report import wording
 from tasks.report.content import ReportContent
 from tasks.report.rows import NARROW, WIDE, Dot, Line, draw_dots, draw_intervals
@@ -18,28 +18,45 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
     guards = content.verdict.guards
     if not guards:
         return ()
-    lines = [_guard_line(guard) for guard in guards]
+    lines = [*map(_suite_line, content.verdict.suites), *map(_guard_line, guards)]
     label = "Drop of each guarded task in points, with its interval. " + " ".join(
-        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, limit {wording.limit(guard)}, {guard.outcome}."
+        f"{guard.task} against {guard.reference}: {wording.drop(guard)}, limit {wording.limit(guard)}, {guard.word}."
         for guard in guards
     )
-    names = ("zero", "limit", "margin") if any(g.margin != g.max_drop for g in guards) else ("zero", "limit and margin")
+    two = any(line.soft_limit != line.fail_limit for line in lines)
+    names = ("zero", "limit", "margin") if two else ("zero", "limit and margin")
     unit = "points lost"
     return tuple(draw_intervals(f"guards-{form.name}", lines, form, 0.0, names, unit, label) for form in (WIDE, NARROW))
 
 
+def _suite_line(suite: SuiteVerdict) -> Line:
+    return Line(
+        label=f"mean of {suite.tasks}",
+        detail=f"against {suite.reference}",
+        numbers=wording.suite_change(suite),
+        outcome=suite.outcome,
+        word=suite.word,
+        estimate=suite.drop,
+        low=suite.low,
+        high=suite.high,
+        fail_limit=suite.max_drop,
+        soft_limit=suite.margin,
+    )
+
+
 def _guard_line(guard: GuardVerdict) -> Line:
+    limits = (guard.max_drop, guard.margin) if guard.limit is None else (guard.limit, guard.limit)
     return Line(
         label=guard.task,
         detail=f"against {guard.reference}",
         numbers=wording.drop(guard),
         outcome=guard.outcome,
-        word=guard.outcome,
+        word=guard.word,
         estimate=guard.drop,
         low=guard.low,
         high=guard.high,
-        fail_limit=guard.max_drop,
-        soft_limit=guard.margin,
+        fail_limit=limits[0],
+        soft_limit=limits[1],
     )
 
 
@@ -53,7 +70,7 @@ def drift_plot(content: ReportContent) -> tuple[str, ...]:
         detail=f"against {drift.reference}",
         numbers=wording.format_ratio(drift),
         outcome=drift.outcome,
-        word="warning" if drift.warning and drift.outcome == "pass" else drift.outcome,
+        word="warning" if drift.warning and drift.outcome == "pass" else drift.word,
         estimate=drift.ratio,
         low=drift.low,
         high=drift.high,

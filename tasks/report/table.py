@@ -12,6 +12,8 @@ from tasks.report import wording
 from tasks.report.content import ReportContent, ReportedModel
 from tasks.stage import Outcome
 
+_MERGE = object()  # apart from every name of a model
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -89,7 +91,10 @@ def _task_row(
     cells = []
     for model in models:
         if (score := scores.get(model.name)) is None:
-            cells.append(Cell())
+            # A guard with metrics of its own by task has scores that no table of a model has.
+            known = {guard.reference: guard.reference_score, _MERGE: guard.merge_score} if guard and not scores else {}
+            value = known.get(_MERGE if model.role == "merge" else model.name)
+            cells.append(Cell() if value is None else Cell(_measure(value, in_points)))
         else:
             is_best = model.role != "merge" and score.score == best
             cells.append(Cell(_measure(score.score, in_points), _measure(score.stderr, in_points), is_best))
@@ -110,7 +115,11 @@ def final_table(content: ReportContent) -> Table:
     shown = models if rows else tuple(model for model in content.models if model.likelihoods is not None)
     lines = [_task_line(row, rows) for row in rows]
     verdict = content.verdict
-    if verdict.overall_drop is not None and len(verdict.guards) > 1:
+    for suite in verdict.suites:
+        label = "all tasks" if suite is verdict.suites[0] else f"against {suite.reference}"
+        change, limit = wording.suite_change(suite), wording.plain(suite.max_drop)
+        lines.append(Row((label, *("" for _ in shown), change, limit, suite.word), suite.outcome))
+    if not verdict.suites and verdict.overall_drop is not None and len(verdict.guards) > 1:
         change = wording.number(verdict.overall_drop, 1)
         if verdict.overall_low is not None and verdict.overall_high is not None:
             change += f" {wording.interval(verdict.overall_low, verdict.overall_high, 1)}"
@@ -126,8 +135,11 @@ def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
     label = row.task if sum(other.task == row.task for other in rows) == 1 else f"{row.task} {row.metric}"
     if row.guard is None:
         return Row((label, *cells, "", "", ""))
-    change, limit = wording.drop(row.guard), wording.plain(row.guard.max_drop)
-    return Row((label, *cells, change, limit, row.guard.outcome), row.guard.outcome)
+    guard = row.guard
+    change, limit = wording.drop(guard), wording.plain(guard.limit or guard.max_drop)
+    # What a task of a suite shows by itself is told, and not shouted about.
+    quiet = guard.limit is not None and guard.outcome == "pass" and guard.word in ("undecided", "worse")
+    return Row((label, *cells, change, limit, guard.word), None if quiet else guard.outcome)
 
 
 def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ...]) -> Row:
@@ -136,7 +148,7 @@ def _perplexity_line(drift: DriftVerdict | None, models: tuple[ReportedModel, ..
     values = tuple(likelihood(model.likelihoods, per_byte) for model in models)
     if drift is None:
         return Row((label, *values, "", "", ""))
-    verdict = "pass, warning" if drift.warning and drift.outcome == "pass" else drift.outcome
+    verdict = f"{drift.word}, warning" if drift.warning and drift.outcome == "pass" else drift.word
     change = f"{wording.TIMES} {wording.format_ratio(drift)}" if drift.ratio is not None else wording.NOT_FINITE
     return Row((label, *values, change, f"{wording.TIMES} {wording.plain(drift.max_ratio)}", verdict), drift.outcome)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.gate import DriftVerdict, GateVerdict, GuardVerdict
+from tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict
 from tasks.report.content import ReportContent
 from tasks.stage import Outcome
 
@@ -26,6 +26,18 @@ def plain(value: float) -> str:
 
 def interval(low: float, high: float, decimals: int) -> str:
     return f"[{number(low, decimals)}, {number(high, decimals)}]"
+
+
+def what_was_asked(verdict: GateVerdict) -> str:
+    """Each guarded task with the digest of its data, and the datasets behind it at the commits that are known:
+    ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. Empty where nobody looked."""
+    named = {}
+    for guard in verdict.guards:
+        if guard.data is not None:
+            known = {f"{source.path} at {source.revision[:12]}" for source in guard.data.sources if source.revision}
+            behind = f" ({', '.join(sorted(known))})" if known else ""
+            named[guard.task] = f"{guard.task} {guard.data.digest[:12]}{behind}"
+    return "; ".join(named.values())
 
 
 def guard_decimals(guard: GuardVerdict) -> int:
@@ -58,7 +70,9 @@ def drop(guard: GuardVerdict) -> str:
 
 
 def limit(guard: GuardVerdict) -> str:
-    """'3', or '3, margin 2' where the two differ."""
+    """'3', or '3, margin 4' where the two differ; '10 alone' for a task of a suite."""
+    if guard.limit is not None:
+        return f"{plain(guard.limit)} alone"
     if guard.margin == guard.max_drop:
         return plain(guard.max_drop)
     return f"{plain(guard.max_drop)}, margin {plain(guard.margin)}"
@@ -93,7 +107,7 @@ def _scientific(value: float) -> str:
 
 def title(verdict: GateVerdict) -> str:
     """The one big word."""
-    return {"pass": "Passed", "fail": "Refused", "inconclusive": "Inconclusive"}[verdict.outcome]
+    return {"pass": "Passed", "fail": "Refused", "inconclusive": "Undecided"}[verdict.outcome]
 
 
 def consequence(content: ReportContent) -> str:
@@ -122,6 +136,8 @@ def sentence(content: ReportContent) -> str:
 def _guards_passed(verdict: GateVerdict) -> str:
     if not verdict.guards:
         return "" if verdict.notes else "No task is guarded."
+    if verdict.suites:
+        return " ".join(map(_suite_passed, verdict.suites))
     closest = min(verdict.guards, key=lambda guard: guard.margin - guard.high)
     decimals = guard_decimals(closest)
     most, allowed = number(closest.high, decimals), plain(closest.margin)
@@ -132,6 +148,19 @@ def _guards_passed(verdict: GateVerdict) -> str:
         f"{count} guards hold. The closest is {closest.task}, which loses at most {most} points against "
         f"{closest.reference}; {allowed} are allowed."
     )
+
+
+def _suite_passed(suite: SuiteVerdict) -> str:
+    most, allowed = number(suite.high, 1), plain(suite.margin)
+    return (
+        f"The mean of {suite.tasks} tasks loses at most {most} points against {suite.reference}; {allowed} are "
+        "allowed, and no task has fallen far."
+    )
+
+
+def suite_change(suite: SuiteVerdict) -> str:
+    """'0.4 [-0.3, 1.1]', in points, with real minus signs."""
+    return f"{number(suite.drop, 1)} {interval(suite.low, suite.high, 1)}"
 
 
 def _drift_passed(drift: DriftVerdict | None) -> str:

@@ -18,7 +18,7 @@ from tasks.stage.stages import (
     store,
     value_stage,
 )
-from tasks.stage.verdict import JointVerdict, Outcome, Section, Verdict, combined, severity, worst
+from tasks.stage.verdict import JointVerdict, Outcome, Section, Verdict, combined, severity, word_for, worst
 
 __all__ = [
     "DeclaredStage",
@@ -49,5 +49,6 @@ __all__ = [
     "value_stage",
     "versions",
     "watched_by",
+    "word_for",
     "worst",
 ]

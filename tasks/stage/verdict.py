@@ -57,6 +57,17 @@ def severity(outcome: Outcome) -> int:
     return _SEVERITY.index(outcome)
 
 
+def word_for(outcome: Outcome, *, shown_worse: bool) -> str:
+    """What was shown, in one of four words.
+
+    Args:
+        shown_worse: The whole interval lies on the worse side: the loss may be small, but it is one.
+    """
+    if outcome == "pass":
+        return "a little worse" if shown_worse else "no worse"
+    return {"fail": "worse", "inconclusive": "undecided"}[outcome]
+
+
 def combined(verdicts: Sequence[Verdict]) -> JointVerdict:
     """The worst outcome of all, and every reason, those of the worst verdict first. One no is enough."""
     ordered = sorted(verdicts, key=lambda verdict: -severity(verdict.outcome))  # stable: as they were asked

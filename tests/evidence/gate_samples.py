@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from merge_core.store.store import Artifact
 from tasks.evaluation import document_scores
@@ -17,6 +20,29 @@ from tasks.perplexity.measuring import DocumentLikelihood
 from tasks.perplexity.stage import FILE, Likelihoods, write_documents
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """A script of ``benchmarks/`` as a module."""
+    file = Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def table_in_the_document(name: str) -> list[list[str]]:
+    """Cells of the rows of one table in ``docs/gates.md``, heads first; rules are left out."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "gates.md").read_text(encoding="utf-8")
+    lines = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].splitlines()
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ") and "--:" not in line
+    ]
 
 
 def paired(lost: int, won: int, n: int) -> Paired:

@@ -22,8 +22,9 @@ from tasks.checkpoints.model_cache import unload
 from tasks.evaluation import document_scores
 from tasks.evaluation.document_scores import DocumentScore
 from tasks.evaluation.harness import count_documents, score_documents
+from tasks.evaluation.metrics import default_metric
 from tasks.evaluation.scoring import DocumentRange, Scoring
-from tasks.evaluation.stage import default_metric, score_table
+from tasks.evaluation.stage import score_table
 from tasks.evaluation.task_definition import EvalTask, pin_task
 from tasks.gate.guards import Guard
 from tasks.gate.settings import EvaluateSettings
@@ -91,7 +92,7 @@ def test_every_document_is_scored_as_plain_transformers_do(tmp_path: Path, task:
         wanted.append(float(max(range(2), key=logliks.__getitem__) == document["right"]))
     assert 0.2 < sum(wanted) / len(wanted) < 0.8  # neither all right nor all wrong: this can fail
     assert [o.outcome for o in found] == wanted
-    (total,) = score_table("letters", found, {"acc,none": True})
+    (total,) = score_table("letters", found)
     assert (total.task, total.metric, total.n) == ("letters", "acc,none", 40)
     assert total.score == pytest.approx(sum(wanted) / 40)
     p = total.score
@@ -327,7 +328,7 @@ def test_settings_are_written_as_in_the_design() -> None:
     )
     assert settings.scoring == Scoring(dtype="bfloat16", documents=500)
     assert type(settings.scoring) is Scoring  # a threshold must not be in the key of an evaluation
-    assert (settings.rule.confidence, settings.rule.on_inconclusive) == (0.9, "block")
+    assert (settings.gate_rule.confidence, settings.gate_rule.on_inconclusive) == (0.9, "block")
     assert [guard.upper_limit for guard in settings.tasks] == [3, 4]
 
 

@@ -73,7 +73,7 @@ def scored(tmp_path: Path, documents: Sequence[Mapping[str, Any]]) -> Scored:
 
 def lost(task: EvalTask, out: Path, theirs: Sequence[Artifact[Scores]], ours: Sequence[Artifact[Scores]]) -> Flips:
     out.mkdir()
-    return flips.work(out, task, METRIC, True, tuple(theirs), tuple(ours))
+    return flips.work(out, task, METRIC, tuple(theirs), tuple(ours))
 
 
 def test_a_lost_document_is_shown_as_it_was_asked(
@@ -107,7 +107,12 @@ def test_parts_of_a_task_count_together(task: EvalTask, scored: Scored, tmp_path
 
 def test_where_less_is_better_more_is_a_loss(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    found = flips.work(tmp_path / "out", task, METRIC, False, (scored("a", {1, 2}),), (scored("merge", {2, 7}),))
+    theirs, ours = scored("a", {1, 2}), scored("merge", {2, 7})
+    for side in (theirs, ours):
+        file = side.directory / document_scores.SCORES_FILE
+        rows = [row._replace(higher_is_better=False) for row in document_scores.read_document_scores(file)]
+        document_scores.write_document_scores(file, rows)
+    found = flips.work(tmp_path / "out", task, METRIC, (theirs,), (ours,))
     assert [flip.doc_id for flip in found.examples] == [1]
 
 

@@ -98,7 +98,7 @@ def test_a_verdict_survives_its_json() -> None:
 
 def test_every_setting_of_the_rule_reaches_the_gate() -> None:
     settings = EvaluateSettings(tasks=(GUARD,), confidence=0.9, extend=False, on_inconclusive="warn")
-    assert settings.rule == GateRule(confidence=0.9, extend=False, on_inconclusive="warn")
+    assert settings.gate_rule == GateRule(confidence=0.9, extend=False, on_inconclusive="warn")
 
 
 # --- the stage

@@ -79,7 +79,7 @@ def test_the_margin_is_what_the_profile_says() -> None:
 
 def test_documents_are_paired_by_identity_not_by_order() -> None:
     found = pair_documents([outcome(1, 0.0), outcome(2)], [outcome(2, 0.0), outcome(1)], "acc,none", "x")
-    assert found == Paired((("reverse", 1), ("reverse", 2)), (0.0, 1.0), (1.0, 0.0), ("", ""))
+    assert found == Paired((("reverse", 2), ("reverse", 1)), (1.0, 0.0), (0.0, 1.0), ("", ""))
 
 
 def test_other_metrics_take_no_part() -> None:
@@ -120,14 +120,14 @@ def test_outcomes_stored_before_there_were_clusters_are_read(tmp_path: Path) -> 
 
 
 def test_subjects_of_a_group_can_be_the_independent_units() -> None:
-    # Ten subjects, and all that is lost is lost in one of them: to its documents clear, to the subjects an accident.
-    subjects = tuple((f"subject {doc // 100}", doc) for doc in range(1000))
-    lost = [0.0 if doc < 60 else 1.0 for doc in range(1000)]
+    # Twenty subjects, and all that is lost is lost in one of them: to its documents clear, to the subjects an accident.
+    subjects = tuple((f"subject {doc // 50}", doc) for doc in range(1000))
+    lost = [0.0 if doc < 50 else 1.0 for doc in range(1000)]
     found = Paired(subjects, (1.0,) * 1000, tuple(lost))
     alone = judge_guard(GUARD, "acc,none", found, True, 0.95)
     by_subject = judge_guard(GUARD.model_copy(update={"cluster_by": "task"}), "acc,none", found, True, 0.95)
     assert (alone.outcome, by_subject.outcome) == ("fail", "inconclusive")
-    assert (alone.clusters, by_subject.clusters) == (None, 10)
+    assert (alone.clusters, by_subject.clusters) == (None, 20)
     assert by_subject.low < 0 < alone.low
     assert by_subject.drop == alone.drop
 

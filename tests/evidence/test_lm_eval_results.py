@@ -21,6 +21,7 @@ from tasks.checkpoints.model_cache import unload
 from tasks.evaluation.document_scores import DocumentScore
 from tasks.evaluation.harness import count_documents, score_documents
 from tasks.evaluation.lm_eval_results import TaskResults, check_alike, find_results, precision_differences, read_task
+from tasks.evaluation.metrics import metrics_by_leaf
 from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.task_definition import pin_task
 
@@ -110,12 +111,12 @@ def test_the_files_say_what_the_stage_finds(written: Path, definitions: dict[str
 def test_metrics_that_are_no_means_are_left_out(written: Path) -> None:
     reported = json.loads(the(written / "one", "results_*.json").read_text())["results"]["letters"]
     assert {"acc,none", "f1,none"} < reported.keys()
-    assert read(written / "one", "letters").higher_is_better == {"acc,none": True}
+    assert metrics_by_leaf(read(written / "one", "letters").outcomes) == {"letters": {"acc,none": True}}
 
 
 def test_each_filter_is_a_metric_of_its_own(written: Path) -> None:
     found = read(written / "one", "endings")
-    assert found.higher_is_better.keys() == {"exact_match,first-letter", "exact_match,any-letter"}
+    assert {outcome.metric for outcome in found.outcomes} == {"exact_match,first-letter", "exact_match,any-letter"}
     assert len(found.outcomes) == 2 * 20
 
 

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import statsmodels.api as sm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
@@ -15,11 +14,9 @@ from tasks.gate.regression import decide_guard
 from tasks.gate.statistics import (
     binary_bounds,
     binary_difference,
-    clustered_difference,
     detectable_difference,
     documents_needed,
     expected_maximum,
-    graded_difference,
     likelihood_ratio,
     score_statistic,
     selection_bias,
@@ -91,66 +88,6 @@ def test_the_binary_interval_covers_at_its_level(discordant: float, delta: float
     # The sides that would publish a bad merge and refuse a good one.
     assert np.mean(high < delta) <= 0.05 + 3 * STANDARD_ERROR
     assert np.mean(low > delta) <= 0.05 + 3 * STANDARD_ERROR
-
-
-def test_the_graded_interval_is_students() -> None:
-    differences = np.random.default_rng(2).normal(0.02, 0.3, 150)
-    estimate = graded_difference(differences.tolist(), 0.95)
-    wanted = stats.ttest_1samp(differences, 0).confidence_interval(0.90)
-    assert (estimate.low, estimate.high) == pytest.approx((wanted.low, wanted.high), rel=1e-9)
-
-
-def test_the_graded_interval_is_never_of_zero_width() -> None:
-    estimate = graded_difference([0.0] * 200, 0.95)
-    assert estimate.low < -0.01 < 0.01 < estimate.high
-
-
-def test_the_graded_interval_covers_at_its_level() -> None:
-    rng = np.random.default_rng(3)
-    samples = rng.beta(2, 3, (10_000, 80)) - rng.beta(2, 3, (10_000, 80)) * 0.9
-    true = 0.4 - 0.9 * 0.4
-    covered = [e.low <= true <= e.high for e in (graded_difference(sample, 0.95) for sample in samples)]
-    assert np.mean(covered) == pytest.approx(0.90, abs=3 * STANDARD_ERROR)
-
-
-def in_clusters(rng: np.random.Generator, clusters: int, size: int, shared: float) -> tuple[np.ndarray, list[str]]:
-    """Differences of mean 0.02 in clusters of unequal size, with a part that all of a cluster share."""
-    members = np.repeat(np.arange(clusters), rng.integers(size // 2, size * 2, clusters))
-    differences = 0.02 + rng.normal(0, shared, clusters)[members] + rng.normal(0, 0.3, len(members))
-    return differences, [f"passage {member}" for member in members]
-
-
-def test_the_clustered_interval_is_that_of_a_regression_with_clustered_errors() -> None:
-    differences, clusters = in_clusters(np.random.default_rng(11), 12, 20, 0.2)
-    plain = graded_difference(differences.tolist(), 0.95)
-    found = clustered_difference(differences.tolist(), clusters, plain, 0.95)
-    groups = np.unique(clusters, return_inverse=True)[1]
-    fit = sm.OLS(differences, np.ones(len(differences))).fit(
-        cov_type="cluster", cov_kwds={"groups": groups}, use_t=True
-    )
-    assert (found.low, found.high) == pytest.approx(tuple(fit.conf_int(0.10)[0]), rel=1e-9)
-    assert found.high - found.low > 1.5 * (plain.high - plain.low)
-
-
-def test_the_clustered_interval_is_never_narrower_than_without_clusters() -> None:
-    differences = [0.5, -0.5] * 50  # every cluster sums to nothing, so between them there seems to be no difference
-    plain = graded_difference(differences, 0.95)
-    clustered = clustered_difference(differences, [str(i // 2) for i in range(100)], plain, 0.95)
-    assert clustered == plain
-
-
-@pytest.mark.parametrize("clusters", [10, 40])
-def test_the_clustered_interval_covers_where_the_plain_one_does_not(clusters: int) -> None:
-    rng = np.random.default_rng(12)
-    covered = []
-    for _ in range(3000):
-        differences, of = in_clusters(rng, clusters, 10, 0.2)
-        plain = graded_difference(differences, 0.95)
-        wide = clustered_difference(differences, of, plain, 0.95)
-        covered.append((wide.low <= 0.02 <= wide.high, plain.low <= 0.02 <= plain.high))
-    with_clusters, without = np.mean(covered, axis=0)
-    assert with_clusters == pytest.approx(0.90, abs=0.03)  # unequal clusters cost a point or two of it
-    assert without < 0.75
 
 
 @pytest.mark.parametrize(("count", "wanted"), [(1, 0.0), (2, 0.5642), (3, 0.8463), (5, 1.1630)])

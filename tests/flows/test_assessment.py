@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from prefect import flow
@@ -44,7 +45,7 @@ class Bench:
     ) -> list[Artifact[Scores]]:
         assert documents is not None
         self.asked.append((model.name, task.name, documents))
-        wanted = [part for part in document_ranges(SIZE, scoring.documents) if part.first < documents]
+        wanted = [part for part in document_ranges(SIZE, scoring.first_look) if part.first < documents]
         return [self._part(model.name, task.name, part.first, part.last) for part in wanted]
 
     def _part(self, name: str, task: str, first: int, last: int) -> Artifact[Scores]:
@@ -68,7 +69,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         right: Callable[[str, str, int], bool],
         *,
         guards: tuple[Guard, ...],
-        first: int | None = 500,
+        first: int | Literal["all"] | None = 500,
         rule: GateRule | None = None,
         champion: Model | None = None,
     ) -> tuple[Assessment, Bench]:
@@ -76,7 +77,9 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         monkeypatch.setattr(assessment, "evaluate_to", bench.evaluate_to)
         monkeypatch.setattr(assessment, "document_count", lambda task, time_limit: SIZE)
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
-        evidence = Evidence(tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule())
+        evidence = Evidence(
+            tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule(rule="each")
+        )
 
         @flow
         def judge() -> Assessment:
@@ -130,8 +133,25 @@ def test_without_extension_the_first_look_is_the_only_one(judged: Callable[..., 
 
 
 def test_all_documents_at_once_are_one_look(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    _, bench = judged(sometimes_wrong, guards=(REVERSE,), first=None)
+    _, bench = judged(sometimes_wrong, guards=(REVERSE,), first="all")
     assert {documents for *_, documents in bench.asked} == {SIZE}
+
+
+def test_looks_are_taken_without_being_asked_for(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
+    _, bench = judged(sometimes_wrong, guards=(REVERSE,), first=None)
+    assert {documents for *_, documents in bench.asked} == {500, 1000}
+
+
+def test_a_look_that_can_decide_nothing_is_not_taken(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
+    def wild(name: str, task: str, doc: int) -> bool:
+        return (doc * 7919) % 11 < 5 if name == "merge" else (doc * 7919) % 11 >= 5  # never alike, as good as the other
+
+    strict = REVERSE.model_copy(update={"max_drop": 12.0, "margin": 12.5})
+    result, bench = judged(wild, guards=(strict,), first=1300)
+    assert result.verdict.value.outcome == "inconclusive"
+    (guard,) = result.verdict.value.guards
+    assert guard.chance_left is not None
+    assert ({documents for *_, documents in bench.asked} == {1300}) == (guard.chance_left < 0.02)
 
 
 def test_the_champion_is_scored_where_a_guard_asks_for_it(judged: Callable[..., tuple[Assessment, Bench]]) -> None:

@@ -57,7 +57,11 @@ def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: 
     assert found == code
     assert ours["status"] == ("refused" if code else "passed")
     assert [guard["n"] for guard in ours["content"]["verdict"]["guards"]] == [400, 400]
-    assert ours["content"]["verdict"]["guards"] == theirs["content"]["verdict"]["guards"]
+    sides = [verdict["content"]["verdict"]["guards"] for verdict in (ours, theirs)]
+    data = [[guard.pop("data") for guard in side] for side in sides]
+    assert sides[0] == sides[1]
+    assert data[0] == [None, None]  # lm-eval's files do not say on which data; the hashes of documents are compared
+    assert all(found["digest"] for found in data[1])
 
 
 def test_a_lost_skill_is_said(judged: tuple[Project, Path]) -> None:

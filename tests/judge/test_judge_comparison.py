@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from scipy import stats
 
 from merge_core.errors import InvalidInput
+from tasks.gate import graded_difference
 from tasks.judge.comparison import Answering, Judgement, JudgeVerdict, Order, Winner, answers_verdict, settle
 from tasks.judge.settings import JudgeRule, JudgeSettings
 
@@ -73,7 +75,7 @@ def test_rates_lengths_and_the_judges_own_health_are_reported() -> None:
     assert (found.reference_cut_off, found.merge_cut_off) == (1, 2)
 
 
-def test_the_interval_is_students_over_prompts_not_over_turns() -> None:
+def test_the_interval_is_that_of_graded_scores_over_prompts_not_over_turns() -> None:
     rng = np.random.default_rng(7)
     scores = rng.choice([0.0, 0.5, 1.0], size=(60, 2), p=[0.5, 0.3, 0.2])
     names: dict[float, Winner] = {0.0: "reference", 0.5: "tie", 1.0: "merge"}
@@ -85,11 +87,23 @@ def test_the_interval_is_students_over_prompts_not_over_turns() -> None:
     ]
     found = verdict(judgements, confidence=0.9)
     means = scores.mean(axis=1)
-    low, high = stats.t.interval(0.8, len(means) - 1, loc=means.mean(), scale=stats.sem(means))
+    mixed = sorted(range(60), key=lambda prompt: hashlib.sha256(str(prompt).encode()).digest())
+    wanted = graded_difference([1 - 2 * means[prompt] for prompt in mixed], 0.9)
     assert found.win_rate == pytest.approx(means.mean())
-    assert (found.low, found.high) == pytest.approx((low, high))
+    assert (found.low, found.high) == pytest.approx(((1 - wanted.high) / 2, (1 - wanted.low) / 2))
     assert found.shortfall == pytest.approx(100 * (0.5 - means.mean()))
     assert found.pairs == 120
+    assert found.high - found.low == pytest.approx(2 * stats.t.ppf(0.9, 59) * stats.sem(means), rel=0.2)
+
+
+def test_equal_answers_do_not_come_last() -> None:
+    # Each is a tie, and bets on what comes late must not know that nothing happens there any more.
+    names = [f"p{n}" for n in range(200)]
+    tied = [(name, 0) for name in names[100:]]
+    lost = [judgement for name in names[:100] for judgement in both(name, "reference", "reference")]
+    one = verdict(lost, tied)
+    other = verdict([*lost, *(j for name, _ in tied for j in both(name, "reference", "merge"))])
+    assert (one.low, one.high) == (other.low, other.high)
 
 
 def test_a_clear_loss_fails_and_says_so() -> None:

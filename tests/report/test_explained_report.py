@@ -189,7 +189,7 @@ def test_a_verdict_of_several_looks_says_at_which_it_was_reached() -> None:
     notes = ("The reference is the best of three parents.",)
     verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
     found = text_of(page_of(content.model_copy(update={"verdict": verdict})))
-    assert "✗ fail limit 3 look 2 of 3" in found
+    assert "✗ worse limit 3 look 2 of 3" in found
     assert found.count("look 2 of 3") == 1
     assert notes[0] in found
 

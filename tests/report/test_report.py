@@ -17,6 +17,7 @@ import report_samples as samples
 from pages import page_of
 
 from merge_core.store.keys import stage_key
+from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.report.content import ReportContent
 from tasks.report.page import render
 from tasks.report.stage import write_report
@@ -147,10 +148,10 @@ def test_every_number_of_every_guard_stands_in_the_table_and_in_the_plot() -> No
 def test_plots_name_their_rows_outcomes_and_limits_in_both_widths() -> None:
     page = Page(page_of(samples.refused()))
     words = [text.strip() for text in page.texts["text"]]
-    for expected in ("reversing", "against reverser", "✗ fail", "? inconclusive", "limit", "margin", "✓ warning"):
+    for expected in ("reversing", "against reverser", "✗ worse", "? undecided", "limit", "margin", "✓ warning"):
         assert words.count(expected) >= 2, expected
     labels = page.attributes("aria-label")
-    assert any("reversing against reverser: 14.4 [11.7, 17.1], limit 3, fail." in label for label in labels)
+    assert any("reversing against reverser: 14.4 [11.7, 17.1], limit 3, worse." in label for label in labels)
     assert any("warning above 1.02, limit 1.05" in label for label in labels)
     assert any("merge: 3.510." in label for label in labels)
 
@@ -270,9 +271,9 @@ def test_final_table_has_a_cell_for_each_column_and_the_outcome_of_each_guard(co
 
 def test_final_table_reads_as_the_run_went() -> None:
     rows = {row.cells[0]: row.cells for row in final_table(samples.refused()).rows}
-    assert rows["reversing"] == ("reversing", "2.0", "98.6 *", "2.4", "84.2", "14.4 [11.7, 17.1]", "3", "fail")
+    assert rows["reversing"] == ("reversing", "2.0", "98.6 *", "2.4", "84.2", "14.4 [11.7, 17.1]", "3", "worse")
     assert rows["copying"] == ("copying", "99.0 *", "98.4", "98.0", "98.6", "", "", "")
-    assert rows["perplexity"][5:] == (f"{TIMES} 1.032 [1.024, 1.040]", f"{TIMES} 1.05", "pass, warning")
+    assert rows["perplexity"][5:] == (f"{TIMES} 1.032 [1.024, 1.040]", f"{TIMES} 1.05", "a little worse, warning")
 
 
 def test_best_parent_is_the_lowest_where_less_is_better() -> None:
@@ -300,3 +301,26 @@ def test_models_with_different_tokenizers_compare_in_bits_per_byte() -> None:
     page = Page(page_of(content.model_copy(update={"verdict": per_byte})))
     assert "Bits per byte of each model" in page.text
     assert "0.442" in page.texts["text"]  # log2(3.41) / 4 bytes a token
+
+
+def test_the_page_says_on_which_data_the_verdict_rests() -> None:
+    content = samples.released()
+    sources = (DataSource(path="acme/sorting", revision="c" * 40), DataSource(path="acme/local"))
+    data = TaskData(digest="d" * 64, sources=sources)
+    first, second = content.verdict.guards
+    guards = (first, second.model_copy(update={"data": data}))
+    page = render(content.model_copy(update={"verdict": content.verdict.model_copy(update={"guards": guards})}))
+    assert f"sorting {'d' * 12} (acme/sorting at {'c' * 12})" in page
+    assert "What was asked" not in render(content)
+
+
+def test_a_guard_with_metrics_of_its_own_shows_the_scores_that_it_compared() -> None:
+    content = samples.released()
+    guard = content.verdict.guards[0].model_copy(
+        update={"metric": "acc,none + exact_match,none", "leaf_metrics": {"a": "acc,none", "b": "exact_match,none"}}
+    )
+    mixed = content.model_copy(update={"verdict": content.verdict.model_copy(update={"guards": (guard,)})})
+    (row,) = [row for row in task_rows(mixed) if row.guard is not None]
+    names = [model.name for model in content.models if model.scores]
+    cells = dict(zip(names, (cell.text for cell in row.cells), strict=True))
+    assert (cells["reverser"], cells["merge"], cells["sorter"]) == ("98.6", "98.0", "")

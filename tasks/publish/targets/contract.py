@@ -28,10 +28,12 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from merge_core.errors import Refused
 from merge_core.store import HashMemo
 from tasks.publish.content import ReleaseFile
 from tasks.publish.signature import private_key
 
+FIRST = "first"  # among earlier releases
 _VERSION = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 OnProgress = Callable[[int, int], None]
@@ -124,6 +126,28 @@ class PublishTarget(BaseModel, ABC):
         Raises:
             Refused: when that cannot be told: a merge must not be let through because its champion was out of reach.
         """
+
+    def earlier(self, root: Path, named: str) -> CurrentRelease | None:
+        """A release that was published there before, to be an anchor; None before the first.
+
+        Args:
+            named: ``first`` for the oldest, or a version.
+
+        Raises:
+            InvalidInput: when there is no such version.
+            Refused: when that cannot be told, or the place keeps no earlier releases.
+        """
+        raise Refused(
+            "evaluate.anchor",
+            found=f"{named!r}, and a target ({self.to_name}) that keeps no earlier releases",
+            expected="a target that does, like a directory or the Hub",
+            remedy="leave 'anchor' out, or publish elsewhere",
+        )
+
+    @property
+    def to_name(self) -> str:
+        """What a profile says to mean this target."""
+        return str(getattr(self, "to", type(self).__name__))
 
     @abstractmethod
     def publish(

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from merge_core.errors import Refused
+from merge_core.errors import InvalidInput, Refused, suggest
 from merge_core.store import HashMemo, fsync, fsync_directories, locked, sha256_file
 from tasks.publish.content import ReleaseFile, is_content_version
-from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
+from tasks.publish.targets.contract import FIRST, CurrentRelease, OnProgress, PublishTarget, Release
 
 LATEST = "latest"
 _CHUNK = 1 << 22
@@ -62,6 +62,23 @@ class DirectoryTarget(PublishTarget):
         """What ``latest`` points to. Without a head: one machine writes there, one publisher at a time."""
         latest = root / self.path / LATEST
         return CurrentRelease(latest.resolve()) if latest.is_dir() else None
+
+    def earlier(self, root: Path, named: str) -> CurrentRelease | None:
+        """A version beside ``latest``; the first is the one that was written before all others."""
+        directory = root / self.path
+        versions = [place for place in directory.iterdir() if _is_version(place)] if directory.is_dir() else []
+        if not versions:
+            return None
+        if named == FIRST:
+            return CurrentRelease(min(versions, key=lambda place: (place.stat().st_mtime_ns, place.name)).resolve())
+        if (place := directory / named) in versions:
+            return CurrentRelease(place.resolve())
+        raise InvalidInput(
+            "evaluate.anchor",
+            found=f"{named!r}, which is no version at {directory}",
+            expected=f"{FIRST!r}, or one of its versions",
+            remedy=suggest(named, [FIRST, *(place.name for place in versions)]),
+        )
 
     def publish(
         self,
@@ -121,6 +138,10 @@ class DirectoryRelease:
 
     def read(self, name: str) -> bytes:
         return (self.directory / name).read_bytes()
+
+
+def _is_version(place: Path) -> bool:
+    return place.is_dir() and not place.is_symlink() and not place.name.startswith(".")
 
 
 def _write_version(files: Sequence[ReleaseFile], place: Path, on_progress: OnProgress) -> None:

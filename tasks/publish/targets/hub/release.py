@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from merge_core.errors import InvalidInput, Refused
+from merge_core.errors import InvalidInput, Refused, suggest
 from tasks.checkpoints.hub import HubAccess, describe, git_blob, hub_access, is_worth_another_look
 from tasks.publish.content import is_content_version
 from tasks.publish.sums import sha256_of
-from tasks.publish.targets.contract import CurrentRelease
+from tasks.publish.targets.contract import FIRST, CurrentRelease
 from tasks.publish.targets.hub.state import WRITTEN_BY_HUB
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
@@ -32,13 +32,48 @@ def download_main(repo: str, access: HubAccess) -> CurrentRelease | None:
     commit = _main_commit(access, repo)
     if commit is None or not set(access.listing(repo, commit)) - WRITTEN_BY_HUB:
         return None
+    return CurrentRelease(_download(repo, commit, access), commit)
+
+
+def download_earlier(repo: str, named: str, access: HubAccess) -> CurrentRelease | None:
+    """What a version's tag, or the oldest of them (``first``), lists; None when there is no repository or no tag.
+
+    Raises:
+        InvalidInput: when there is no such tag.
+        Refused: when the Hub cannot be asked.
+    """
+    if _main_commit(access, repo) is None:
+        return None
+    try:
+        tags = {tag.name: tag.target_commit for tag in access.api().list_repo_refs(repo).tags}
+        if named == FIRST and tags:
+            order = [commit.commit_id for commit in access.api().list_repo_commits(repo)]  # the newest first
+            commit = max(tags.values(), key=lambda one: order.index(one) if one in order else -1)
+            return CurrentRelease(_download(repo, commit, access), commit)
+    except Refused:
+        raise
+    except Exception as error:
+        raise _unreachable(repo, error, access) from None
+    if not tags:
+        return None
+    if named in tags:
+        return CurrentRelease(_download(repo, tags[named], access), tags[named])
+    raise InvalidInput(
+        "evaluate.anchor",
+        found=f"{named!r}, which is no version of {repo}",
+        expected=f"{FIRST!r}, or one of its tags",
+        remedy=suggest(named, [FIRST, *tags]),
+    )
+
+
+def _download(repo: str, commit: str, access: HubAccess) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         place = snapshot_download(repo, revision=commit, token=access.token or False, endpoint=access.endpoint)
     except Exception as error:
         raise _unreachable(repo, error, access) from None
-    return CurrentRelease(Path(place), commit)
+    return Path(place)
 
 
 def _main_commit(access: HubAccess, repo: str) -> str | None:

@@ -17,7 +17,7 @@ from tasks.checkpoints.hub import HubAccess, hub_access, require_writing
 from tasks.publish.content import ReleaseFile
 from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
 from tasks.publish.targets.hub.publication import publish_hub
-from tasks.publish.targets.hub.release import HubRelease, download_main, open_on_hub
+from tasks.publish.targets.hub.release import HubRelease, download_earlier, download_main, open_on_hub
 
 
 class HubTarget(PublishTarget):
@@ -63,6 +63,10 @@ class HubTarget(PublishTarget):
     def current(self, root: Path) -> CurrentRelease | None:
         """What ``main`` lists today, downloaded. Its head is the commit."""
         return download_main(self.repo, self._access())
+
+    def earlier(self, root: Path, named: str) -> CurrentRelease | None:
+        """What a version's tag lists, downloaded."""
+        return download_earlier(self.repo, named, self._access())
 
     def publish(
         self,

@@ -1,0 +1,271 @@
+"""How often a merge at its margin is published on graded scores and on clusters: tables of ``docs/gates.md``.
+
+::
+
+    .venv/bin/python benchmarks/operating_characteristics.py graded --markdown      # a quarter of an hour on one core
+    .venv/bin/python benchmarks/operating_characteristics.py clusters --markdown    # two minutes
+
+Merges are drawn, not run, and decided by the functions of
+the gate (``tasks.gate.bounded``, ``tasks.gate.clusters``, ``tasks.gate.statistics``), which take many samples at once.
+A merge that fails at an early look is judged again at the next all the same, so what is published is overstated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import stdtrit
+
+from tasks.evaluation.scoring import looks
+from tasks.gate.bounded import refuted
+from tasks.gate.clusters import FEWEST_CLUSTERS, cluster_errors, critical_value, effective_clusters
+from tasks.gate.sequential import plan_looks
+from tasks.gate.statistics import binary_bounds
+
+CONFIDENCE = 0.95
+MARGIN = 0.03  # ``max_drop`` is as much, the hardest there is: nothing but the bound stands in the way
+AT_ONCE = 4_000_000  # numbers, 32 MB
+
+# --- graded scores
+
+DOCUMENTS = (50, 100, 200, 500, 1000, 2000, 5000)
+
+Draw = Callable[[tuple[int, int], float, np.random.Generator], NDArray[np.float64]]
+
+
+def _ruined(
+    equal: NDArray[np.float64], reference: NDArray[np.float64], mean: float, drop: float, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Equal merges whose answer is worth nothing on as many documents as it takes to be ``drop`` worse.
+
+    Args:
+        equal: Differences of mean zero.
+        reference: The reference's scores, drawn apart from them, of mean ``mean``.
+    """
+    return np.where(rng.random(equal.shape) < drop / mean, reference, equal)
+
+
+def f1(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Three answers in ten are worth nothing, four everything, three something; a quarter is answered anew."""
+
+    def score() -> NDArray[np.float64]:
+        kind = rng.random(shape)
+        return np.where(kind < 0.3, 0.0, np.where(kind < 0.7, 1.0, rng.random(shape)))
+
+    equal = np.where(rng.random(shape) < 0.25, score() - score(), 0.0)
+    return _ruined(equal, score(), 0.55, drop, rng)
+
+
+def rouge(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Low scores with a long tail, Beta(2, 6), half of which both models share."""
+    equal = (rng.beta(2, 6, shape) - rng.beta(2, 6, shape)) / 2
+    return _ruined(equal, rng.beta(2, 6, shape), 0.25, drop, rng)
+
+
+def marks(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """A judge's marks from 1 to 10: mostly 7 to 9, and half of them one or two higher or lower."""
+    steps = rng.choice([-2, -1, 0, 1, 2], shape, p=[0.1, 0.15, 0.5, 0.15, 0.1]) / 9
+    mark = rng.choice([2, 4, 6, 7, 8], shape, p=[0.05, 0.1, 0.3, 0.35, 0.2]) / 9
+    return _ruined(steps, mark, (0.1 + 0.4 + 1.8 + 2.45 + 1.6) / 9, drop, rng)
+
+
+def rare_losses(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """A document in a hundred (more by the drop) loses everything, the others win a point."""
+    return np.where(rng.random(shape) < (drop + 0.01) / 1.01, 1.0, -0.01)
+
+
+def ties(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Nineteen in twenty are equal."""
+    equal = np.where(rng.random(shape) < 0.05, rng.uniform(-1, 1, shape), 0.0)
+    return _ruined(equal, rng.uniform(0, 1, shape), 0.5, drop, rng)
+
+
+def continuous(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Normal, spread .15."""
+    return drop + np.clip(rng.normal(0, 0.15, shape), -0.6, 0.6)
+
+
+def all_or_nothing(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Equal but for documents on which everything is lost: of all shapes the one that hides a drop best."""
+    return (rng.random(shape) < drop).astype(np.float64)
+
+
+def subjects(shape: tuple[int, int], drop: float, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Ten subjects in fixed shares, half of which lose 20 points and half win as many, mixed."""
+    samples, n = shape
+    shift = np.where(np.arange(n) < n / 2, 0.2, -0.2) + (0.0 if n % 2 == 0 else -0.2 / n)
+    shifts = rng.permuted(np.broadcast_to(shift, (samples, n)), axis=1)
+    return drop + shifts + np.clip(rng.normal(0, 0.05, shape), -0.2, 0.2)
+
+
+SHAPES: dict[str, Draw] = {
+    "F1, mass at 0 and 1": f1,
+    "ROUGE, Beta(2, 6)": rouge,
+    "marks 1 to 10": marks,
+    "rare great losses": rare_losses,
+    "19 of 20 tie": ties,
+    "continuous": continuous,
+    "all or nothing": all_or_nothing,
+    "subjects apart": subjects,
+}
+
+
+class Published(NamedTuple):
+    """Shares of simulated merges that are published."""
+
+    ours: float
+    students: float
+
+
+def published(
+    draw: Draw, drop: float, schedule: tuple[int, ...], runs: int, rng: np.random.Generator, margin: float = MARGIN
+) -> Published:
+    """How often merges that are truly ``drop`` worse are published, by our bound and by Student's.
+
+    Args:
+        schedule: Documents after each look.
+        margin: In (0, 1).
+    """
+    ours = students = 0
+    at_once = max(1, AT_ONCE // schedule[-1])
+    for first in range(0, runs, at_once):
+        samples = min(at_once, runs - first)
+        differences = draw((samples, schedule[-1]), drop, rng)
+        passed, before = np.zeros(samples, dtype=bool), np.zeros(samples, dtype=bool)
+        for look in plan_looks(schedule, CONFIDENCE):
+            seen = differences[:, : look.documents]
+            passed |= refuted(seen, margin, CONFIDENCE, schedule)
+            quantile = stdtrit(look.documents - 1, look.confidence)
+            half = quantile * seen.std(axis=1, ddof=1) / math.sqrt(look.documents)
+            floor = binary_bounds(np.zeros(1), np.zeros(1), look.documents, look.confidence)[1][0]
+            before |= seen.mean(axis=1) + np.maximum(half, floor) <= margin
+        ours, students = ours + int(passed.sum()), students + int(before.sum())
+    return Published(ours / runs, students / runs)
+
+
+def graded(runs: int, rng: np.random.Generator) -> list[str]:
+    """One row for each shape and number of looks: published at the margin, and when equal; ours, then Student's."""
+    rows = []
+    for what, drop, samples in (("at the margin", MARGIN, runs), ("equal", 0.0, max(1, runs // 10))):
+        rows += [_row(what, "looks", *(f"{n:,}" for n in DOCUMENTS)), _rule(2 + len(DOCUMENTS))]
+        digits = 1 if drop else 0
+        for name, draw in SHAPES.items():
+            for parts in (1, 4):
+                cells = []
+                for n in DOCUMENTS:
+                    found = published(draw, drop, looks(n, math.ceil(n / parts)), samples, rng)
+                    cells.append(" · ".join(f"{100 * share:.{digits}f}" for share in found))
+                rows.append(_row(name, str(len(looks(100, 100 // parts))), *cells))
+        rows.append("")
+    return rows[:-1]
+
+
+# --- clusters
+
+# Questions of the 57 subjects of MMLU's test set.
+MMLU = (
+    *(1534, 895, 783, 612, 545, 390, 378, 346, 324, 311, 310, 306, 282, 272, 270, 265, 245, 238, 237, 235, 234, 223),
+    *(216, 204, 203, 201, 198, 193, 173, 171, 166, 165, 163, 152, 151, 145, 144, 135, 131, 126, 121, 114, 112, 110),
+    *(108, 103, 102, *(100,) * 10),
+)
+SIZES: dict[str, tuple[int, ...]] = {
+    "4 equal": (250,) * 4,
+    "6 equal": (250,) * 6,
+    "6 unequal": (100, 150, 200, 300, 400, 500),
+    "10 equal": (250,) * 10,
+    "20, one of half": (*(50,) * 19, 950),
+    **{f"{count} equal": (250,) * count for count in (14, 20, 30)},
+    "30 unequal": tuple(round(20 * 1.1**position) for position in range(30)),
+    "57 equal": (250,) * 57,
+    "57 of MMLU": MMLU,
+}
+SPREADS = (0.02, 0.06, 0.10)
+NOISE = 0.2  # standard deviation of one document's graded difference
+EFFECTS: dict[str, Callable[[tuple[int, int], np.random.Generator], NDArray[np.float64]]] = {
+    "normal": lambda shape, rng: rng.standard_normal(shape),
+    "skewed": lambda shape, rng: rng.standard_exponential(shape) - 1,
+    "a fifth falls": lambda shape, rng: np.where(rng.random(shape) < 0.2, 2.0, -0.5),
+}
+
+
+def clusters_published(
+    sizes: Sequence[int], drop: float, spread: float, effects: str, binary: bool, runs: int, rng: np.random.Generator
+) -> Published:
+    """How often merges are published whose clusters lose ``drop`` on average, by our interval and by the one before:
+    Student's of ``G - 1`` degrees.
+
+    Args:
+        spread: Standard deviation of what clusters lose.
+        effects: One of ``EFFECTS``.
+        binary: Right or wrong, with a discordance of .10 or what the cluster's drop takes; else graded.
+    """
+    counts = np.asarray(sizes)
+    n, groups = int(counts.sum()), len(counts)
+    lost_by = np.clip(drop + spread * EFFECTS[effects]((runs, groups), rng), -1, 1)
+    if binary:
+        discordance = np.maximum(0.10, np.abs(lost_by))
+        changed = rng.binomial(counts, discordance)
+        lost = rng.binomial(changed, (1 + lost_by / discordance) / 2)
+        means = (2 * lost - changed) / counts
+        floor = binary_bounds(lost.sum(axis=1).astype(float), (changed - lost).sum(axis=1).astype(float), n, CONFIDENCE)
+        high = floor[1]
+    else:
+        means = lost_by + rng.standard_normal((runs, groups)) * NOISE / np.sqrt(counts)
+        high = np.full(runs, -1.0)  # the bound over documents could only add to ours
+    mean = means @ counts / n
+    deviations = means - mean[:, None]
+    ours = mean + critical_value(tuple(sorted(sizes)), CONFIDENCE) * cluster_errors(deviations, counts)
+    error = np.sqrt(groups / (groups - 1) * ((deviations * counts) ** 2).sum(axis=1)) / n
+    before = mean + stdtrit(groups - 1, CONFIDENCE) * error
+    return Published(
+        float((np.maximum(ours, high) <= MARGIN).mean()), float((np.maximum(before, high) <= MARGIN).mean())
+    )
+
+
+def clusters(runs: int, rng: np.random.Generator) -> list[str]:
+    """One row for each set of clusters: published at the margin, and when equal; ours, then the interval before."""
+    rows = []
+    for what, drop in (("at the margin", MARGIN), ("equal", 0.0)):
+        kinds = [("none", 0.0), *((kind, spread) for kind in EFFECTS for spread in SPREADS)]
+        rows.append(_row(what, "count as", "scores", *(f"{k} {s:.2f}" if s else k for k, s in kinds)))
+        rows.append(_rule(3 + len(kinds)))
+        digits = 1 if drop else 0
+        for name, sizes in SIZES.items():
+            refused = effective_clusters(sizes) < FEWEST_CLUSTERS - 1e-9
+            for scores in ("binary", "graded"):
+                cells = []
+                for kind, spread in kinds:
+                    effects = kind if spread else "normal"
+                    found = clusters_published(sizes, drop, spread, effects, scores == "binary", runs, rng)
+                    shares = [f"{100 * share:.{digits}f}" for share in found]
+                    cells.append(" · ".join(["refused", shares[1]] if refused else shares))
+                rows.append(_row(name, f"{effective_clusters(sizes):.1f}", scores, *cells))
+        rows.append("")
+    return rows[:-1]
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _rule(columns: int) -> str:
+    return "|" + " --: |" * columns
+
+
+TABLES = {"graded": graded, "clusters": clusters}
+
+
+def print_table(name: str, runs: int, seed: int, markdown: bool) -> None:
+    """Print one of ``TABLES``, with the sentence that stands above it where ``markdown``."""
+    if markdown:
+        error = 100 * math.sqrt(0.05 * 0.95 / runs)
+        fewer = f", of {runs // 10:,} where equal" if name == "graded" else ""
+        print(
+            f"Published, in percent of {runs:,} simulated merges{fewer} (Monte Carlo standard error {error:.2f} at "
+            "5 %): by the gate, and after the dot by the interval that it had before.\n"
+        )
+    print("\n".join(TABLES[name](runs, np.random.default_rng(seed))))

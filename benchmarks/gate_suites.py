@@ -1,0 +1,179 @@
+"""How often suites, attempts and nights end well: the tables of ``docs/gates.md`` about more than one comparison.
+
+Made by ``benchmarks/operating_characteristics.py``; the functions that decide are the gate's own, on arrays of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.gate.guards import GateRule, Guard
+from tasks.gate.power import DrawnDrops, draw, passing
+from tasks.gate.ratchet import anchor_confidence
+from tasks.gate.regression import is_worse
+
+RULE, GUARD = GateRule(), Guard(task="any", guarded_by="base")  # the defaults: max_drop 2, margin 3, limit 10
+SUITES = ((1, 1319), (1, 164), (6, 1000), (7, 500))  # tasks, documents of each: GSM8K, HumanEval, two suites
+DISCORDANCES = (0.05, 0.10, 0.20, 0.30)
+Array = NDArray[np.float64]
+
+
+class Shares(NamedTuple):
+    """Shares of simulated merges."""
+
+    each: float  # published where each task is judged on its own
+    suite: float  # published where the suite is judged as a whole
+    possible: float  # stopped by one test of the fallen task alone at the same error, as if it were known which
+
+
+def suites(drops: Sequence[float], discordance: float, n: int, runs: int, rng: np.random.Generator) -> Shares:
+    """Merges with these true drops, task by task."""
+    samples = [
+        draw(guard, drop, discordance, n, runs, rng) for guard, drop in zip(_guards(len(drops)), drops, strict=True)
+    ]
+    fallen = samples[0].at(RULE.confidence)
+    return Shares(
+        each=float(passing(samples, RULE.confidence, as_suite=False).mean()),
+        suite=float(passing(samples, RULE.confidence, as_suite=True).mean()),
+        possible=float(is_worse(fallen.drop, fallen.low, 0.0).mean()),
+    )
+
+
+def attempts(count: int, shared: float, runs: int, rng: np.random.Generator) -> tuple[float, float]:
+    """How often a run of ``count`` attempts, all at the margin, publishes one: at 95 % each, and as the gate does.
+
+    Args:
+        shared: Part of the discordance that all attempts have in common: how alike they are.
+    """
+    tasks, n, discordance, drop = 6, 1000, 0.10, GUARD.upper_limit / 100
+    naive = spent = np.zeros(runs, dtype=np.bool_)
+    guards = _guards(tasks)
+    common = [draw(guard, shared * drop, shared * discordance, n, runs, rng) for guard in guards]
+    for number in range(1, count + 1):
+        own = [draw(guard, (1 - shared) * drop, (1 - shared) * discordance, n, runs, rng) for guard in guards]
+        samples = [DrawnDrops(a.guard, a.lost + b.lost, a.won + b.won, n) for a, b in zip(common, own, strict=True)]
+        naive = naive | passing(samples, RULE.confidence, as_suite=True)
+        spent = spent | passing(samples, RULE.for_attempt(number, count).confidence, as_suite=True)
+    return float(naive.mean()), float(spent.mean())
+
+
+class Nights(NamedTuple):
+    """What many nights come to, points that are truly lost against the first release."""
+
+    published: float  # nights, mean
+    lost: float  # mean
+    at_most: float  # in 95 of 100 runs
+    beyond: float  # share of runs that end beyond the margin
+
+
+def nights(
+    step: float, discordance: float, tasks: int, n: int, runs: int, rng: np.random.Generator, *, anchored: bool
+) -> Nights:
+    """A hundred nights, each with a merge that is truly ``step`` (of 1) worse than the release of the night before, on
+    the same documents."""
+    champion = anchor = rng.random((runs, tasks, n)) < 0.7
+    published, refusals = np.zeros(runs), np.zeros(runs, dtype=np.int64)
+    for _ in range(100):
+        chance, right = rng.random(champion.shape, dtype=np.float32), champion.mean()
+        loses, wins = (discordance + step) / 2 / right, (discordance - step) / 2 / (1 - right)
+        merge = np.where(champion, chance >= loses, chance < wins)
+        passes = _judged(champion, merge, np.full(runs, RULE.confidence))
+        if anchored:
+            levels = np.array([anchor_confidence(RULE.confidence, int(count)) for count in refusals])
+            allowed = _judged(anchor, merge, levels)
+            refusals += passes & ~allowed
+            passes &= allowed
+        champion = np.where(passes[:, None, None], merge, champion)
+        published += passes
+    lost = 100 * step * published
+    beyond = float((lost > GUARD.upper_limit + 1e-9).mean())
+    return Nights(float(published.mean()), float(lost.mean()), float(np.quantile(lost, 0.95)), beyond)
+
+
+def _guards(tasks: int) -> list[Guard]:
+    return [GUARD.model_copy(update={"task": f"task {number}"}) for number in range(tasks)]
+
+
+def _judged(reference: NDArray[np.bool_], merge: NDArray[np.bool_], levels: Array) -> NDArray[np.bool_]:
+    """Whether each run's merge passes against its reference, each at a confidence of its own."""
+    lost, won = (reference & ~merge).sum(2).astype(np.float64), (~reference & merge).sum(2).astype(np.float64)
+    passes = np.zeros(len(levels), dtype=np.bool_)
+    for level in np.unique(levels):
+        at = levels == level
+        samples = [
+            DrawnDrops(guard, lost[at, task], won[at, task], merge.shape[2])
+            for task, guard in enumerate(_guards(merge.shape[1]))
+        ]
+        passes[at] = passing(samples, float(level), as_suite=True)
+    return passes
+
+
+def suite_table(runs: int, rng: np.random.Generator) -> list[str]:
+    """A row for each suite and discordance: published in percent, by each / as a suite."""
+    head = ("tasks", "discordance", "equal", "all at the margin", "one fallen by 5", "stopped / possible")
+    head = (*head, "one fallen by 10", "stopped / possible")
+    rows = [_row(*head), "|" + " --: |" * len(head)]
+    for tasks, n in SUITES:
+        for discordance in DISCORDANCES:
+            margin = GUARD.upper_limit / 100
+            equal = suites([0.0] * tasks, discordance, n, runs, rng)
+            bad = suites([margin] * tasks, discordance, n, 10 * runs, rng)
+            cells = [f"{tasks} of {n:,}", f"{discordance:.2f}", _both(equal, 1), _both(bad, 2)]
+            for fallen in (0.05, 0.10):
+                if tasks == 1 or fallen > discordance:
+                    cells += ["", ""]
+                    continue
+                found = suites([fallen] + [0.0] * (tasks - 1), discordance, n, runs, rng)
+                cells += [_both(found, 1), f"{100 * (1 - found.suite):.0f} / {100 * found.possible:.0f}"]
+            rows.append(_row(*cells))
+    return rows
+
+
+def attempts_table(runs: int, rng: np.random.Generator) -> list[str]:
+    """A row for each number of attempts: a merge at the margin published, in percent."""
+    head = ("attempts", "unlike: 95 % each", "unlike: shared", "half alike: 95 % each", "half alike: shared")
+    rows = [_row(*head), "|" + " --: |" * len(head)]
+    for count in range(1, 7):
+        found = [share for shared in (0.0, 0.5) for share in attempts(count, shared, runs, rng)]
+        rows.append(_row(str(count), *(f"{100 * share:.2f}" for share in found)))
+    return rows
+
+
+def nights_table(runs: int, rng: np.random.Generator) -> list[str]:
+    """A row for each suite and nightly loss: with and without an anchor."""
+    head = (
+        "tasks",
+        "discordance",
+        "lost each night",
+        "anchor",
+        "published",
+        "lost",
+        "95 % lose at most",
+        "beyond 3, %",
+    )
+    rows = [_row(*head), "|" + " --: |" * len(head)]
+    for tasks, n, discordance in ((6, 1000, 0.05), (6, 1000, 0.10), (7, 500, 0.10)):
+        for step in (0.0, 0.005, 0.01):
+            for anchored in (False, True):
+                found = nights(step, discordance, tasks, n, runs, rng, anchored=anchored)
+                cells = (
+                    f"{found.published:.1f}",
+                    f"{found.lost:.1f}",
+                    f"{found.at_most:.1f}",
+                    f"{100 * found.beyond:.1f}",
+                )
+                name = "first" if anchored else "none"
+                rows.append(_row(f"{tasks} of {n:,}", f"{discordance:.2f}", f"{100 * step:g}", name, *cells))
+    return rows
+
+
+def _both(found: Shares, decimals: int) -> str:
+    return f"{100 * found.each:.{decimals}f} / {100 * found.suite:.{decimals}f}"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"

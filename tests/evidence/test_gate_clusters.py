@@ -1,0 +1,240 @@
+"""Intervals over clusters: the textbook's error, a quantile that holds for skewed and unequal ones, and refusals."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from types import ModuleType
+
+import numpy as np
+import pytest
+import statsmodels.api as sm
+from gate_samples import GUARD, load_benchmark, table_in_the_document
+from scipy import stats
+
+from merge_core.errors import InvalidInput
+from tasks.evaluation.document_scores import Paired
+from tasks.gate import clusters
+from tasks.gate.bounded import graded_difference
+from tasks.gate.clusters import check_clusters, cluster_errors, clustered_difference, critical_value, effective_clusters
+from tasks.gate.guards import Guard
+from tasks.gate.regression import judge_guard
+from tasks.gate.statistics import Difference, binary_bounds
+
+UNEQUAL = (20, 30, 30, 50, 80, 120)
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_benchmark("error_rates")
+
+
+def in_clusters(
+    rng: np.random.Generator, sizes: tuple[int, ...], shared: float, mean: float = 0.02
+) -> tuple[np.ndarray, list[str]]:
+    """Differences in clusters, with a part that all of a cluster share."""
+    members = np.repeat(np.arange(len(sizes)), sizes)
+    differences = mean + rng.normal(0, shared, len(sizes))[members] + rng.normal(0, 0.2, len(members))
+    return differences.clip(-1, 1), [f"passage {member}" for member in members]
+
+
+def textbook_error(differences: np.ndarray, members: list[str]) -> float:
+    """CR2 of a regression on a constant: residuals times the inverse root of their part of ``I - H``, by matrices."""
+    n = len(differences)
+    x = np.ones((n, 1))
+    bread = np.linalg.inv(x.T @ x)
+    hat = x @ bread @ x.T
+    residuals = differences - differences.mean()
+    meat = 0.0
+    for name in set(members):
+        own = np.flatnonzero(np.asarray(members) == name)
+        values, vectors = np.linalg.eigh(np.eye(len(own)) - hat[np.ix_(own, own)])
+        adjusted = vectors @ np.diag(values**-0.5) @ vectors.T @ residuals[own]
+        meat += float(x[own, 0] @ adjusted) ** 2
+    return math.sqrt(float(bread[0, 0]) * meat * float(bread[0, 0]))
+
+
+def test_the_error_is_cr2_by_the_textbook() -> None:
+    differences, members = in_clusters(np.random.default_rng(1), UNEQUAL, 0.1)
+    sizes = np.array(UNEQUAL)
+    means = np.array([part.mean() for part in np.split(differences, np.cumsum(sizes)[:-1])])
+    found = float(cluster_errors(means - differences.mean(), sizes))
+    assert found == pytest.approx(textbook_error(differences, members), rel=1e-9)
+
+
+def test_of_equal_clusters_the_error_is_that_of_any_regression_with_clusters() -> None:
+    sizes = (25,) * 20
+    differences, members = in_clusters(np.random.default_rng(2), sizes, 0.1)
+    fit = sm.OLS(differences, np.ones(500)).fit(
+        cov_type="cluster", cov_kwds={"groups": np.unique(members, return_inverse=True)[1]}
+    )
+    plain = graded_difference(differences, 0.95)
+    found = clustered_difference(differences.tolist(), members, plain, 0.95)
+    half = critical_value(sizes, 0.95) * float(fit.bse[0])
+    assert (found.low, found.high) == pytest.approx((differences.mean() - half, differences.mean() + half))
+    assert found.high - found.low > 1.5 * (plain.high - plain.low)
+
+
+@pytest.mark.parametrize("count", [14, 20, 57])
+def test_of_equal_normal_clusters_the_simulated_quantile_is_students(count: int) -> None:
+    normal, noise, *_ = clusters._ratios((100,) * count)
+    for ratios in (normal, noise):
+        assert stats.kstest(ratios, stats.t(count - 1).cdf).statistic < 0.006
+    # The one that is used lies beyond, because effects may be skewed.
+    assert critical_value((100,) * count, 0.95) > 1.2 * stats.t.ppf(0.95, count - 1)
+
+
+@pytest.mark.parametrize("sizes", [(50,) * 14, (50,) * 30, tuple(range(10, 210, 10))])
+@pytest.mark.parametrize("confidence", [0.9, 0.99])
+def test_the_quantile_holds_for_other_draws_of_each_kind(sizes: tuple[int, ...], confidence: float) -> None:
+    rng = np.random.default_rng(3)
+    value, weights = critical_value(sizes, confidence), np.array(sizes) / sum(sizes)
+    error = math.sqrt(confidence * (1 - confidence) / 40_000)
+    shape = (40_000, len(sizes))
+    for effects in (rng.gamma(1, 1, shape) - 1, rng.normal(0, 1, shape), rng.binomial(1, 0.25, shape) - 0.25):
+        means = effects @ weights
+        ratios = means / (np.sqrt(((effects - means[:, None]) ** 2) @ (weights**2 / (1 - weights))) + 1e-12)
+        assert np.mean(ratios < -value) <= 1 - confidence + 3 * error
+        assert np.mean(ratios > value) <= 1 - confidence + 3 * error
+
+
+def test_a_quantile_that_cannot_be_simulated_decides_nothing() -> None:
+    assert critical_value((100,) * 20, 1 - 1e-9) == math.inf
+    differences, members = in_clusters(np.random.default_rng(4), (50,) * 20, 0.0, mean=0.0)
+    found = clustered_difference(differences.tolist(), members, graded_difference(differences, 0.95), 1 - 1e-9)
+    assert (found.low, found.high) == (-1.0, 1.0)
+
+
+def test_surer_is_wider() -> None:
+    values = [critical_value((50,) * 20, confidence) for confidence in (0.8, 0.9, 0.95, 0.99)]
+    assert values == sorted(values)
+
+
+def test_the_clustered_interval_is_never_narrower_than_without_clusters() -> None:
+    differences = [0.5, -0.5] * 50  # every cluster sums to nothing, so between them there seems to be no difference
+    plain = graded_difference(differences, 0.95)
+    assert clustered_difference(differences, [str(i // 2) for i in range(100)], plain, 0.95) == plain
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [((7,) * 9, 9.0), ((1, 1, 2), 16 / 6), ((10,), 1.0), ((50,) * 19 + (950,), 1 / (0.25 + 19 / 38**2))],
+)
+def test_unequal_clusters_count_as_fewer(sizes: tuple[int, ...], wanted: float) -> None:
+    assert effective_clusters(sizes) == pytest.approx(wanted)
+
+
+def test_too_few_clusters_are_refused_with_their_number_and_a_way_out() -> None:
+    with pytest.raises(InvalidInput) as raised:
+        check_clusters(["a"] * 500 + [f"b{i % 19}" for i in range(500)], "task", "mmlu")
+    assert raised.value.found == "20 clusters that count as 3.8 of equal size (a has 50 % of the documents)"
+    assert raised.value.expected.startswith("14 or more")
+    assert "population: new questions" in raised.value.remedy
+    check_clusters([str(i % 14) for i in range(140)], "task", "mmlu")
+
+
+# --- as the table in the document says
+
+
+@pytest.mark.parametrize("binary", [True, False], ids=["binary", "graded"])
+@pytest.mark.parametrize("effects", ["normal", "skewed", "a fifth falls"])
+@pytest.mark.parametrize("name", ["14 equal", "20 equal", "30 unequal", "57 of MMLU"])
+def test_clustered_merges_at_the_margin_are_published_one_time_in_twenty_at_most(
+    script: ModuleType, name: str, effects: str, binary: bool
+) -> None:
+    for spread in (0.0, 0.06, 0.1):
+        rng = np.random.default_rng(5)
+        found = script.clusters_published(script.SIZES[name], 0.03, spread, effects, binary, 4000, rng)
+        assert found.ours <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 4000)
+
+
+def test_the_interval_before_published_them_three_times_as_often(script: ModuleType) -> None:
+    rng = np.random.default_rng(6)
+    found = script.clusters_published(script.SIZES["6 unequal"], 0.03, 0.1, "skewed", True, 4000, rng)
+    assert found.students > 0.14
+
+
+def test_the_sizes_of_the_subjects_are_mmlus(script: ModuleType) -> None:
+    assert (len(script.MMLU), sum(script.MMLU), max(script.MMLU)) == (57, 14042, 1534)
+    assert Counter(script.MMLU)[100] == 10
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.06])
+def test_the_table_decides_as_the_interval_of_a_single_sample(script: ModuleType, spread: float) -> None:
+    # The script works on many samples at once; this takes one at a time through the interval of the gate.
+    sizes, runs = (60,) * 20, 300
+    rng = np.random.default_rng(7)
+    passed = 0
+    for _ in range(runs):
+        differences, members = in_clusters(rng, sizes, spread, mean=0.0)
+        plain = Difference(differences.mean(), differences.mean(), differences.mean(), 0.0)  # as in the script
+        passed += clustered_difference(differences.tolist(), members, plain, 0.95).high <= 0.03
+    many = script.clusters_published(sizes, 0.0, spread, "normal", False, 20_000, np.random.default_rng(8)).ours
+    assert passed / runs == pytest.approx(many, abs=4 * math.sqrt(many * (1 - many) / runs))
+
+
+def test_the_cluster_table_in_the_document_is_the_scripts_and_keeps_its_promise(script: ModuleType) -> None:
+    rows = table_in_the_document("clusters")
+    half = len(rows) // 2
+    assert [row[0] for row in rows[1:half]] == [name for name in script.SIZES for _ in range(2)]
+    assert rows[half][0] == "equal"
+    cells = [cell.split(" · ")[0] for row in rows[1:half] for cell in row[3:]]
+    assert len(cells) == 2 * len(script.SIZES) * (1 + len(script.EFFECTS) * len(script.SPREADS))
+    for row in rows[1:half]:
+        assert (row[3].startswith("refused")) == (float(row[1]) < 14)
+    assert max(float(cell) for cell in cells if cell != "refused") <= 5.0 + 2 * 0.154  # the error it states
+
+
+# --- in a guard
+
+
+def subjects(count: int, each: int, lost: int) -> Paired:
+    """``lost`` documents, all of them of the first subject."""
+    documents = tuple((f"subject {doc // each}", doc) for doc in range(count * each))
+    merge = tuple(0.0 if doc < lost else 1.0 for doc in range(count * each))
+    return Paired(documents, (1.0,) * len(documents), merge)
+
+
+def test_each_population_has_its_verdict() -> None:
+    # Twenty subjects, and all that is lost is lost in one: to new questions a fact, to new subjects an accident.
+    found = subjects(20, 50, 50)
+    of_questions, of_subjects = (
+        judge_guard(Guard(task="t", guarded_by="a", max_drop=3, population=population), "acc,none", found, True, 0.95)
+        for population in ("new questions", "new subjects")
+    )
+    assert (of_questions.outcome, of_subjects.outcome) == ("fail", "inconclusive")
+    assert (of_questions.clusters, of_subjects.clusters) == (None, 20)
+    assert of_questions.drop == of_subjects.drop
+
+
+def test_to_cluster_by_task_is_to_ask_for_new_subjects() -> None:
+    found = subjects(20, 50, 20)
+    same = {"task": "t", "guarded_by": "a"}
+    by_name = judge_guard(Guard(**same, population="new subjects"), "acc,none", found, True, 0.95)
+    assert by_name == judge_guard(Guard(**same, cluster_by="task"), "acc,none", found, True, 0.95)
+
+
+def test_new_subjects_may_be_named_by_a_field() -> None:
+    found = subjects(2, 500, 20)
+    fields = Paired(found.documents, found.reference, found.merge, tuple(str(i % 25) for i in range(1000)))
+    guard = Guard(task="t", guarded_by="a", population="new subjects", cluster_by="category")
+    assert judge_guard(guard, "acc,none", fields, True, 0.95).clusters == 25
+
+
+def test_a_task_without_subjects_cannot_speak_for_new_ones() -> None:
+    found = Paired(tuple(("reverse", i) for i in range(200)), (1.0,) * 200, (1.0,) * 200)
+    with pytest.raises(InvalidInput, match=r"all documents in one cluster \(reverse\)"):
+        judge_guard(GUARD.model_copy(update={"population": "new subjects"}), "acc,none", found, True, 0.95)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_new_questions_need_no_clusters_whatever_subjects_lose(spread: float) -> None:
+    # Strata of fixed weights: the interval over documents counts their differences as noise, and so is safe.
+    rng = np.random.default_rng(9)
+    sizes = np.array([300, 100, 100, 50, 50, 400])
+    lost_by = 0.03 + spread * np.array([1.0, -1.0, 1.0, -1.0, 1.0, -0.75])
+    assert float(sizes @ lost_by) / 1000 == pytest.approx(0.03)
+    changed = np.maximum(0.1, np.abs(lost_by))
+    lost = rng.binomial(sizes, (changed + lost_by) / 2, (20_000, 6)).sum(axis=1).astype(float)
+    won = rng.binomial(sizes, (changed - lost_by) / 2, (20_000, 6)).sum(axis=1).astype(float)
+    assert np.mean(binary_bounds(lost, won, 1000, 0.95)[1] < 0.03) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 20_000)

@@ -1,0 +1,37 @@
+"""The anchor of many nights: what it refused is remembered, and makes its next yes harder."""
+
+from __future__ import annotations
+
+import pytest
+
+from tasks.gate.ratchet import anchor_confidence, note_refusal, refused_by
+from tasks.stage import home as home_of
+
+ANCHOR, OTHER = "a" * 64, "b" * 64
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def test_all_refusals_together_spend_the_error_of_one() -> None:
+    spent = [1 - anchor_confidence(0.95, refusals) for refusals in range(1000)]
+    assert sum(spent) == pytest.approx(0.05, rel=2e-3)
+    assert sum(spent) < 0.05
+    assert spent == sorted(spent, reverse=True)
+
+
+def test_a_merge_counts_once_and_not_against_itself() -> None:
+    for merge in ("m1", "m2", "m1"):
+        note_refusal(ANCHOR, merge)
+    assert refused_by(ANCHOR) == 2
+    assert refused_by(ANCHOR, but="m1") == 1
+    assert refused_by(OTHER) == 0
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff\xfe", b"{", b"[1, null]", b'{"a": 1}', b"null"])
+def test_a_record_that_is_none_is_as_if_it_were_not_there(garbage: bytes) -> None:
+    note_refusal(ANCHOR, "m1")
+    (record,) = (home_of() / "anchors").glob("*.json")
+    record.write_bytes(garbage)
+    assert refused_by(ANCHOR) == 0
+    note_refusal(ANCHOR, "m2")
+    assert refused_by(ANCHOR) == 1

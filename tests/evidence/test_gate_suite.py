@@ -1,0 +1,265 @@
+"""A suite is judged by the mean of its tasks' drops: its interval, what it lets through, and what it stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gate_samples import outcome, paired, part
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from merge_core.errors import InvalidInput
+from tasks.evaluation.document_scores import DocumentScore
+from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
+from tasks.gate.references import comparable_parents, with_anchor
+from tasks.gate.regression import GuardEvidence, decide_task, judge_guards, measure_guard
+from tasks.gate.sequential import look_levels
+from tasks.gate.settings import EvaluateSettings
+from tasks.gate.stage import gate, undecided_tasks
+from tasks.gate.statistics import binary_difference
+from tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, suite_look
+
+
+def evidence(
+    task: str, lost: int, won: int, n: int, *, schedule: tuple[int, ...] = (), **settings: object
+) -> GuardEvidence:
+    guard = Guard(task=task, guarded_by="base", **{"max_drop": 2, **settings})  # type: ignore[arg-type]  # of a test
+    return measure_guard(guard, "acc,none", paired(lost, won, n), True, documents=n, schedule=schedule)
+
+
+def seven(lost: int, won: int, n: int = 500) -> list[GuardEvidence]:
+    return [evidence(f"task{i}", lost, won, n) for i in range(7)]
+
+
+# --- the mean and its interval
+
+
+def test_the_interval_of_the_mean_is_put_together_from_those_of_the_tasks() -> None:
+    measured = [evidence("a", 30, 20, 500), evidence("b", 9, 12, 164), evidence("c", 80, 75, 1319)]
+    each = [binary_difference(lost, won, n, 0.95) for lost, won, n in ((30, 20, 500), (9, 12, 164), (80, 75, 1319))]
+    verdict = judge_suite(measured, 0.95)
+    drop = 100 * sum(one.mean for one in each) / 3
+    assert verdict.drop == pytest.approx(drop)
+    assert verdict.high == pytest.approx(drop + 100 / 3 * sum((one.high - one.mean) ** 2 for one in each) ** 0.5)
+    assert verdict.low == pytest.approx(drop - 100 / 3 * sum((one.mean - one.low) ** 2 for one in each) ** 0.5)
+
+
+def test_weights_move_the_mean_and_what_is_allowed() -> None:
+    light, heavy = evidence("a", 10, 0, 500), evidence("b", 0, 0, 500, weight=3.0, max_drop=4, margin=6)
+    verdict = judge_suite([light, heavy], 0.95)
+    assert verdict.drop == pytest.approx(0.25 * 2.0)
+    assert (verdict.max_drop, verdict.margin) == (0.25 * 2 + 0.75 * 4, 0.25 * 3 + 0.75 * 6)
+
+
+def test_two_guards_of_a_task_count_once_and_share_its_documents() -> None:
+    both = judge_suite([evidence("a", 30, 20, 500), evidence("a", 30, 20, 500), evidence("b", 5, 5, 500)], 0.95)
+    once = judge_suite([evidence("a", 30, 20, 500), evidence("b", 5, 5, 500)], 0.95)
+    assert (both.tasks, both.documents) == (2, 1000)
+    assert (both.drop, both.low, both.high) == pytest.approx((once.drop, once.low, once.high))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(121, 900)), min_size=1, max_size=6))
+def test_the_mean_lies_between_the_tasks_and_is_surer_than_the_least_sure(counts: list[tuple[int, int, int]]) -> None:
+    measured = [evidence(f"t{i}", *one) for i, one in enumerate(counts)]
+    each, verdict = judge_guards(measured, 0.95), judge_suite(measured, 0.95)
+    assert min(one.drop for one in each) - 1e-9 <= verdict.drop <= max(one.drop for one in each) + 1e-9
+    assert verdict.high - verdict.drop <= max(one.high - one.drop for one in each) + 1e-9
+    assert verdict.drop - verdict.low <= max(one.drop - one.low for one in each) + 1e-9
+
+
+def test_many_samples_at_once_are_the_same_as_one_after_the_other() -> None:
+    rng = np.random.default_rng(3)
+    parts = [[TaskDrop(f"t{t}", 1.0 + t, d, d - 1, d + 2) for t, d in enumerate(rng.normal(size=3))] for _ in range(5)]
+    arrays = [
+        TaskDrop(f"t{t}", 1.0 + t, *(np.array([one[t][field] for one in parts]) for field in (2, 3, 4)))
+        for t in range(3)
+    ]
+    together = np.array(mean_drop(arrays)).T
+    assert together == pytest.approx(np.array([mean_drop(one) for one in parts]))
+
+
+# --- what it lets through and what it stops
+
+
+def test_an_equal_merge_that_no_task_alone_could_show_to_be_equal_passes() -> None:
+    measured = seven(50, 50)  # discordance .20: one task's bound is at 3.3 points
+    assert {one.outcome for one in judge_guards(measured, 0.95)} == {"inconclusive"}
+    assert judge_suite(measured, 0.95).outcome == "pass"
+    assert {one.outcome for one in judge_guards(measured, 0.95, as_suite=True)} == {"pass"}
+
+
+def test_small_losses_everywhere_add_up_and_fail() -> None:
+    measured = seven(40, 25)  # 3 points each: none is shown to be over its limit alone
+    assert "fail" not in {one.outcome for one in judge_guards(measured, 0.95, as_suite=True)}
+    assert judge_suite(measured, 0.95).outcome == "fail"
+
+
+def test_one_lost_skill_is_not_hidden_by_the_others() -> None:
+    measured = [*seven(20, 20)[:6], evidence("lost", 60, 10, 500)]  # 10 points
+    assert judge_suite(measured, 0.95).outcome != "fail"
+    fallen = judge_guards(measured, 0.95, as_suite=True)[-1]
+    assert fallen.outcome == "fail"
+    assert fallen.reason.endswith("shown to be more than 2")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"), [(-1, 9.9, "pass"), (1.9, 10, "pass"), (1.9, 10.1, "inconclusive"), (2.1, 5, "fail")]
+)
+def test_a_task_of_a_suite_fails_when_it_has_surely_lost_too_much(low: float, high: float, expected: str) -> None:
+    assert decide_task(low, high, 2, 10) == expected
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "outcome_of_it", "word"),
+    [(0, 0, "pass", "no worse"), (30, 22, "pass", "a little worse"), (70, 5, "fail", "worse")],
+)
+def test_what_was_shown_is_said_in_one_of_four_words(lost: int, won: int, outcome_of_it: str, word: str) -> None:
+    verdict = judge_suite(seven(lost, won, 1000), 0.95)
+    assert (verdict.outcome, verdict.word) == (outcome_of_it, word)
+
+
+def test_a_noisy_task_is_drawn_to_the_mean_and_a_sure_one_is_not() -> None:
+    noisy, *others = pooled_drops(
+        [evidence("noisy", 5, 1, 60), evidence("b", 60, 60, 3000), evidence("c", 45, 105, 3000)]
+    )
+    assert abs(noisy.pooled) < 0.5 * abs(noisy.drop)
+    assert all(abs(one.pooled - one.drop) < 0.3 for one in others)
+
+
+def test_tasks_that_differ_by_noise_alone_are_all_drawn_to_one_number() -> None:
+    drops = pooled_drops([evidence("a", 26, 25, 500), evidence("b", 25, 25, 500), evidence("c", 24, 25, 500)])
+    assert len({round(one.pooled, 9) for one in drops}) == 1
+
+
+# --- looks
+
+
+def test_a_suite_spends_its_error_by_the_information_in_the_mean() -> None:
+    schedule = {"a": (500, 1000), "b": (100,)}
+    at = [evidence("a", 5, 5, 500, schedule=schedule["a"]), evidence("b", 1, 1, 100, schedule=schedule["b"])]
+    share = (1 / 1000 + 1 / 100) / (1 / 500 + 1 / 100)
+    assert suite_look(at, 0.95).confidence == pytest.approx(look_levels((share, 1.0), 0.95)[0])
+    last = [evidence("a", 5, 5, 1000, schedule=schedule["a"]), at[1]]
+    assert (suite_look(last, 0.95).number, suite_look(last, 0.95).of) == (2, 2)
+
+
+def test_tasks_at_different_looks_are_no_look_of_the_suite() -> None:
+    apart = [evidence("a", 5, 5, 500, schedule=(500, 1000)), evidence("b", 5, 5, 1000, schedule=(500, 1000))]
+    with pytest.raises(InvalidInput, match="scored to different looks: a 500, b 1,000"):
+        judge_suite(apart, 0.95)
+
+
+def right_on(task: str, wrong: int, n: int, first: int = 0) -> list[DocumentScore]:
+    return [outcome(doc, float(doc >= wrong))._replace(task=task) for doc in range(first, n)]
+
+
+def judged(tmp_path: Path, wrong: dict[str, dict[str, int]], guards: tuple[Guard, ...], rule: GateRule, n: int = 300):  # type: ignore[no-untyped-def]  # of a test
+    found = {
+        model: [part(tmp_path / model / task, right_on(task, count, n)) for task, count in tasks.items()]
+        for model, tasks in wrong.items()
+    }
+    return gate.work(guards, found, {}, None, rule)
+
+
+TASKS = ("copy", "reverse")
+
+
+def guards_by(name: str) -> tuple[Guard, ...]:
+    return tuple(Guard(task=task, guarded_by=name, max_drop=3) for task in TASKS)
+
+
+def test_the_stage_judges_a_suite_unless_each_is_asked_for(tmp_path: Path) -> None:
+    wrong = {"base": dict.fromkeys(TASKS, 0), "merge": {"copy": 0, "reverse": 8}}  # 2.7 points below on one of them
+    together = judged(tmp_path / "suite", wrong, guards_by("base"), GateRule())
+    assert (together.outcome, [suite.tasks for suite in together.suites]) == ("pass", [2])
+    assert together.overall_drop == pytest.approx(4 / 3)
+    apart = judged(tmp_path / "each", wrong, guards_by("base"), GateRule(rule="each"))
+    assert (apart.outcome, apart.suites) == ("inconclusive", ())
+
+
+def test_one_task_alone_is_judged_by_its_own_margin(tmp_path: Path) -> None:
+    wrong = {"base": {"reverse": 0}, "merge": {"reverse": 8}}
+    alone = judged(tmp_path, wrong, guards_by("base")[1:], GateRule())
+    assert (alone.outcome, alone.suites, alone.guards[0].limit) == ("inconclusive", (), None)
+
+
+def test_a_suite_is_extended_as_a_whole(tmp_path: Path) -> None:
+    wrong = {"base": dict.fromkeys(TASKS, 0), "merge": {"copy": 0, "reverse": 7}}
+    found = {
+        model: [part(tmp_path / model / task, right_on(task, count, 100)) for task, count in tasks.items()]
+        for model, tasks in wrong.items()
+    }
+    schedule = dict.fromkeys(TASKS, (100, 200, 300))
+    verdict = gate.work(guards_by("base"), found, {}, None, GateRule(), schedule=schedule)
+    assert verdict.outcome == "inconclusive"
+    assert undecided_tasks(verdict) == TASKS
+
+
+# --- attempts, anchors, references
+
+
+@pytest.mark.parametrize("attempts", range(1, 7))
+def test_all_attempts_of_a_run_share_one_error(attempts: int) -> None:
+    errors = [1 - GateRule().for_attempt(number, attempts).confidence for number in range(1, attempts + 1)]
+    assert sum(errors) == pytest.approx(0.05)
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_an_anchor_is_another_reference_for_whatever_is_compared_with_the_champion(tmp_path: Path) -> None:
+    guards = with_anchor((*guards_by(CHAMPION), Guard(task="copy", guarded_by="base")), "first")
+    assert [(guard.task, guard.guarded_by) for guard in guards if guard.guarded_by == ANCHOR] == [
+        ("copy", ANCHOR),
+        ("reverse", ANCHOR),
+    ]
+    wrong = {
+        CHAMPION: dict.fromkeys(TASKS, 26),
+        ANCHOR: dict.fromkeys(TASKS, 0),
+        "base": dict.fromkeys(TASKS, 0),
+        "merge": dict.fromkeys(TASKS, 27),
+    }
+    tonight = judged(tmp_path / "night", wrong, guards_by(CHAMPION), GateRule())
+    assert tonight.outcome == "pass"  # a little worse than yesterday
+    ratcheted = judged(tmp_path / "anchor", wrong, with_anchor(guards_by(CHAMPION), "first"), GateRule())
+    assert (ratcheted.outcome, [suite.reference for suite in ratcheted.suites]) == ("fail", [CHAMPION, ANCHOR])
+    assert ratcheted.suites[0].outcome == "pass"
+
+
+@pytest.mark.parametrize(
+    ("guarded_by", "anchor", "message"), [("base", "first", "there is none"), (ANCHOR, None, "needs 'anchor: first'")]
+)
+def test_an_anchor_and_what_it_holds_go_together(guarded_by: str, anchor: str | None, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        EvaluateSettings.model_validate({"tasks": [{"task": "gsm8k", "guarded_by": guarded_by}], "anchor": anchor})
+
+
+PARENTS = ("base", "math", "code")
+
+
+@pytest.mark.parametrize(
+    ("reference", "expected"),
+    [("fine-tunes", ("math", "code")), ("all", PARENTS), ("base", ("base",)), (("code", "math"), ("math", "code"))],
+)
+def test_the_best_parent_is_one_of_those_that_were_merged_unless_others_are_named(
+    reference: str | tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    assert comparable_parents(reference, PARENTS, {"math", "code"}, "evaluate.reference") == expected
+
+
+def test_a_reference_that_is_no_parent_is_named_with_a_suggestion() -> None:
+    with pytest.raises(InvalidInput, match=r"(?s)evaluate.reference.*'maths'.*did you mean 'math'"):
+        comparable_parents("maths", PARENTS, PARENTS, "evaluate.reference")
+
+
+def test_a_base_that_was_not_merged_is_not_the_best_parent(tmp_path: Path) -> None:
+    wrong = {"base": {"copy": 0}, "math": {"copy": 60}, "code": {"copy": 90}, "merge": {"copy": 60}}
+    found = {
+        model: [part(tmp_path / model, right_on("copy", count, 300)) for count in tasks.values()]
+        for model, tasks in wrong.items()
+    }
+    guard = (Guard(task="copy", guarded_by="best parent"),)
+    assert gate.work(guard, found, {}, None, GateRule(), parents=("math", "code")).outcome == "pass"
+    assert gate.work(guard, found, {}, None, GateRule()).outcome == "fail"

@@ -1,0 +1,160 @@
+"""Which metric judges which task of a group: one rule, on groups of every make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gate_samples import GUARD, part
+from hypothesis import given
+from hypothesis import strategies as st
+
+from merge_core.errors import InvalidInput
+from tasks.evaluation.document_scores import DocumentScore, pair_documents
+from tasks.evaluation.metrics import check_all_scored, checked_score, choose_metrics, default_metric, metrics_by_leaf
+from tasks.evaluation.stage import score_table
+from tasks.gate.guards import GateRule, Guard
+from tasks.gate.stage import gate
+
+METRICS = ("acc,none", "acc_norm,none", "exact_match,strict-match", "exact_match,flexible-extract", "ter,none")
+
+
+def row(leaf: str, metric: str, doc: int, score: float, higher: bool = True) -> DocumentScore:
+    return DocumentScore(leaf, metric, doc, f"d{doc}", f"p{doc}", f"t{doc}", score, higher_is_better=higher)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[list[DocumentScore], list[DocumentScore]]:
+    """One to five leaves of one to six documents, each under some of the metrics in some order and direction; scored
+    by two models, the rows in the order of parts."""
+    sides: tuple[list[DocumentScore], list[DocumentScore]] = ([], [])
+    for leaf in draw(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5, unique=True)):
+        metrics = draw(st.lists(st.sampled_from(METRICS), min_size=1, max_size=4, unique=True))
+        directions = {metric: draw(st.booleans()) for metric in metrics}
+        for doc in range(draw(st.integers(1, 6))):
+            for metric in metrics:
+                for side in sides:
+                    score = draw(st.sampled_from([0.0, 0.25, 1.0]))
+                    side.append(row(leaf, metric, doc, score, directions[metric]))
+    return sides
+
+
+@given(groups())
+def test_every_document_counts_once_under_the_metric_of_its_leaf(
+    sides: tuple[list[DocumentScore], list[DocumentScore]],
+) -> None:
+    """The oracle goes document by document and knows nothing of groups."""
+    theirs, ours = sides
+    metrics = choose_metrics(theirs, None, "g")
+    paired = pair_documents(metrics.judged(theirs, "g"), metrics.judged(ours, "g"), metrics.label, "g")
+    assert paired.documents == tuple(sorted({(one.task, one.doc_id) for one in theirs}))
+    sign = 1 if metrics.higher_is_better else -1
+    for (leaf, doc), reference, merge in zip(paired.documents, paired.reference, paired.merge, strict=True):
+        of_leaf = [one.metric for one in theirs if one.task == leaf and one.doc_id == doc]
+        chosen = default_metric(of_leaf)
+        before, after = (
+            next(one for one in side if (one.task, one.doc_id, one.metric) == (leaf, doc, chosen)) for side in sides
+        )
+        worse_by = before.outcome - after.outcome if before.higher_is_better else after.outcome - before.outcome
+        assert sign * (reference - merge) == pytest.approx(worse_by)
+
+
+@given(groups(), st.sampled_from(METRICS))
+def test_one_name_is_for_all_leaves_that_have_it(
+    sides: tuple[list[DocumentScore], list[DocumentScore]], wanted: str
+) -> None:
+    rows, known = sides[0], metrics_by_leaf(sides[0])
+    if not any(wanted in metrics for metrics in known.values()):
+        with pytest.raises(InvalidInput, match="which the task does not have"):
+            choose_metrics(rows, wanted, "g")
+        return
+    chosen = {leaf: name for leaf, (name, _) in choose_metrics(rows, wanted, "g").by_leaf.items()}
+    assert chosen == {
+        leaf: wanted if wanted in metrics else default_metric(tuple(metrics)) for leaf, metrics in known.items()
+    }
+
+
+@given(groups(), st.data())
+def test_a_document_that_lacks_its_score_is_refused_by_name(
+    sides: tuple[list[DocumentScore], list[DocumentScore]], data: st.DataObject
+) -> None:
+    rows = sides[0]
+    metrics = choose_metrics(rows, None, "g")
+    judged = [one for one in rows if metrics.by_leaf[one.task][0] == one.metric]
+    lost = data.draw(st.sampled_from(judged))
+    rest = [one for one in rows if one is not lost]
+    with pytest.raises(InvalidInput, match=f"documents of {lost.task} without a score under .*document {lost.doc_id}"):
+        check_all_scored(
+            "g",
+            [(one.task, one.doc_id) for one in rows],
+            metrics.chosen(rest),
+            {leaf: name for leaf, (name, _) in metrics.by_leaf.items()},
+        )
+
+
+@given(groups())
+def test_the_table_has_a_line_for_the_whole_group_where_its_metrics_differ(
+    sides: tuple[list[DocumentScore], list[DocumentScore]],
+) -> None:
+    rows = sides[0]
+    metrics = choose_metrics(rows, None, "g")
+    table = {score.metric: score for score in score_table("g", rows)}
+    every = len({(one.task, one.doc_id) for one in rows})
+    assert (metrics.label in table and table[metrics.label].n == every) or not metrics.differing
+    for name in {one.metric for one in rows}:
+        assert table[name].n == sum(one.metric == name for one in rows)
+
+
+MIXED = [
+    row("bbh", "acc_norm,none", 0, 1.0),
+    row("math_a", "exact_match,none", 0, 1.0),
+    row("math_b", "x,none", 0, 0.0),
+]
+
+
+def test_a_mapping_goes_by_name_before_pattern() -> None:
+    rows = [*MIXED, row("math_a", "x,none", 0, 0.0)]
+    chosen = choose_metrics(rows, {"math_*": "x,none", "math_a": "exact_match,none"}, "g")
+    assert chosen.differing == {"bbh": "acc_norm,none", "math_a": "exact_match,none", "math_b": "x,none"}
+    assert chosen.label == "acc_norm,none + exact_match,none + x,none"
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("acc,none", "'acc,none', which the task does not have(.|\n)*acc_norm,none or exact_match,none"),
+        ({"math_a": "acc,none"}, "'acc,none' for math_a, which does not have it(.|\n)*expected: exact_match,none"),
+        ({"mth_*": "acc,none"}, "'mth_\\*', which is none of its tasks"),
+    ],
+)
+def test_a_metric_that_a_leaf_does_not_have_is_refused(setting: str | dict[str, str], complaint: str) -> None:
+    with pytest.raises(InvalidInput, match=complaint):
+        choose_metrics(MIXED, setting, "g")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_score_that_is_no_number_is_refused_with_its_document(value: float) -> None:
+    with pytest.raises(InvalidInput, match="acc,none of document 7 is"):
+        checked_score("merge: task bbh", "acc,none", 7, value)
+
+
+def test_the_gate_judges_a_group_of_several_metrics_on_all_of_its_documents(tmp_path: Path) -> None:
+    """As many documents as the leaves have together, and a loss in a leaf under another metric is seen."""
+    leaves = {"bbh": "acc_norm,none", "gpqa": "acc,none", "math": "exact_match,none"}
+
+    def scores(right: dict[str, int]) -> list[DocumentScore]:
+        return [
+            row(leaf, metric, doc, float(doc < right[leaf])) for leaf, metric in leaves.items() for doc in range(200)
+        ]
+
+    parent = part(tmp_path / "parent", scores({"bbh": 150, "gpqa": 150, "math": 150}))
+    merge = part(tmp_path / "merge", scores({"bbh": 150, "gpqa": 150, "math": 20}))
+    guard = GUARD.model_copy(update={"task": "bbh"})  # what ``part`` calls the group: the first leaf
+    for setting in (None, "acc,none", {"m*": "exact_match,none"}):
+        asked = guard.model_copy(update={"metric": setting})
+        verdict = gate.work((asked,), {"reverser": [parent], "merge": [merge]}, {}, None, GateRule())
+        (judged,) = verdict.guards
+        assert (judged.n, judged.documents_asked, judged.lost, judged.outcome) == (600, 600, 130, "fail")
+        assert judged.metric == "acc_norm,none + acc,none + exact_match,none"
+        assert judged.leaf_metrics == leaves
+    assert Guard(task="g", guarded_by="a", metric={"math_*": "x,none"}).metric == {"math_*": "x,none"}
