@@ -1,17 +1,23 @@
-"""The artifact store, and what makes it trustworthy: canonical keys, remembered hashes, durable writes, locks."""
+"""The artifact store, and what makes it trustworthy: canonical keys, remembered hashes, durable writes, locks,
+journals of unfinished work.
+"""
 
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo, sha256_file
 from merge_core.store.keys import NotInKey, canonical, digest, merkle, stage_key
 from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
+from merge_core.store.records import JOURNAL, JournalPlace, RecordJournal, open_journal
 from merge_core.store.store import MANIFEST, VALUE, Artifact, Store, StoredValue, StoreMiss
 
 __all__ = [
+    "JOURNAL",
     "MANIFEST",
     "VALUE",
     "Artifact",
     "HashMemo",
+    "JournalPlace",
     "NotInKey",
+    "RecordJournal",
     "Store",
     "StoreMiss",
     "StoredValue",
@@ -22,6 +28,7 @@ __all__ = [
     "lock_file",
     "locked",
     "merkle",
+    "open_journal",
     "sha256_file",
     "stage_key",
     "try_open_locked",

@@ -30,6 +30,7 @@ from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo
 from merge_core.store.keys import digest
 from merge_core.store.locks import locked
+from merge_core.store.records import JOURNAL
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Store:
                 raise StoreMiss(f"{path} has {size} bytes instead of {entry['size']}")
             if self.hashes.sha256(path, trust=not deep) != entry["sha256"]:
                 raise StoreMiss(f"{path} was altered")
-        if extra := sorted(set(_files_below(directory)) - set(files) - {MANIFEST}):
+        if extra := sorted(set(_files_below(directory)) - set(files) - {MANIFEST, JOURNAL}):
             raise StoreMiss(f"{directory / extra[0]} is not of this artifact")
         try:
             value = value_type.model_validate_json((directory / VALUE).read_bytes())
@@ -152,18 +153,22 @@ class Store:
         Args:
             make: Writes files into the directory it is given and returns the value.
             hashes_of: sha256 of files that ``make`` hashed while writing them, by name; they are not read again.
-            resumable: ``make`` can resume from what a killed run left in the directory; otherwise it starts empty.
+            resumable: ``make`` can resume from what a killed run left in the directory; otherwise it starts empty. A
+                file called ``JOURNAL`` in it is no part of the artifact and goes with the sealing.
             on_wait: Called once if another process is building the same artifact.
             on_damage: Told why, if an artifact is there and cannot be believed: it is made again.
         """
         final = self.directory(stage, key)
         with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
             try:
-                return self.open(stage, key, value_type), False
+                found = self.open(stage, key, value_type)
             except StoreMiss as miss:
                 if final.exists():
                     on_damage(str(miss))
                     _remove(final)
+            else:
+                (final / JOURNAL).unlink(missing_ok=True)  # of a run that was killed between naming and removing
+                return found, False
             partial = final.with_name(final.name + ".partial")
             if not resumable and partial.exists():
                 _remove(partial)
@@ -171,12 +176,14 @@ class Store:
             try:
                 value = make(partial)
             except Exception:
-                if not resumable:
+                if not resumable or not any(partial.iterdir()):
                     _remove(partial)
                 raise
             self._seal(stage, key, partial, value, hashes_of(value))
             partial.rename(final)
             fsync(final.parent)
+            # Only now: until the artifact has its name, a kill must not lose what was computed.
+            (final / JOURNAL).unlink(missing_ok=True)
             return self.open(stage, key, value_type), True
 
     def build_value(
@@ -219,7 +226,8 @@ class Store:
     def _seal(self, stage: str, key: str, partial: Path, value: BaseModel, known: Mapping[str, str]) -> None:
         (partial / VALUE).write_text(value.model_dump_json(indent=1))
         files: dict[str, dict[str, object]] = {}
-        for name in _files_below(partial):
+        # What a run that was killed here has left is no part of it.
+        for name in sorted(set(_files_below(partial)) - {MANIFEST, JOURNAL}):
             path = partial / name
             fsync(path)
             sha256 = known.get(name) or self.hashes.sha256(path, trust=False)

@@ -1,11 +1,14 @@
 """From the names in a recipe to bytes that cannot change under the run, and to models in memory.
 
-Directories and Hub repositories are resolved, looked into by headers, fetched, pinned by digest, and loaded.
+Directories and Hub repositories are resolved, looked into by headers, fetched, pinned by digest, and loaded: here, or
+in the process that holds models.
 """
 
 from tasks.checkpoints.fetch import fetch_weights
+from tasks.checkpoints.memory import Capacity, gpu_memory, system_memory
 from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import SMALLER, LoadedModel, also_unload, load_model, tokenizer_digest, unload
+from tasks.checkpoints.model_cache import LoadedModel, load_model, tokenizer_digest, unload
+from tasks.checkpoints.model_process import TellProgress, ask_child, end_child
 from tasks.checkpoints.pin import (
     PinnedCheckpoint,
     PinnedRecipe,
@@ -21,23 +24,27 @@ from tasks.checkpoints.pin import (
 )
 
 __all__ = [
-    "SMALLER",
+    "Capacity",
     "LoadedModel",
     "Model",
     "PinnedCheckpoint",
     "PinnedRecipe",
     "ResolvedCheckpoint",
-    "also_unload",
+    "TellProgress",
+    "ask_child",
     "checkpoint_digest",
     "deciding_files",
+    "end_child",
     "fetch_weights",
     "find_checkpoint",
+    "gpu_memory",
     "load_model",
     "open_parent",
     "pin_checkpoints",
     "resolve_all_parents",
     "resolve_parents",
     "search_parents",
+    "system_memory",
     "tokenizer_digest",
     "unload",
 ]

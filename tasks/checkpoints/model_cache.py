@@ -1,7 +1,8 @@
-"""A checkpoint in memory, ready to be asked: loaded offline, without foreign code, and never half initialised.
+"""Checkpoints in memory, ready to be asked: loaded offline, without foreign code, and never half initialised.
 
-The stages that run a model are many and short (one a task), loading is long: the last model stays in memory until
-another one is asked for, or until ``unload``::
+The stages that run a model are many and short (one a task), loading is long: models stay in memory, those asked last
+longest, as long as all of them fit into half of it; the other half is for what a batch takes. ``unload`` lets go of
+all::
 
     with load_model(model, dtype="auto", device="cpu") as loaded:
         loaded.network(...)
@@ -11,17 +12,25 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from merge_core.errors import InvalidInput
 from merge_core.store import digest
+from tasks.checkpoints.memory import gpu_memory, system_memory
 from tasks.checkpoints.model import Model
 
 SMALLER = "a smaller batch_size or max_length, or dtype: bfloat16"  # the remedy where memory does not suffice
+
+_SHARE = 0.5  # of the memory that there would be without any model
+
+
+class ShortOfMemory(InvalidInput):
+    """Memory did not suffice for a model and a batch."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,11 @@ class LoadedModel:
         return next((int(limit) for limit in limits if limit), None)
 
 
+_Asked = tuple[str, str, str]  # digest, dtype, device
+
 _lock = threading.RLock()
-_loaded: tuple[tuple[str, str, str], LoadedModel] | None = None
+_loaded: dict[_Asked, LoadedModel] = {}  # those asked last at the end
+_most: int | None = None  # that may be held at once; None: as many as fit
 _other_holders: list[Callable[[], None]] = []
 
 
@@ -66,41 +78,79 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        InvalidInput: when the directory holds no model that can be loaded as it is, or memory does not suffice.
+        ShortOfMemory: when memory does not suffice; then no model is held any more.
+        InvalidInput: when the directory holds no model that can be loaded as it is.
     """
-    global _loaded
     with _lock:
         wanted = (model.digest, dtype, device)
-        if _loaded is None or _loaded[0] != wanted:
-            unload()  # first: two models need not fit side by side
+        if wanted not in _loaded:
+            make_room(_size_of(model, dtype), device)  # first: they need not fit side by side
             for unload_there in _other_holders:
                 unload_there()
-            _loaded = (wanted, _load(model, dtype, device))
+            _loaded[wanted] = _load(model, dtype, device)
+        _loaded[wanted] = loaded = _loaded.pop(wanted)
         import torch
 
         try:
-            yield _loaded[1]
+            yield loaded
         except torch.OutOfMemoryError as error:
+            del loaded
             unload()
-            raise InvalidInput(
+            raise ShortOfMemory(
                 f"{model.name} ({model.directory})",
                 found=f"out of memory on {device}",
                 remedy=SMALLER,
             ) from error
 
 
-def unload() -> None:
-    """Forget the model that is held, and give its memory back."""
-    global _loaded
+def make_room(size: int, device: str) -> None:
+    """Let go of the models that were not asked for longest, until one of ``size`` bytes may stand beside the others."""
     with _lock:
-        if _loaded is None:
-            return
-        _loaded = None
-        gc.collect()
+        held = {asked: _bytes_of(loaded) for asked, loaded in _loaded.items()}
+        memory = gpu_memory(device) if device.startswith("cuda") else system_memory()
+        capacity = memory.available + _held_on(device, held) if memory else 0
+        for asked in tuple(_loaded):
+            if (_most is None or len(_loaded) < _most) and _held_on(device, held) + size <= _SHARE * capacity:
+                break
+            del _loaded[asked], held[asked]
+        _give_back()
+
+
+def hold_at_most(models: int | None) -> None:
+    """Never hold more than so many at once, wherever they might fit; None: as many as fit."""
+    global _most
+    _most = models
+
+
+def unload() -> None:
+    """Forget the models that are held, and give their memory back."""
+    with _lock:
+        if _loaded:
+            _loaded.clear()
+            _give_back()
+
+
+def _give_back() -> None:
+    gc.collect()
+    if "torch" in sys.modules:
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _held_on(device: str, held: Mapping[_Asked, int]) -> int:
+    return sum(size for (_, _, where), size in held.items() if where == device)
+
+
+def _bytes_of(loaded: LoadedModel) -> int:
+    return sum(int(tensor.nbytes) for tensor in (*loaded.network.parameters(), *loaded.network.buffers()))
+
+
+def _size_of(model: Model, dtype: str) -> int:
+    """Bytes that it will take at most: files of two bytes a parameter are taken for what may be float32 in memory."""
+    stored = sum(file.stat().st_size for file in model.directory.glob("*.safetensors"))
+    return 2 * stored if dtype == "float32" else stored
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -139,7 +189,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
         )
         network = network.to(device).eval()
     except torch.OutOfMemoryError as error:
-        raise InvalidInput(
+        raise ShortOfMemory(
             where, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16"
         ) from error
     except Exception as error:

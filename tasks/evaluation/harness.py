@@ -26,7 +26,9 @@ from typing import Any
 import yaml
 
 from merge_core.errors import InvalidInput, MergegateError, suggest
+from merge_core.store import JournalPlace, open_journal
 from tasks.checkpoints import Model
+from tasks.evaluation.answer_journal import journalled
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
@@ -92,6 +94,7 @@ def score_documents(
     part: DocumentRange,
     device: str,
     on_progress: Callable[[int, int], None],
+    journal: JournalPlace | None = None,
 ) -> ScoredDocuments:
     """Score one part of the documents of ``task`` with ``model``.
 
@@ -100,12 +103,19 @@ def score_documents(
     Args:
         device: ``cpu`` or ``cuda``.
         on_progress: Told how many of how many requests are answered.
+        journal: Where answers are kept as they come, and those of a run that was killed are found; None: nowhere.
 
     Raises:
         InvalidInput: when the model or the task's data cannot be loaded, or the task has no such metric.
     """
     backend = find_backend(scoring.backend)
-    with _quiet(), backend.opened(model, scoring, device) as lm, _progress_to(on_progress, backend.draws_progress):
+    with (
+        _quiet(),
+        backend.opened(model, scoring, device) as opened,
+        open_journal(journal) as kept,
+        journalled(opened, kept, backend.computes_in) as lm,
+        _progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
+    ):
         loaded = _loaded(task)
         documents = documents_in(loaded.sizes, scoring.seed, part)
         if (found := sum(map(len, documents.values()))) != part.last - part.first:

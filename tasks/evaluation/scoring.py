@@ -20,7 +20,7 @@ from tasks.evaluation.backends import find_backend
 from tasks.evaluation.backends.served import ServerSettings
 from tasks.evaluation.backends.vllm import VllmSettings
 
-CHUNK_SIZE = 500  # documents of one part at most: what a crash can lose
+CHUNK_SIZE = 500  # documents of one part at most
 _BACKEND_SETTINGS = ("vllm", "server")  # fields that are one backend's own
 
 

@@ -1,7 +1,7 @@
 """Evaluation: lm-eval scores of one model on one task, document by document, as a cached stage.
 
 The unit of caching is one model and one part of one task's documents: a task added to a profile costs only itself,
-parents are evaluated once, ever, a crash loses one part at most, and more documents cost only those that are new::
+parents are evaluated once, ever, and more documents cost only those that are new::
 
     guards, tasks = pin_tasks(settings.tasks, root, hashes)
     parts = evaluate_to(model, tasks[0], settings.scoring, 500, runtime())      # the first look
@@ -21,7 +21,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
-from merge_core.store import Artifact, NotInKey
+from merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey
 from tasks.checkpoints import Model
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
@@ -90,13 +90,14 @@ class CountLimit(BaseModel):
     seconds: Annotated[float | None, NotInKey] = None
 
 
-@stage("evaluate", version=3, subject="model")
+@stage("evaluate", version=3, subject="model", resumable=True)
 def evaluate(
     out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
 ) -> Scores:
     """Score ``model`` on one part of ``task``: each metric, and ``outcomes.parquet`` with every document's.
 
-    A group (``mmlu``) is scored as the mean over all of its documents.
+    A group (``mmlu``) is scored as the mean over all of its documents. Goes on from the journal of a killed run, batch
+    for batch as if nothing had happened.
 
     Raises:
         InvalidInput: when the model or the task's data cannot be loaded, the task has no score by document, or the
@@ -105,8 +106,16 @@ def evaluate(
     """
     from tasks.evaluation.process import score_in_child
 
+    asked = scoring.server.at(model.name) if scoring.server else None
     scored = score_in_child(
-        model, task, scoring, part, runtime.device, lambda done, total: advance(done, total, "requests")
+        model,
+        task,
+        scoring,
+        part,
+        runtime.device,
+        lambda done, total: advance(done, total, "requests"),
+        # A server is not in the key; but what one has half answered is not for another to go on with.
+        JournalPlace(out / JOURNAL, f"{evaluate.key(model, task, scoring, part, runtime)} {asked!r}"),
     )
     write_document_scores(out / SCORES_FILE, scored.outcomes)
     return Scores(

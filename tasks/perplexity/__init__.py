@@ -1,17 +1,16 @@
 """Likelihood of held-out text, document by document: of one model, and of all parents together."""
 
 from tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
+from tasks.perplexity.measuring import DocumentLikelihood, WindowSettings
 from tasks.perplexity.stage import (
-    DocumentLikelihood,
     DriftLimits,
-    HeldOutText,
     Likelihoods,
     PerplexitySettings,
-    WindowSettings,
     perplexity,
     pin_documents,
     read_documents,
 )
+from tasks.perplexity.text import HeldOutText
 
 __all__ = [
     "DocumentLikelihood",

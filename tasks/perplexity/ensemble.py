@@ -10,37 +10,42 @@ share of the ensemble's gain that the merge keeps tells a poor merge from parent
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from merge_core.errors import InvalidInput
-from tasks.checkpoints import Model, load_model, tokenizer_digest
-from tasks.perplexity.stage import (
-    FILE,
-    HeldOutText,
-    Likelihoods,
+from merge_core.store import JOURNAL, JournalPlace, open_journal
+from tasks.checkpoints import Model, TellProgress, ask_child, load_model, tokenizer_digest
+from tasks.perplexity.measuring import (
+    Measured,
+    TextWindow,
     WindowSettings,
+    batches_of,
     document_rows,
+    read_batch,
     read_by,
-    read_texts,
-    token_logliks,
-    total_likelihood,
-    write_documents,
 )
-from tasks.stage import Runtime, stage
+from tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
+from tasks.perplexity.text import HeldOutText, read_texts
+from tasks.stage import Runtime, advance, stage
+
+if TYPE_CHECKING:
+    import torch
 
 ENSEMBLE = "ensemble"
 
 
-@stage("ensemble", version=1)
+@stage("ensemble", version=1, resumable=True)
 def ensemble_likelihoods(
     out: Path, models: tuple[Model, ...], documents: HeldOutText, windows: WindowSettings, runtime: Runtime
 ) -> Likelihoods:
     """Log-likelihood of every held-out document under the mean of the models' next-token probabilities.
 
-    The artifact is like that of ``perplexity``. The models are in memory one after another; what is kept of each is
-    one number a token.
+    The artifact is like that of ``perplexity``. The models are read with one after another; what is kept of each is one
+    number a token. Goes on from the journal of a killed run.
 
     Args:
         models: The parents, two or more, without the base.
@@ -48,29 +53,71 @@ def ensemble_likelihoods(
     Raises:
         InvalidInput: as ``perplexity``; or when the models do not cut text into the same tokens and windows.
     """
+    if len(models) < 2:
+        raise InvalidInput("perplexity.ensemble", found=f"{len(models)} model", expected="two parents or more")
+    place = JournalPlace(out / JOURNAL, ensemble_likelihoods.key(models, documents, windows, runtime))
+    found = ask_child(
+        _measure_together,
+        (models, documents, windows, runtime.device, place),
+        where="perplexity of the parents together",
+        models=models,
+        on_progress=lambda done, total: advance(done, total, "tokens"),
+    )
+    write_documents(out / FILE, found.rows)
+    return total_likelihood(ENSEMBLE, found)
+
+
+def _measure_together(
+    models: Sequence[Model],
+    documents: HeldOutText,
+    windows: WindowSettings,
+    device: str,
+    place: JournalPlace,
+    on_progress: TellProgress,
+) -> Measured:
     import torch
 
     texts = read_texts(documents, windows.documents)
     sums: list[torch.Tensor] = []  # log of the summed probabilities so far, by document: [tokens]
-    read = None
-    vocabulary = ""
-    for model in models:
-        with load_model(model, dtype=windows.dtype, device=runtime.device) as loaded:
-            own = tokenizer_digest(loaded.tokenizer)
-            reading = read_by(loaded, model, texts, windows)
-            if read is None:
-                read, vocabulary = reading, own
-                sums = [torch.full((count,), -math.inf, dtype=torch.float64) for count in reading.tokens]
-            elif (own, reading.length) != (vocabulary, read.length):
-                raise _other_reading(models[0], model, (own == vocabulary, read.length, reading.length))
-            for window, logliks in token_logliks(loaded, reading, windows.batch_size):
-                part = sums[window.row][window.start : window.start + len(logliks)]
-                torch.logaddexp(part, logliks, out=part)
-    if read is None or len(models) < 2:
-        raise InvalidInput("perplexity.ensemble", found=f"{len(models)} model", expected="two parents or more")
+    read, vocabulary, done = None, "", 0
+    with open_journal(place) as journal:
+        before = iter(journal.records)
+        for model in models:
+            with load_model(model, dtype=windows.dtype, device=device) as loaded:
+                own = tokenizer_digest(loaded.tokenizer)
+                reading = read_by(loaded, model, texts, windows)
+                if read is None:
+                    read, vocabulary = reading, own
+                    sums = [torch.full((count,), -math.inf, dtype=torch.float64) for count in reading.tokens]
+                elif (own, reading.length) != (vocabulary, read.length):
+                    raise _other_reading(models[0], model, (own == vocabulary, read.length, reading.length))
+                for batch in batches_of(loaded, reading, windows.batch_size):
+                    if (record := next(before, None)) is None:
+                        found = read_batch(loaded, batch)
+                        journal.append(_packed(found))
+                    else:
+                        found = _unpacked(record, batch)
+                    for window, logliks in zip(batch, found, strict=True):
+                        part = sums[window.row][window.start : window.start + len(logliks)]
+                        torch.logaddexp(part, logliks, out=part)
+                        done += len(logliks)
+                    on_progress(done, len(models) * sum(reading.tokens))
+    assert read is not None, "there are models"
     rows = document_rows(texts, read, [float((part - math.log(len(models))).sum()) for part in sums])
-    write_documents(out / FILE, rows)
-    return total_likelihood(ENSEMBLE, rows, vocabulary, read.length)
+    return Measured(rows, vocabulary, read.length)
+
+
+def _packed(logliks: Sequence[torch.Tensor]) -> str:
+    return base64.b64encode(b"".join(tokens.numpy().tobytes() for tokens in logliks)).decode()
+
+
+def _unpacked(record: str, batch: Sequence[TextWindow]) -> list[torch.Tensor]:
+    import numpy as np
+    import torch
+
+    every = np.frombuffer(base64.b64decode(record), dtype=np.float64)
+    ends = np.cumsum([len(window.targets) for window in batch])
+    return [torch.tensor(tokens) for tokens in np.split(every, ends[:-1])]
 
 
 def gain_kept(parents: Sequence[Likelihoods], together: Likelihoods, merge: Likelihoods) -> float | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from merge_core.errors import Finding
 from merge_core.units import format_bytes
-from tasks.checkpoints import ResolvedCheckpoint
+from tasks.checkpoints import Capacity, ResolvedCheckpoint, gpu_memory, system_memory
 from tasks.preflight.compat import Compatibility
 from tasks.stage import home, nearest
 
@@ -21,14 +21,6 @@ _SPARE = 1.1  # of what is known to be needed; file systems keep some for themse
 # Weights in memory are not all: activations, the logits of a batch, the libraries.
 _TO_EVALUATE = 1.3
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one parameter
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Bytes of one kind of memory."""
-
-    total: int
-    available: int
 
 
 @dataclass(frozen=True)
@@ -70,8 +62,8 @@ def this_machine(compatibility: Compatibility, found: Sequence[ResolvedCheckpoin
     return Machine(
         cores=usable_cores(),
         disks=_disks(compatibility.disk, found),
-        memory=_memory(),
-        gpu=_gpu(device) if device != "cpu" else None,
+        memory=system_memory(),
+        gpu=gpu_memory(device) if device != "cpu" else None,
     )
 
 
@@ -162,38 +154,3 @@ def _disks(merged: int, found: Sequence[ResolvedCheckpoint]) -> tuple[Disk, ...]
         known = disks.get(device) or Disk(there, shutil.disk_usage(there).free, {})
         disks[device] = Disk(known.place, known.free, {**known.writes, why: known.writes.get(why, 0) + count})
     return tuple(disks.values())
-
-
-def _memory() -> Capacity | None:
-    """Of this system, or of the control group that we are confined to."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return None
-    sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
-    system = Capacity(sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"]))
-    group = _control_group()
-    if group is None or group.total >= system.total:
-        return system
-    return Capacity(group.total, min(group.available, system.available))
-
-
-def _control_group(place: Path = Path("/sys/fs/cgroup")) -> Capacity | None:
-    """The limit of a container (cgroup version 2); None without one."""
-    try:
-        limit = int((place / "memory.max").read_text())
-        used = int((place / "memory.current").read_text())
-        numbers = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such limit, or "max"
-        return None
-    # Cached files count as used, and go when memory is asked for.
-    return Capacity(limit, limit - used + int(numbers.get("inactive_file", 0)) + int(numbers.get("active_file", 0)))
-
-
-def _gpu(device: str) -> Capacity | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info(device if ":" in device else torch.cuda.current_device())
-    return Capacity(total, free)

@@ -16,7 +16,8 @@ from tasks.evaluation.stage import Scores, TaskScore
 from tasks.gate.drift import ModelLikelihoods
 from tasks.gate.guards import Guard
 from tasks.gate.regression import GuardVerdict, judge_guard
-from tasks.perplexity.stage import FILE, DocumentLikelihood, Likelihoods, write_documents
+from tasks.perplexity.measuring import DocumentLikelihood
+from tasks.perplexity.stage import FILE, Likelihoods, write_documents
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
 

@@ -17,15 +17,9 @@ from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
 from tasks.checkpoints.model import Model
 from tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
-from tasks.perplexity.stage import (
-    HeldOutText,
-    Likelihoods,
-    PerplexitySettings,
-    WindowSettings,
-    perplexity,
-    pin_documents,
-    read_documents,
-)
+from tasks.perplexity.measuring import WindowSettings
+from tasks.perplexity.stage import Likelihoods, PerplexitySettings, perplexity, pin_documents, read_documents
+from tasks.perplexity.text import HeldOutText
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(6)] + ["a", "ab " * 40]
 

@@ -19,16 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
 from tasks.checkpoints.model import Model
-from tasks.perplexity.stage import (
-    HeldOutText,
-    Likelihoods,
-    PerplexitySettings,
-    WindowSettings,
-    perplexity,
-    pin_documents,
-    read_documents,
-    read_texts,
-)
+from tasks.perplexity.measuring import WindowSettings
+from tasks.perplexity.stage import Likelihoods, PerplexitySettings, perplexity, pin_documents, read_documents
+from tasks.perplexity.text import HeldOutText, read_texts
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)] + ["a", "ab " * 40]
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
@@ -96,7 +89,7 @@ def test_the_demo_models_have_the_perplexity_that_plain_transformers_give(tmp_pa
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert (tokenizer.bos_token_id is not None) == bos
-    model = Model(name=name, digest="0" * 63 + str(int(bos)), directory=directory)
+    model = Model(name=name, digest=str(directory), directory=directory)
     settings = PerplexitySettings(documents=DEMO / "data" / "held-out.jsonl")
     held_out = pin_documents(settings, DEMO, HashMemo(tmp_path / "memo.db"))
     out = tmp_path / "out"

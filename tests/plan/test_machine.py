@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from merge_core.errors import Finding
-from tasks.preflight import machine
+from tasks.checkpoints.memory import Capacity, control_group
 from tasks.preflight.compat import Compatibility
-from tasks.preflight.machine import Capacity, Disk, Machine, machine_findings, this_machine
+from tasks.preflight.machine import Disk, Machine, machine_findings, this_machine
 
 GB = 10**9
 JOB = Compatibility(
@@ -99,10 +99,10 @@ def test_a_container_has_what_its_limit_leaves_and_cached_files_are_free(tmp_pat
     (tmp_path / "memory.max").write_text("4000\n")
     (tmp_path / "memory.current").write_text("3500\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 2000\nactive_file 1000\n")
-    assert machine._control_group(tmp_path) == Capacity(4000, 3500)
+    assert control_group(tmp_path) == Capacity(4000, 3500)
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine._control_group(tmp_path) is None
-    assert machine._control_group(tmp_path / "nowhere") is None
+    assert control_group(tmp_path) is None
+    assert control_group(tmp_path / "nowhere") is None
 
 
 def test_a_run_that_cannot_be_is_refused(home: Path) -> None:

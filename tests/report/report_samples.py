@@ -16,7 +16,8 @@ from tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.regression import GuardVerdict
 from tasks.gate.stage import GateVerdict
-from tasks.perplexity.stage import Likelihoods, WindowSettings
+from tasks.perplexity.measuring import WindowSettings
+from tasks.perplexity.stage import Likelihoods
 from tasks.report.content import (
     Library,
     MergedFile,

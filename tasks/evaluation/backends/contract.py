@@ -65,6 +65,8 @@ class Backend:
         loads_here: Whether the weights are loaded into this machine's memory in ``Scoring.dtype``, as transformers
             does it: what a look at the machine beforehand counts with.
         draws_progress: Modules in which it calls ``tqdm``, whose bars are replaced by progress of our own.
+        computes_in: Methods of its ``LM`` that compute one batch each. What is answered is kept batch by batch, so that
+            a part that was killed goes on with the same batches. None: an answer does not depend on what else is asked.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Backend:
     frees_memory: bool = True
     loads_here: bool = False
     draws_progress: tuple[str, ...] = ()
+    computes_in: tuple[str, ...] = ()
 
     def library_versions(self) -> dict[str, str]:
         """Of ``libraries``, as far as they are installed."""

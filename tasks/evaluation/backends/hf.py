@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
 
         yield HFLM(
             pretrained=loaded.network,
-            tokenizer=loaded.tokenizer,
+            tokenizer=copy.deepcopy(loaded.tokenizer),  # it may be given a padding token, and others read with it, too
             backend="causal",
             # In the model's own dtype, its default, a bf16 model's likelihoods are rounded by up to half a nat.
             softmax_dtype="float32",
@@ -35,4 +36,5 @@ BACKEND = Backend(
     _opened,
     loads_here=True,
     draws_progress=("lm_eval.models.huggingface",),
+    computes_in=("_model_call", "_model_generate"),
 )

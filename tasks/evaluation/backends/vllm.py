@@ -83,4 +83,5 @@ BACKEND = Backend(
     libraries=("vllm",),
     frees_memory=False,  # an engine's workers and caches outlive it
     draws_progress=("lm_eval.models.vllm_causallms",),
+    computes_in=("_model_generate",),
 )

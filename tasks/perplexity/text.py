@@ -1,0 +1,67 @@
+"""Held-out documents: pinned by content, and read again only if they are still what was pinned."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict
+
+from merge_core.errors import InvalidInput, suggest
+from merge_core.parsing import line_place, parse_line
+from merge_core.store import NotInKey
+
+
+class HeldOutText(BaseModel):
+    """Held-out documents pinned by content."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: Annotated[Path, NotInKey]  # jsonl with one document a line, or plain text with one a paragraph
+    sha256: str
+    field: str = "text"  # of a jsonl line; empty for plain text
+
+
+def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str], ...]:
+    """``(doc_id, text)`` of the first ``most`` documents that are not empty.
+
+    Raises:
+        InvalidInput: when the file changed after it was pinned, a line is not as expected, or there is no document.
+    """
+    content = documents.path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != documents.sha256:
+        raise InvalidInput(str(documents.path), found="changed while the run was going on", remedy="run again")
+    texts: list[tuple[int, str]] = []
+    for doc_id, text in enumerate(_split(content, documents)):
+        if text and not text.isspace():
+            texts.append((doc_id, text))
+        if len(texts) == most:
+            break
+    if not texts:
+        raise InvalidInput(str(documents.path), found="no document", expected="held-out text")
+    return tuple(texts)
+
+
+def _split(content: bytes, documents: HeldOutText) -> Iterator[str]:
+    if documents.field:
+        for number, line in enumerate(content.splitlines(), start=1):
+            yield text_of_line(line, documents.field, documents.path, number) if line.strip() else ""
+        return
+    try:
+        yield from content.decode().replace("\r\n", "\n").split("\n\n")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(str(documents.path), found=f"not UTF-8: {error}", expected="text") from None
+
+
+def text_of_line(line: bytes, field: str, path: Path, number: int) -> str:
+    """The text in ``field`` of a line of JSON. Raises InvalidInput where there is none."""
+    document = parse_line(line, path, number)
+    text = document.get(field)
+    if not isinstance(text, str):
+        found = f"no field {field!r}" if field not in document else f"{type(text).__name__} in field {field!r}"
+        remedy = suggest(field, document) if field not in document and document else ""
+        expected = "text, in the field that perplexity.field names"
+        raise InvalidInput(line_place(path, number), found=found, expected=expected, remedy=remedy)
+    return text

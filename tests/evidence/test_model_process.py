@@ -1,0 +1,269 @@
+"""The process that holds models: each is loaded once for all that is asked of it, and never more than memory bears."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import asked_there
+import pytest
+from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+from traps import parent_of
+
+from merge_core.errors import InvalidInput
+from merge_core.store.hashing import HashMemo
+from merge_core.store.records import JOURNAL, JournalPlace, open_journal
+from tasks.checkpoints import model_cache, model_process
+from tasks.checkpoints.memory import Capacity
+from tasks.checkpoints.model import Model
+from tasks.checkpoints.model_process import ask_child, end_child
+from tasks.evaluation import process
+from tasks.evaluation.process import score_in_child
+from tasks.evaluation.scoring import DocumentRange, Scoring
+from tasks.evaluation.stage import evaluate
+from tasks.evaluation.task_definition import EvalTask, pin_task
+from tasks.perplexity.ensemble import ensemble_likelihoods
+from tasks.perplexity.measuring import WindowSettings
+from tasks.perplexity.stage import PerplexitySettings, perplexity, pin_documents, read_documents
+from tasks.perplexity.text import HeldOutText
+
+TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process_for_all() -> Iterator[None]:
+    """That finds ``asked_there``."""
+    places = (str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+        end_child()
+        yield
+        end_child()
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One that has held no model, and leaves none behind."""
+    monkeypatch.setattr(model_process, "_alone", False)
+    end_child()
+    yield
+    end_child()
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> HeldOutText:
+    path = write_jsonl(tmp_path / "text.jsonl", ({"text": text} for text in TEXTS))
+    return pin_documents(PerplexitySettings(documents=path), tmp_path, HashMemo(tmp_path / "h.db"))
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> EvalTask:
+    path = write_choices(tmp_path / "tasks")
+    return pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+
+
+def score(model: Model, task: EvalTask, first: int) -> None:
+    part = DocumentRange(first=first, last=first + 10)
+    score_in_child(model, task, Scoring(), part, "cpu", lambda done, total: None)
+
+
+def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
+    tmp_path: Path, documents: HeldOutText, task: EvalTask
+) -> None:
+    """The order of a night: perplexity of all, a look at all, another look at all, the parents together."""
+    models = tuple(make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b", "merge")))
+    ask_child(asked_there.count_loads, (), where="here")
+    for model in models:
+        (tmp_path / f"out-{model.name}").mkdir()
+        perplexity.work(tmp_path / f"out-{model.name}", model, documents, WindowSettings(), CPU)
+    for first in (0, 10):
+        for model in models:
+            score(model, task, first)
+    (tmp_path / "together").mkdir()
+    ensemble_likelihoods.work(tmp_path / "together", models[:2], documents, WindowSettings(), CPU)
+    assert ask_child(asked_there.loads, (), where="here") == ["a", "b", "merge"]
+
+
+def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> None:
+    models = [make_model(tmp_path / name) for name in ("a", "b")]
+    size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
+    ask_child(asked_there.count_loads, (), where="here")
+    ask_child(asked_there.have_memory, (3 * size,), where="here")  # half of it is less than two
+    for first in (0, 10):
+        for model in models:
+            score(model, task, first)
+            assert ask_child(asked_there.held, (), where="here") == 1
+    assert ask_child(asked_there.loads, (), where="here") == ["a", "b", "a", "b"]
+    end_child()  # with what it believes of its memory
+
+
+@pytest.mark.usefixtures("new_process")
+def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path) -> None:
+    models = [make_model(tmp_path / name) for name in ("a", "b")]
+    notes = tmp_path / "notes"
+    for model in (*models, *models):
+        assert ask_child(asked_there.die_unless_alone, (model, notes), where=model.name, models=[model]) == 1
+    assert notes.read_text().splitlines() == ["a 1", "b 2", "b 1", "a 1", "b 1"]
+
+
+@pytest.mark.usefixtures("new_process")
+def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
+        ask_child(asked_there.die, (), where="x", models=[make_model(tmp_path / "a")])
+    assert "batch_size" in caught.value.remedy
+
+
+@pytest.mark.usefixtures("new_process")
+def test_perplexity_is_killed_by_no_more_than_a_task_is(
+    tmp_path: Path, documents: HeldOutText, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What memory does to the process that reads is said as for a task, and takes no flow along."""
+    model = make_model(tmp_path / "a")
+    (tmp_path / "out").mkdir()
+
+    def die(done: int, total: int, unit: str) -> None:
+        assert model_process._current is not None
+        child = model_process._current.process.pid
+        assert parent_of(parent_of(child)) == os.getpid()  # behind its supervisor: ours
+        os.kill(child, signal.SIGKILL)
+
+    monkeypatch.setattr("tasks.perplexity.stage.advance", die)
+    settings = WindowSettings(batch_size=1)
+    with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
+        perplexity.work(tmp_path / "out", model, documents, settings, CPU)
+    assert caught.value.where == "perplexity of a"
+
+
+class Killed(BaseException):
+    """Stands in for SIGKILL in this process."""
+
+
+@pytest.mark.parametrize("kind", ["one", "together"])
+def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
+    tmp_path: Path, documents: HeldOutText, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks.perplexity import ensemble, measuring
+
+    models = tuple(make_model(tmp_path / f"m{seed}", seed=seed) for seed in range(2))
+    windows = WindowSettings(batch_size=5, max_length=9)
+    read: list[int] = []
+    limit = -1
+    read_batch = measuring.read_batch
+
+    def watched(loaded: model_cache.LoadedModel, batch: list[measuring.TextWindow]) -> object:
+        if len(read) == limit:
+            raise Killed
+        read.append(len(batch))
+        return read_batch(loaded, batch)
+
+    monkeypatch.setattr(measuring, "read_batch", watched)
+    monkeypatch.setattr(ensemble, "read_batch", watched)
+
+    def measured(name: str) -> measuring.Measured:
+        place = JournalPlace(tmp_path / name / JOURNAL, "key")
+        (tmp_path / name).mkdir(exist_ok=True)
+        given = (documents, windows, "cpu", place, lambda done, total: None)
+        return (
+            ensemble._measure_together(models, *given) if kind == "together" else measuring.measure(models[0], *given)
+        )
+
+    try:
+        wanted = measured("undisturbed")
+        batches = len(read)
+        assert batches >= 10
+        for limit in range(0, batches, 3):  # ``watched`` looks at it
+            del read[:]
+            with pytest.raises(Killed):
+                measured(f"at-{limit}")
+            done, limit = limit, -1
+            assert measured(f"at-{done}") == wanted
+            assert len(read) == batches
+    finally:
+        model_cache.unload()
+
+
+def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documents: HeldOutText) -> None:
+    model = make_model(tmp_path / "m")
+    (tmp_path / "out").mkdir()
+    windows = WindowSettings(batch_size=4)
+    value = perplexity.work(tmp_path / "out", model, documents, windows, CPU)
+    rows = read_documents(tmp_path / "out")
+    place = JournalPlace(tmp_path / "out" / JOURNAL, perplexity.key(model, documents, windows, CPU))
+    with open_journal(place) as journal:
+        assert len(journal.records) == len(TEXTS) // 4
+    before = place.path.read_bytes()
+    assert perplexity.work(tmp_path / "out", model, documents, windows, CPU) == value
+    assert read_documents(tmp_path / "out") == rows
+    assert place.path.read_bytes() == before
+
+
+def test_what_one_server_has_answered_is_not_for_another_to_go_on_with(
+    tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores of a model are one artifact, wherever it is served; half of one and half of another are not."""
+    places: list[JournalPlace] = []
+
+    def noted(*given: object) -> None:
+        assert isinstance(given[-1], JournalPlace)
+        places.append(given[-1])
+        raise Killed
+
+    monkeypatch.setattr(process, "score_in_child", noted)
+    model = Model(name="merge", digest="0" * 64, directory=tmp_path)
+    for url in ("http://one/v1", "http://two/v1", "http://one/v1"):
+        scoring = Scoring.model_validate({"backend": "served", "server": {"url": url}})
+        with pytest.raises(Killed):
+            evaluate.work(tmp_path, model, task, scoring, DocumentRange(first=0, last=10), CPU)
+    assert places[0] == places[2] != places[1]
+
+
+MODELS = [Model(name=name, digest=name, directory=Path("/nowhere")) for name in "abcd"]
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str, int], asked: str) -> list[str]:
+    """Who is held after models were asked for in turn; each takes so many bytes."""
+    held: dict[tuple[str, str, str], str] = {}
+    monkeypatch.setattr(model_cache, "_loaded", held)
+    monkeypatch.setattr(model_cache, "_bytes_of", lambda name: sizes[name])
+    monkeypatch.setattr(model_cache, "_size_of", lambda model, dtype: sizes[model.name])
+    monkeypatch.setattr(model_cache, "_load", lambda model, dtype, device: model.name)
+    monkeypatch.setattr(model_cache, "_other_holders", [])
+
+    def memory() -> Capacity | None:
+        return None if capacity is None else Capacity(capacity, capacity - sum(sizes[name] for name in held.values()))
+
+    monkeypatch.setattr(model_cache, "system_memory", memory)
+    for name in asked:
+        with model_cache.load_model(MODELS["abcd".index(name)], dtype="auto", device="cpu") as loaded:
+            assert loaded == name
+    return list(held.values())
+
+
+@pytest.mark.parametrize(
+    ("capacity", "asked", "held"),
+    [
+        (100, "abcd", "abcd"),  # 40 of 100
+        (80, "abcd", "abcd"),  # exactly half
+        (79, "abcd", "bcd"),
+        (79, "abcad", "cad"),  # the one that was not asked for longest goes
+        (39, "abab", "b"),
+        (5, "a", "a"),  # one is always tried
+        (None, "ab", "b"),  # a system that does not say
+    ],
+)
+def test_models_are_held_up_to_half_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, capacity: int | None, asked: str, held: str
+) -> None:
+    assert keep(monkeypatch, capacity, dict.fromkeys("abcd", 10), asked) == list(held)
+
+
+def test_a_large_one_makes_as_much_room_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keep(monkeypatch, 100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd") == ["c", "d"]
+
+
+def test_one_at_a_time_holds_wherever_more_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_cache, "_most", 1)
+    assert keep(monkeypatch, 10**6, dict.fromkeys("abcd", 1), "abc") == ["c"]

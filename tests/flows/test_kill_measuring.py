@@ -1,0 +1,52 @@
+"""Killed in the middle of a batch, a run goes on with it and comes to the same bits; each model is loaded once."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+KILLS = 3
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    """``benchmarks/kills.py`` as a module."""
+    file = Path(__file__).resolve().parents[2] / "benchmarks" / "kills.py"
+    spec = importlib.util.spec_from_file_location("kills", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["kills"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def reference(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return bench.undisturbed(tmp_path_factory.mktemp("undisturbed") / "project")
+
+
+def test_a_whole_release_loads_each_model_once(reference: Any) -> None:
+    """For its perplexity and for all of its tasks, by one process."""
+    loads = [note for note in reference.notes() if note.what == "load"]
+    assert Counter(note.model for note in loads) == {"base": 1, "reverser": 1, "shifter": 1, "merge": 1}
+    assert len({note.process for note in loads}) == 1
+
+
+def test_killed_while_it_measures_it_repeats_a_batch_a_kill_and_changes_no_bit(
+    bench: ModuleType, reference: Any, tmp_path: Path
+) -> None:
+    project, kills = bench.disturbed(tmp_path / "project", kills=KILLS, batches=len(reference.batches()), seed=3)
+    assert {kill.whom for kill in kills} == {"the flow", "the models' process"}
+    assert project.measured() == reference.measured()
+    assert len(bench.repeated(project, reference)) <= len(kills) == KILLS
+    assert not list((project.root / ".mergegate" / "store").glob("**/*.journal"))
+    assert not list((project.root / ".mergegate" / "store").glob("*/*.partial"))

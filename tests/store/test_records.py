@@ -1,0 +1,181 @@
+"""The journal of unfinished work: after any crash what it gives back is the beginning of what was put in."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from merge_core.store.records import JOURNAL, JournalPlace, open_journal
+from merge_core.store.store import Store, StoreMiss
+
+KEY = "0123456789abcdef" * 4
+RECORDS = st.lists(st.lists(st.floats() | st.text(max_size=5), max_size=4), max_size=6)
+
+
+def written(place: JournalPlace, records: Sequence[object]) -> bytes:
+    with open_journal(place) as journal:
+        for record in records:
+            journal.append(record)
+    return place.path.read_bytes() if place.path.exists() else b""
+
+
+def found(place: JournalPlace) -> tuple[Any, ...]:
+    with open_journal(place) as journal:
+        return journal.records
+
+
+def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return json.dumps(list(left)) == json.dumps(list(right))  # NaN is NaN
+
+
+@given(RECORDS, RECORDS)
+def test_records_come_back_exactly_and_more_can_follow(first: list[Any], second: list[Any]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        place = JournalPlace(Path(directory) / JOURNAL, KEY)
+        written(place, first)
+        assert same(found(place), first)
+        written(place, second)
+        assert same(found(place), [*first, *second])
+
+
+@given(RECORDS, st.data())
+def test_a_crash_at_any_byte_costs_only_what_came_after(records: list[Any], data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        place = JournalPlace(Path(directory) / JOURNAL, KEY)
+        content = written(place, records)
+        end = data.draw(st.integers(0, len(content)))
+        garbage = data.draw(st.sampled_from([b"", b"\0" * 600, os.urandom(90), b"\n\n", content[:70]]))
+        place.path.write_bytes(content[:end] + garbage)
+        whole = content[:end].count(b"\n")
+        if content[:end] + garbage[:1] == content[: end + 1]:  # garbage that happens to be what was lost
+            return
+        assert same(found(place), records[:whole])
+        written(place, ["after"])
+        assert same(found(place), [*records[:whole], "after"])
+
+
+@given(RECORDS.filter(len), st.data())
+def test_one_altered_byte_ends_the_belief_where_it_stands(records: list[Any], data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        place = JournalPlace(Path(directory) / JOURNAL, KEY)
+        content = bytearray(written(place, records))
+        at = data.draw(st.integers(0, len(content) - 1))
+        before = bytes(content[:at]).count(b"\n")
+        content[at] ^= data.draw(st.integers(1, 255))
+        place.path.write_bytes(content)
+        assert same(found(place), records[:before])
+
+
+def test_the_journal_of_another_key_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL
+    written(JournalPlace(path, KEY), [1, 2])
+    assert found(JournalPlace(path, KEY[::-1])) == ()
+    assert path.read_bytes() == b""
+
+
+def test_a_record_of_elsewhere_is_not_believed_in_another_place(tmp_path: Path) -> None:
+    """Each line vouches for those before it: one that was moved, or came twice, does not fit."""
+    place = JournalPlace(tmp_path / JOURNAL, KEY)
+    first, second, third = written(place, ["a", "b", "c"]).splitlines(keepends=True)
+    place.path.write_bytes(first + third + second)
+    assert found(place) == ("a",)
+    place.path.write_bytes(first + first)
+    assert found(place) == ("a",)
+
+
+def test_without_a_place_nothing_is_kept() -> None:
+    with open_journal(None) as journal:
+        journal.append("a")
+        assert journal.records == ()
+
+
+def test_a_full_disk_ends_the_journal_and_not_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = JournalPlace(tmp_path / JOURNAL, KEY)
+    write = os.write
+    with open_journal(place) as journal:
+        journal.append("a")
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:40]))
+        journal.append("b")
+        monkeypatch.undo()
+        journal.append("c")
+    assert found(place) == ("a",)
+
+
+class Value(BaseModel):
+    n: int
+
+
+def makes(out: Path) -> Value:
+    written(JournalPlace(out / JOURNAL, KEY), ["work"])
+    (out / "table").write_text("whole")
+    return Value(n=1)
+
+
+def test_a_sealed_artifact_has_no_journal_and_is_the_same_as_without(tmp_path: Path) -> None:
+    def plain(out: Path) -> Value:
+        (out / "table").write_text("whole")
+        return Value(n=1)
+
+    artifact, _ = Store(tmp_path / "a").build("evaluate", KEY, Value, makes, resumable=True)
+    other, _ = Store(tmp_path / "b").build("evaluate", KEY, Value, plain)
+    assert not (artifact.directory / JOURNAL).exists()
+    assert (artifact.digest, artifact.files) == (other.digest, other.files)
+
+
+@pytest.mark.parametrize("moment", ["rename", "unlink"])
+def test_a_kill_while_it_is_sealed_loses_nothing(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the manifest and the name, and between the name and the end of the journal."""
+    store, deed = Store(tmp_path), getattr(Path, moment)
+
+    class Killed(BaseException):
+        pass
+
+    def dies(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.name == JOURNAL or self.name.endswith(".partial"):
+            raise Killed
+        return deed(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, moment, dies)
+    with pytest.raises(Killed):
+        store.build("evaluate", KEY, Value, makes, resumable=True)
+    monkeypatch.undo()
+    seen: list[tuple[Any, ...]] = []
+
+    def goes_on(out: Path) -> Value:
+        seen.append(found(JournalPlace(out / JOURNAL, KEY)))
+        (out / "table").write_text("whole")
+        return Value(n=1)
+
+    if moment == "unlink":
+        assert store.open("evaluate", KEY, Value).value.n == 1
+    artifact, made = store.build("evaluate", KEY, Value, goes_on, resumable=True)
+    assert (made, seen) == ((True, [("work",)]) if moment == "rename" else (False, []))
+    assert sorted(path.name for path in artifact.directory.iterdir()) == ["manifest.json", "table", "value.json"]
+
+
+def test_a_failed_build_keeps_its_journal_and_one_without_leaves_nothing(tmp_path: Path) -> None:
+    def fails(out: Path) -> Value:
+        raise OSError("at once")
+
+    def fails_later(out: Path) -> Value:
+        makes(out)
+        raise OSError("later")
+
+    store = Store(tmp_path)
+    with pytest.raises(OSError, match="at once"):
+        store.build("evaluate", KEY, Value, fails, resumable=True)
+    assert list((tmp_path / "evaluate").iterdir()) == []
+    with pytest.raises(OSError, match="later"):
+        store.build("evaluate", KEY, Value, fails_later, resumable=True)
+    assert list((tmp_path / "evaluate").glob(f"*.partial/{JOURNAL}"))
+    with pytest.raises(StoreMiss):
+        store.open("evaluate", KEY, Value)
