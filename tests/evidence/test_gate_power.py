@@ -27,7 +27,7 @@ def evidence(guard: Guard, lost: int, won: int, n: int) -> GuardEvidence:
 @pytest.mark.parametrize("as_suite", [True, False])
 def test_many_merges_at_once_are_judged_as_the_gate_judges_each(as_suite: bool) -> None:
     rng = np.random.default_rng(5)
-    drops = (0.0, 0.0, 0.06 if as_suite else 0.02)
+    drops = (0.0, 0.0, 0.035 if as_suite else 0.02)
     samples = [draw(Guard(task=f"t{at}", guarded_by="base"), drops[at], 0.10, 1500, 60, rng) for at in range(3)]
     together = passing(samples, 0.95, as_suite=as_suite)
     for number in range(60):
