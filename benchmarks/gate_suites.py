@@ -1,6 +1,7 @@
 """How often suites, attempts and nights end well: the tables of ``docs/gates.md`` about more than one comparison.
 
-Made by ``benchmarks/operating_characteristics.py``; the functions that decide are the gate's own, on arrays of samples.
+Made by ``benchmarks/operating_characteristics.py suites`` (or ``attempts``, ``nights``); the functions that decide are
+the gate's own, on arrays of samples.
 """
 
 from __future__ import annotations
@@ -177,3 +178,6 @@ def _both(found: Shares, decimals: int) -> str:
 
 def _row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+TABLES = {"suites": suite_table, "attempts": attempts_table, "nights": nights_table}

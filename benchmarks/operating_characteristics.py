@@ -26,6 +26,7 @@ from tasks.evaluation.scoring import looks
 from tasks.gate.sequential import plan_looks
 from tasks.gate.statistics import normal_quantile, score_statistic
 
+SUITE_TABLES = ("suites", "attempts", "nights")
 CONFIDENCE = 0.95
 MAX_DROP, MARGIN = 0.02, 0.03  # the defaults: 2 points, and one more to pass
 FIRST_LOOK = 500
@@ -123,11 +124,16 @@ def _rule(columns: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", nargs="?", default="guards", choices=["guards", "graded", "clusters"])
+    parser.add_argument("table", nargs="?", default="guards", choices=["guards", "graded", "clusters", *SUITE_TABLES])
     parser.add_argument("--markdown", action="store_true", help="with the sentences that stand around the tables")
     parser.add_argument("--runs", type=int, default=20_000, help="merges a cell; ten times as many for errors")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.table in SUITE_TABLES:
+        from gate_suites import TABLES  # beside this file
+
+        print("\n".join(TABLES[arguments.table](arguments.runs, np.random.default_rng(arguments.seed))))
+        return
     if arguments.table != "guards":
         from error_rates import print_table  # beside this file
 

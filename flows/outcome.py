@@ -14,6 +14,7 @@ from flows.profile import Profile
 from merge_core.errors import MergegateError, Refused
 from merge_core.store import Artifact, StoredValue
 from tasks.evaluation import join_parts
+from tasks.explain import Explanation, untried
 from tasks.gate import GateVerdict
 from tasks.judge import JudgeVerdict
 from tasks.merge import MERGED
@@ -160,7 +161,7 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
         reproduce=(f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",),
-        explanation=attempt.explanation,
+        explanation=_with_untried(attempt, earlier),
         attempts=tuple(_tried(one) for one in (*earlier, attempt)) if earlier else (),
         judge=_reported(attempt.evidence_of(JudgeVerdict)),
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
@@ -168,6 +169,15 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         artifacts=_artifacts(attempt),
         sections=tuple(one.section for one in attempt.verdicts if not isinstance(one.evidence, _DRAWN)),
     )
+
+
+def _with_untried(attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> Explanation:
+    """The explanation, proposing no recipe that this run has refused already."""
+    recipe = attempt.cleared.candidate.document
+    if recipe is None:
+        return attempt.explanation
+    tried = [document for one in (*earlier, attempt) if (document := one.cleared.candidate.document) is not None]
+    return attempt.explanation.model_copy(update={"remedies": untried(attempt.explanation.remedies, recipe, tried)})
 
 
 def _serving(served: ServedModels | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Explaining a merge: how its parents' weights interfere, which documents were lost, which remedy to try."""
 
-from tasks.explain.remedies import CHANCE, movement
+from tasks.explain.remedies import CHANCE, movement, untried
 from tasks.explain.stage import Explanation, explain_merge
 
 __all__ = [
@@ -8,4 +8,5 @@ __all__ = [
     "Explanation",
     "explain_merge",
     "movement",
+    "untried",
 ]

@@ -7,8 +7,10 @@ A remedy is a change of a recipe, as a profile's ``remedies`` can hold it (see `
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from merge_core.analysis import Tally
 from merge_core.methods import Method, merge_methods
+from merge_core.recipe import apply_overrides
 from tasks.gate import GateVerdict
 
 # Task vectors that have nothing to do with each other oppose each other in half of the weights that both move.
@@ -177,6 +180,42 @@ def _move_less_for_perplexity(found: Diagnosis) -> Iterator[Remedy]:
         reason="Perplexity rose over the limit although the merge moved no farther than its parents; "
         "a shorter way keeps more of what they share.",
     )
+
+
+def untried(
+    remedies: Iterable[Remedy], recipe: Mapping[str, Any], tried: Iterable[Mapping[str, Any]]
+) -> tuple[Remedy, ...]:
+    """Those remedies that make another merge of ``recipe`` than any that was tried.
+
+    Weights that a method normalises are the same merge whatever their sum: .9 and .9 are .5 and .5.
+
+    Args:
+        tried: Recipes as plain data, the failed one among them.
+    """
+    failed = [_meaning(one) for one in tried]
+    return tuple(
+        remedy
+        for remedy in remedies
+        if _meaning(apply_overrides(recipe, remedy.change, "the proposed remedy")) not in failed
+    )
+
+
+def _meaning(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as plain data, with the weights of its models as shares where its method makes them that."""
+    meant = copy.deepcopy(dict(recipe))
+    method = merge_methods().get(str(meant.get("merge_method")))
+    switch = (method.parameter("normalize") or method.parameter("normalize_weights")) if method else None
+    models = meant.get("models")
+    if switch is None or not isinstance(models, list):
+        return meant
+    weights = [_weight(entry) if isinstance(entry, Mapping) else None for entry in models]
+    known = [weight for weight in weights if weight is not None]
+    normalises = (meant.get("parameters") or {}).get(switch.name, switch.default)
+    total = math.fsum(known)
+    if normalises is True and len(known) == len(models) and total:
+        for entry, weight in zip(models, known, strict=True):
+            entry["parameters"] = {**entry["parameters"], "weight": round(weight / total, 6)}
+    return meant
 
 
 def movement(whole: Tally) -> float | None:

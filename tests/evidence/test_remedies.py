@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from merge_core import load_recipe
 from merge_core.analysis.tally import Tally
 from merge_core.recipe.overrides import apply_overrides
-from tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies
+from tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies, untried
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.regression import GuardVerdict
 from tasks.gate.stage import GateVerdict
@@ -230,3 +230,25 @@ def test_every_suggestion_makes_a_recipe_that_can_be_read_and_is_another(
         assert changed.canonical() != load_recipe(found).canonical()
         assert remedy.reason.endswith(".")
         assert yaml.safe_load(remedy.text()) == remedy.change
+
+
+def weighed(*weights: float, **parameters: object) -> dict[str, object]:
+    models = [{"model": f"m{at}", "parameters": {"weight": weight}} for at, weight in enumerate(weights)]
+    return {"merge_method": "linear", "models": models, "parameters": dict(parameters)}
+
+
+@pytest.mark.parametrize(
+    ("proposed", "tried", "is_new"),
+    [
+        (weighed(0.9, 0.9), [weighed(0.9, 0.1), weighed(0.5, 0.5)], False),  # normalised, the same merge
+        (weighed(0.9, 0.9), [weighed(0.9, 0.1)], True),
+        (weighed(0.9, 0.9, normalize=False), [weighed(0.5, 0.5, normalize=False)], True),
+        (weighed(0.9, 0.1), [weighed(0.9, 0.1)], False),
+    ],
+)
+def test_what_was_refused_is_not_proposed_again(
+    proposed: dict[str, object], tried: list[dict[str, object]], is_new: bool
+) -> None:
+    remedy = Remedy(change={"models": proposed["models"]}, reason="because")
+    recipe = {**proposed, "models": tried[0]["models"]}
+    assert (untried([remedy], recipe, tried) == (remedy,)) is is_new
