@@ -202,7 +202,7 @@ def untried(
 
 def _meaning(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe as plain data, with the weights of its models as shares where its method makes them that."""
-    meant = copy.deepcopy(dict(recipe))
+    meant = {name: copy.deepcopy(value) for name, value in recipe.items() if value not in ({}, None)}
     method = merge_methods().get(str(meant.get("merge_method")))
     switch = (method.parameter("normalize") or method.parameter("normalize_weights")) if method else None
     models = meant.get("models")
