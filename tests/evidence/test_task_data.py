@@ -138,7 +138,7 @@ def test_data_that_did_not_change_are_not_loaded_anew(
 ) -> None:
     first = pin_data(task)
     process.end_child()
-    monkeypatch.setattr(process, "_process_for", lambda digest: pytest.fail("the data are loaded again"))
+    monkeypatch.setattr(process, "look_in_child", lambda *asked: pytest.fail("the data are loaded again"))
     assert pin_data(task) == first
 
 
