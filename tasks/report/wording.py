@@ -158,6 +158,16 @@ def _suite_passed(suite: SuiteVerdict) -> str:
     )
 
 
+def documents_saved(verdict: GateVerdict) -> str:
+    """What looking a part at a time has saved; empty where all documents were asked, or nothing was decided early."""
+    seen = {guard.task: (guard.look.documents, guard.documents_left) for guard in verdict.guards if guard.look}
+    asked, left = (sum(counts) for counts in zip(*seen.values(), strict=True)) if seen else (0, 0)
+    if not left:
+        return ""
+    share = 100 * left / (asked + left)
+    return f"{asked:,} of {asked + left:,} documents were asked; looking at a part of them first saved {share:.0f} %."
+
+
 def suite_change(suite: SuiteVerdict) -> str:
     """'0.4 [-0.3, 1.1]', in points, with real minus signs."""
     return f"{number(suite.drop, 1)} {interval(suite.low, suite.high, 1)}"

@@ -190,6 +190,11 @@ def test_a_verdict_of_several_looks_says_at_which_it_was_reached() -> None:
     verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
     found = text_of(page_of(content.model_copy(update={"verdict": verdict})))
     assert "✗ worse limit 3 look 2 of 3" in found
+    assert "documents were asked" not in found  # nothing was left
+    early = looked.model_copy(update={"documents_left": 3000})
+    verdict = content.verdict.model_copy(update={"guards": (early,)})
+    saved = "1,000 of 4,000 documents were asked; looking at a part of them first saved 75 %."
+    assert saved in text_of(page_of(content.model_copy(update={"verdict": verdict})))
     assert found.count("look 2 of 3") == 1
     assert notes[0] in found
 
