@@ -26,6 +26,7 @@ from flows.profile import Profile, load_profile
 from merge_core.errors import InvalidInput, MergegateError
 from tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint, fetch_weights, find_checkpoint, pin_checkpoints
 from tasks.evaluation import join_parts, pin_data
+from tasks.gate import distinct_guards
 from tasks.preflight import Evidence
 from tasks.report import Library, ReportContent, ReportedModel, write_report
 from tasks.stage import ProgressLog, is_watched, store, versions, watched_by
@@ -96,9 +97,8 @@ def pin_against(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
             f"profile {profile.name}", found="no evidence to compare by", expected="perplexity or evaluate"
         )
     if profile.evaluate:
-        guards = [guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks]
-        # Guards that differed in their reference alone are one now.
-        tasks = tuple(guard for position, guard in enumerate(guards) if guard not in guards[:position])
+        guards = (guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks)
+        tasks = distinct_guards(guards)  # guards that differed in their reference alone are one now
         profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
     evidence = profile.pin_evidence((reference,), store().hashes)
     return evidence._replace(tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks))

@@ -36,7 +36,7 @@ from tasks.evaluation import (
     score_table,
     write_document_scores,
 )
-from tasks.gate import GateVerdict, Guard, gate, reference_models
+from tasks.gate import GateVerdict, Guard, distinct_guards, gate, reference_models
 from tasks.report import ReportContent, ReportedModel
 
 MERGE, REFERENCE = "merge", "reference"
@@ -114,7 +114,7 @@ def _guards(written: Sequence[Guard], root: Path, where: str, places: Mapping[st
         task = read_definition((root / guard.task).absolute()).name if is_file else guard.task
         reference = REFERENCE if alone else guard.guarded_by
         guards.append(guard.model_copy(update={"task": task, "guarded_by": reference}))
-    return tuple(guard for position, guard in enumerate(guards) if guard not in guards[:position])
+    return distinct_guards(guards)
 
 
 def _read(guards: Sequence[Guard], found: Mapping[str, Sequence[ResultsFile]]) -> dict[tuple[str, str], TaskResults]:

@@ -5,7 +5,14 @@ from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
 from tasks.gate.power import PlannedTask, gate_power, power_finding
 from tasks.gate.ratchet import anchor_confidence, anchor_refused, note_refusal, refused_by
-from tasks.gate.references import check_guards, comparable_parents, needs_champion, reference_models, with_anchor
+from tasks.gate.references import (
+    check_guards,
+    comparable_parents,
+    distinct_guards,
+    needs_champion,
+    reference_models,
+    with_anchor,
+)
 from tasks.gate.regression import GuardVerdict, decide_guard
 from tasks.gate.settings import EvaluateSettings, pin_tasks
 from tasks.gate.stage import GateVerdict, OnInconclusive, gate, perplexity_drift, undecided_tasks
@@ -32,6 +39,7 @@ __all__ = [
     "check_guards",
     "comparable_parents",
     "decide_guard",
+    "distinct_guards",
     "gate",
     "gate_power",
     "graded_difference",

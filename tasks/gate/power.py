@@ -21,7 +21,7 @@ from tasks.gate.guards import GateRule, Guard
 from tasks.gate.regression import is_within
 from tasks.gate.sequential import look_levels
 from tasks.gate.statistics import POWER, binary_bounds, normal_quantile
-from tasks.gate.suite import TaskDrop, mean_drop
+from tasks.gate.suite import TaskDrop, information_shares, mean_drop, task_weights
 
 UNLIKELY = 0.5  # chance that an equal merge is published below which a night is hardly worth it
 _RUNS = 2000  # simulated merges: a chance is known to a point
@@ -177,10 +177,8 @@ def draw(guard: Guard, drop: float, discordance: float, n: int, runs: int, rng: 
 
 def last_confidence(planned: Sequence[PlannedTask], rule: GateRule) -> float:
     """One-sided, of the last look that tonight's documents allow."""
-    steps = range(max(len(one.looks) for one in planned))
-    at = [[one.looks[min(step, len(one.looks) - 1)] for one in planned] for step in steps]
-    known = [1 / sum(1 / documents for documents in step) for step in at]
-    return look_levels(tuple(one / known[-1] for one in known), rule.confidence)[-1]
+    weights = task_weights([TaskDrop(one.guard.task, one.guard.weight, 0.0, 0.0, 0.0) for one in planned])
+    return look_levels(information_shares(weights, {one.guard.task: one.looks for one in planned}), rule.confidence)[-1]
 
 
 def _mean_of(some: Sequence[PlannedTask] | Sequence[DrawnDrops], limit: Callable[[Guard], float]) -> float:

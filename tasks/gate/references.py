@@ -79,6 +79,15 @@ def needs_champion(guards: Iterable[Guard]) -> bool:
     return any(guard.guarded_by == CHAMPION for guard in guards)
 
 
+def distinct_guards(guards: Iterable[Guard]) -> tuple[Guard, ...]:
+    """Each guard once, in its order; one with a metric by task cannot be a key."""
+    found: list[Guard] = []
+    for guard in guards:
+        if guard not in found:
+            found.append(guard)
+    return tuple(found)
+
+
 def with_anchor(guards: Iterable[Guard], anchor: str | None) -> tuple[Guard, ...]:
     """The guards, and of each that compares with the champion another one that compares with the anchor, if there is
     one: tonight may lose a little against yesterday, but all nights together not more than one may."""
@@ -86,7 +95,7 @@ def with_anchor(guards: Iterable[Guard], anchor: str | None) -> tuple[Guard, ...
     if anchor is None:
         return held
     against = (one.model_copy(update={"guarded_by": ANCHOR}) for one in held if one.guarded_by == CHAMPION)
-    return (*held, *(one for one in against if one not in held))
+    return distinct_guards((*held, *against))
 
 
 def reference_models(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,7 +96,9 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
     estimates = [100 * np.asarray(one.interval(confidence, look.confidence)[:3]) for one in measured]
     together = mean_drop([_of(one, *estimate) for one, estimate in zip(measured, estimates, strict=True)])
     drop, low, high = map(float, together)
-    error = mean_drop([_of(one, 0.0, -one_error, one_error) for one, one_error in _standard_errors(measured)])[2]
+    error = mean_drop(
+        [_of(one, 0.0, -one_error, one_error) for one, one_error in _standard_errors(measured, confidence)]
+    )[2]
     max_drop = _weighted(measured, lambda guard: guard.max_drop)
     margin = _weighted(measured, lambda guard: guard.upper_limit)
     outcome = decide_guard(drop, low, high, max_drop, margin, last_look=look.number == look.of)
@@ -115,7 +117,7 @@ def judge_suite(measured: Sequence[GuardEvidence], confidence: float) -> SuiteVe
         reason="",
         detectable_drop=(normal_quantile(look.confidence) + normal_quantile(POWER)) * error,
         look=look,
-        pooled=pooled_drops(measured),
+        pooled=pooled_drops(measured, confidence),
     )
     if outcome == "inconclusive":
         chance = _chance_left(measured, verdict, error)
@@ -130,7 +132,7 @@ def suite_look(measured: Sequence[GuardEvidence], confidence: float) -> Look:
         InvalidInput: when the tasks have been evaluated to different looks.
     """
     seen = {one.guard.task: one.documents for one in measured}
-    planned = _steps(measured)
+    planned = _steps({one.guard.task: one.schedule for one in measured})
     levels = look_levels(suite_information(measured), confidence)
     for number, (one, level) in enumerate(zip(planned, levels, strict=True), start=1):
         if one == seen:
@@ -144,16 +146,25 @@ def suite_look(measured: Sequence[GuardEvidence], confidence: float) -> Look:
 
 
 def suite_information(measured: Sequence[GuardEvidence]) -> tuple[float, ...]:
-    """Share of the information in the mean that each look has, rising to 1: the inverse squared error, as far as it is
-    known beforehand, from the numbers of documents and the weights."""
+    """``information_shares`` of the suite's looks."""
     weights = task_weights([_of(one, 0.0, 0.0, 0.0) for one in measured])
-    known = [1 / sum(weights[task] ** 2 / n for task, n in step.items()) for step in _steps(measured)]
+    return information_shares(weights, {one.guard.task: one.schedule for one in measured})
+
+
+def information_shares(weights: Mapping[str, float], schedules: Mapping[str, Sequence[int]]) -> tuple[float, ...]:
+    """Share of the information in the mean that each look has, rising to 1: the inverse squared error, as far as it is
+    known beforehand, from the numbers of documents and the weights.
+
+    Args:
+        weights: Of each task in the mean.
+        schedules: Of each task, documents after each look.
+    """
+    known = [1 / sum(weights[task] ** 2 / n for task, n in step.items()) for step in _steps(schedules)]
     return tuple(one / known[-1] for one in known)
 
 
-def _steps(measured: Sequence[GuardEvidence]) -> list[dict[str, int]]:
+def _steps(schedules: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
     """Documents of each task after each look of the suite."""
-    schedules = {one.guard.task: one.schedule for one in measured}
     steps = range(max(map(len, schedules.values())))
     return [{task: ends[min(step, len(ends) - 1)] for task, ends in schedules.items()} for step in steps]
 
@@ -184,7 +195,7 @@ def task_weights(parts: Sequence[TaskDrop]) -> dict[str, float]:
     return {task: weight / total for task, weight in weights.items()}
 
 
-def pooled_drops(measured: Sequence[GuardEvidence]) -> tuple[PooledDrop, ...]:
+def pooled_drops(measured: Sequence[GuardEvidence], confidence: float = 0.95) -> tuple[PooledDrop, ...]:
     """Each guard's drop, drawn to the common mean by as much as noise explains of the spread between them.
 
     ``mean + t2 / (t2 + v) * (drop - mean)`` with the squared error ``v`` of each and the variance ``t2`` between them
@@ -192,7 +203,7 @@ def pooled_drops(measured: Sequence[GuardEvidence]) -> tuple[PooledDrop, ...]:
     largest of many noisy numbers; nothing is decided by it.
     """
     drops = [100 * sum(one.differences) / len(one.differences) for one in measured]
-    squared = [max(error**2, 1e-12) for _, error in _standard_errors(measured)]
+    squared = [max(error**2, 1e-12) for _, error in _standard_errors(measured, confidence)]
     precision = [1 / error for error in squared]
     mean = sum(p * d for p, d in zip(precision, drops, strict=True)) / sum(precision)
     spread = sum(p * (d - mean) ** 2 for p, d in zip(precision, drops, strict=True))
@@ -208,9 +219,12 @@ def _of(one: GuardEvidence, drop: Points, low: Points, high: Points) -> TaskDrop
     return TaskDrop(one.guard.task, one.guard.weight, drop, low, high)
 
 
-def _standard_errors(measured: Sequence[GuardEvidence]) -> list[tuple[GuardEvidence, float]]:
-    """Each guard with the standard error of its drop, points. At what confidence it is asked makes no difference."""
-    return [(one, 100 * math.sqrt(one.interval(0.95, 0.95).variance / len(one.differences))) for one in measured]
+def _standard_errors(measured: Sequence[GuardEvidence], confidence: float) -> list[tuple[GuardEvidence, float]]:
+    """Each guard with the standard error of its drop, points. It is the same at any ``confidence``; at the one that the
+    bounds were asked for they are known."""
+    return [
+        (one, 100 * math.sqrt(one.interval(confidence, confidence).variance / len(one.differences))) for one in measured
+    ]
 
 
 def _weighted(measured: Sequence[GuardEvidence], limit: Callable[[Guard], float]) -> float:
