@@ -4,7 +4,7 @@ journals of unfinished work.
 
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo, sha256_file
-from merge_core.store.keys import NotInKey, canonical, digest, merkle, stage_key
+from merge_core.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
 from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
 from merge_core.store.records import JOURNAL, JournalPlace, RecordJournal, open_journal
 from merge_core.store.store import MANIFEST, VALUE, Artifact, Store, StoredValue, StoreMiss
@@ -23,6 +23,7 @@ __all__ = [
     "StoredValue",
     "canonical",
     "digest",
+    "family_prefix",
     "fsync",
     "fsync_directories",
     "lock_file",

@@ -7,6 +7,9 @@ that does not (a path, a display name, a duration) is marked where it is declare
         digest: str
         directory: Annotated[Path, NotInKey]
 
+Keys that differ in one input alone may be a *family*: they begin alike, so one listing of a directory finds all of
+them, without a second record of what there is.
+
 Values without an obvious canonical form (sets, arbitrary objects, NaN) are refused rather than guessed at: an unstable
 key silently recomputes every night.
 """
@@ -32,6 +35,8 @@ class _NotInKey:
 
 
 NotInKey = _NotInKey()
+
+_FAMILY_DIGITS = 16  # of a key that belongs to a family: those that all of its members share
 
 
 def canonical(value: object) -> Any:
@@ -74,9 +79,21 @@ def digest(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def stage_key(stage: str, version: int, inputs: Mapping[str, object]) -> str:
-    """Key of one run of a stage: 64 hex digits over its name, its version and its inputs."""
-    return digest({"stage": stage, "version": version, "inputs": dict(inputs)})
+def stage_key(stage: str, version: int, inputs: Mapping[str, object], apart: str | None = None) -> str:
+    """Key of one run of a stage: 64 hex digits over its name, its version and its inputs.
+
+    Args:
+        apart: The input that tells the members of a family apart. The key then begins with ``family_prefix``.
+    """
+    key = digest({"stage": stage, "version": version, "inputs": dict(inputs)})
+    return key if apart is None else family_prefix(stage, version, inputs, apart) + key[_FAMILY_DIGITS:]
+
+
+def family_prefix(stage: str, version: int, inputs: Mapping[str, object], apart: str) -> str:
+    """How every key begins that differs from others in the input ``apart`` alone: 16 hex digits. Two families may share
+    them by chance, so whoever finds a member compares its whole key."""
+    others = {name: value for name, value in inputs.items() if name != apart}
+    return digest({"stage": stage, "version": version, "apart": apart, "inputs": others})[:_FAMILY_DIGITS]
 
 
 def merkle(files: Mapping[str, tuple[int, str]]) -> str:

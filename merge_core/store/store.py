@@ -19,7 +19,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -116,6 +117,34 @@ class Store:
         hashes = {name: str(entry["sha256"]) for name, entry in files.items()}
         return Artifact(stage, key, str(manifest["digest"]), value, directory, hashes)
 
+    def family(
+        self, stage: str, prefix: str, value_type: type[R], *, on_damage: Callable[[str], None] = log.warning
+    ) -> tuple[Artifact[R], ...]:
+        """Every artifact of a stage whose key begins with ``prefix`` and that can be believed, in the order of keys.
+
+        Args:
+            prefix: See ``family_prefix``.
+            on_damage: Told why, of one that is there and cannot be believed: it is left out.
+        """
+        found = []
+        for directory in self._finished(stage, prefix):
+            try:
+                key = str(json.loads((directory / MANIFEST).read_text())["key"])
+                if self.directory(stage, key) != directory:
+                    raise StoreMiss(f"{directory} belongs to another key")
+                found.append(self.open(stage, key, value_type))
+            except StoreMiss as miss:
+                on_damage(str(miss))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                on_damage(f"{directory / MANIFEST} cannot be read: {error}")
+        return tuple(found)
+
+    def hold_family(
+        self, stage: str, prefix: str, on_wait: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[None]:
+        """Nobody else adds to the family as long as this is held; ``on_wait`` is called once if somebody else does."""
+        return locked(self._lock_file(stage, prefix), remove=True, on_wait=on_wait)
+
     def open_value(self, stage: str, key: str, value_type: type[R]) -> StoredValue[R]:
         """What a stage without files said, after comparing it with its digests.
 
@@ -205,6 +234,12 @@ class Store:
                 if path.exists():
                     on_damage(str(miss))
             return self._seal_value(stage, key, path, make()), True
+
+    def _finished(self, stage: str, prefix: str) -> Iterator[Path]:
+        """Directories with a final name."""
+        for directory in sorted((self.root / stage).glob(f"{prefix}*")):
+            if directory.is_dir() and not directory.suffix:  # .partial, .doomed
+                yield directory
 
     def _seal_value(self, stage: str, key: str, path: Path, value: R) -> StoredValue[R]:
         plain = json.loads(value.model_dump_json())

@@ -2,15 +2,16 @@
 
 The documents of a task are scored in a fixed random order, looked at in steps, scored in parts. The order is a hash of
 seed, task and document, so the first 100 documents are among the first 200 on any machine and Python. Nothing here
-depends on a score: where a look or a part ends is a function of settings and the task's size.
+depends on a score: which documents a look sees is a function of settings and the task's size. What was scored before,
+under whatever settings of looks, is not scored again: ``cover`` puts a look together from ranges that are known.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -98,8 +99,18 @@ class DocumentRange(BaseModel):
             raise ValueError(f"documents {self.first} to {self.last} are none")
         return self
 
+    def __len__(self) -> int:
+        return self.last - self.first
+
     def __str__(self) -> str:
         return f"documents {self.first + 1} to {self.last}"
+
+
+class Piece(NamedTuple):
+    """A range that is scored at once, and those of its documents that a look takes from it."""
+
+    scored: DocumentRange
+    counted: DocumentRange
 
 
 def looks(total: int, first: int | None) -> tuple[int, ...]:
@@ -133,6 +144,44 @@ def document_ranges(total: int, first: int | None) -> tuple[DocumentRange, ...]:
     for begin, end in pairwise((0, *looks(total, first))):
         cut += [DocumentRange(first=at, last=min(at + CHUNK_SIZE, end)) for at in range(begin, end, CHUNK_SIZE)]
     return tuple(cut)
+
+
+def cover(documents: int, parts: Sequence[DocumentRange], known: Sequence[DocumentRange]) -> tuple[Piece, ...]:
+    """The first ``documents`` documents, each in one piece: of what is known the longest ranges first, then what of
+    ``parts`` is not. Where a known range goes beyond the documents, or into a longer one, only a part of it counts.
+
+    Args:
+        documents: At least 1, and no more than the parts have.
+        parts: As ``document_ranges`` cuts them.
+        known: Ranges that were scored before; they may overlap.
+
+    >>> [str(piece.counted) for piece in cover(500, document_ranges(1319, 500), [DocumentRange(first=0, last=200)])]
+    ['documents 1 to 200', 'documents 201 to 500']
+    """
+    pieces: list[Piece] = []
+    missing = [(0, documents)]
+    # Those that will be scored are no longer than what is missing of them: so they are their own pieces.
+    for one in sorted(known, key=lambda each: (-len(each), each.first)):
+        missing = _taken(one, missing, pieces, whole=True)
+    for one in parts:
+        missing = _taken(one, missing, pieces, whole=False)
+    return tuple(sorted(pieces, key=lambda piece: piece.counted.first))
+
+
+def _taken(
+    one: DocumentRange, missing: Sequence[tuple[int, int]], pieces: list[Piece], *, whole: bool
+) -> list[tuple[int, int]]:
+    """What is still missing without ``one``; pieces are added for what was. ``whole``: it has been scored as it is."""
+    left = []
+    for begin, end in missing:
+        first, last = max(begin, one.first), min(end, one.last)
+        if first >= last:
+            left.append((begin, end))
+            continue
+        counted = DocumentRange(first=first, last=last)
+        pieces.append(Piece(one if whole else counted, counted))
+        left += [gap for gap in ((begin, first), (last, end)) if gap[0] < gap[1]]
+    return left
 
 
 def ordered(sizes: Mapping[str, int], seed: int) -> list[tuple[str, int]]:

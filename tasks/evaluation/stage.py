@@ -1,7 +1,8 @@
 """Evaluation: lm-eval scores of one model on one task, document by document, as a cached stage.
 
 The unit of caching is one model and one part of one task's documents: a task added to a profile costs only itself,
-parents are evaluated once, ever, and more documents cost only those that are new::
+parents are evaluated once, ever, and other documents cost only those that are new: what is known of a model, a task
+and a scoring is one family in the store, and a look is put together from it::
 
     guards, tasks = pin_tasks(settings.tasks, root, hashes)
     parts = evaluate_to(model, tasks[0], settings.scoring, 500, runtime())      # the first look
@@ -11,6 +12,8 @@ parents are evaluated once, ever, and more documents cost only those that are ne
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +29,7 @@ from tasks.checkpoints import Model
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, documents_of, metrics_by_leaf
-from tasks.evaluation.scoring import DocumentRange, Scoring, document_ranges, mixed
+from tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, mixed
 from tasks.evaluation.task_data import DataSource, LoadedData, TaskData, revision_now
 from tasks.evaluation.task_definition import EvalTask
 from tasks.stage import Runtime, StageValue, advance, report_together, stage, value_stage, versions
@@ -53,6 +56,8 @@ class Scores(StageValue):
     tasks: tuple[TaskScore, ...]
     lm_eval_version: str
     part: DocumentRange | None = None  # of the task's documents; None for scores joined of several
+    seed: int = 0  # of the order in which the documents were taken
+    seconds: Annotated[float | None, NotInKey] = None  # that scoring took here, loading included; None: not measured
     data: dict[str, TaskData] = Field(default_factory=dict)  # by task: what was asked; of lm-eval's own results none
 
     def summary(self) -> str:
@@ -90,7 +95,7 @@ class CountLimit(BaseModel):
     seconds: Annotated[float | None, NotInKey] = None
 
 
-@stage("evaluate", version=3, subject="model", resumable=True)
+@stage("evaluate", version=4, subject="model", resumable=True, apart="part")
 def evaluate(
     out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
 ) -> Scores:
@@ -107,6 +112,7 @@ def evaluate(
     from tasks.evaluation.process import score_in_child
 
     asked = scoring.server.at(model.name) if scoring.server else None
+    began = time.monotonic()
     scored = score_in_child(
         model,
         task,
@@ -123,8 +129,36 @@ def evaluate(
         tasks=score_table(task.name, scored.outcomes),
         lm_eval_version=versions("lm_eval")["lm_eval"],
         part=part,
+        seed=scoring.seed,
+        seconds=time.monotonic() - began,
         data={task.name: task.data} if task.data else {},
     )
+
+
+@stage("excerpt", version=1)
+def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
+    """Scores of some of the documents of an artifact, as if they alone had been asked.
+
+    Args:
+        part: Within the artifact's own.
+
+    Raises:
+        InvalidInput: when the artifact has not all documents of its part, so that nobody knows which are these.
+    """
+    known, rows = scores.value, read_document_scores(scores.directory / SCORES_FILE)
+    documents = sorted(documents_of(rows), key=lambda at: mixed(at[0], at[1], known.seed))
+    if known.part is None or len(documents) != len(known.part):
+        raise InvalidInput(
+            f"{known.tasks[0].task}: scores of {known.model}",
+            found=f"{len(documents):,} documents scored",
+            expected=f"all of {known.part}",
+            remedy="delete 'evaluate' from the store and run again",
+        )
+    wanted = set(documents[part.first - known.part.first : part.last - known.part.first])
+    kept = [row for row in rows if (row.task, row.doc_id) in wanted]
+    write_document_scores(out / SCORES_FILE, kept)
+    tasks = score_table(known.tasks[0].task, kept)
+    return known.model_copy(update={"tasks": tasks, "part": part, "seconds": None})
 
 
 def evaluate_to(
@@ -132,28 +166,62 @@ def evaluate_to(
 ) -> list[Artifact[Scores]]:
     """Scores of ``model`` on the first ``documents`` documents of ``task``, by part; what is missing is computed now.
 
-    Where parts end is decided by ``scoring.first_look`` and the size of the task alone (see
-    ``tasks.evaluation.scoring.document_ranges``).
+    No document is asked again that the store knows of, in whatever parts: those are taken, longest first, and of one
+    that has more documents than are wanted only the first (see ``tasks.evaluation.scoring.cover``).
 
     Args:
-        documents: At least so many: one of ``tasks.evaluation.scoring.looks``, or whatever the part it falls into ends
-        with.
-            None: all.
+        documents: In the task's fixed order; more than it has, or None: all.
 
     Raises:
         InvalidInput, Refused: as ``evaluate``.
     """
     task = pin_data(task, scoring.time_limit)
+    runtime = _with_backend(scoring, runtime)
+    # Two runs at once with different looks would ask some documents twice.
+    with evaluate.hold_family(model=model, task=task, scoring=scoring, runtime=runtime):
+        pieces = _pieces(task, scoring, documents, known_scores(model, task, scoring, runtime))
+        with report_together(evaluate.name, model.name, [len(piece.scored) for piece in pieces]) as report:
+            artifacts = [_counted(evaluate(model, task, scoring, piece.scored, runtime), piece) for piece in pieces]
+            report.summary = join_parts(artifacts).summary()
+    return artifacts
+
+
+def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtime) -> tuple[Artifact[Scores], ...]:
+    """What the store has of ``model`` on ``task`` scored so, whatever range of documents it is of. Asks nothing.
+
+    Args:
+        task: With its data pinned.
+    """
+    runtime = _with_backend(scoring, runtime)
+    return evaluate.family(model=model, task=task, scoring=scoring, runtime=runtime)
+
+
+def unknown_documents(
+    task: EvalTask, scoring: Scoring, documents: int | None, known: Sequence[Artifact[Scores]]
+) -> int:
+    """How many of the first ``documents`` documents would have to be asked. Arguments as of ``evaluate_to``, and what
+    ``known_scores`` found."""
+    ranges = {part.value.part for part in known}
+    return sum(len(piece.scored) for piece in _pieces(task, scoring, documents, known) if piece.scored not in ranges)
+
+
+def _pieces(
+    task: EvalTask, scoring: Scoring, documents: int | None, known: Sequence[Artifact[Scores]]
+) -> tuple[Piece, ...]:
     total = task.documents or 0
     wanted = total if documents is None else min(documents, total)
-    asked = [part for part in document_ranges(total, scoring.first_look) if part.first < wanted]
-    if own := find_backend(scoring.backend).library_versions():
-        runtime = runtime.model_copy(update={"libraries": {**runtime.libraries, **own}})
-    artifacts: list[Artifact[Scores]] = []
-    with report_together(evaluate.name, model.name, [part.last - part.first for part in asked]) as report:
-        artifacts += (evaluate(model, task, scoring, part, runtime) for part in asked)
-        report.summary = join_parts(artifacts).summary()
-    return artifacts
+    ranges = [part.value.part for part in known if part.value.part]
+    return cover(wanted, document_ranges(total, scoring.first_look), ranges)
+
+
+def _counted(scored: Artifact[Scores], piece: Piece) -> Artifact[Scores]:
+    return scored if piece.counted == piece.scored else excerpt(scored, piece.counted)
+
+
+def _with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
+    """``runtime`` with the libraries that the backend computes with."""
+    own = find_backend(scoring.backend).library_versions()
+    return runtime.model_copy(update={"libraries": {**runtime.libraries, **own}}) if own else runtime
 
 
 @value_stage("sources", version=1, subject="task")
@@ -233,9 +301,9 @@ class TaskScores:
     def rows(self) -> tuple[DocumentScore, ...]:
         """The score of every document under every metric, in the order in which documents were scored.
 
-        Parts come one after another, as they lie in the task's order; within a part a hash takes the place of the seed
-        that mixed them. Bounds of graded scores bet on documents one by one: theirs must be an order that has nothing
-        to do with the scores, and in which the documents of one look come before those of the next.
+        Parts come one after another, as they lie in the task's order, and so do the documents of a part: the same order
+        whatever the parts are. Bounds of graded scores bet on documents one by one: theirs must be an order that has
+        nothing to do with the scores, and in which the documents of one look come before those of the next.
 
         Raises:
             InvalidInput: when two parts hold the same document.
@@ -245,7 +313,8 @@ class TaskScores:
             row
             for part in parts
             for row in sorted(
-                read_document_scores(part.directory / SCORES_FILE), key=lambda row: mixed(row.task, row.doc_id)
+                read_document_scores(part.directory / SCORES_FILE),
+                key=lambda row: mixed(row.task, row.doc_id, part.value.seed),
             )
         )
         if len({(row.task, row.doc_id, row.metric) for row in together}) < len(together):
@@ -277,7 +346,7 @@ class TaskScores:
     def documents_asked(self) -> int:
         """How many were to be scored; of results that lm-eval wrote, those that it scored."""
         asked = [part.value.part for part in self.parts]
-        return sum(part.last - part.first for part in asked if part) if all(asked) else self.documents
+        return sum(len(part) for part in asked if part) if all(asked) else self.documents
 
     def metrics(self, setting: MetricSetting = None) -> JudgedMetrics:
         """The metric that judges each leaf, where a guard says ``setting``. Raises as ``choose_metrics``."""
@@ -368,8 +437,9 @@ def _check_one_benchmark(joined: TaskScores) -> None:
 
 def _task_score(task: str, metric: str, values: Sequence[float], higher_is_better: bool) -> TaskScore:
     n = len(values)
-    mean = sum(values) / n
-    variance = sum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else 0.0
+    # Summed exactly: to the last bit the same, in whatever parts the documents came.
+    mean = math.fsum(values) / n
+    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else 0.0
     return TaskScore(
         task=task,
         metric=metric,

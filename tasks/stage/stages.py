@@ -27,6 +27,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import MergegateError, Refused
-from merge_core.store import Artifact, Store, StoredValue, canonical, stage_key
+from merge_core.store import Artifact, Store, StoredValue, canonical, family_prefix, stage_key
 from tasks.stage.progress import StageStatus, report_stage
 from tasks.stage.project import home
 
@@ -157,7 +158,10 @@ class DeclaredStage(Generic[P, V, A]):
         inputs = self._signature.bind(*args, **kwargs)
         inputs.apply_defaults()
         subject = str(getattr(inputs.arguments[self._subject], "name", "")) if self._subject else ""
-        return StageCall(self.name, subject, stage_key(self.name, self.version, inputs.arguments), inputs)
+        return StageCall(self.name, subject, self._key_of(inputs.arguments), inputs)
+
+    def _key_of(self, inputs: Mapping[str, object]) -> str:
+        return stage_key(self.name, self.version, inputs)
 
     def _run(self, call: StageCall) -> State[A]:
         """The body of the Prefect task. What a user can cause fails it without a traceback."""
@@ -202,10 +206,43 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         *,
         hashes_of: Callable[[V], Mapping[str, str]],
         resumable: bool,
+        apart: str | None,
         **declared: Any,
     ) -> None:
         super().__init__(work, 1, **declared)
-        self._hashes_of, self._resumable = hashes_of, resumable
+        self._hashes_of, self._resumable, self._apart = hashes_of, resumable, apart
+
+    def family(self, **others: object) -> tuple[Artifact[V], ...]:
+        """What the store has of this stage with these inputs, whatever ``apart`` is: artifacts that can be believed.
+
+        Args:
+            others: Every input but ``apart``, by name.
+        """
+        inputs = self._others(others)
+        assert self._apart is not None  # or there was no prefix
+        found = store().family(self.name, self._prefix(inputs), self.value_type)
+        # Of other inputs with equal first digits, if such there are, the whole key tells.
+        return tuple(
+            one for one in found if one.key == self._key_of({**inputs, self._apart: getattr(one.value, self._apart)})
+        )
+
+    def hold_family(self, **others: object) -> AbstractContextManager[None]:
+        """No other run makes a member of the family as long as this is held. ``others`` as of ``family``."""
+
+        def waiting() -> None:
+            log.info("%s is being made by another run; waiting for it", self.name)
+
+        return store().hold_family(self.name, self._prefix(self._others(others)), waiting)
+
+    def _others(self, others: Mapping[str, object]) -> dict[str, object]:
+        return {name: others[name] for name in self._signature.parameters if name != self._apart}
+
+    def _prefix(self, inputs: Mapping[str, object]) -> str:
+        assert self._apart is not None, f"{self.name} declares no argument that tells a family apart"
+        return family_prefix(self.name, self.version, inputs, self._apart)
+
+    def _key_of(self, inputs: Mapping[str, object]) -> str:
+        return stage_key(self.name, self.version, inputs, self._apart)
 
     def _build(self, call: StageCall) -> tuple[Artifact[V], StageStatus]:
         told, damage = self._watch(call)
@@ -258,6 +295,7 @@ def stage(
     subject: str | None = None,
     hashes_of: Callable[[Any], Mapping[str, str]] = lambda value: {},
     resumable: bool = False,
+    apart: str | None = None,
     retries: int = 0,
     timeout_seconds: float | None = None,
 ) -> Callable[[Callable[Concatenate[Path, P], V]], Stage[P, V]]:
@@ -269,6 +307,8 @@ def stage(
         subject: Name of the parameter whose ``.name`` tells calls of this stage apart for a person.
         hashes_of: Hashes that the work computed while writing, by file name (see ``Store.build``).
         resumable: The work can go on from what a killed run left behind.
+        apart: Name of the parameter that tells the members of a family apart: ``family`` finds all artifacts that
+            differ in it alone. The value must say it under the same name.
         retries: How often it is tried again after an error that no user caused. Input and refusals are not retried.
         timeout_seconds: After which Prefect ends it; None: never. What can hang runs in a process of its own anyway.
     """
@@ -276,6 +316,7 @@ def stage(
         work,
         hashes_of=hashes_of,
         resumable=resumable,
+        apart=apart,
         name=name,
         version=version,
         subject=subject,

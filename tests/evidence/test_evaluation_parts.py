@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from patience import HANG_S
 from prefect import flow
 from tiny_models import CPU, make_model, words, write_choices
@@ -18,8 +22,18 @@ from merge_core.store.hashing import HashMemo
 from merge_core.store.store import Artifact
 from tasks.checkpoints.model import Model
 from tasks.evaluation import document_scores, process
-from tasks.evaluation.scoring import Scoring, ordered
-from tasks.evaluation.stage import Scores, document_count, evaluate_to, join_parts
+from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
+from tasks.evaluation.harness import ScoredDocuments
+from tasks.evaluation.scoring import DocumentRange, Scoring, cover, document_ranges, looks, ordered
+from tasks.evaluation.stage import (
+    Scores,
+    TaskScores,
+    document_count,
+    evaluate_to,
+    excerpt,
+    join_parts,
+    pin_data,
+)
 from tasks.evaluation.task_definition import EvalTask, pin_task
 from tasks.gate.guards import Guard
 from tasks.gate.settings import pin_tasks
@@ -106,10 +120,12 @@ def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTas
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
-def test_joined_parts_score_as_all_their_documents(model: Model, task: EvalTask) -> None:
-    watching, (parts, whole) = in_flow(
-        lambda: evaluate_to(model, task, FIRST_TEN, None, CPU), lambda: evaluate_to(model, task, Scoring(), None, CPU)
-    )
+def test_joined_parts_score_as_all_their_documents(
+    model: Model, task: EvalTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching, (parts,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, None, CPU))
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "knows nothing"))
+    _, (whole,) = in_flow(lambda: evaluate_to(model, task, Scoring(), None, CPU))
     assert [len(parts), len(whole)] == [3, 1]
     scores = [
         row.outcome for row in document_scores.read_document_scores(whole[0].directory / document_scores.SCORES_FILE)
@@ -121,7 +137,121 @@ def test_joined_parts_score_as_all_their_documents(model: Model, task: EvalTask)
     assert [score.n for part in parts for score in part.value.tasks] == [10, 10, 20]
     assert join_parts([*parts, *whole[:0]]).part is None
     assert join_parts(whole) == whole[0].value
-    assert watching.summaries == [f"letters {100 * together.score:.1f}"] * 2  # a person sees tasks, not parts
+    assert watching.summaries == [f"letters {100 * together.score:.1f}"]  # a person sees tasks, not parts
+
+
+def scores_of(parts: list[Artifact[Scores]]) -> dict[int, float]:
+    """Outcome by document; each is there once."""
+    rows = [row for part in parts for row in document_scores.read_document_scores(part.directory / SCORES_FILE)]
+    found = {row.doc_id: row.outcome for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+@given(st.lists(st.integers(1, 50) | st.none(), min_size=1, max_size=6), st.data())
+def test_a_look_is_covered_once_and_nothing_is_asked_twice(history: list[int | None], data: st.DataObject) -> None:
+    """Of any history of ``documents`` and looks, and with any of what is known forgotten or damaged."""
+    total = data.draw(st.integers(1, 60))
+    asked: list[int] = []
+    known: list[DocumentRange] = []
+    for first in history:
+        parts = document_ranges(total, first)
+        for look in looks(total, first)[: data.draw(st.integers(1, 3))]:
+            pieces = cover(look, parts, known)
+            counted = [at for piece in pieces for at in range(piece.counted.first, piece.counted.last)]
+            assert counted == list(range(look))
+            for piece in pieces:
+                assert piece.scored.first <= piece.counted.first
+                assert piece.counted.last <= piece.scored.last
+                if piece.scored not in known:
+                    asked += range(piece.scored.first, piece.scored.last)
+                    known.append(piece.scored)
+    assert len(asked) == len(set(asked))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=8), st.integers(1, 40))
+def test_overlapping_ranges_count_once(known: list[tuple[int, int]], look: int) -> None:
+    """What two runs scored that knew nothing of each other, or a part of which was lost."""
+    ranges = [DocumentRange(first=first, last=first + length) for first, length in known]
+    pieces = cover(look, document_ranges(40, 7), ranges)
+    assert [at for piece in pieces for at in range(piece.counted.first, piece.counted.last)] == list(range(look))
+    there = {at for one in ranges for at in range(one.first, one.last)}
+    new = [at for piece in pieces if piece.scored not in ranges for at in range(piece.scored.first, piece.scored.last)]
+    assert sorted(new) == [at for at in range(look) if at not in there]
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_whatever_was_asked_before_no_document_is_asked_again_and_each_look_sees_its_own(
+    tmp_path: Path, model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage itself over random histories, asked by a stand-in for lm-eval that counts."""
+    counted: list[int] = []
+
+    def score(model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, *_: object) -> ScoredDocuments:
+        documents = [doc for _, doc in ordered({"letters": 40}, scoring.seed)[part.first : part.last]]
+        counted.extend(documents)
+        rows = [DocumentScore("letters", "acc,none", doc, f"{doc}", "p", "t", doc / 40) for doc in sorted(documents)]
+        return ScoredDocuments(outcomes=tuple(rows))
+
+    task = pin_data(task)
+    monkeypatch.setattr(process, "score_in_child", score)
+    rng = random.Random(3)
+    verdicts = []
+    for run in range(12):
+        monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / f"store {run}"))
+        counted.clear()
+        history = [(first := rng.choice([3, 5, 8, 10, 17, None]), rng.choice(looks(40, first))) for _ in range(5)]
+        last = (10, 20)
+        calls = [
+            lambda first=first, look=look: evaluate_to(  # type: ignore[misc]
+                model, task, Scoring(documents=first or "all", seed=1), look, CPU
+            )
+            for first, look in (*history, last)
+        ]
+        _, results = in_flow(*calls)
+        for (_, look), parts in zip((*history, last), results, strict=True):
+            assert scores_of(parts) == {doc: doc / 40 for _, doc in ordered({"letters": 40}, 1)[:look]}
+        assert len(counted) == len(set(counted)) == max(look for _, look in (*history, last))
+        joined = TaskScores("letters", "letters", tuple(results[-1]))
+        verdicts.append((joined.rows, joined.table(), joined.documents_asked))
+    assert all(one == verdicts[0] for one in verdicts)  # what the gate sees is the same after every history
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: EvalTask) -> None:
+    watching, (more, fewer, again, back) = in_flow(
+        lambda: evaluate_to(model, task, Scoring(documents=30), 30, CPU),
+        lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU),
+        lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU),
+        lambda: evaluate_to(model, task, Scoring(), 40, CPU),
+    )
+    assert watching.endings == ["made", "cached", "cached", "made"]
+    first_twenty = {doc for _, doc in ordered({"letters": 40}, 0)[:20]}
+    assert scores_of(fewer) == {doc: score for doc, score in scores_of(more).items() if doc in first_twenty}
+    assert [part.digest for part in again] == [part.digest for part in fewer]
+    assert [part.value.part for part in back] == [DocumentRange(first=0, last=30), DocumentRange(first=30, last=40)]
+    assert len(made()) == 2
+    assert len(scores_of(back)) == 40
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_known_scores_that_are_damaged_are_asked_again(model: Model, task: EvalTask) -> None:
+    _, (parts,) = in_flow(lambda: evaluate_to(model, task, Scoring(documents=30), 30, CPU))
+    before = scores_of(parts)
+    (parts[0].directory / SCORES_FILE).write_bytes(b"torn")
+    watching, (again,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, 20, CPU))
+    assert watching.endings == ["made"]
+    assert scores_of(again) == {doc: score for doc, score in before.items() if doc in scores_of(again)}
+    assert [part.value.part for part in again] == [DocumentRange(first=0, last=10), DocumentRange(first=10, last=20)]
+
+
+@pytest.mark.usefixtures("prefect_api", "home")
+def test_an_excerpt_of_scores_that_lack_a_document_is_refused(model: Model, task: EvalTask) -> None:
+    _, (parts,) = in_flow(lambda: evaluate_to(model, task, FIRST_TEN, 10, CPU))
+    part = DocumentRange(first=0, last=11)
+    lacking = dataclasses.replace(parts[0], value=parts[0].value.model_copy(update={"part": part}))
+    with pytest.raises(InvalidInput, match="10 documents scored"):
+        excerpt.work(Path(), lacking, DocumentRange(first=0, last=5))
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
