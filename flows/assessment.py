@@ -1,16 +1,29 @@
 """Assessing a merge: perplexity, then the tasks, then more of those tasks that are not decided, and the verdict.
 
+The tasks of a look are run one after another, what decides most per second first; when one is lost for good, those that
+have not been run are left out.
+
 The same for a release and for a comparison of any two models: nothing here knows where they come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from flows.foresight import planned_looks, planned_tasks
 from merge_core.store import Artifact, StoredValue
 from tasks.checkpoints import Model, PinnedCheckpoint
-from tasks.evaluation import EvalTask, Scores, document_count, evaluate_to, looks
+from tasks.evaluation import (
+    EvalTask,
+    Scores,
+    document_seconds,
+    evaluate_to,
+    find_backend,
+    known_scores,
+    pin_data,
+    unknown_documents,
+)
 from tasks.gate import (
     ANCHOR,
     RELEASES,
@@ -19,21 +32,26 @@ from tasks.gate import (
     anchor_refused,
     comparable_parents,
     gate,
+    lost_for_good,
     needs_champion,
     note_refusal,
     perplexity_drift,
     refused_by,
+    soonest_decided,
     undecided_tasks,
 )
 from tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
 from tasks.preflight import Evidence
 from tasks.stage import runtime
 
+# By model, the parts of each task.
+AllScores = dict[str, list[Artifact[Scores]]]
+
 
 class Assessment(NamedTuple):
     """A verdict with the evidence that led to it."""
 
-    scores: dict[str, list[Artifact[Scores]]]  # by model; of a task as many parts as were evaluated
+    scores: AllScores  # of a task as many parts as were evaluated
     likelihoods: dict[str, Artifact[Likelihoods]]  # by model
     verdict: StoredValue[GateVerdict]
 
@@ -59,28 +77,32 @@ def assess_merge(
         else {}
     )
     broken = limits and perplexity_drift(compared, limits, rule.confidence, merge.name).broken
-    plan = {} if broken else {task.name: planned_looks(task, evidence) for task in evidence.tasks}
+    tasks = () if broken else tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks)
+    evidence = evidence._replace(tasks=tasks)
+    plan = {task.name: planned_looks(task, evidence) for task in tasks}
     models = (*parents, *(release for release in (champion, anchor) if release), merge)
-    seen = {task: planned[0] for task, planned in plan.items()}
+    judging: dict[str, Any] = {
+        "merged": merge.name,
+        "schedule": plan,
+        "first_release": champion is None and needs_champion(guards),
+        "parents": _parents_for(rule.reference, parents),
+        "anchor_confidence": stricter,
+    }
+
+    def is_lost(task: str, scores: AllScores) -> bool:
+        return lost_for_good(task, guards, scores, rule, **judging)
+
+    scores: AllScores = {model.name: [] for model in models}
+    look = {task: planned[0] for task, planned in plan.items()}
+    looked_at = tuple(plan)
     while True:
-        scores = run_tasks(models, evidence, seen)
-        verdict = gate(
-            guards,
-            scores,
-            compared,
-            limits,
-            rule,
-            merged=merge.name,
-            schedule=plan,
-            first_release=champion is None and needs_champion(guards),
-            parents=_parents_for(rule.reference, parents),
-            anchor_confidence=stricter,
-        )
-        if not (tasks := undecided_tasks(verdict.value)):
+        scores, waiting = run_look(models, looked_at, evidence, look, scores, is_lost)
+        verdict = gate(guards, scores, compared, limits, rule, waiting=waiting, **judging)
+        if not (looked_at := undecided_tasks(verdict.value)):
             if anchor and anchor_refused(verdict.value):
                 note_refusal(anchor.digest, merge.digest)
             return Assessment(scores, likelihoods, verdict)
-        seen |= {task: next(look for look in plan[task] if look > seen[task]) for task in tasks}
+        look |= {task: next(end for end in plan[task] if end > look[task]) for task in looked_at}
 
 
 def ensemble_of(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Artifact[Likelihoods] | None:
@@ -91,12 +113,6 @@ def ensemble_of(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Arti
     return ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
 
 
-def planned_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
-    """Documents of the task after each look; only the first look where the profile wants no extension."""
-    planned = looks(document_count(task, evidence.scoring.time_limit), evidence.scoring.first_look)
-    return planned if evidence.rule.extend else planned[:1]
-
-
 def measure_perplexity(models: Sequence[Model], evidence: Evidence) -> dict[str, Artifact[Likelihoods]]:
     """Likelihoods of the held-out text by model; empty when the profile names no text."""
     documents, windows = evidence.documents, evidence.windows
@@ -105,25 +121,86 @@ def measure_perplexity(models: Sequence[Model], evidence: Evidence) -> dict[str,
     return {model.name: perplexity(model, documents, windows, runtime()) for model in models}
 
 
-def run_tasks(
-    models: Sequence[Model], evidence: Evidence, seen: Mapping[str, int]
-) -> dict[str, list[Artifact[Scores]]]:
-    """Scores by model, of each task as many documents as ``seen`` says; what was scored before comes from the store.
+def run_look(
+    models: Sequence[Model],
+    names: Sequence[str],
+    evidence: Evidence,
+    look: Mapping[str, int],
+    before: AllScores,
+    is_lost: Callable[[str, AllScores], bool],
+) -> tuple[AllScores, tuple[str, ...]]:
+    """Scores of all models after a look, and the tasks that were not run because another is lost; both in the order of
+    the profile, in whatever order they were run.
 
-    A release is scored only where a guard asks for it.
+    What the store has already is never left out, and comes first: so a run that was killed, or is made again, comes to
+    the verdict that it would have come to.
+
+    Args:
+        models: The merge last. A release is scored only where a guard asks for it.
+        names: Of the tasks that are looked at.
+        look: Documents of each after it.
+        before: Scores after the look before.
+        is_lost: Whether the guards on a task have failed for good, with scores that are known so far.
     """
-    asked_of = {
-        release: {guard.task for guard in evidence.guards if guard.guarded_by == release} for release in RELEASES
-    }
-    return {
-        model.name: [
-            part
-            for task in evidence.tasks
-            if task.name in seen and task.name in asked_of.get(model.name, seen)
-            for part in evaluate_to(model, task, evidence.scoring, seen[task.name], runtime())
-        ]
-        for model in models
-    }
+    tasks = [task for task in evidence.tasks if task.name in names]
+    order = _in_order(tasks, models, evidence, look)
+
+    def evaluated(model: Model, task: EvalTask) -> list[Artifact[Scores]]:
+        return evaluate_to(model, task, evidence.scoring, look[task.name], runtime())
+
+    if not find_backend(evidence.scoring.backend).frees_memory:
+        # Each model has a process of its own and takes minutes to load: references are asked all their tasks at once.
+        for model in models[:-1]:
+            for task, _ in order:
+                if _is_asked(model, task, evidence):
+                    evaluated(model, task)
+    scores, unchecked = before, list[str]()
+    for at, (task, missing) in enumerate(order):
+        if missing and any(is_lost(one, scores) for one in unchecked):
+            left_out = {other.name for other, _ in order[at:]}
+            return scores, tuple(task.name for task in tasks if task.name in left_out)
+        unchecked = [task.name] if missing else [*unchecked, task.name]
+        new = {model.name: evaluated(model, task) for model in models if _is_asked(model, task, evidence)}
+        scores = {name: _with(parts, task.name, new.get(name, ()), evidence.tasks) for name, parts in scores.items()}
+    return scores, ()
+
+
+def _with(
+    parts: Sequence[Artifact[Scores]], name: str, new: Sequence[Artifact[Scores]], tasks: Sequence[EvalTask]
+) -> list[Artifact[Scores]]:
+    """The parts of one model with those of one task replaced, in the order of ``tasks``."""
+    place = {task.name: at for at, task in enumerate(tasks)}
+    others = [part for part in parts if _task_of(part) != name]
+    return sorted((*others, *new), key=lambda part: place[_task_of(part)])  # stable: parts of a task stay in order
+
+
+def _task_of(part: Artifact[Scores]) -> str:
+    return part.value.tasks[0].task
+
+
+def _in_order(
+    tasks: Sequence[EvalTask], models: Sequence[Model], evidence: Evidence, look: Mapping[str, int]
+) -> list[tuple[EvalTask, int]]:
+    """The tasks in the order in which they are run, with the documents that models have to be asked."""
+    missing, known = {}, {}
+    for task in tasks:
+        asked = [model for model in models if _is_asked(model, task, evidence)]
+        parts = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in asked}
+        counts = (unknown_documents(task, evidence.scoring, look[task.name], each) for each in parts.values())
+        missing[task.name] = sum(counts)
+        known[task.name] = [part for model in models[:-1] for part in parts.get(model.name, ())]
+    each_takes = document_seconds(tasks, known)
+    seconds = {name: count * each_takes[name] for name, count in missing.items()}
+    planned = [one for one in planned_tasks(evidence, models[:-1]) if one.guard.task in missing]
+    by_name = {task.name: task for task in tasks}
+    return [(by_name[name], missing[name]) for name in soonest_decided(planned, look, seconds)]
+
+
+def _is_asked(model: Model, task: EvalTask, evidence: Evidence) -> bool:
+    """A release is scored only where a guard asks for it."""
+    return model.name not in RELEASES or any(
+        guard.task == task.name and guard.guarded_by == model.name for guard in evidence.guards
+    )
 
 
 def _parents_for(reference: str | tuple[str, ...], parents: Sequence[Model]) -> tuple[str, ...]:

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from flows.candidates import Candidate
+from flows.foresight import night_power
 from flows.parents import find_parents
 from flows.profile import Profile
 from merge_core import Finding, Recipe
 from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_first
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, search_parents
-from tasks.evaluation import CountLimit, count_task, data_revisions, looks
-from tasks.gate import ANCHOR, PlannedTask, gate_power, power_finding
+from tasks.evaluation import CountLimit, count_task, data_revisions
+from tasks.gate import power_finding
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
     Compatibility,
@@ -138,7 +139,7 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
     if evidence:
         evidence = _with_data(evidence, problems)
         if not problems.stop_at_once:  # a release will see soon enough
-            _note_power(evidence, len(candidates), problems)
+            _note_power(evidence, parents[0], len(candidates), problems)
     return Preflight(tuple(one for one in cleared if one), evidence)
 
 
@@ -153,21 +154,10 @@ def _with_data(evidence: Evidence, problems: Problems) -> Evidence:
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
 
 
-def _note_power(evidence: Evidence, attempts: int, problems: Problems) -> None:
-    """What the night's documents can tell, before any is asked: a sentence, and a warning where that is little."""
-    sizes = {task.name: looks(task.documents, evidence.scoring.first_look) for task in evidence.tasks if task.documents}
-    planned = [
-        PlannedTask(
-            guard, sizes[guard.task] if evidence.rule.extend else sizes[guard.task][:1], evidence.rule.discordance
-        )
-        for guard in evidence.guards
-        if guard.task in sizes and guard.guarded_by != ANCHOR
-    ]
-    if planned:
-        power = gate_power(planned, evidence.rule.for_attempt(1, attempts))
-        problems.summary.append(
-            f"power: {power.sentence()}, if {100 * evidence.rule.discordance:g} % of answers differ"
-        )
+def _note_power(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int, problems: Problems) -> None:
+    """What the night's documents can tell, before any is asked: some lines, and a warning where that is little."""
+    if power := night_power(evidence, parents, attempts):
+        problems.summary += power.lines()
         problems.findings += [finding] if (finding := power_finding(power)) else []
 
 

@@ -100,7 +100,7 @@ def check_command(
 
 @app.command("plan")
 def plan_command(
-    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],
+    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect), or a profile.")],
     out: Annotated[Path, typer.Option(help="Where the result will be written.")] = Path(),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     price: Annotated[list[str] | None, typer.Option(help="NAME=DOLLARS_PER_HOUR of an instance; repeatable.")] = None,

@@ -1,5 +1,7 @@
 """``mergegate plan``: what a merge will need, from headers alone: bytes, memory, disk, time and cost.
 
+Of a profile also what its gate can tell, as far as documents have been counted and models scored before.
+
 Weights are neither read nor downloaded. Time comes from rates that are measured on this machine in less than half a
 second and kept for an hour; cost is that time at prices that the user names.
 """
@@ -13,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +27,11 @@ from merge_core.errors import InvalidInput
 from merge_core.forecast import Duration, Needs, Rates, duration, input_files, needs_of
 from merge_core.units import format_bytes
 from tasks.stage import home, nearest
+
+if TYPE_CHECKING:
+    from flows.profile import Profile
+    from tasks.checkpoints import ResolvedCheckpoint
+    from tasks.gate import GatePower
 
 # How long measured rates count, and under which name they are kept in the project's state.
 _RATES_AGE_S = 3600.0
@@ -46,6 +53,7 @@ class Forecast:
         rates: What this machine can do; None without a probe.
         time: How long it will take here; None without rates.
         prices: Name → dollars per hour, as the user gave them.
+        power: What the profile's gate can tell; None for a recipe, or where no documents have been counted.
     """
 
     recipe: str
@@ -58,6 +66,7 @@ class Forecast:
     rates: Rates | None
     time: Duration | None
     prices: Mapping[str, float]
+    power: GatePower | None = None
 
     @property
     def disk_missing(self) -> int:
@@ -70,7 +79,7 @@ class Forecast:
 
 
 def plan_file(
-    recipe_file: Path,
+    file: Path,
     console: Console,
     as_json: bool,
     *,
@@ -79,10 +88,10 @@ def plan_file(
     prices: Sequence[str],
     probe: bool | None,
 ) -> None:
-    """Say what merging ``recipe_file`` will need.
+    """Say what merging the recipe in ``file`` will need.
 
     Args:
-        recipe_file: The recipe.
+        file: The recipe, or a profile.
         console: Where lines for people go.
         as_json: Print one JSON object instead.
         out: Where the result will be written; need not exist.
@@ -94,16 +103,34 @@ def plan_file(
         InvalidInput: A recipe or checkpoint that cannot be merged, or an option that means nothing.
     """
     named = dict(_price(text) for text in prices)
-    recipe = load_recipe(recipe_file)
+    from flows.profile import is_recipe, load_profile
+
+    profile = None if is_recipe(file) else load_profile(file)
+    recipe = profile.candidates()[0].recipe if profile else load_recipe(file)
     with console.status("reading headers"):
         found, plan = plan_recipe(recipe)
     snapshots = {parent.directory: parent.snapshot for parent in found if parent.snapshot}
     coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
     forecast = make_forecast(plan, coming, out, device, named, probe)
+    if profile:
+        forecast = replace(forecast, power=_known_power(profile, found))
     if as_json:
         print(json.dumps(_plain(forecast), indent=1))
-    else:
-        _print(forecast, console)
+        return
+    _print(forecast, console)
+    if profile and profile.evaluate and forecast.power is None:
+        console.print(Text("power: its documents have not been counted here yet; mergegate check does", style="dim"))
+
+
+def _known_power(profile: Profile, found: Sequence[ResolvedCheckpoint]) -> GatePower | None:
+    """From what the store knows; nothing is loaded or counted for it."""
+    from flows.foresight import night_power
+    from tasks.evaluation import pinned_data_before
+    from tasks.stage import store
+
+    evidence = profile.pin_evidence(found, store().hashes)
+    tasks = tuple(pinned_data_before(task) or task for task in evidence.tasks)
+    return night_power(evidence._replace(tasks=tasks), found, len(profile.candidates()))
 
 
 def make_forecast(
@@ -182,6 +209,8 @@ def _print(forecast: Forecast, console: Console) -> None:
         console.print(
             Text(f"✗ {format_bytes(forecast.disk_missing)} more are needed at {forecast.place}", style="bold red")
         )
+    for line in forecast.power.lines() if forecast.power else ():
+        console.print(Text(line))
     for line in _footnotes(forecast):
         console.print(Text(line, style="dim"))
 
@@ -269,5 +298,6 @@ def _plain(forecast: Forecast) -> dict[str, Any]:
     plain = asdict(forecast)
     plain["place"] = str(forecast.place)
     plain["disk_missing"] = forecast.disk_missing
+    plain["power"] = forecast.power.model_dump(mode="json") if forecast.power else None
     plain["cost"] = {name: forecast.cost(price) for name, price in forecast.prices.items()}
     return plain

@@ -34,21 +34,30 @@ class HashMemo:
         """sha256 of ``path``; from memory when the file is the one that was hashed before and ``trust`` allows it."""
         identity = _identity(path)
         with closing(self._open()) as connection:
-            if trust:
-                row = connection.execute(
-                    "SELECT sha256 FROM hashes WHERE device=? AND inode=? AND size=? AND mtime_ns=?", identity
-                ).fetchone()
-                if row is not None:
-                    return str(row[0])
+            if trust and (recalled := self._recalled(connection, identity)):
+                return recalled
             sha256 = sha256_file(path)
             if _identity(path) == identity:  # not written to while we read it
                 self._remember(connection, identity, sha256)
         return sha256
 
+    def known(self, path: Path) -> str | None:
+        """sha256 of ``path`` as ``sha256`` would give it, where it need not be read for that."""
+        if not (self._database.is_file() and path.is_file()):
+            return None
+        with closing(self._open()) as connection:
+            return self._recalled(connection, _identity(path))
+
     def remember(self, path: Path, sha256: str) -> None:
         """Note a hash that was computed while the file was written, so that it is never read just for hashing."""
         with closing(self._open()) as connection:
             self._remember(connection, _identity(path), sha256)
+
+    def _recalled(self, connection: sqlite3.Connection, identity: tuple[int, int, int, int]) -> str | None:
+        row = connection.execute(
+            "SELECT sha256 FROM hashes WHERE device=? AND inode=? AND size=? AND mtime_ns=?", identity
+        ).fetchone()
+        return None if row is None else str(row[0])
 
     def _remember(self, connection: sqlite3.Connection, identity: tuple[int, int, int, int], sha256: str) -> None:
         with connection:

@@ -158,6 +158,16 @@ def pin_checkpoints(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tu
     )
 
 
+def pinned_before(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
+    """Those of the parents whose files are here and were all hashed before, pinned; nothing is read for it."""
+    pinned: list[PinnedCheckpoint] = []
+    for parent in found:
+        names = parent.snapshot.deciding if parent.snapshot else deciding_files(parent.directory)
+        if names and all(hashes.known(parent.directory / name) for name in names):
+            pinned += pin_checkpoints([parent], hashes)
+    return tuple(pinned)
+
+
 def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
     """Merkle digest over (name, size, sha256) of the files of a checkpoint that matter.
 

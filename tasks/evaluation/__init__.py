@@ -23,6 +23,7 @@ from tasks.evaluation.lm_eval_results import (
     read_task,
 )
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, default_metric
+from tasks.evaluation.pace import document_seconds
 from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
     CountLimit,
@@ -35,8 +36,11 @@ from tasks.evaluation.stage import (
     document_count,
     evaluate_to,
     join_parts,
+    known_scores,
     pin_data,
+    pinned_data_before,
     score_table,
+    unknown_documents,
 )
 from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
@@ -66,20 +70,24 @@ __all__ = [
     "data_revisions",
     "default_metric",
     "document_count",
+    "document_seconds",
     "document_texts",
     "evaluate_to",
     "find_backend",
     "find_results",
     "join_parts",
+    "known_scores",
     "looks",
     "pair_documents",
     "pin_data",
     "pin_task",
+    "pinned_data_before",
     "precision_differences",
     "read_definition",
     "read_document_scores",
     "read_task",
     "score_of_sample",
     "score_table",
+    "unknown_documents",
     "write_document_scores",
 ]

@@ -279,6 +279,18 @@ def pin_data(task: EvalTask, time_limit: float | None = None) -> EvalTask:
     return count_task.build(task, data_revisions(task, limit), limit).value.of(task)
 
 
+def pinned_data_before(task: EvalTask) -> EvalTask | None:
+    """``task`` with its data as they are now, where somebody has looked at those before; None where they would have to
+    be loaded."""
+    limit = CountLimit()
+    if task.data is not None:
+        return task
+    if not task.is_local and find_sources.find(task, limit) is None:
+        return None
+    size = count_task.find(task, data_revisions(task, limit), limit)
+    return size.value.of(task) if size else None
+
+
 def document_count(task: EvalTask, time_limit: float | None = None) -> int:
     """Documents that ``task`` has; counted once, and kept in the store. Raises as ``count_task``."""
     return pin_data(task, time_limit).documents or 0
@@ -399,7 +411,8 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
     joined = by_task(value.model, artifacts)
     scores = tuple(score for each in joined.values() for score in each.table())
     data = {task: each.data for task, each in joined.items() if each.data}
-    return value.model_copy(update={"tasks": scores, "data": data, "part": value.part if len(artifacts) == 1 else None})
+    part = value.part if len(artifacts) == 1 else None
+    return value.model_copy(update={"tasks": scores, "data": data, "part": part, "seconds": None})
 
 
 def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:

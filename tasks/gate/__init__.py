@@ -1,9 +1,10 @@
 """The gate: from paired evidence to a verdict. Guards, drift, statistics, looks; pure decisions."""
 
 from tasks.gate.bounded import graded_difference, graded_documents_needed
+from tasks.gate.discordance import Discordance, known_discordance
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
-from tasks.gate.power import PlannedTask, gate_power, power_finding
+from tasks.gate.power import GatePower, PlannedTask, gate_power, power_finding, soonest_decided
 from tasks.gate.ratchet import anchor_confidence, anchor_refused, note_refusal, refused_by
 from tasks.gate.references import (
     check_guards,
@@ -15,7 +16,7 @@ from tasks.gate.references import (
 )
 from tasks.gate.regression import GuardVerdict, decide_guard
 from tasks.gate.settings import EvaluateSettings, pin_tasks
-from tasks.gate.stage import GateVerdict, OnInconclusive, gate, perplexity_drift, undecided_tasks
+from tasks.gate.stage import GateVerdict, NotRun, OnInconclusive, gate, lost_for_good, perplexity_drift, undecided_tasks
 from tasks.gate.statistics import Difference, normal_quantile
 from tasks.gate.suite import SuiteVerdict
 
@@ -25,12 +26,15 @@ __all__ = [
     "MARGIN_ABOVE_MAX_DROP",
     "RELEASES",
     "Difference",
+    "Discordance",
     "DriftVerdict",
     "EvaluateSettings",
+    "GatePower",
     "GateRule",
     "GateVerdict",
     "Guard",
     "GuardVerdict",
+    "NotRun",
     "OnInconclusive",
     "PlannedTask",
     "SuiteVerdict",
@@ -44,6 +48,8 @@ __all__ = [
     "gate_power",
     "graded_difference",
     "graded_documents_needed",
+    "known_discordance",
+    "lost_for_good",
     "needs_champion",
     "normal_quantile",
     "note_refusal",
@@ -52,6 +58,7 @@ __all__ = [
     "power_finding",
     "reference_models",
     "refused_by",
+    "soonest_decided",
     "undecided_tasks",
     "with_anchor",
 ]

@@ -245,36 +245,38 @@ def judge_guard(guard: Guard, metric: str, paired: Paired, higher_is_better: boo
 
 
 def judge_guards(
-    measured: Sequence[GuardEvidence], confidence: float, *, as_suite: bool = False
+    measured: Sequence[GuardEvidence], confidence: float, *, as_suite: bool = False, unasked: int = 0
 ) -> tuple[GuardVerdict, ...]:
     """The verdicts of all guards of a merge, each at the look that its task has reached.
 
     Args:
         confidence: One-sided, of each passing guard over all of its looks; and that no alarm at all is false.
         as_suite: Each must only not have fallen far, instead of being within its own margin.
+        unasked: Further guards of the merge of which nothing is known yet.
 
     Raises:
         InvalidInput: when a task has been evaluated to where no look was planned.
     """
-    alarms = alarm_confidences(measured, confidence)
+    alarms = alarm_confidences(measured, confidence, unasked)
     asked = sum(one.candidates for one in measured)
     return tuple(
         _judged(one, confidence, alarm, asked, as_suite=as_suite) for one, alarm in zip(measured, alarms, strict=True)
     )
 
 
-def alarm_confidences(measured: Sequence[GuardEvidence], confidence: float) -> list[float]:
+def alarm_confidences(measured: Sequence[GuardEvidence], confidence: float, unasked: int = 0) -> list[float]:
     """At which confidence, over all its looks, each guard is asked whether there is a drop at all.
 
     Holm's step-down in the form of Bretz et al. 2009 (Stat. Med. 28:586): the allowed error is shared by the guards
     that have not yet shown a drop, so each one that has leaves its share to the others. Each look spends the share of
-    its guard as ``tasks.gate.sequential`` says (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311).
+    its guard as ``tasks.gate.sequential`` says (Maurer & Bretz 2013, Stat. Biopharm. Res. 5:311). Guards of which
+    nothing is known yet (``unasked``) keep their shares: what is shown without them is shown whatever they say.
     """
     confidences = [confidence] * len(measured)
     waiting = list(range(len(measured)))
     while waiting:
         for i in waiting:
-            questions = len(waiting) * measured[i].candidates
+            questions = (len(waiting) + unasked) * measured[i].candidates
             confidences[i] = confidence if questions == 1 else 1 - (1 - confidence) / questions
         shown = [i for i in waiting if _low(measured[i], confidences[i]) > 0]
         waiting = [i for i in waiting if i not in shown]

@@ -3,13 +3,16 @@
 Perplexity is judged first (``tasks.gate.drift``), then one guard for each promise of the profile
 (``tasks.gate.regression``) and, unless each is judged on its own, their mean (``tasks.gate.suite``). All must pass.
 While anything is undecided and there are documents left, ``undecided_tasks`` names the tasks: the flow has more of them
-evaluated, up to the next look, and asks again (``flows.assessment``).
+evaluated, up to the next look, and asks again (``flows.assessment``). Within a look ``lost_for_good`` tells after each
+task whether those to come could still change anything; where they cannot, they are not run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
 from merge_core.store import Artifact
@@ -27,6 +30,22 @@ from tasks.stage import JointVerdict, Outcome, Section, StageValue, Verdict, sev
 OnInconclusive = Literal["block", "warn", "pass"]
 
 
+class NotRun(BaseModel):
+    """A guard whose task was not asked, because another had decided."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: str
+    reference: str  # what it would have been compared with, as the guard says
+    limit: float  # points, of this task alone
+    decided_by: str  # the task whose guard failed
+    documents: int  # that might have been asked of it; 0 where nobody counted
+
+    @property
+    def word(self) -> str:
+        return f"not run: decided by {self.decided_by}"
+
+
 class GateVerdict(StageValue):
     """The decision about one merge, with all that led to it."""
 
@@ -42,6 +61,7 @@ class GateVerdict(StageValue):
     notes: tuple[str, ...] = ()  # what was not judged, and why that is well
     suites: tuple[SuiteVerdict, ...] = ()  # the mean over all tasks, where it is judged: first against all references
     # but the anchor, then against that
+    not_run: tuple[NotRun, ...] = ()  # guards whose tasks were not asked, since what was asked decides
 
     def summary(self) -> str:
         if not self.publishable:
@@ -73,7 +93,7 @@ class GateVerdict(StageValue):
         return self.model_copy(update=joint._asdict())
 
 
-@value_stage("gate", version=3)
+@value_stage("gate", version=4)
 def gate(
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],
@@ -85,6 +105,7 @@ def gate(
     first_release: bool = False,
     parents: tuple[str, ...] | None = None,
     anchor_confidence: float | None = None,
+    waiting: tuple[str, ...] = (),
 ) -> GateVerdict:
     """Judge one merge on perplexity and, unless that shows it broken, by its guards.
 
@@ -98,6 +119,8 @@ def gate(
         first_release: There is no champion yet, so guards compared with it have nothing to say.
         parents: That 'best parent' chooses from; None: all but the merge and releases.
         anchor_confidence: Of comparisons with the anchor, where it is another than the rule's.
+        waiting: Tasks that were not asked, or not as far as this look goes, because one that was is lost for good (see
+            ``lost_for_good``). Then there is no mean over all tasks to judge.
 
     Raises:
         InvalidInput: for a guard whose model, task or metric there is not, or evidence that cannot be compared.
@@ -109,19 +132,69 @@ def gate(
     known = {(model, task): each for model, parts in scores.items() for task, each in by_task(model, parts).items()}
     judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
     plan = schedule or {}
+    unasked = [guard for guard in judged if guard.task in waiting and (merged, guard.task) not in known]
     measured = []
     for guard in judged:
-        models = reference_models(guard, scores, merged, parents) or (guard.guarded_by,)
-        measured.append(_measured(guard, known, models, merged, plan.get(guard.task, ())))
+        if guard not in unasked:
+            models = reference_models(guard, scores, merged, parents) or (guard.guarded_by,)
+            measured.append(_measured(guard, known, models, merged, plan.get(guard.task, ())))
     notes = tuple(f"{guard.task}: no release to hold it against yet" for guard in guards if guard not in judged)
-    is_suite = rule.rule == "suite" and len({guard.task for guard in judged}) > 1  # one task alone is its own suite
+    is_suite = _is_suite(judged, rule)
     suites: list[SuiteVerdict] = []
     verdicts: list[GuardVerdict] = []
     for is_anchor, confidence in ((False, rule.confidence), (True, anchor_confidence or rule.confidence)):
         if some := [one for one in measured if (one.guard.guarded_by == ANCHOR) == is_anchor]:
-            suites += [judge_suite(some, confidence)] if is_suite else []
-            verdicts += judge_guards(some, confidence, as_suite=is_suite)
-    return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suites)
+            suites += [judge_suite(some, confidence)] if is_suite and not waiting else []
+            others = sum((guard.guarded_by == ANCHOR) == is_anchor for guard in unasked)
+            verdicts += judge_guards(some, confidence, as_suite=is_suite, unasked=others)
+    lost = next((one.task for one in verdicts if one.outcome == "fail"), "")
+    if waiting and not lost:
+        raise ValueError(f"{', '.join(waiting)} not asked although nothing is decided")
+    not_run = tuple(_not_run(guard, lost, plan, is_suite=is_suite) for guard in unasked)
+    return gate_verdict(verdicts, drifted, rule.on_inconclusive, notes, suites, not_run)
+
+
+def lost_for_good(
+    task: str,
+    guards: tuple[Guard, ...],
+    scores: Mapping[str, Sequence[Artifact[Scores]]],
+    rule: GateRule,
+    merged: str = "merge",
+    schedule: Mapping[str, tuple[int, ...]] | None = None,
+    first_release: bool = False,
+    parents: tuple[str, ...] | None = None,
+    anchor_confidence: float | None = None,
+) -> bool:
+    """Whether a guard on ``task`` has failed whatever all others come to, so that the merge is not published.
+
+    It is asked as one among as many as there are, before anybody knows which others will show a drop; when ``gate``
+    asks again with them, it is asked no more strictly. So what ends here would have ended as well at the end of the
+    look, and in whatever order tasks are asked.
+
+    Args:
+        scores: By model, on this task at least. Other arguments as of ``gate``.
+    """
+    judged = [guard for guard in guards if not (first_release and guard.guarded_by == CHAMPION)]
+    known = {(model, task): each[task] for model, parts in scores.items() if task in (each := by_task(model, parts))}
+    for is_anchor, confidence in ((False, rule.confidence), (True, anchor_confidence or rule.confidence)):
+        some = [guard for guard in judged if (guard.guarded_by == ANCHOR) == is_anchor]
+        measured = [
+            _measured(
+                guard,
+                known,
+                reference_models(guard, scores, merged, parents) or (guard.guarded_by,),
+                merged,
+                (schedule or {}).get(task, ()),
+            )
+            for guard in some
+            if guard.task == task
+        ]
+        verdicts = judge_guards(
+            measured, confidence, as_suite=_is_suite(judged, rule), unasked=len(some) - len(measured)
+        )
+        if any(verdict.outcome == "fail" for verdict in verdicts):
+            return True
+    return False
 
 
 def perplexity_drift(
@@ -157,6 +230,7 @@ def gate_verdict(
     on_inconclusive: OnInconclusive,
     notes: tuple[str, ...] = (),
     suites: Sequence[SuiteVerdict] = (),
+    not_run: tuple[NotRun, ...] = (),
 ) -> GateVerdict:
     """The decision about a merge: the worst of all its guards, and what follows from it."""
     # A task that has fallen says more than the mean that it drags down.
@@ -179,6 +253,22 @@ def gate_verdict(
         reasons=tuple(reason for _, reason in bad),
         notes=notes,
         suites=tuple(suites),
+        not_run=not_run,
+    )
+
+
+def _is_suite(judged: Sequence[Guard], rule: GateRule) -> bool:
+    """Whether the mean over all tasks is judged: one task alone is its own suite."""
+    return rule.rule == "suite" and len({guard.task for guard in judged}) > 1
+
+
+def _not_run(guard: Guard, decided_by: str, plan: Mapping[str, tuple[int, ...]], *, is_suite: bool) -> NotRun:
+    return NotRun(
+        task=guard.task,
+        reference=guard.guarded_by,
+        limit=guard.catastrophe if is_suite else guard.max_drop,
+        decided_by=decided_by,
+        documents=plan[guard.task][-1] if guard.task in plan else 0,
     )
 
 

@@ -115,6 +115,8 @@ def final_table(content: ReportContent) -> Table:
     shown = models if rows else tuple(model for model in content.models if model.likelihoods is not None)
     lines = [_task_line(row, rows) for row in rows]
     verdict = content.verdict
+    for left_out in verdict.not_run:
+        lines.append(Row((left_out.task, *("" for _ in shown), "", wording.plain(left_out.limit), left_out.word)))
     for suite in verdict.suites:
         label = "all tasks" if suite is verdict.suites[0] else f"against {suite.reference}"
         change, limit = wording.suite_change(suite), wording.plain(suite.max_drop)

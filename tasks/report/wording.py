@@ -159,13 +159,19 @@ def _suite_passed(suite: SuiteVerdict) -> str:
 
 
 def documents_saved(verdict: GateVerdict) -> str:
-    """What looking a part at a time has saved; empty where all documents were asked, or nothing was decided early."""
+    """What looking a part at a time, and not running what could change nothing, has saved; empty where all documents
+    were asked, or nothing was decided early."""
     seen = {guard.task: (guard.look.documents, guard.documents_left) for guard in verdict.guards if guard.look}
+    seen |= {left_out.task: (0, left_out.documents) for left_out in verdict.not_run}
     asked, left = (sum(counts) for counts in zip(*seen.values(), strict=True)) if seen else (0, 0)
     if not left:
         return ""
     share = 100 * left / (asked + left)
-    return f"{asked:,} of {asked + left:,} documents were asked; looking at a part of them first saved {share:.0f} %."
+    tasks = len({left_out.task for left_out in verdict.not_run})
+    what = "looking at a part of them first"
+    if tasks:
+        what += f" and leaving out {tasks} task{'' if tasks == 1 else 's'} that could change nothing"
+    return f"{asked:,} of {asked + left:,} documents were asked; {what} saved {share:.0f} %."
 
 
 def suite_change(suite: SuiteVerdict) -> str:

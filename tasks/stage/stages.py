@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import MergegateError, Refused
-from merge_core.store import Artifact, Store, StoredValue, canonical, family_prefix, stage_key
+from merge_core.store import Artifact, Store, StoredValue, StoreMiss, canonical, family_prefix, stage_key
 from tasks.stage.progress import StageStatus, report_stage
 from tasks.stage.project import home
 
@@ -123,6 +123,10 @@ class DeclaredStage(Generic[P, V, A]):
     def build(self, *args: P.args, **kwargs: P.kwargs) -> A:
         """From the store or made now, without Prefect: for commands that run no flow. A refusal is not raised."""
         return self._build(self._bind(args, kwargs))[0]
+
+    def find(self, *args: P.args, **kwargs: P.kwargs) -> A | None:
+        """What the store has of these inputs, if that can be believed. Makes nothing."""
+        raise NotImplementedError
 
     def key(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Under which the store has, or would have, the artifact of these inputs."""
@@ -212,6 +216,12 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         super().__init__(work, 1, **declared)
         self._hashes_of, self._resumable, self._apart = hashes_of, resumable, apart
 
+    def find(self, *args: P.args, **kwargs: P.kwargs) -> Artifact[V] | None:
+        try:
+            return store().open(self.name, self._bind(args, kwargs).key, self.value_type)
+        except StoreMiss:
+            return None
+
     def family(self, **others: object) -> tuple[Artifact[V], ...]:
         """What the store has of this stage with these inputs, whatever ``apart`` is: artifacts that can be believed.
 
@@ -274,6 +284,12 @@ class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
             **told,
         )
         return found, _status(made, damage)
+
+    def find(self, *args: P.args, **kwargs: P.kwargs) -> StoredValue[V] | None:
+        try:
+            return store().open_value(self.name, self._bind(args, kwargs).key, self.value_type)
+        except StoreMiss:
+            return None
 
 
 class StageFuture(Generic[A]):

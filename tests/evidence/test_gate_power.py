@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import gate_samples as samples
 import numpy as np
 import pytest
 
-from tasks.evaluation.document_scores import Paired
+from merge_core.store import Artifact
+from tasks.evaluation.document_scores import DocumentScore, Paired
+from tasks.evaluation.stage import Scores
+from tasks.gate.discordance import known_discordance
 from tasks.gate.guards import GateRule, Guard
 from tasks.gate.power import PlannedTask, draw, gate_power, passing, power_finding, publication_chance
 from tasks.gate.regression import GuardEvidence, judge_guards, measure_guard
@@ -71,3 +77,49 @@ def test_the_chance_that_is_left_is_that_of_a_simulation() -> None:
     final = share * drop + (1 - share) * rng.normal(truth, np.sqrt(variance / 600))
     expected = np.mean(final <= -0.5) + np.mean(final > 2.5)
     assert chance_to_decide(drop, error, share, -0.5, 2.5) == pytest.approx(expected, abs=0.005)
+
+
+def known(place: Path, right: dict[str, list[float]], first: int = 0) -> dict[str, list[Artifact[Scores]]]:
+    found = {}
+    for name, each in right.items():
+        rows = [DocumentScore("t", "acc,none", doc, f"{doc}", "p", "t", one) for doc, one in enumerate(each, first)]
+        found[name] = [samples.part(place / f"{name}{first}", rows)]
+    return found
+
+
+def test_discordance_is_the_share_of_documents_on_which_known_models_differ(tmp_path: Path) -> None:
+    guard = Guard(task="t", guarded_by="base")
+    all_right, some = [1.0] * 99, [0.0] * 9 + [1.0] * 90
+    found = known_discordance(guard, known(tmp_path, {"a": all_right, "b": some}), 0.3)
+    assert found.share == pytest.approx((9 + 0.5) / 100)
+    assert str(found) == "9.5 % of answers differ (from 99 documents of a and b)"
+    three = known(tmp_path / "three", {"a": all_right, "b": some, "c": some})
+    assert known_discordance(guard, three, 0.3).share == pytest.approx((2 / 3 * 9 + 0.5) / 100)
+    assert known_discordance(guard, three, 0.3).models == ("a", "b", "c")
+
+
+def test_without_documents_that_two_models_share_it_is_the_guess(tmp_path: Path) -> None:
+    guard = Guard(task="t", guarded_by="base")
+    one = known(tmp_path / "1", {"a": [1.0] * 50})
+    other = known(tmp_path / "2", {"b": [1.0] * 50}, first=50)
+    few = known(tmp_path / "3", {"a": [1.0] * 10, "b": [1.0] * 10})
+    for scores in ({}, one, one | other, few, known(tmp_path / "4", {"a": [1.0] * 50}) | {"b": []}):
+        found = known_discordance(guard, scores, 0.3)
+        assert (found.share, found.documents) == (0.3, 0)
+        assert str(found) == "30 % of answers differ (a guess)"
+
+
+def test_graded_scores_that_differ_little_count_little(tmp_path: Path) -> None:
+    guard = Guard(task="t", guarded_by="base", score_range=(0, 10))
+    found = known_discordance(guard, known(tmp_path, {"a": [5.0] * 99, "b": [7.0] * 99}), 0.3)
+    assert found.share == pytest.approx((99 * 0.04 + 0.5) / 100)
+
+
+def test_all_that_is_told_before_the_night() -> None:
+    tasks = [PlannedTask(Guard(task="t0", guarded_by="base"), (164,), 0.20, "20 % of answers differ (a guess)")]
+    power = gate_power(tasks, GateRule())
+    together, alone, more = power.lines()
+    assert together == f"power: {power.sentence()}"
+    assert alone.startswith("power: t0: a fall of ")
+    assert alone.endswith("with 164 documents, if 20 % of answers differ (a guess)")
+    assert more == f"power: about {power.documents_wanted:,} documents instead of 164 would publish it 4 times in 5"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from flows.assessment import Assessment, assess_merge
 from merge_core.store.keys import digest
 from merge_core.store.store import Artifact
 from tasks.checkpoints.model import Model
-from tasks.evaluation import document_scores
+from tasks.evaluation import document_scores, find_backend
 from tasks.evaluation.document_scores import DocumentScore
 from tasks.evaluation.scoring import Scoring, document_ranges
 from tasks.evaluation.stage import Scores, TaskScore
@@ -25,8 +26,11 @@ from tasks.stage.environment import Runtime
 
 pytestmark = pytest.mark.usefixtures("prefect_api", "home")
 
-TASKS = tuple(EvalTask(name=name, digest=digest(name), definition=None) for name in ("copy", "reverse"))
 SIZE = 1319
+TASKS = tuple(
+    EvalTask(name=name, digest=digest(name), definition=None, data_digest=digest(f"data of {name}"), documents=SIZE)
+    for name in ("copy", "reverse", "sort")
+)
 
 
 def model(name: str) -> Model:
@@ -75,7 +79,6 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     ) -> tuple[Assessment, Bench]:
         bench = Bench(tmp_path, right)
         monkeypatch.setattr(assessment, "evaluate_to", bench.evaluate_to)
-        monkeypatch.setattr(assessment, "document_count", lambda task, time_limit: SIZE)
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
         evidence = Evidence(
             tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule(rule="each")
@@ -91,6 +94,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
 
 COPY, REVERSE = Guard(task="copy", guarded_by="base"), Guard(task="reverse", guarded_by="reverser")
+SORT = Guard(task="sort", guarded_by="base")
 
 
 def sometimes_wrong(name: str, task: str, doc: int) -> bool:
@@ -112,6 +116,87 @@ def test_a_failure_ends_it_at_the_first_look(judged: Callable[..., tuple[Assessm
     result, bench = judged(lost, guards=(COPY, REVERSE))
     assert result.verdict.value.outcome == "fail"
     assert {documents for *_, documents in bench.asked} == {500}
+
+
+def loses(*tasks: str) -> Callable[[str, str, int], bool]:
+    """Everybody is right, but the merge on every third document of these tasks."""
+    return lambda name, task, doc: not (name == "merge" and task in tasks and doc % 3 == 0)
+
+
+@pytest.mark.parametrize("rule", ["each", "suite"])
+def test_when_a_task_is_lost_those_to_come_are_not_run(
+    judged: Callable[..., tuple[Assessment, Bench]], rule: Literal["each", "suite"]
+) -> None:
+    result, bench = judged(loses("reverse"), guards=(COPY, REVERSE, SORT), rule=GateRule(rule=rule))
+    verdict = result.verdict.value
+    assert {task for _, task, _ in bench.asked} == {"copy", "reverse"}
+    assert (verdict.outcome, verdict.publishable, verdict.suites) == ("fail", False, ())
+    assert [guard.task for guard in verdict.guards] == ["copy", "reverse"]
+    assert [(one.task, one.word, one.documents) for one in verdict.not_run] == [
+        ("sort", "not run: decided by reverse", SIZE)
+    ]
+    assert all(part.value.tasks[0].task != "sort" for parts in result.scores.values() for part in parts)
+
+
+def test_what_decides_most_in_a_second_comes_first(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
+    wide = SORT.model_copy(update={"max_drop": 9.0})  # a fall of 10 points is seen sooner than one of 3
+    _, bench = judged(sometimes_wrong, guards=(COPY, REVERSE, wide), rule=GateRule())
+    assert list(dict.fromkeys(task for _, task, _ in bench.asked)) == ["sort", "copy", "reverse"]
+    found, bench = judged(loses("sort"), guards=(COPY, REVERSE, wide), rule=GateRule())
+    assert {task for _, task, _ in bench.asked} == {"sort"}
+    assert [one.task for one in found.verdict.value.not_run] == ["copy", "reverse"]  # as the profile has them
+
+
+def test_tasks_that_are_run_later_are_told_in_the_order_of_the_profile(
+    judged: Callable[..., tuple[Assessment, Bench]],
+) -> None:
+    wide = SORT.model_copy(update={"max_drop": 9.0})
+    result, _ = judged(sometimes_wrong, guards=(COPY, REVERSE, wide), rule=GateRule())
+    for parts in result.scores.values():
+        assert list(dict.fromkeys(part.value.tasks[0].task for part in parts)) == ["copy", "reverse", "sort"]
+
+
+def test_a_task_that_is_lost_at_the_second_look_leaves_the_others_where_they_were(
+    judged: Callable[..., tuple[Assessment, Bench]],
+) -> None:
+    def falls_late(name: str, task: str, doc: int) -> bool:
+        if task == "copy" and name == "merge" and doc >= 500:
+            return doc % 2 == 0
+        return doc % 7 != (1 if name == "merge" else 2)  # so noisy that the first look does not decide
+
+    result, bench = judged(falls_late, guards=(COPY, REVERSE, SORT), rule=GateRule())
+    verdict = result.verdict.value
+    assert verdict.outcome == "fail"
+    assert {task: max(n for _, name, n in bench.asked if name == task) for task in ("copy", "reverse", "sort")} == {
+        "copy": 1000,
+        "reverse": 500,
+        "sort": 500,
+    }
+    assert [(guard.task, guard.n) for guard in verdict.guards] == [("copy", 1000), ("reverse", 500), ("sort", 500)]
+    assert verdict.not_run == ()
+    assert verdict.suites == ()
+
+
+def test_what_costs_nothing_is_never_left_out(
+    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assessment, "unknown_documents", lambda task, *_: 0 if task.name == "copy" else 500)
+    result, bench = judged(loses("reverse", "copy"), guards=(REVERSE, SORT, COPY), rule=GateRule())
+    assert {task for _, task, _ in bench.asked} == {"copy"}
+    assert {one.decided_by for one in result.verdict.value.not_run} == {"copy"}
+    monkeypatch.setattr(assessment, "unknown_documents", lambda *_: 0)
+    result, bench = judged(loses("reverse", "copy"), guards=(REVERSE, SORT, COPY), rule=GateRule())
+    assert {task for _, task, _ in bench.asked} == {"copy", "reverse", "sort"}
+    assert result.verdict.value.not_run == ()
+
+
+def test_where_each_model_has_a_process_of_its_own_references_are_loaded_once(
+    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = dataclasses.replace(find_backend("hf"), frees_memory=False)
+    monkeypatch.setattr(assessment, "find_backend", lambda name: backend)
+    _, bench = judged(sometimes_wrong, guards=(COPY, REVERSE), first="all")
+    assert [name for name, *_ in bench.asked[:4]] == ["base", "base", "reverser", "reverser"]
 
 
 def test_what_no_look_decides_ends_with_the_last_one(judged: Callable[..., tuple[Assessment, Bench]]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from merge_core.store.keys import NotInKey, canonical, digest, merkle, stage_key
+from merge_core.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),
@@ -45,6 +45,22 @@ def test_a_field_marked_not_in_key_does_not_count() -> None:
 def test_stage_and_version_are_part_of_the_key() -> None:
     keys = {stage_key("merge", 1, {"a": 1}), stage_key("merge", 2, {"a": 1}), stage_key("gate", 1, {"a": 1})}
     assert len(keys) == 3
+
+
+def test_keys_of_a_family_begin_alike_and_no_others_do() -> None:
+    def key(**inputs: object) -> str:
+        return stage_key("evaluate", 1, inputs, "part")
+
+    first, second = key(model="m", part=[0, 10]), key(model="m", part=[10, 20])
+    prefix = family_prefix("evaluate", 1, {"model": "m", "part": "any"}, "part")
+    assert first != second
+    assert len(first) == len(second) == 64
+    assert first.startswith(prefix)
+    assert second.startswith(prefix)
+    assert first[:32] != second[:32]  # they lie in directories of their own
+    assert not key(model="other", part=[0, 10]).startswith(prefix)
+    assert not stage_key("evaluate", 2, {"model": "m", "part": [0, 10]}, "part").startswith(prefix)
+    assert first[16:] == stage_key("evaluate", 1, {"model": "m", "part": [0, 10]})[16:]
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", {1: 2}])

@@ -190,3 +190,33 @@ def test_a_killed_builder_leaves_no_lock_and_no_artifact(tmp_path: Path) -> None
     artifact, made = store.build("merge", KEY, Value, writes("abc"))
     assert made
     assert not (artifact.directory / "half").exists()
+
+
+def test_a_family_is_found_by_how_its_keys_begin_and_without_what_is_damaged(tmp_path: Path) -> None:
+    store, damage = Store(tmp_path), list[str]()
+    keys = [f"{'a' * 16}{digit * 48}" for digit in "123"]
+    for key in (*keys, "b" * 64):
+        store.build("evaluate", key, Value, writes(key))
+    (store.directory("evaluate", keys[1]) / "sub" / "weights").write_text("torn")
+    store.directory("evaluate", keys[0]).with_name(f"{'a' * 16}4.partial").mkdir()
+    found = store.family("evaluate", "a" * 16, Value, on_damage=damage.append)
+    assert [one.key for one in found] == [keys[0], keys[2]]
+    assert len(damage) == 1
+    assert store.family("merge", "a" * 16, Value) == ()
+
+
+def test_who_holds_a_family_is_waited_for(tmp_path: Path) -> None:
+    store, order = Store(tmp_path), list[str]()
+    waits = threading.Event()
+
+    def second() -> None:
+        with store.hold_family("evaluate", "a" * 16, waits.set):
+            order.append("second")
+
+    with store.hold_family("evaluate", "a" * 16), store.hold_family("evaluate", "b" * 16):
+        other = threading.Thread(target=second)
+        other.start()
+        assert waits.wait(HANG_S)
+        order.append("first")
+    other.join(HANG_S)
+    assert order == ["first", "second"]

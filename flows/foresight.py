@@ -1,0 +1,54 @@
+"""What is known before a night: how many documents each guard may use, and on how many of them answers will differ.
+
+From tables of scores that lie in the store; no model is asked, no data are loaded, no weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tasks.checkpoints import Model, PinnedCheckpoint, ResolvedCheckpoint, pinned_before
+from tasks.evaluation import EvalTask, known_scores, looks
+from tasks.gate import ANCHOR, GatePower, PlannedTask, gate_power, known_discordance
+from tasks.preflight import Evidence
+from tasks.stage import runtime, store
+
+
+def planned_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
+    """Documents of the task, whose data are pinned, after each look; only the first look where the profile wants no
+    extension."""
+    planned = looks(task.documents or 0, evidence.scoring.first_look)
+    return planned if evidence.rule.extend else planned[:1]
+
+
+def planned_tasks(evidence: Evidence, parents: Sequence[Model]) -> list[PlannedTask]:
+    """Each guard of a task whose data are pinned, with its looks and the discordance of models that were scored before.
+
+    Args:
+        parents: Of the merge. The fine-tunes among them tell how answers differ; where there are none of two of them
+            scores in the store, all parents.
+    """
+    tasks = {task.name: task for task in evidence.tasks if task.documents}
+    fine_tunes = [parent for parent in parents if not isinstance(parent, PinnedCheckpoint) or parent.is_merged]
+    planned = []
+    for guard in evidence.guards:
+        if (task := tasks.get(guard.task)) is None:
+            continue
+        for models in (fine_tunes, parents):
+            scores = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in models}
+            found = known_discordance(guard, scores, evidence.rule.discordance)
+            if found.documents:
+                break
+        planned.append(PlannedTask(guard, planned_looks(task, evidence), found.share, str(found)))
+    return planned
+
+
+def night_power(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int) -> GatePower | None:
+    """What the first of so many attempts can tell tonight; None where no guard's documents are counted.
+
+    Args:
+        parents: Of the merge. Scores are looked up of those whose files were hashed before.
+    """
+    known = pinned_before(parents, store().hashes)
+    planned = [one for one in planned_tasks(evidence, known) if one.guard.guarded_by != ANCHOR]
+    return gate_power(planned, evidence.rule.for_attempt(1, attempts)) if planned else None

@@ -1,0 +1,85 @@
+"""Tasks that are not run change no verdict: what ends early would have ended as well, in whatever order tasks come."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Literal
+
+import gate_samples as samples
+import numpy as np
+import pytest
+
+from merge_core.store import Artifact
+from tasks.evaluation.document_scores import DocumentScore
+from tasks.evaluation.stage import Scores
+from tasks.gate.guards import GateRule, Guard
+from tasks.gate.power import PlannedTask, soonest_decided
+from tasks.gate.stage import gate, lost_for_good
+
+N = 300
+TASKS = ("a", "b", "c")
+GUARDS = tuple(Guard(task=task, guarded_by="base") for task in TASKS)
+SCHEDULE = dict.fromkeys(TASKS, (N, 2 * N))
+
+
+def scored(place: Path, task: str, right: np.ndarray) -> Artifact[Scores]:
+    rows = [DocumentScore(task, "acc,none", doc, f"{doc}", "p", "t", float(each)) for doc, each in enumerate(right)]
+    return samples.part(place / task, rows)
+
+
+def merges(place: Path, drops: tuple[float, ...], seed: int) -> dict[str, list[Artifact[Scores]]]:
+    """Merge and base on all tasks; the merge is so much worse, and differs on a tenth of the documents."""
+    rng = np.random.default_rng(seed)
+    found: dict[str, list[Artifact[Scores]]] = {"base": [], "merge": []}
+    for task, drop in zip(TASKS, drops, strict=True):
+        shares = ((0.1 + drop) / 2, (0.1 - drop) / 2, 0.9)
+        kinds = rng.choice(3, N, p=shares)
+        found["base"].append(scored(place / "base", task, kinds != 1))
+        found["merge"].append(scored(place / "merge", task, kinds != 0))
+    return found
+
+
+@pytest.mark.parametrize("rule", ["each", "suite"])
+def test_a_run_that_stops_early_would_have_failed_in_the_end_and_no_other_is_changed(
+    tmp_path: Path, rule: Literal["each", "suite"]
+) -> None:
+    stopped = 0
+    drops = [(0.0, 0.0, 0.0), (0.06, 0.0, 0.0), (0.0, 0.09, 0.03), (0.09, 0.09, 0.0), (0.05, 0.05, 0.05)]
+    for number, drop in enumerate(drops * 4):
+        scores = merges(tmp_path / f"{number}", drop, number)
+        whole = gate.work(GUARDS, scores, {}, None, GateRule(rule=rule), schedule=SCHEDULE)
+        for order in permutations(range(3)):
+            for run in range(1, 3):
+                so_far = {model: [parts[at] for at in sorted(order[:run])] for model, parts in scores.items()}
+                last = TASKS[order[run - 1]]
+                if lost_for_good(last, GUARDS, so_far, GateRule(rule=rule), schedule=SCHEDULE):
+                    waiting = tuple(TASKS[at] for at in sorted(order[run:]))
+                    early = gate.work(GUARDS, so_far, {}, None, GateRule(rule=rule), schedule=SCHEDULE, waiting=waiting)
+                    assert (early.outcome, whole.outcome) == ("fail", "fail")
+                    assert tuple(one.task for one in early.not_run) == waiting
+                    assert last in {one.task for one in early.guards if one.outcome == "fail"}
+                    stopped += 1
+                    break
+    assert stopped > 40
+
+
+def test_leaving_tasks_out_while_nothing_is_lost_is_a_mistake(tmp_path: Path) -> None:
+    scores = merges(tmp_path, (0.0, 0.0, 0.0), 1)
+    some = {model: parts[:2] for model, parts in scores.items()}
+    with pytest.raises(ValueError, match="nothing is decided"):
+        gate.work(GUARDS, some, {}, None, GateRule(), schedule=SCHEDULE, waiting=("c",))
+
+
+def planned(**share: float) -> list[PlannedTask]:
+    return [PlannedTask(Guard(task=task, guarded_by="base"), (500,), each) for task, each in share.items()]
+
+
+def test_order_is_by_evidence_in_a_second_and_otherwise_as_given() -> None:
+    same = planned(a=0.1, b=0.1, c=0.1)
+    seen = {"a": 500, "b": 500, "c": 500}
+    assert soonest_decided(same, seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("a", "b", "c")
+    assert soonest_decided(same, seen, {"a": 4.0, "b": 1.0, "c": 2.0}) == ("b", "c", "a")
+    assert soonest_decided(same, seen, {"a": 4.0, "b": 1.0, "c": 0.0}) == ("c", "b", "a")  # what costs nothing
+    assert soonest_decided(planned(a=0.2, b=0.05, c=0.1), seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("b", "c", "a")
+    assert soonest_decided(same, seen | {"c": 2000}, {"a": 1.0, "b": 1.0, "c": 2.0}) == ("c", "a", "b")

@@ -1,0 +1,89 @@
+"""What one run has scored is used by the next, under other looks too; told before it; and not asked when it is lost."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from demo_project import Printed, Project
+
+Released = tuple[Project, Printed]
+
+
+def scored(project: Project) -> set[str]:
+    return project.artifacts("evaluate")
+
+
+def run(project: Project, profile: str) -> tuple[int, dict[str, Any]]:
+    result = project.mergegate("run", profile, "--json")
+    found: dict[str, Any] = json.loads(result.stdout)
+    return result.exit_code, found
+
+
+def test_other_looks_at_the_same_models_ask_nothing(released: Released) -> None:
+    project, _ = released
+    before = scored(project)
+    for documents in (50, 130, 300):
+        profile = project.edit("demo.yaml", "evaluate:\n", f"evaluate:\n  documents: {documents}\n")
+        code, found = run(project, profile)
+        assert code == 0, found
+        ends = {documents * 2**look for look in range(4)} | {400}
+        assert {guard["n"] for guard in found["content"]["verdict"]["guards"]} <= ends
+        assert scored(project) == before
+
+
+def test_before_the_night_the_parents_tell_how_answers_differ(released: Released) -> None:
+    project, _ = released
+    checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
+    lines = [line for line in checked if line.startswith("power: ")]
+    assert "published in" in lines[0]
+    assert [line.split()[1] for line in lines[1:4]] == ["copy:", "reverse:", "shift:"]
+    assert all("from 400 documents of reverser and shifter" in line for line in lines[1:4])
+    planned = project.mergegate("plan", "profiles/demo.yaml", "--no-probe", "--json")
+    assert planned.exit_code == 0, planned.output
+    power = json.loads(planned.stdout)["power"]
+    assert [task["documents"] for task in power["tasks"]] == [400, 400, 400]
+    assert all("from 400 documents of reverser and shifter" in task["basis"] for task in power["tasks"])
+    shown = " ".join(project.mergegate("plan", "profiles/demo.yaml", "--no-probe").stdout.split())
+    assert all(line in shown for line in lines)
+
+
+def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> None:
+    planned = project.mergegate("plan", "profiles/demo.yaml", "--no-probe")
+    assert planned.exit_code == 0, planned.output
+    assert "have not been counted here yet" in planned.stdout
+    assert project.artifacts("documents") == set()
+    checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
+    assert sum("10 % of answers differ (a guess)" in line for line in checked) == 3
+
+
+@pytest.mark.parametrize("profile", ["demo-lopsided.yaml", "demo-refused.yaml"])
+def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
+    project, _ = released
+    code, found = run(project, f"profiles/{profile}")
+    verdict = found["content"]["verdict"]
+    assert code == 3
+    assert verdict["outcome"] == "fail"
+    lost = {guard["task"] for guard in verdict["guards"] if guard["outcome"] == "fail"}
+    assert lost
+    assert {one["decided_by"] for one in verdict["not_run"]} <= lost
+    assert {one["task"] for one in (*verdict["guards"], *verdict["not_run"])} == {"copy", "reverse", "shift"}
+    before = scored(project)
+    assert run(project, f"profiles/{profile}") == (code, found)  # made again, it is the same to the letter
+    assert scored(project) == before
+
+
+def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released) -> None:
+    project, _ = released
+    # The task that is lost is seen soonest where its guard is the widest.
+    text = (project.root / "profiles" / "demo-refused.yaml").read_text().replace("demo-refused", "early")
+    for task, wide in (("reverse", 9), ("shift", 9), ("copy", 3)):
+        text = text.replace(f"{task}.yaml, guarded_by", f"{task}.yaml, margin: {wide}, guarded_by")
+    (project.root / "profiles" / "early.yaml").write_text(text.replace("linear.yaml", "lopsided.yaml"))
+    result = project.mergegate("run", "profiles/early.yaml")
+    assert result.exit_code == 3, result.output
+    assert "not run: decided by" in result.output
+    page = (project.home / "reports" / "early.html").read_text().replace("<wbr>", "")
+    assert "not run: decided by" in page
+    assert "that could change nothing saved" in page
