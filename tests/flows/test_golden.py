@@ -15,7 +15,7 @@ import pytest
 from demo_project import Printed, Project
 from optional_stages import asks_a_judge, profile, says, served_by_a_stand_in, serving
 
-from tasks.evaluation.stage import evaluate
+from tasks.evaluation.stage import evaluate, excerpt
 from tasks.explain.stage import explain, flips
 from tasks.gate.stage import gate
 from tasks.judge.answers import answer
@@ -31,7 +31,7 @@ from tasks.stage.stages import DeclaredStage
 
 GOLDEN = Path(__file__).parent / "golden"
 STAGES = (check_licenses, check_compatibility, merge, perplexity, evaluate, gate, explain, write_report)
-OPTIONAL = (flips, ensemble_likelihoods, answer, judge, serve, measure_parent)
+OPTIONAL = (excerpt, flips, ensemble_likelihoods, answer, judge, serve, measure_parent)
 
 
 # Durations, versions, and what hangs on single documents: another processor may answer one of 400 differently.
@@ -99,6 +99,10 @@ def with_everything(tmp_path_factory: pytest.TempPathFactory, demo_release: Path
         result = project.mergegate("run", profile(project, "everything", **more), "--json")
     assert result.exit_code == 0, result.output
     assert project.mergegate("run", "profiles/demo-refused.yaml").exit_code == 3
+    few = project.edit(
+        "demo.yaml", "evaluate:\n", "evaluate:\n  documents: 100\n  extend: false\n  on_inconclusive: pass\n"
+    )
+    assert project.mergegate("run", few).exit_code == 0
     return project
 
 
