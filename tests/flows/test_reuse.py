@@ -76,14 +76,19 @@ def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
 
 def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released) -> None:
     project, _ = released
-    # The task that is lost is seen soonest where its guard is the widest.
-    text = (project.root / "profiles" / "demo-refused.yaml").read_text().replace("demo-refused", "early")
-    for task, wide in (("reverse", 9), ("shift", 9), ("copy", 3)):
-        text = text.replace(f"{task}.yaml, guarded_by", f"{task}.yaml, margin: {wide}, guarded_by")
-    (project.root / "profiles" / "early.yaml").write_text(text.replace("linear.yaml", "lopsided.yaml"))
+    models = [
+        {"model": f"demo/models/{name}", "parameters": {"weight": weight}}
+        for name, weight in (("reverser", 0.92), ("shifter", 0.08))  # a merge that nobody has scored
+    ]
+    text = (project.root / "profiles" / "demo-lopsided.yaml").read_text().replace("name: demo-lopsided", "name: early")
+    text = text.replace("shift.yaml, guarded_by", "shift.yaml, margin: 9, guarded_by")  # seen before a fall of 4 points
+    recipe = json.dumps({"merge_method": "linear", "dtype": "bfloat16", "models": models})
+    (project.root / "profiles" / "early.yaml").write_text(text.replace("demo/recipes/lopsided.yaml", recipe))
+    before = scored(project)
     result = project.mergegate("run", "profiles/early.yaml")
     assert result.exit_code == 3, result.output
-    assert "not run: decided by" in result.output
+    assert "not run: decided by shift" in result.output
+    assert len(scored(project) - before) == 2  # of the merge on copy and shift, and of no parent
     page = (project.home / "reports" / "early.html").read_text().replace("<wbr>", "")
-    assert "not run: decided by" in page
-    assert "that could change nothing saved" in page
+    assert "not run: decided by shift" in page
+    assert "800 of 1,200 documents were asked; looking at a part of them first and leaving out 1 task that" in page
