@@ -219,6 +219,8 @@ class _Command:
         pickle.dumps("done"),
         pickle.dumps(("progress", "half", "all")),
         pickle.dumps(("hello", 1)),
+        pickle.dumps(("done",)),
+        pickle.dumps(("problem", "text")),
         b"",
         b"\x00garbage",
     ],
@@ -227,9 +229,9 @@ def test_an_answer_is_data_or_nothing(sent: bytes) -> None:
     from multiprocessing import Pipe
 
     from merge_core.errors import InvalidInput
-    from tasks.checkpoints.model_process import _received
+    from tasks.checkpoints.messages import receive
 
     here, there = Pipe()
     there.send_bytes(sent)
     with pytest.raises(InvalidInput, match="an answer that is none"):
-        _received(here, "task trap")
+        receive(here, "task trap")

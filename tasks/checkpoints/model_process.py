@@ -12,20 +12,18 @@ one of ``("done", value)``, ``("problem", error)``, ``("crash", error, traceback
 
 Tasks, templates and tokenizers are what strangers wrote, and run there only. So it is confined (``tasks.processes``):
 our environment, our secrets, our other processes and, unless a question needs it, the network are out of its reach. An
-answer is believed to be data, and nothing else: see ``_Answers``.
+answer is believed to be data, and nothing else (``messages``).
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
-import enum
-import importlib
-import io
+import importlib.util
 import logging
 import os
-import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -37,11 +35,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel
-
 from merge_core.engine import has_cuda_driver
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from tasks.checkpoints.memory import system_memory
+from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
 from tasks.processes import Confinement, SupervisedProcess, environment_of_child
@@ -51,11 +48,14 @@ _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
 _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one
 _START = "from tasks.checkpoints.model_process import answer_questions; answer_questions()"
 _ALONE = "one at a time"
+_IMPORTED = (
+    "import datasets, lm_eval.models.huggingface, lm_eval.tasks, torch, transformers, tasks.evaluation.harness, "
+    "tasks.perplexity.measuring; transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM"
+)
 _SILENCE = 3600.0  # seconds without any progress, where nobody has set a limit: the largest model is loaded in that
 _JOURNALLED = ("evaluate", "perplexity", "ensemble")  # stages that go on, there, from what they have kept in the store
 _MAPPED_TOO = 2  # times the memory of the machine: weights count when they are mapped, and again when they are read
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # nothing waits for a network that is not there
-_LONGEST_ANSWER = 1 << 31  # bytes
 _TAIL = 1 << 16  # bytes of what it printed
 
 A = TypeVar("A")
@@ -157,19 +157,14 @@ class _ModelProcess:
         self.kind = kind
         self.models: set[str] = set()  # digests of those that it was asked about
         self.connection, theirs = Pipe()
-        path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+        _compile_once()
         given = {name: os.environ[name] for name in kind.passing if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         try:
             self.process = SupervisedProcess(
                 # -P: the directory that the run was started in is none to import from.
                 [sys.executable, "-P", "-c", _START, str(theirs.fileno()), *([_ALONE] if _alone else [])],
-                {
-                    **environment_of_child(),
-                    **given,
-                    **({} if kind.network else _OFFLINE),
-                    "PYTHONPATH": path.rstrip(os.pathsep),
-                },
+                _environment() | given | ({} if kind.network else _OFFLINE),
                 self._output,
                 name="evaluation",
                 pass_fds=[theirs.fileno()],
@@ -189,6 +184,22 @@ class _ModelProcess:
         self.process.end()
         self.connection.close()
         self._output.close()
+
+
+def _compile_once() -> None:
+    """Import what the process will, as ourselves: where an installer has compiled nothing, the first import does; but
+    the process may not write where libraries lie, and would compile them all each time it starts."""
+    found = importlib.util.find_spec("lm_eval.models")
+    for place in found.submodule_search_locations or () if found else ():
+        compiled = Path(importlib.util.cache_from_source(str(Path(place) / "huggingface.py")))
+        if not compiled.exists() and os.access(place, os.W_OK):
+            command, nowhere = [sys.executable, "-P", "-c", _IMPORTED], subprocess.DEVNULL
+            subprocess.run(command, env=_environment(), stdout=nowhere, stderr=nowhere, check=False)
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    return {**environment_of_child(), "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 def _process_for(kind: _Kind, *, any_models: bool) -> _ModelProcess:
@@ -242,7 +253,7 @@ def _ask(
                 if holder.process.alive or holder.connection.poll():
                     continue
                 raise EOFError
-            kind, *content = _received(holder.connection, where)
+            kind, *content = receive(holder.connection, where)
             heard = time.monotonic()
             if kind == "progress":
                 on_progress(*content)
@@ -253,56 +264,14 @@ def _ask(
     finally:
         if not answered:  # an answer that comes after all would be taken for that to the next question
             end_child()
-    if kind == "problem" and isinstance(content[0], MergegateError):
-        raise content[0]
+    if kind == "problem":
+        raise cast(MergegateError, content[0])
     if kind == "crash":
         end_child()  # whatever state it is in
         error, trace = content
         _log.info("%s\n%s", where, trace)
         raise InvalidInput(where, found=error, expected="an answer")
     return content[0]
-
-
-def _received(connection: Connection, where: str) -> tuple[Any, ...]:
-    """The next message; nothing that a stranger's code may have sent instead does more than fail here."""
-    try:
-        sent = connection.recv_bytes(_LONGEST_ANSWER)
-    except OSError:  # longer
-        raise EOFError from None
-    try:
-        message = _Answers(io.BytesIO(sent)).load()
-        kind, *content = message
-        if _FIELDS[kind] != [type(field) for field in content][: len(_FIELDS[kind])]:
-            raise ValueError(f"{kind} with {content!r:.100}")
-    except Exception as error:
-        raise InvalidInput(where, found=f"an answer that is none: {error}", expected="numbers and texts") from None
-    return (kind, *content)
-
-
-class _Answers(pickle.Unpickler):
-    """Reads what the process has sent, which is data: whoever runs there may have sent something else.
-
-    No function can be named in it, and of classes only those that are made of their fields and do nothing.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        if module.partition(".")[0] in ("merge_core", "tasks"):
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, type) and (issubclass(found, _VALUES) or dataclasses.is_dataclass(found)):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-_FIELDS: dict[str, list[type]] = {"progress": [int, int], "done": [], "problem": [], "crash": [str, str]}
-_VALUES = (BaseModel, MergegateError, tuple, enum.Enum)
-_PLAIN = {
-    ("pathlib", "PosixPath"),
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
-    ("merge_core.errors", "_rebuild"),  # how our exceptions are pickled: of one of their types, from four texts
-}
 
 
 def _died(where: str, code: int | None, last_line: str) -> InvalidInput:
