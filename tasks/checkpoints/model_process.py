@@ -8,15 +8,22 @@ after task, look after look: each is loaded once), and dies with this process, h
 
 ``function`` is a plain function of a module, called there as ``function(*arguments, on_progress)``. Questions and
 answers are pickled: ``(function, arguments)`` goes there; ``("progress", done, total)`` any number of times and then
-one of ``("done", value)``, ``("problem", error)``, ``("crash", traceback)`` come back.
+one of ``("done", value)``, ``("problem", error)``, ``("crash", error, traceback)`` come back.
+
+Tasks, templates and tokenizers are what strangers wrote, and run there only. So it is confined (``tasks.processes``):
+our environment, our secrets, our other processes and, unless a question needs it, the network are out of its reach. An
+answer is believed to be data, and nothing else (``messages``).
 """
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import importlib.util
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,15 +35,28 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from merge_core.engine import has_cuda_driver
 from merge_core.errors import InvalidInput, MergegateError, Refused
+from tasks.checkpoints.memory import system_memory
+from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
-from tasks.processes import SupervisedProcess
+from tasks.processes import Confinement, SupervisedProcess, environment_of_child
+from tasks.stage import home
 
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
 _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one
 _START = "from tasks.checkpoints.model_process import answer_questions; answer_questions()"
 _ALONE = "one at a time"
+_IMPORTED = (
+    "import datasets, lm_eval.models.huggingface, lm_eval.tasks, torch, transformers, tasks.evaluation.harness, "
+    "tasks.perplexity.measuring; transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM"
+)
+_SILENCE = 3600.0  # seconds without any progress, where nobody has set a limit: the largest model is loaded in that
+_JOURNALLED = ("evaluate", "perplexity", "ensemble")  # stages that go on, there, from what they have kept in the store
+_MAPPED_TOO = 2  # times the memory of the machine: weights count when they are mapped, and again when they are read
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # nothing waits for a network that is not there
+_TAIL = 1 << 16  # bytes of what it printed
 
 A = TypeVar("A")
 TellProgress = Callable[[int, int], None]
@@ -54,6 +74,8 @@ def ask_child(
     where: str,
     models: Sequence[Model] = (),
     own_process: bool = False,
+    network: bool = False,
+    passing: Sequence[str] = (),
     time_limit: float | None = None,
     on_progress: TellProgress = lambda done, total: None,
 ) -> A:
@@ -66,21 +88,23 @@ def ask_child(
         where: What messages call the question.
         models: That ``function`` will load there; none: it is asked of whatever process there is.
         own_process: Only the death of the process frees the memory of these models.
-        time_limit: Seconds.
+        network: The question cannot be answered without.
+        passing: Variables of our environment that it cannot be answered without, and a stranger's code may thus see.
+        time_limit: Seconds for all of it; None: it is ended when nothing is heard from it for an hour.
 
     Raises:
         MergegateError: what ``function`` raises.
         ShortOfMemory: when the system ended the process, as it does when memory is full.
-        InvalidInput: when it died in another way.
+        InvalidInput: when it died in another way, or what it was to do failed.
         Refused: when the time limit is over.
     """
     global _alone
     unload()  # models here and there need not fit side by side
     with _lock:
-        only_for = "".join(model.digest for model in models) if own_process else ""
+        kind = _Kind("".join(model.digest for model in models) if own_process else "", network, tuple(passing))
         deadline = time.monotonic() + time_limit if time_limit is not None else None
         while True:
-            process = _current if not models and _current and _current.process.alive else _process_for(only_for)
+            process = _process_for(kind, any_models=not models)
             process.models |= {model.digest for model in models}
             try:
                 return cast(A, _ask(process, (function, tuple(arguments)), where, time_limit, deadline, on_progress))
@@ -111,30 +135,47 @@ def _end() -> None:
 also_unload(end_child)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What decides whether a process can be asked.
+
+    Args:
+        only_for: Digests of the only models that it may hold; empty: it can change.
+        network: Whether it has one.
+        passing: What it sees of our environment beside what everybody sees.
+    """
+
+    only_for: str
+    network: bool
+    passing: tuple[str, ...]
+
+
 class _ModelProcess:
     """The process that holds models, seen from here."""
 
-    def __init__(self, only_for: str) -> None:
-        self.only_for = only_for  # digests of the only models that it may hold; empty: it can change
+    def __init__(self, kind: _Kind) -> None:
+        self.kind = kind
         self.models: set[str] = set()  # digests of those that it was asked about
         self.connection, theirs = Pipe()
-        path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+        _compile_once()
+        given = {name: os.environ[name] for name in kind.passing if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         try:
             self.process = SupervisedProcess(
                 # -P: the directory that the run was started in is none to import from.
                 [sys.executable, "-P", "-c", _START, str(theirs.fileno()), *([_ALONE] if _alone else [])],
-                {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+                _environment() | given | ({} if kind.network else _OFFLINE),
                 self._output,
                 name="evaluation",
                 pass_fds=[theirs.fileno()],
+                confinement=_confinement(kind),
             )
         finally:
             theirs.close()
 
     def last_line(self) -> str:
         """The last line that it has printed, where libraries say what kills them."""
-        self._output.seek(0)
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL))
         lines = self._output.read().decode(errors="replace").split("\n")
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
@@ -145,12 +186,44 @@ class _ModelProcess:
         self._output.close()
 
 
-def _process_for(only_for: str) -> _ModelProcess:
+def _compile_once() -> None:
+    """Import what the process will, as ourselves: where an installer has compiled nothing, the first import does; but
+    the process may not write where libraries lie, and would compile them all each time it starts."""
+    found = importlib.util.find_spec("lm_eval.models")
+    for place in found.submodule_search_locations or () if found else ():
+        compiled = Path(importlib.util.cache_from_source(str(Path(place) / "huggingface.py")))
+        if not compiled.exists() and os.access(place, os.W_OK):
+            command, nowhere = [sys.executable, "-P", "-c", _IMPORTED], subprocess.DEVNULL
+            subprocess.run(command, env=_environment(), stdout=nowhere, stderr=nowhere, check=False)
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    return {**environment_of_child(), "PYTHONPATH": path.rstrip(os.pathsep)}
+
+
+def _process_for(kind: _Kind, *, any_models: bool) -> _ModelProcess:
     global _current
-    if _current is None or not _current.process.alive or _current.only_for != only_for:
-        end_child()
-        _current = _ModelProcess(only_for)
+    if _current is not None and _current.process.alive:
+        like = dataclasses.replace(kind, only_for=_current.kind.only_for) if any_models else kind
+        if _current.kind == like:
+            return _current
+    end_child()
+    _current = _ModelProcess(kind)
     return _current
+
+
+def _confinement(kind: _Kind) -> Confinement:
+    places = [home() / "store" / stage for stage in _JOURNALLED]
+    for place in places:  # what is not there yet cannot be allowed
+        place.mkdir(parents=True, exist_ok=True)
+    memory = None if has_cuda_driver() else system_memory()  # a GPU's is mapped as well, however much there is
+    return Confinement(
+        write=tuple(map(str, places)),
+        hide=(str(home() / "prefect"),),
+        network=kind.network,
+        memory=_MAPPED_TOO * memory.total if memory else None,
+    )
 
 
 def _ask(
@@ -162,22 +235,26 @@ def _ask(
     on_progress: TellProgress,
 ) -> Any:
     answered = False
+    heard = time.monotonic()
     try:
         holder.connection.send(question)
         while not answered:
-            left = _LOOK_EVERY if deadline is None else deadline - time.monotonic()
+            left = (heard + _SILENCE if deadline is None else deadline) - time.monotonic()
             if left <= 0:
                 raise Refused(
                     where,
-                    found=f"not done after {limit:g} s, and stopped",
-                    expected="an answer within evaluate.time_limit",
+                    found=f"not done after {limit:g} s, and stopped"
+                    if limit
+                    else f"silent for {_SILENCE:g} s, stopped",
+                    expected="an answer within evaluate.time_limit" if limit else "progress, or an end",
                     remedy="a higher evaluate.time_limit, or a larger batch_size if the device has room",
                 )
             if not holder.connection.poll(min(left, _LOOK_EVERY)):
                 if holder.process.alive or holder.connection.poll():
                     continue
                 raise EOFError
-            kind, *content = holder.connection.recv()
+            kind, *content = receive(holder.connection, where)
+            heard = time.monotonic()
             if kind == "progress":
                 on_progress(*content)
             else:
@@ -190,7 +267,10 @@ def _ask(
     if kind == "problem":
         raise cast(MergegateError, content[0])
     if kind == "crash":
-        raise RuntimeError(f"{where}\n{content[0]}")
+        end_child()  # whatever state it is in
+        error, trace = content
+        _log.info("%s\n%s", where, trace)
+        raise InvalidInput(where, found=error, expected="an answer")
     return content[0]
 
 
@@ -227,7 +307,7 @@ def answer_questions() -> None:
         asker.send(_answer(asker, function, arguments))
 
 
-def _answer(asker: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[str, Any]:
+def _answer(asker: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     last_sent = 0.0
 
     def on_progress(done: int, total: int) -> None:
@@ -240,5 +320,6 @@ def _answer(asker: Connection, function: Callable[..., Any], arguments: tuple[An
         return "done", function(*arguments, on_progress)
     except MergegateError as error:
         return "problem", error
-    except Exception:
-        return "crash", traceback.format_exc()
+    except BaseException as error:  # Rust's panics, and whoever calls exit() in a task
+        message = " ".join(str(error).split())[:300]
+        return "crash", f"{type(error).__name__}: {message}".rstrip(": "), traceback.format_exc()

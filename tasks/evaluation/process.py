@@ -17,6 +17,8 @@ from tasks.evaluation.task_definition import EvalTask
 if TYPE_CHECKING:
     from tasks.evaluation.harness import ScoredDocuments
 
+LOADED_WITHIN = 1800.0  # seconds for the data of one task, downloads included, where nobody has set a limit
+
 __all__ = ["end_child", "look_in_child", "score_in_child"]
 
 
@@ -35,12 +37,15 @@ def score_in_child(
         InvalidInput: as ``harness.score_documents``; or when the process died.
         Refused: when the time limit is over.
     """
+    backend = find_backend(scoring.backend)
     return ask_child(
         _score,
         (model, task, scoring, part, device, journal),
         where=f"task {task.name} on {model.name}: {part}",
         models=[model],
-        own_process=not find_backend(scoring.backend).frees_memory,
+        own_process=not backend.frees_memory,
+        network=backend.network,
+        passing=backend.environment,
         time_limit=scoring.time_limit,
         on_progress=on_progress,
     )
@@ -53,7 +58,13 @@ def look_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData
         InvalidInput: as ``harness.look_at_data``; or when the process died.
         Refused: when ``time_limit`` seconds are over.
     """
-    return ask_child(_look, (task,), where=f"task {task.name}: its data", time_limit=time_limit)
+    return ask_child(
+        _look,
+        (task,),
+        where=f"task {task.name}: its data",
+        network=not task.is_local,  # what is loaded now need not be asked for later
+        time_limit=LOADED_WITHIN if time_limit is None else time_limit,
+    )
 
 
 # There, and only there, what is heavy is imported.

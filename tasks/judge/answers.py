@@ -1,4 +1,5 @@
-"""Answers: what one model says to every prompt, decoded greedily in this process, as a cached stage.
+"""Answers: what one model says to every prompt, decoded greedily in the process that holds models, as a
+cached stage.
 
 A parent answers once, ever; only the merge answers anew. The model's own generation defaults (temperatures, penalties)
 are set aside, so that both models decode alike; where it stops is still its own affair.
@@ -14,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 from merge_core.errors import InvalidInput
 from merge_core.store import NotInKey
-from tasks.checkpoints import LoadedModel, Model, load_model
+from tasks.checkpoints import LoadedModel, Model, TellProgress, ask_child, load_model
 from tasks.judge.prompts import Prompt, Prompts, read_prompts
 from tasks.judge.settings import Generation
 from tasks.stage import Runtime, StageValue, advance, stage
@@ -52,9 +53,13 @@ def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, ru
     Raises:
         InvalidInput: when the model cannot be loaded, has no chat template, or a prompt does not fit into its context.
     """
-    asked = read_prompts(prompts)
-    with load_model(model, dtype=generation.dtype, device=runtime.device) as loaded:
-        answered = _converse(loaded, model.name, asked, generation)
+    answered = ask_child(
+        _answer_all,
+        (model, read_prompts(prompts), generation, runtime.device),
+        where=f"answers of {model.name}",
+        models=[model],
+        on_progress=lambda done, total: advance(done, total, "answers"),
+    )
     rows = ({"id": a.id, "answers": a.answers, "cut_off": a.cut_off} for a in answered)
     (out / FILE).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return AnswerSummary(
@@ -80,7 +85,16 @@ class _Question(NamedTuple):
     tokens: list[int]
 
 
-def _converse(loaded: LoadedModel, name: str, asked: Sequence[Prompt], generation: Generation) -> list[Answered]:
+def _answer_all(
+    model: Model, asked: Sequence[Prompt], generation: Generation, device: str, on_progress: TellProgress
+) -> list[Answered]:
+    with load_model(model, dtype=generation.dtype, device=device) as loaded:
+        return _converse(loaded, model.name, asked, generation, on_progress)
+
+
+def _converse(
+    loaded: LoadedModel, name: str, asked: Sequence[Prompt], generation: Generation, on_progress: TellProgress
+) -> list[Answered]:
     if generation.chat_template and not loaded.tokenizer.chat_template:
         raise InvalidInput(
             "judge.chat_template",
@@ -104,7 +118,7 @@ def _converse(loaded: LoadedModel, name: str, asked: Sequence[Prompt], generatio
                 said[question.row].append(text)
                 cut[question.row].append(is_cut)
             done += len(batch)
-            advance(done, total, "answers")
+            on_progress(done, total)
     return [Answered(prompt.id, tuple(said[row]), tuple(cut[row])) for row, prompt in enumerate(asked)]
 
 

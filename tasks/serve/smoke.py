@@ -8,7 +8,7 @@ from pathlib import Path
 
 from merge_core.checkpoint import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput
-from tasks.checkpoints import Model
+from tasks.checkpoints import Model, TellProgress, ask_child, end_child
 from tasks.remote import Unreachable
 from tasks.serve import checks
 from tasks.serve.checks import ServedSubject, ServerQuestion
@@ -121,7 +121,27 @@ def smoke_url(
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
     """What transformers says to what the server will be asked, in the dtype that it is served in."""
     dtype = dtype_of(settings, checkpoint)
-    return make_reference(model, settings.texts, settings.prompts[0], dtype=dtype, device=device, longest=longest)
+    try:
+        return ask_child(
+            _make_reference,
+            (model, tuple(settings.texts), settings.prompts[0], dtype, device, longest),
+            where=f"{model.name} in transformers",
+            models=[model],
+        )
+    finally:
+        end_child()  # the server needs the memory
+
+
+def _make_reference(
+    model: Model,
+    texts: tuple[str, ...],
+    question: str,
+    dtype: str,
+    device: str,
+    longest: int,
+    on_progress: TellProgress,
+) -> Reference:
+    return make_reference(model, texts, question, dtype=dtype, device=device, longest=longest)
 
 
 class ServerProbe:

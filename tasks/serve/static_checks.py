@@ -7,9 +7,9 @@ more ids than the embedding has rows (the engine dies at the first prompt that u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from merge_core.checkpoint import EXPONENTS, Checkpoint, StoredTensor, read_into
 from merge_core.errors import InvalidInput
 from merge_core.parsing import read_json
 from merge_core.units import format_bytes
+from tasks.checkpoints import TellProgress, ask_child
 from tasks.serve.verdict import Check
 
 _BLOCK = 1 << 24  # bytes of weights looked at at once
@@ -57,25 +58,22 @@ def check_tensors(checkpoint: Checkpoint) -> list[Check]:
     pickled = [tensor for tensor in checkpoint.tensors.values() if tensor.file.suffix != ".safetensors"]
     if pickled:
         return [_tensors_failed(str(pickled[0].file), "pickled weights", "safetensors", "save it as safetensors")]
-    try:
-        said = _load_on_meta(checkpoint)
-    except _UnknownArchitecture as unknown:
-        return [Check(name="tensors", outcome="not offered", seen=str(unknown), expected="a model of transformers")]
-    except Exception as error:
-        # Whatever a configuration makes transformers raise: its types are many.
-        cause = " ".join(str(error).split()) or type(error).__name__
+    said = ask_child(_load_on_meta, (checkpoint,), where=f"{checkpoint.directory}: its tensors")
+    if said.unknown:
+        return [Check(name="tensors", outcome="not offered", seen=said.unknown, expected="a model of transformers")]
+    if said.problem:
         where = str(checkpoint.directory / "config.json")
-        return [_tensors_failed(where, f"describes no model: {cause[:300]}", "a configuration of transformers", "")]
+        return [_tensors_failed(where, f"describes no model: {said.problem}", "a configuration of transformers", "")]
     checks = []
-    if missing := sorted(said["missing_keys"]):
+    if missing := said.missing:
         found = f"missing{_more(missing)}; the configuration has it"
         checks.append(_tensors_failed(missing[0], found, "every tensor of the model", _RESAVE))
-    if mismatched := sorted(said["mismatched_keys"], key=lambda entry: str(entry[0])):
+    if mismatched := said.mismatched:
         name, stored, wanted = mismatched[0]
         found = f"shape {list(stored)}{_more(mismatched)}"
         remedy = "correct config.json (heads, sizes, number of experts, vocab_size), or the weights"
         checks.append(_tensors_failed(name, found, f"shape {list(wanted)}, as config.json says", remedy))
-    if unexpected := sorted(said["unexpected_keys"]):
+    if unexpected := said.unexpected:
         found = f"not of the model that config.json describes{_more(unexpected)}"
         remedy = "correct config.json (num_hidden_layers, architectures), or leave the tensor out"
         checks.append(_tensors_failed(unexpected[0], found, "only tensors of the model", remedy))
@@ -135,12 +133,26 @@ def check_finite(checkpoint: Checkpoint) -> Check:
     )
 
 
-class _UnknownArchitecture(Exception):
-    pass
+class Disagreements(NamedTuple):
+    """What transformers says about names and shapes; each list sorted."""
+
+    missing: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, list[int], list[int]], ...] = ()  # name, shape stored, shape wanted
+    unexpected: tuple[str, ...] = ()
+    unknown: str = ""  # why there is no such model
+    problem: str = ""  # what it raised
 
 
-def _load_on_meta(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """What transformers says about names and shapes when it loads the checkpoint onto a device without memory."""
+def _load_on_meta(checkpoint: Checkpoint, on_progress: TellProgress) -> Disagreements:
+    """Load the checkpoint onto a device without memory, in the process that holds models."""
+    try:
+        return _compare_on_meta(checkpoint)
+    except Exception as error:
+        # Whatever a configuration makes transformers raise: its types are many.
+        return Disagreements(problem=(" ".join(str(error).split()) or type(error).__name__)[:300])
+
+
+def _compare_on_meta(checkpoint: Checkpoint) -> Disagreements:
     import torch
     import transformers
 
@@ -153,7 +165,7 @@ def _load_on_meta(checkpoint: Checkpoint) -> Mapping[str, Any]:
     architecture = checkpoint.architecture
     network: Any = getattr(transformers, architecture, None)
     if network is None or not hasattr(network, "from_pretrained"):
-        raise _UnknownArchitecture(f"transformers has no {architecture or 'architectures in config.json'}")
+        return Disagreements(unknown=f"transformers has no {architecture or 'architectures in config.json'}")
     weights = {
         name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.torch_name), device="meta")
         for name, tensor in checkpoint.tensors.items()
@@ -166,8 +178,12 @@ def _load_on_meta(checkpoint: Checkpoint) -> Mapping[str, Any]:
         ignore_mismatched_sizes=True,  # they are what is wanted here: all of them, not the first
         output_loading_info=True,
     )
-    result: Mapping[str, Any] = said
-    return result
+    mismatched = [(str(name), list(stored), list(wanted)) for name, stored, wanted in said["mismatched_keys"]]
+    return Disagreements(
+        tuple(sorted(map(str, said["missing_keys"]))),
+        tuple(sorted(mismatched)),
+        tuple(sorted(map(str, said["unexpected_keys"]))),
+    )
 
 
 def _embedding_rows(checkpoint: Checkpoint) -> int | None:
@@ -227,5 +243,5 @@ def _vocabulary_failed(where: str, seen: str, expected: str, remedy: str) -> Che
     return Check(name="vocabulary", outcome="fail", where=where, seen=seen, expected=expected, remedy=remedy)
 
 
-def _more(items: list[Any]) -> str:
+def _more(items: Sequence[Any]) -> str:
     return f" (and {len(items) - 1} more)" if len(items) > 1 else ""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from traps import PROJECT, asked, ends, in_another_process, parent_of, write_tra
 
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store.hashing import HashMemo
-from tasks.checkpoints import model_cache
+from tasks.checkpoints import model_cache, model_process
 from tasks.checkpoints.model import Model
 from tasks.evaluation import harness, process
 from tasks.evaluation.scoring import DocumentRange, Scoring, ordered
@@ -124,6 +127,71 @@ def test_a_mistake_in_a_template_of_the_users_task_is_said_as_one(tmp_path: Path
     with pytest.raises(InvalidInput) as caught:
         score(model, task, 0, 10)
     assert (caught.value.where, caught.value.found) == (str(path), "UndefinedError: 'colour' is undefined")
+
+
+@pytest.mark.parametrize(
+    ("deed", "found"),
+    [
+        ("class Panic(BaseException): pass\nraise Panic('index out of bounds')", "Panic: index out of bounds"),
+        ("sys.exit(3)", "SystemExit: 3"),
+    ],
+    ids=["a panic of a library", "an exit"],
+)
+def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
+    tmp_path: Path, model: Model, deed: str, found: str
+) -> None:
+    task = write_trap(tmp_path / "tasks", deed, at=3)
+    with pytest.raises(InvalidInput, match=found):
+        score(model, task, 0, 10)
+    assert len(score(model, task, 10, 20).outcomes) == 10
+
+
+def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = write_trap(tmp_path / "tasks", "signal.pause()", at=3)
+    monkeypatch.setattr(model_process, "_SILENCE", 20.0)
+    with pytest.raises(Refused, match="silent for 20 s, stopped"):
+        score(model, task, 0, 10)
+
+
+def test_a_task_finds_no_secret_of_ours_nobody_to_talk_to_and_nothing_to_spoil(tmp_path: Path, model: Model) -> None:
+    secret = "hf_planted_where_nobody_may_look"
+    deed = """
+found = {}
+def attempt(name, deed):
+    try: found[name] = str(deed())
+    except BaseException as error: found[name] = type(error).__name__
+def above(number): return int(open(f"/proc/{number}/stat").read().rpartition(")")[2].split()[1])
+attempt("environment", lambda: dict(os.environ))
+ancestor = os.getppid()
+while ancestor > 1:
+    attempt(f"environment of {ancestor}", lambda: open(f"/proc/{ancestor}/environ").read())
+    ancestor = above(ancestor)
+attempt("network", lambda: __import__("socket").create_connection(("192.0.2.1", 80), 5))
+attempt("merged weights", lambda: open(Path(os.environ["MERGEGATE_HOME"]) / "store" / "merge" / "weights", "a"))
+(HERE / "found").write_text(str(found))
+"""
+    task = write_trap(tmp_path / "tasks", deed, at=3)
+    home = Path(tempfile.mkdtemp(dir=PROJECT))  # not below /tmp, where everybody may write
+    try:
+        (home / "store" / "merge").mkdir(parents=True)
+        (home / "store" / "merge" / "weights").touch()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_TOKEN", secret)
+            patch.setenv("MERGEGATE_HOME", str(home))
+            with in_another_process(flow(model, task), tmp_path) as running:
+                out, err = running.communicate(timeout=HANG_S)
+    finally:
+        shutil.rmtree(home)
+    assert (out, err) == ("20\n", "")
+    found = ast.literal_eval((tmp_path / "tasks" / "found").read_text())
+    assert secret not in str(found)
+    assert found.pop("network") == "OSError"
+    assert found.pop("merged weights") == "PermissionError"
+    assert "OMP_NUM_THREADS" in found.pop("environment")
+    assert len(found) >= 3  # the supervisor, the flow, this test
+    assert set(found.values()) == {"PermissionError"}
 
 
 def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:

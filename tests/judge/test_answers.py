@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import sha256_file
 from tasks.checkpoints.model import Model
-from tasks.checkpoints.model_cache import unload
+from tasks.checkpoints.model_process import end_child
 from tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
 from tasks.judge.prompts import Prompts
 from tasks.judge.settings import Generation
@@ -23,10 +23,10 @@ from tasks.judge.settings import Generation
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}. {% endfor %}a:"
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays_in_memory() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def one_process_for_all() -> Iterator[None]:
     yield
-    unload()
+    end_child()
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_the_models_own_sampling_and_penalties_play_no_part(tmp_path: Path, mode
     config = json.loads((model.directory / "generation_config.json").read_text())
     config |= {"do_sample": True, "temperature": 9.0, "top_k": 0, "repetition_penalty": 9.0, "num_beams": 3}
     (model.directory / "generation_config.json").write_text(json.dumps(config))
-    unload()
+    end_child()  # or it has the model still
     assert ask(tmp_path, model, asked)[1] == plain
 
 

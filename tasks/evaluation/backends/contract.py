@@ -65,6 +65,9 @@ class Backend:
         loads_here: Whether the weights are loaded into this machine's memory in ``Scoring.dtype``, as transformers
             does it: what a look at the machine beforehand counts with.
         draws_progress: Modules in which it calls ``tqdm``, whose bars are replaced by progress of our own.
+        network: Whether it asks anybody: otherwise there is no network where it runs.
+        environment: Variables of our environment that it needs, beside those that a library needs to run at all. The
+            functions of a task see them as well.
         computes_in: Methods of its ``LM`` that compute one batch each. What is answered is kept batch by batch, so that
             a part that was killed goes on with the same batches. None: an answer does not depend on what else is asked.
     """
@@ -78,6 +81,8 @@ class Backend:
     frees_memory: bool = True
     loads_here: bool = False
     draws_progress: tuple[str, ...] = ()
+    network: bool = False
+    environment: tuple[str, ...] = ()
     computes_in: tuple[str, ...] = ()
 
     def library_versions(self) -> dict[str, str]:

@@ -195,4 +195,6 @@ BACKEND = Backend(
     settings="server",
     needs_settings=True,
     draws_progress=("lm_eval.models.api_models",),
+    network=True,
+    environment=("OPENAI_API_KEY",),  # lm-eval's client sends it, where there is one
 )

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
+import logging
 import math
 import os
 import select
@@ -37,9 +39,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tasks.processes.confinement import Confinement
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TICK = 0.5  # seconds between two looks at memory and parent
@@ -53,6 +58,7 @@ _PROC = Path("/proc")
 _SHARED_MEMORY = "/dev/shm/"
 
 _libc = ctypes.CDLL(None)
+_log = logging.getLogger(__name__)
 
 
 class NotStarted(Exception):
@@ -87,6 +93,7 @@ class SupervisedProcess:
         grace: Seconds that it has to end by itself when it should; 0: it is killed.
         limit: Seconds after which it is ended in any case.
         pass_fds: Descriptors that it inherits.
+        confinement: What it may reach; None: all that we may. What this system cannot keep it from is logged.
         short_paths: It puts sockets into its temporary directory, whose paths may have 107 characters.
         measured: Take note of its memory.
 
@@ -104,6 +111,7 @@ class SupervisedProcess:
         grace: float = 0.0,
         limit: float | None = None,
         pass_fds: Sequence[int] = (),
+        confinement: Confinement | None = None,
         short_paths: bool = False,
         measured: bool = False,
     ) -> None:
@@ -114,6 +122,7 @@ class SupervisedProcess:
             "grace": grace,
             "limit": limit,
             "pass_fds": list(pass_fds),
+            "confinement": asdict(confinement) if confinement else None,
             "short_paths": short_paths,
             "measured": measured,
         }
@@ -139,6 +148,10 @@ class SupervisedProcess:
             self.end()
             raise NotStarted(started["error"])
         self.pid, self.scratch = int(started["pid"]), Path(started["scratch"])
+        wanted = {"files", "network", *(["memory"] if confinement.memory is not None else [])} if confinement else set()
+        self.unconfined = tuple(sorted(wanted - set(started["confined"])))
+        if self.unconfined:
+            _log.warning("%s: this system does not confine processes in: %s", name, ", ".join(self.unconfined))
 
     @property
     def alive(self) -> bool:
@@ -192,6 +205,7 @@ class Supervisor:
 
     def __init__(self, order: dict[str, Any], wake: int) -> None:
         self._order, self._wake = order, wake
+        self._confined: list[str] = []
         self._parent = os.getppid()
         self._began = time.time()
         self._gpus = Gpus() if order["measured"] else None
@@ -208,7 +222,7 @@ class Supervisor:
         except OSError as error:
             _say({"error": f"{command[0]}: {error.strerror}"})
             return
-        _say({"pid": self._pid, "scratch": scratch})
+        _say({"pid": self._pid, "scratch": scratch, "confined": self._confined})
         limit = self._order["limit"]
         why = self._wait(time.monotonic() + limit if limit is not None else math.inf)
         self._end()
@@ -217,6 +231,15 @@ class Supervisor:
 
     def _start(self, command: list[str], scratch: str) -> int:
         passed: list[int] = self._order["pass_fds"]
+        holds, holds_writer = os.pipe()
+
+        def prepare() -> None:
+            if self._order["confinement"] is not None:
+                os.environ["TMPDIR"] = scratch
+                os.write(holds_writer, json.dumps(_confine(self._order["confinement"])).encode())
+            # Should even the supervisor be killed, at least the leader goes with it.
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
         process = subprocess.Popen(
             command,
             env={**self._order["environment"], "TMPDIR": scratch},
@@ -225,9 +248,11 @@ class Supervisor:
             stderr=2,
             start_new_session=True,
             pass_fds=passed,
-            # Should even the supervisor be killed, at least the leader goes with it.
-            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=prepare,
         )
+        os.close(holds_writer)
+        with os.fdopen(holds, "rb") as said:
+            self._confined = json.loads(said.read() or b"[]")
         for descriptor in passed:  # that its other end can tell when the process is gone
             os.close(descriptor)
         process.returncode = 0  # it is reaped here, with all the others: Popen has nothing left to do
@@ -396,6 +421,17 @@ def main() -> None:
         supervisor.run(scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _confine(wanted: dict[str, Any]) -> list[str]:
+    """As ``confinement.confine``, from the file beside this one: here is no package to import from."""
+    spec = importlib.util.spec_from_file_location("confinement", Path(__file__).with_name("confinement.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    confinement = importlib.util.module_from_spec(spec)
+    sys.modules["confinement"] = confinement  # where dataclasses look
+    spec.loader.exec_module(confinement)
+    return list(confinement.confine(confinement.Confinement(**wanted)))
 
 
 def _descendants() -> list[int]:

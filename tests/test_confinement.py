@@ -1,0 +1,237 @@
+"""What a stranger's code finds out about us, when it tries: planted secrets stay where they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.processes import Confinement, SupervisedProcess, environment_of_child
+
+SECRET = "hf_planted_where_nobody_may_look"
+
+# Each line of an attempt is an expression; what it yields comes back as text, or how it was refused.
+ATTEMPTS = """
+import json, os, socket, subprocess, sys
+def of(number, name):
+    with open(f"/proc/{number}/{name}", "rb") as file: return file.read().decode(errors="replace")
+def above(number): return int(of(number, "stat").rpartition(")")[2].split()[1])
+def read(path):
+    with open(path) as file: return file.read()
+def write(path):
+    with open(path, "a") as file: return file.write("x")
+parent = os.getppid(); grandparent = above(parent)
+answers = {}
+for attempt in json.loads(sys.argv[1]):
+    try: answers[attempt] = str(eval(attempt))
+    except BaseException as error: answers[attempt] = type(error).__name__
+print(json.dumps(answers))
+"""
+Try = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
+    """What comes of expressions in a confined process of somebody who has secrets in environment and home."""
+    home = tmp_path / "home"
+    for place in (
+        ".ssh/id_ed25519",
+        ".netrc",
+        ".cache/huggingface/token",
+        ".config/gh/hosts.yml",
+        "models/config.json",
+    ):
+        (home / place).parent.mkdir(parents=True, exist_ok=True)
+        (home / place).write_text(SECRET)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+
+    def carry_out(*expressions: str, **confinement: Any) -> dict[str, str]:
+        # A process between, that was started with the secret: the environment of this one lies where pytest put it.
+        script = (
+            "import json, os, sys, tempfile\n"
+            "from tasks.processes import Confinement, SupervisedProcess, environment_of_child\n"
+            "command, confinement = json.loads(sys.argv[1])\n"
+            "with tempfile.TemporaryFile() as output:\n"
+            "    process = SupervisedProcess(command, environment_of_child(), output, name='test',\n"
+            "                                confinement=Confinement(**confinement))\n"
+            "    assert process.unconfined == (), process.unconfined\n"
+            "    process.ends(600); process.end(); output.seek(0); sys.stdout.write(output.read().decode())\n"
+        )
+        command = [sys.executable, "-c", ATTEMPTS, json.dumps(expressions)]
+        done = subprocess.run(
+            [sys.executable, "-c", script, json.dumps([command, confinement])],
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+
+    return carry_out
+
+
+def test_no_secret_is_found_in_any_environment(attempts: Try) -> None:
+    found = attempts(
+        "os.environ.get('HF_TOKEN')",
+        "of('self', 'environ')",
+        "of(parent, 'environ')",
+        "of(grandparent, 'environ')",
+        "of(grandparent, 'mem')",
+        "os.listdir(f'/proc/{grandparent}/fd')",
+        "subprocess.run(['env'], capture_output=True, text=True).stdout",
+        "subprocess.run(['cat', f'/proc/{grandparent}/environ'], capture_output=True, text=True).stdout",
+    )
+    assert SECRET not in str(found)
+    assert found["of(parent, 'environ')"] == found["of(grandparent, 'environ')"] == "PermissionError"
+    assert found["of(grandparent, 'mem')"] == "PermissionError"
+
+
+def test_no_secret_is_read_where_people_keep_them(attempts: Try, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "home/.ssh/id_ed25519")
+    places = (".ssh/id_ed25519", ".netrc", ".cache/huggingface/token", ".config/gh/hosts.yml", "../link")
+    secret = [f"read(os.path.expanduser('~/{place}'))" for place in places]
+    new = "write(os.path.expanduser('~/.ssh/authorized_keys'))"
+    found = attempts(*secret, new, "read(os.path.expanduser('~/models/config.json'))")
+    assert {found[attempt] for attempt in (*secret, new)} == {"PermissionError"}
+    assert (
+        found["read(os.path.expanduser('~/models/config.json'))"] == SECRET
+    )  # what is no secret is read: this can fail
+
+
+def test_it_writes_where_it_was_told_and_nowhere_else(attempts: Try, tmp_path: Path) -> None:
+    project = Path(__file__).parents[1]
+    outside = tempfile.mkdtemp(dir=project)
+    try:
+        given_to_it = Path(outside) / "given"
+        given_to_it.mkdir()
+        found = attempts(
+            f"write({str(Path(outside) / 'taken')!r})",
+            f"write({str(project / 'README.md')!r})",
+            f"write({str(given_to_it / 'journal')!r})",
+            "write(os.environ['TMPDIR'] + '/scratch')",
+            "write('/dev/null')",
+            write=[str(given_to_it)],
+        )
+        assert list(found.values()) == ["PermissionError", "PermissionError", "1", "1", "1"]
+    finally:
+        subprocess.run(["rm", "-r", outside], check=True)
+
+
+def test_it_reaches_nobody_unless_it_must(attempts: Try) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = f"socket.create_connection({server.getsockname()!r}, timeout=5)"
+        own = "(lambda s: socket.create_connection(s.getsockname(), timeout=5))(socket.create_server(('127.0.0.1', 0)))"
+        alone = attempts(ours, own)
+        assert alone[ours] == "ConnectionRefusedError"  # its loopback is not ours
+        assert alone[own].startswith("<socket.socket")
+        assert attempts(ours, network=True)[ours].startswith("<socket.socket")
+
+
+def test_it_signals_nobody_and_its_memory_ends(attempts: Try) -> None:
+    found = attempts("os.kill(grandparent, 0)", "len(bytearray(3 << 30))", "len(bytearray(1 << 20))", memory=1 << 30)
+    assert list(found.values()) == ["PermissionError", "MemoryError", str(1 << 20)]
+
+
+def test_what_holds_for_it_holds_for_what_it_starts(attempts: Try) -> None:
+    again = (
+        "subprocess.run([sys.executable, '-c', 'open(\"/etc/shadow\")'], capture_output=True, text=True).stderr[-300:]"
+    )
+    assert "PermissionError" in attempts(again)[again]
+
+
+def test_a_system_that_confines_nothing_is_said_to(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a kernel without Landlock, in a container that forbids namespaces: it runs, and the log says so."""
+    import tasks.processes.supervised as supervised
+
+    without = Path(tempfile.mkdtemp())
+    for name in ("supervised.py", "confinement.py"):
+        text = (Path(supervised.__file__).parent / name).read_text()
+        (without / name).write_text(text.replace("_libc = ctypes.CDLL(None, use_errno=True)", _NO_SUCH_CALLS))
+    monkeypatch.setattr(supervised, "__file__", str(without / "supervised.py"))
+    with tempfile.TemporaryFile() as output:
+        process = SupervisedProcess(
+            [sys.executable, "-c", "print('ran')"], os.environ, output, name="test", confinement=Confinement()
+        )
+        assert process.unconfined == ("files", "network")
+        process.ends(600)
+        process.end()
+        output.seek(0)
+        assert output.read() == b"ran\n"
+    assert "does not confine processes in: files, network" in caplog.text
+
+
+_NO_SUCH_CALLS = """class _Without:
+    def __getattr__(self, name): return lambda *_: -1
+_libc = _Without()
+"""
+
+
+@given(st.sampled_from(["TOKEN", "SECRET", "PASSWORD", "API_KEY", "ACCESS_KEY", "AUTH", "AUTH_STRING", "CREDENTIALS"]))
+def test_whatever_is_called_a_secret_stays_here(kind: str) -> None:
+    names = [
+        kind,
+        f"HF_{kind}",
+        f"VLLM_{kind}",
+        f"MERGEGATE_{kind}",
+        f"PYTHON_{kind}",
+        f"AWS_{kind}_ID",
+        f"hf_{kind}".lower(),
+    ]
+    assert environment_of_child(dict.fromkeys(names, SECRET)) == {}
+
+
+def test_what_a_library_needs_is_passed_on() -> None:
+    needed = ("PATH", "HOME", "LANG", "LC_ALL", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "PYTHONPATH")
+    assert environment_of_child(dict.fromkeys((*needed, "DATABASE_URL", "PREFECT_API_URL"), "x")) == dict.fromkeys(
+        needed, "x"
+    )
+
+
+class _Command:
+    """What a process would send that wants us to run something."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pickle.dumps(("done", _Command())),
+        pickle.dumps(("done", SupervisedProcess)),
+        pickle.dumps(("done", subprocess.Popen)),
+        b"\x80\x05c__builtin__\neval\n(X\x01\x00\x00\x001tR.",
+        pickle.dumps("done"),
+        pickle.dumps(("progress", "half", "all")),
+        pickle.dumps(("hello", 1)),
+        pickle.dumps(("done",)),
+        pickle.dumps(("problem", "text")),
+        b"",
+        b"\x00garbage",
+    ],
+)
+def test_an_answer_is_data_or_nothing(sent: bytes) -> None:
+    from multiprocessing import Pipe
+
+    from merge_core.errors import InvalidInput
+    from tasks.checkpoints.messages import receive
+
+    here, there = Pipe()
+    there.send_bytes(sent)
+    with pytest.raises(InvalidInput, match="an answer that is none"):
+        receive(here, "task trap")
