@@ -12,6 +12,7 @@ import numpy as np
 from merge_core.checkpoint import EXPONENTS, numbers, patterns
 from merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
 from merge_core.engine.devices import SingleThreadedTorch, device_type
+from merge_core.engine.finite import require_finite
 from merge_core.engine.health import TensorHealth, sampled
 from merge_core.engine.settings import EngineSettings
 from merge_core.methods import GRAIN, Fold, Map, Method, Steps, StoredBlock, combine, mask_key
@@ -84,6 +85,8 @@ class TensorRun:
         block = max(1, context.settings.block_elements // grain) * grain
         self.inputs = JobInputs(job, context.files, block=block, grain=grain, pool=context.pool)
         self.squares = np.zeros(1 + len(job.inputs))
+        self.broken = np.zeros(len(job.inputs), np.int64)  # NaN and infinite elements, of each input.
+        self.first_pass = True
         self.sample_size = 0
         if self.inputs.count == 0:
             self._finish()
@@ -113,7 +116,9 @@ class TensorRun:
 
     def _block(self, number: int) -> None:
         with self.inputs.load(number) as block:
-            if isinstance(self.step, Fold):
+            if self.first_pass and self.job.mode != "equal" and not self._is_finite(block):
+                pass  # The merge will be refused, with the count of all blocks; nothing is computed from this one.
+            elif isinstance(self.step, Fold):
                 self._keep(self.step, number, self._fold(self.step, block))
             elif self.job.mode == "equal":
                 block.require_equal()
@@ -126,10 +131,22 @@ class TensorRun:
             last = self.left == 0
         if not last:
             return
+        require_finite(self.job, self.broken)
+        self.first_pass = False
         if isinstance(self.step, Fold):
             self._advance(self.step.combine([part for parts in self.parts for part in parts]))
         else:
             self._finish()
+
+    def _is_finite(self, block: LoadedBlock) -> bool:
+        if self.device != "cpu":
+            self.context.torch.use()
+        broken = block.non_finite(self.device, fused=self.context.fused)
+        if not broken.any():
+            return True
+        with self.lock:
+            self.broken += broken
+        return False
 
     def _keep(self, step: Fold, number: int, parts: list[Any]) -> None:
         if not step.eager:

@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 from merge_core.checkpoint import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
 from merge_core.parsing import read_json
 
-# Configuration, tokenizer, templates, custom code.
+# Configuration, tokenizer, templates, custom code. What a merge copies is among them.
+_ALWAYS = re.compile(r"(tokenizer|vocab\.).*")
 _BESIDE = (".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
 _TEMPLATES = "additional_chat_templates"
 _ABOUT = re.compile(r"readme\.md|(licen[cs]e|copying|notice|use[_-]?policy)[^/]*", re.IGNORECASE)
@@ -41,6 +42,16 @@ def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
         # What an index says is a stranger's word: only files that there are count.
         return tuple(sorted(set(map(str, named.values())) & set(names))) if isinstance(named, dict) else ()
     return (single,) if single in names else tuple(sorted(loose))
+
+
+def deciding_files(directory: Path) -> tuple[str, ...]:
+    """Names of the files in ``directory`` that decide what the model there does.
+
+    Raises:
+        InvalidInput: An index that is not JSON.
+    """
+    names = files_in(directory)
+    return tuple(sorted({*weight_files(names, directory), *files_beside(names)}))
 
 
 def files_beside(names: Collection[str]) -> tuple[str, ...]:
@@ -70,6 +81,8 @@ def files_in(directory: Path) -> tuple[str, ...]:
 
 
 def _decides(name: PurePosixPath) -> bool:
+    if len(name.parts) == 1 and _ALWAYS.fullmatch(name.name):
+        return True
     if name.name.startswith(".") or name.suffix not in _BESIDE:
         return False
     return len(name.parts) == 1 or (name.parent.as_posix() == _TEMPLATES and name.suffix == ".jinja")

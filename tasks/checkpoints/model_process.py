@@ -32,6 +32,7 @@ from merge_core.errors import InvalidInput, MergegateError, Refused
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
 from tasks.processes import SupervisedProcess
+from tasks.stage import also_forget
 
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
 _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one
@@ -108,7 +109,13 @@ def _end() -> None:
         holder.process.end()
 
 
+def _forget() -> None:
+    unload()
+    end_child()
+
+
 also_unload(end_child)
+also_forget(_forget)
 
 
 class _ModelProcess:

@@ -70,17 +70,28 @@ def _narrow_for(tile: Any, out: Any, first: Any) -> Any:
 
 
 @compiled
-def inspect(out: Any, exponent: int) -> Any:
-    """Number of elements that are NaN or infinite, and whether any is not zero, from bit patterns (uint16 or uint32).
+def count_non_finite(bits: Any, exponent: int) -> Any:
+    """Number of NaN and infinite elements, from bit patterns (unsigned integers).
 
     ``exponent`` is the mask of the exponent bits, all of which are set in NaN and infinity and in no other number.
     """
-    bits = out.dtype.type(exponent)
-    non_finite, seen = 0, out.dtype.type(0)
+    mask, one = bits.dtype.type(exponent), bits.dtype.type(1)
+    total = np.int64(0)
+    for first in range(0, len(bits), TILE):
+        tile, count = bits[first : first + TILE], bits.dtype.type(0)  # Of their own width: so it can be vectorised.
+        for j in range(len(tile)):
+            count += one if (tile[j] & mask) == mask else bits.dtype.type(0)
+        total += np.int64(count)
+    return total
+
+
+@compiled
+def inspect(out: Any, exponent: int) -> Any:
+    """Number of elements that are NaN or infinite, and whether any is not zero; see :func:`count_non_finite`."""
+    seen = out.dtype.type(0)
     for j in range(len(out)):
-        non_finite += (out[j] & bits) == bits
         seen |= out[j] << out.dtype.type(1)  # Without the sign: -0 is zero.
-    return non_finite, seen != 0
+    return count_non_finite(out, exponent), seen != 0
 
 
 @compiled
