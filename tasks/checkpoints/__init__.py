@@ -5,7 +5,7 @@ in the process that holds models.
 """
 
 from tasks.checkpoints.fetch import fetch_weights
-from tasks.checkpoints.files import deciding_files
+from tasks.checkpoints.files import deciding_files, look_at, require_same
 from tasks.checkpoints.memory import Capacity, gpu_memory, system_memory
 from tasks.checkpoints.model import Model, files_state
 from tasks.checkpoints.model_cache import LoadedModel, load_model, tokenizer_digest, unload
@@ -40,8 +40,10 @@ __all__ = [
     "find_checkpoint",
     "gpu_memory",
     "load_model",
+    "look_at",
     "open_parent",
     "pin_checkpoints",
+    "require_same",
     "resolve_all_parents",
     "resolve_parents",
     "search_parents",

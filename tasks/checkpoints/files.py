@@ -8,11 +8,13 @@ downloaded, and only they are in its digest. So a checkpoint has one digest, wha
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from merge_core.checkpoint import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
+from merge_core.errors import ChangedInput
 from merge_core.parsing import read_json
+from merge_core.store import FileIdentity, file_identity
 
 # Configuration, tokenizer, templates, custom code. What a merge copies is among them.
 _ALWAYS = re.compile(r"(tokenizer|vocab\.).*")
@@ -52,6 +54,39 @@ def deciding_files(directory: Path) -> tuple[str, ...]:
     """
     names = files_in(directory)
     return tuple(sorted({*weight_files(names, directory), *files_beside(names)}))
+
+
+def look_at(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
+    """Identities of the files that decide what the models there do, for ``require_same``.
+
+    Raises:
+        InvalidInput: An index that is not JSON.
+    """
+    return {
+        directory / name: file_identity(directory / name)
+        for directory in directories
+        for name in deciding_files(directory)
+    }
+
+
+def require_same(looked: Mapping[Path, FileIdentity]) -> None:
+    """See that nothing was done to the files since ``look_at``: for commands that pin nothing.
+
+    Raises:
+        ChangedInput: Something was.
+    """
+    for path, identity in looked.items():
+        try:
+            same = file_identity(path) == identity
+        except OSError:
+            same = False
+        if not same:
+            raise ChangedInput(
+                str(path),
+                found="it was changed or replaced while it was merged",
+                expected="the same file from the first byte to the last",
+                remedy="find out who writes there; then run again",
+            )
 
 
 def files_beside(names: Collection[str]) -> tuple[str, ...]:
