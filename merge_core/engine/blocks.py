@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merge_core.checkpoint import DType, numbers, patterns, read_into
-from merge_core.engine.finite import count_non_finite
+from merge_core.engine.finite import PIECE_BYTES, count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.methods import Block, StoredBlock
 from merge_core.plan import RowMap, TensorJob
@@ -118,8 +118,14 @@ class JobInputs:
         self._files, self._pool = files, pool
         self._sizes = [item.tensor.dtype.size for item in job.inputs]
 
-    def load(self, number: int) -> LoadedBlock:
-        """Block ``number`` in memory; close it (``with``) when its numbers are no longer needed."""
+    def load(self, number: int, *, look: bool = False, fused: bool = False) -> LoadedBlock:
+        """Block ``number`` in memory; close it (``with``) when its numbers are no longer needed.
+
+        Args:
+            number: From 0.
+            look: Count NaN and infinity (see :mod:`.finite`), piece by piece as they come.
+            fused: Whether compiled kernels are used for that.
+        """
         start = number * self.block
         length = min(self.block, self.numel - start)
         buffer = self._pool.take(sum(_aligned(length * size) for size in self._sizes))
@@ -127,19 +133,27 @@ class JobInputs:
         for size in self._sizes:
             rows.append(buffer[position : position + length * size])
             position += _aligned(length * size)
-        lent = self._read(rows, start)
-        return LoadedBlock(self, buffer, rows, start, length, self._pool, lent)
+        non_finite = self._read(rows, start, look, fused)
+        return LoadedBlock(self, buffer, rows, start, length, self._pool, non_finite)
 
-    def _read(self, rows: list[Bytes], start: int) -> NDArray[np.int64]:
-        """Fill ``rows``; what non-finite elements of borrowed rows change in whose count."""
-        lent = np.zeros(len(rows), np.int64)
+    def _read(self, rows: list[Bytes], start: int, look: bool, fused: bool) -> NDArray[np.int64]:
+        """Fill ``rows``; of each input, how many of its own elements are not finite, if that is wanted."""
+        counts = np.zeros(len(rows), np.int64)
         for index, (item, row, size) in enumerate(zip(self.job.inputs, rows, self._sizes, strict=True)):
             tensor = item.tensor
-            if item.rows is None:
-                read_into(self._files[tensor.file], row.data, tensor.offset + start * size, tensor.file)
-            else:
-                self._read_rows(index, item.rows, row, start, lent)
-        return lent
+            if item.rows is not None:
+                self._read_rows(index, item.rows, row, start, counts)
+                if look:
+                    counts[index] += count_non_finite(row, tensor.dtype, fused=fused)
+                continue
+            # Looked at while it is in the cache of the core that has read it.
+            step = PIECE_BYTES if look else max(len(row), 1)
+            for first in range(0, len(row), step):
+                piece = row[first : first + step]
+                read_into(self._files[tensor.file], piece.data, tensor.offset + start * size + first, tensor.file)
+                if look:
+                    counts[index] += count_non_finite(piece, tensor.dtype, fused=fused)
+        return counts
 
     def _read_rows(self, index: int, chosen: RowMap, into: Bytes, start: int, lent: NDArray[np.int64]) -> None:
         """Fill ``into`` with the elements from ``start`` of the output's rows, gathered row by row."""
@@ -207,11 +221,13 @@ class LoadedBlock:
         start: int,
         length: int,
         pool: BufferPool,
-        lent: NDArray[np.int64],
+        non_finite: NDArray[np.int64],
     ) -> None:
         self.rows, self.start, self.length = rows, start, length
         self.dtypes = [item.tensor.dtype for item in inputs.job.inputs]
-        self._inputs, self._buffer, self._pool, self._lent = inputs, buffer, pool, lent
+        self._inputs, self._buffer, self._pool = inputs, buffer, pool
+        # Of each input, how many of its own elements are NaN or infinite, as far as they have been looked at.
+        self.non_finite = non_finite
         self._on_device: list[torch.Tensor] = []
 
     def __enter__(self) -> LoadedBlock:
@@ -220,17 +236,12 @@ class LoadedBlock:
     def __exit__(self, *_: object) -> None:
         self._pool.give(self._buffer)
 
-    def non_finite(self, device: str, *, fused: bool) -> NDArray[np.int64]:
-        """Of each input, how many of its own elements in this block are NaN or infinite (see :mod:`.finite`)."""
-        if device == "cpu":
-            counts = [
-                count_non_finite(row, dtype, fused=fused) for row, dtype in zip(self.rows, self.dtypes, strict=True)
-            ]
-            return np.array(counts, np.int64) + self._lent
+    def look_on(self, device: str) -> None:
+        """Count NaN and infinity on a GPU, where the numbers are needed next anyway."""
         import torch
 
         seen = [torch.isfinite(tensor).logical_not().sum() for tensor in self._tensors(device)]
-        return torch.stack(seen).cpu().numpy() + self._lent
+        self.non_finite += torch.stack(seen).cpu().numpy()
 
     def stored(self) -> StoredBlock:
         """The numbers as they are stored (bfloat16 or float32 throughout), for fused kernels."""

@@ -22,27 +22,68 @@ from merge_core.plan import TensorJob, step_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Without compiled kernels: so many elements at a time, so that what is compared stays in the cache.
-_TILE = 1 << 15
+    Bytes = NDArray[np.uint8]
+
+# Looked at in one go: what has just been read, or is compared without compiled kernels, stays in the cache.
+PIECE_BYTES = 1 << 18
+_TILE_WORDS = 1 << 12
 
 
-def count_non_finite(stored: NDArray[np.uint8], dtype: DType, *, fused: bool) -> int:
-    """Number of NaN and infinite elements among numbers as they are stored; 0 for formats that have none.
+def look_through(stored: Bytes, dtype: DType, *, fused: bool) -> tuple[int, bool]:
+    """Number of NaN and infinite elements among numbers as they are stored; and whether any is not zero.
+
+    All that is looked at is a few bits of each: the numbers are counted only where there is something to count.
 
     Args:
-        stored: Their bytes.
-        dtype: Their format.
+        stored: Their bytes, aligned to 8.
+        dtype: Their format, one that is merged.
         fused: Whether compiled kernels are used.
     """
-    if dtype.code not in EXPONENTS:
-        return 0
-    bits, exponent = patterns(stored, dtype), EXPONENTS[dtype.code]
+    exponent = EXPONENTS[dtype.code]
+    whole = len(stored) // 8 * 8
+    carried, seen = _common(stored[:whole].view(np.uint64), dtype, fused)
+    if whole < len(stored):
+        last = np.zeros(8, np.uint8)  # Zeros are finite.
+        last[: len(stored) - whole] = stored[whole:]
+        more = _common(last.view(np.uint64), dtype, fused=False)
+        carried, seen = carried | more[0], seen | more[1]
+    signs = _repeated(_sign(exponent), exponent.itemsize)
+    count = 0
+    if carried & signs:
+        count = int(np.count_nonzero((patterns(stored, dtype) & exponent) == exponent))
+    return count, bool(seen & ~signs)
+
+
+def count_non_finite(stored: Bytes, dtype: DType, *, fused: bool) -> int:
+    """The first of what :func:`look_through` says; 0 of integers."""
+    return look_through(stored, dtype, fused=fused)[0] if dtype.code in EXPONENTS else 0
+
+
+def _common(words: NDArray[np.uint64], dtype: DType, fused: bool) -> tuple[int, int]:
+    """See ``kernels.inspect``, of which this is the readable reference."""
+    exponent = EXPONENTS[dtype.code]
+    mask = np.uint64(_repeated(int(exponent), exponent.itemsize))
+    low = np.uint64(_repeated(int(exponent) & -int(exponent), exponent.itemsize))
     if fused:
         from merge_core.methods import kernels
 
-        return int(kernels.count_non_finite(bits, int(exponent)))
-    tiles = (bits[first : first + _TILE] for first in range(0, len(bits), _TILE))
-    return sum(int(np.count_nonzero((tile & exponent) == exponent)) for tile in tiles)
+        carried, seen = kernels.inspect(words, mask, low)
+        return int(carried), int(seen)
+    carried = seen = 0
+    for first in range(0, len(words), _TILE_WORDS):
+        tile = words[first : first + _TILE_WORDS]
+        carried |= int(np.bitwise_or.reduce((tile & mask) + low))
+        seen |= int(np.bitwise_or.reduce(tile))
+    return carried, seen
+
+
+def _sign(exponent: np.unsignedinteger[Any]) -> int:
+    return 1 << (8 * exponent.itemsize - 1)
+
+
+def _repeated(bits: int, size: int) -> int:
+    """A pattern of ``size`` bytes, side by side in 64 bits."""
+    return sum(bits << shift for shift in range(0, 64, 8 * size))
 
 
 def require_finite(job: TensorJob, counts: Sequence[int] | NDArray[Any]) -> None:

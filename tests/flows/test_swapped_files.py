@@ -196,6 +196,30 @@ def test_a_merge_does_not_end_with_mixed_bytes(
         refusal(build, model)
 
 
+@pytest.mark.parametrize("share", [[], ["--share"]], ids=["alone", "shared"])
+def test_the_command_merge_takes_no_tokenizer_that_came_later(
+    project: Project, monkeypatch: pytest.MonkeyPatch, share: list[str]
+) -> None:
+    from merge_core.engine import blocks
+
+    own_family(project)
+    original = blocks.read_into
+
+    def reading(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+        original(fd, buffer, offset, path)
+        tokenizer = project.root / "profiles" / "demo" / "models" / "base" / "tokenizer.json"
+        if path.parent == tokenizer.parent and not tokenizer.with_name("other.bin").exists():
+            CHANGES["replaced"](tokenizer)
+            tokenizer.with_name("other.bin").touch()
+
+    monkeypatch.setattr(blocks, "read_into", reading)
+    out = project.root / "out"
+    result = project.mergegate("merge", "profiles/demo/recipes/ties.yaml", str(out), *share)
+    assert result.exit_code == 3, result.output
+    assert "changed or replaced" in result.output
+    assert not (out / "config.json").exists()
+
+
 def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, release: Release, prefect_api: None) -> None:
     """The whole run, again and again: each time something is done to a parent, or to the merge, at the next stage.
 

@@ -23,13 +23,12 @@ from merge_core.methods.kernels.selection import (
 )
 from merge_core.methods.kernels.sparsify import words
 from merge_core.methods.kernels.task_vectors import kept_norms, task_vectors
-from merge_core.methods.kernels.tiles import TILE, count_non_finite, inspect
+from merge_core.methods.kernels.tiles import TILE, inspect
 
 __all__ = [
     "TILE",
     "changes",
     "combine",
-    "count_non_finite",
     "energies",
     "first_digit_of",
     "first_digits",

@@ -70,28 +70,19 @@ def _narrow_for(tile: Any, out: Any, first: Any) -> Any:
 
 
 @compiled
-def count_non_finite(bits: Any, exponent: int) -> Any:
-    """Number of NaN and infinite elements, from bit patterns (unsigned integers).
+def inspect(words: Any, mask: Any, low: Any) -> Any:
+    """What 64-bit words full of numbers have in common, for one look at all of them: two words of bits.
 
-    ``exponent`` is the mask of the exponent bits, all of which are set in NaN and infinity and in no other number.
+    ``mask`` has the exponent bits of each number in a word, ``low`` the lowest of them: added to an exponent whose bits
+    are all set, as in NaN and infinity and in no other number, it carries into the sign bit, and never beyond. So the
+    first word has a sign bit set when any number is not finite; the second has a bit set, beside the signs, when any
+    is not zero.
     """
-    mask, one = bits.dtype.type(exponent), bits.dtype.type(1)
-    total = np.int64(0)
-    for first in range(0, len(bits), TILE):
-        tile, count = bits[first : first + TILE], bits.dtype.type(0)  # Of their own width: so it can be vectorised.
-        for j in range(len(tile)):
-            count += one if (tile[j] & mask) == mask else bits.dtype.type(0)
-        total += np.int64(count)
-    return total
-
-
-@compiled
-def inspect(out: Any, exponent: int) -> Any:
-    """Number of elements that are NaN or infinite, and whether any is not zero; see :func:`count_non_finite`."""
-    seen = out.dtype.type(0)
-    for j in range(len(out)):
-        seen |= out[j] << out.dtype.type(1)  # Without the sign: -0 is zero.
-    return count_non_finite(out, exponent), seen != 0
+    carried, seen = words.dtype.type(0), words.dtype.type(0)
+    for j in range(len(words)):
+        carried |= (words[j] & mask) + low
+        seen |= words[j]
+    return carried, seen
 
 
 @compiled
