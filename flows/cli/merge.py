@@ -14,7 +14,7 @@ from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
-from tasks.checkpoints import look_at, require_same
+from tasks.checkpoints import identify_files, require_same_files
 from tasks.checkpoints.hub import Snapshot, download_snapshots
 from tasks.stage import home
 
@@ -40,7 +40,7 @@ def merge_to(
     for finding in findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
     _fetch([parent.snapshot for parent in found if parent.snapshot], console)
-    looked = look_at(parent.directory for parent in found)
+    looked = identify_files(parent.directory for parent in found)
     plan = plan_merge(recipe, {parent.ref: open_checkpoint(parent.directory) for parent in found})
     place = out if share else out.with_name(f"{out.name}.partial")
     if not share:
@@ -53,7 +53,7 @@ def merge_to(
             seed=seed,
             device=device,
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
-            before_sealing=lambda: require_same(looked),
+            before_sealing=lambda: require_same_files(looked),
         )
     if record.note:
         console.print(record.note)

@@ -5,7 +5,7 @@ in the process that holds models.
 """
 
 from tasks.checkpoints.fetch import fetch_weights
-from tasks.checkpoints.files import deciding_files, look_at, require_same
+from tasks.checkpoints.files import deciding_files, identify_files, require_same_files
 from tasks.checkpoints.memory import Capacity, gpu_memory, system_memory
 from tasks.checkpoints.model import Model, files_state
 from tasks.checkpoints.model_cache import LoadedModel, load_model, tokenizer_digest, unload
@@ -39,11 +39,11 @@ __all__ = [
     "files_state",
     "find_checkpoint",
     "gpu_memory",
+    "identify_files",
     "load_model",
-    "look_at",
     "open_parent",
     "pin_checkpoints",
-    "require_same",
+    "require_same_files",
     "resolve_all_parents",
     "resolve_parents",
     "search_parents",

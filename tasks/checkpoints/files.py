@@ -56,8 +56,8 @@ def deciding_files(directory: Path) -> tuple[str, ...]:
     return tuple(sorted({*weight_files(names, directory), *files_beside(names)}))
 
 
-def look_at(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
-    """Identities of the files that decide what the models there do, for ``require_same``.
+def identify_files(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
+    """Identities of the files that decide what the models there do, for ``require_same_files``.
 
     Raises:
         InvalidInput: An index that is not JSON.
@@ -69,8 +69,8 @@ def look_at(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
     }
 
 
-def require_same(looked: Mapping[Path, FileIdentity]) -> None:
-    """See that nothing was done to the files since ``look_at``: for commands that pin nothing.
+def require_same_files(looked: Mapping[Path, FileIdentity]) -> None:
+    """See that nothing was done to the files since ``identify_files``: for commands that pin nothing.
 
     Raises:
         ChangedInput: Something was.
