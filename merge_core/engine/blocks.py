@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merge_core.checkpoint import DType, numbers, patterns, read_into
-from merge_core.engine.finite import PIECE_BYTES, count_non_finite
+from merge_core.engine.finite import count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.methods import Block, StoredBlock
 from merge_core.plan import RowMap, TensorJob
@@ -123,7 +123,7 @@ class JobInputs:
 
         Args:
             number: From 0.
-            look: Count NaN and infinity (see :mod:`.finite`), piece by piece as they come.
+            look: Count NaN and infinity in each input when it has been read (see :mod:`.finite`).
             fused: Whether compiled kernels are used for that.
         """
         start = number * self.block
@@ -141,18 +141,12 @@ class JobInputs:
         counts = np.zeros(len(rows), np.int64)
         for index, (item, row, size) in enumerate(zip(self.job.inputs, rows, self._sizes, strict=True)):
             tensor = item.tensor
-            if item.rows is not None:
+            if item.rows is None:
+                read_into(self._files[tensor.file], row.data, tensor.offset + start * size, tensor.file)
+            else:
                 self._read_rows(index, item.rows, row, start, counts)
-                if look:
-                    counts[index] += count_non_finite(row, tensor.dtype, fused=fused)
-                continue
-            # Looked at while it is in the cache of the core that has read it.
-            step = PIECE_BYTES if look else max(len(row), 1)
-            for first in range(0, len(row), step):
-                piece = row[first : first + step]
-                read_into(self._files[tensor.file], piece.data, tensor.offset + start * size + first, tensor.file)
-                if look:
-                    counts[index] += count_non_finite(piece, tensor.dtype, fused=fused)
+            if look:  # At once, while it is in the cache of the core that has read it.
+                counts[index] += count_non_finite(row, tensor.dtype, fused=fused)
         return counts
 
     def _read_rows(self, index: int, chosen: RowMap, into: Bytes, start: int, lent: NDArray[np.int64]) -> None:

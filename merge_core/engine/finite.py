@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-# Looked at in one go: what has just been read, or is compared without compiled kernels, stays in the cache.
-PIECE_BYTES = 1 << 18
+# Without compiled kernels so many words are compared at a time, which stay in the cache.
 _TILE_WORDS = 1 << 12
 
 
