@@ -53,6 +53,13 @@ class Refused(MergegateError):
     exit_code = 3
 
 
+class ChangedInput(Refused):
+    """A file is not what it was when it was pinned, or was changed while it was read.
+
+    Unlike another refusal it is not about this merge alone: no remedy of the recipe helps, and nothing goes on.
+    """
+
+
 Severity = Literal["block", "warn", "info"]
 _WORST_FIRST = ("block", "warn", "info")
 

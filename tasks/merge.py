@@ -63,11 +63,12 @@ def numerics(settings: MergeSettings) -> Numerics:
     )
 
 
-@stage("merge", version=1, hashes_of=lambda value: value.weights, resumable=True)
+@stage("merge", version=2, hashes_of=lambda value: value.weights, resumable=True)
 def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
     """Carry out the recipe on its parents; goes on from the journal of a killed run.
 
     Raises:
+        InvalidInput: when a parent holds NaN or infinity.
         Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
     """
     start_or_resume(out)
@@ -96,4 +97,5 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
 
 def merged_model(artifact: Artifact[Merged]) -> Model:
     """The merge as a model beside its parents."""
-    return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory)
+    files = tuple(sorted(artifact.files.items()))
+    return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory, files=files)

@@ -14,6 +14,7 @@ from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
+from tasks.checkpoints import identify_files, require_same_files
 from tasks.checkpoints.hub import Snapshot, download_snapshots
 from tasks.stage import home
 
@@ -29,7 +30,8 @@ def merge_to(
 
     Raises:
         InvalidInput: for a recipe that cannot mean anything, or an ``out`` that exists.
-        Refused: when the parents do not fit each other, or what came out is not healthy.
+        Refused: when the parents do not fit each other, are changed while they are merged, or what came out is not
+            healthy.
     """
     if out.exists() and not share:
         raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
@@ -38,6 +40,7 @@ def merge_to(
     for finding in findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
     _fetch([parent.snapshot for parent in found if parent.snapshot], console)
+    looked = identify_files(parent.directory for parent in found)
     plan = plan_merge(recipe, {parent.ref: open_checkpoint(parent.directory) for parent in found})
     place = out if share else out.with_name(f"{out.name}.partial")
     if not share:
@@ -50,6 +53,7 @@ def merge_to(
             seed=seed,
             device=device,
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+            before_sealing=lambda: require_same_files(looked),
         )
     if record.note:
         console.print(record.note)

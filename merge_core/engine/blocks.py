@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import numbers, patterns, read_into
+from merge_core.checkpoint import DType, numbers, patterns, read_into
+from merge_core.engine.finite import count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.methods import Block, StoredBlock
-from merge_core.plan import Input, RowMap, TensorJob
+from merge_core.plan import RowMap, TensorJob
 
 if TYPE_CHECKING:
     import torch
@@ -117,8 +118,14 @@ class JobInputs:
         self._files, self._pool = files, pool
         self._sizes = [item.tensor.dtype.size for item in job.inputs]
 
-    def load(self, number: int) -> LoadedBlock:
-        """Block ``number`` in memory; close it (``with``) when its numbers are no longer needed."""
+    def load(self, number: int, *, look: bool = False, fused: bool = False) -> LoadedBlock:
+        """Block ``number`` in memory; close it (``with``) when its numbers are no longer needed.
+
+        Args:
+            number: From 0.
+            look: Count NaN and infinity in each input when it has been read (see :mod:`.finite`).
+            fused: Whether compiled kernels are used for that.
+        """
         start = number * self.block
         length = min(self.block, self.numel - start)
         buffer = self._pool.take(sum(_aligned(length * size) for size in self._sizes))
@@ -126,20 +133,26 @@ class JobInputs:
         for size in self._sizes:
             rows.append(buffer[position : position + length * size])
             position += _aligned(length * size)
-        self._read(rows, start)
-        return LoadedBlock(self, buffer, rows, start, length, self._pool)
+        non_finite = self._read(rows, start, look, fused)
+        return LoadedBlock(self, buffer, rows, start, length, self._pool, non_finite)
 
-    def _read(self, rows: list[Bytes], start: int) -> None:
-        for item, row, size in zip(self.job.inputs, rows, self._sizes, strict=True):
+    def _read(self, rows: list[Bytes], start: int, look: bool, fused: bool) -> NDArray[np.int64]:
+        """Fill ``rows``; of each input, how many of its own elements are not finite, if that is wanted."""
+        counts = np.zeros(len(rows), np.int64)
+        for index, (item, row, size) in enumerate(zip(self.job.inputs, rows, self._sizes, strict=True)):
             tensor = item.tensor
             if item.rows is None:
                 read_into(self._files[tensor.file], row.data, tensor.offset + start * size, tensor.file)
             else:
-                self._read_rows(item, item.rows, row, start)
+                self._read_rows(index, item.rows, row, start, counts)
+            if look:  # At once, while it is in the cache of the core that has read it.
+                counts[index] += count_non_finite(row, tensor.dtype, fused=fused)
+        return counts
 
-    def _read_rows(self, item: Input, chosen: RowMap, into: Bytes, start: int) -> None:
+    def _read_rows(self, index: int, chosen: RowMap, into: Bytes, start: int, lent: NDArray[np.int64]) -> None:
         """Fill ``into`` with the elements from ``start`` of the output's rows, gathered row by row."""
-        tensor, size = item.tensor, item.tensor.dtype.size
+        tensor = self.job.inputs[index].tensor
+        size = tensor.dtype.size
         width = self.numel // len(chosen.rows)
         done, length = 0, len(into) // size
         while done < length:
@@ -147,8 +160,9 @@ class JobInputs:
             count = min(width - column, length - done)
             own = chosen.rows[row]
             if own < 0:
-                mean = self._mean_row(chosen.borrowed[row], column, count)
-                into[done * size : (done + count) * size] = _stored(mean, tensor.dtype.torch_name)
+                borrowed = into[done * size : (done + count) * size]
+                borrowed[:] = _stored(self._mean_row(chosen.borrowed[row], column, count, lent), tensor.dtype)
+                lent[index] -= count_non_finite(borrowed, tensor.dtype, fused=False)  # None of it is its own.
             else:
                 # Neighbours in the output are mostly neighbours in the file: one read for all of them.
                 last = row
@@ -163,24 +177,30 @@ class JobInputs:
                 )
             done += count
 
-    def _mean_row(self, rows: tuple[tuple[str, int], ...], column: int, count: int) -> torch.Tensor:
+    def _mean_row(
+        self, rows: tuple[tuple[str, int], ...], column: int, count: int, lent: NDArray[np.int64]
+    ) -> torch.Tensor:
         import torch
 
         total = torch.zeros(count, dtype=torch.float64)
         for model, row in rows:
-            tensor = next(item.tensor for item in self.job.inputs if item.model == model)
+            index, item = next((at, item) for at, item in enumerate(self.job.inputs) if item.model == model)
+            tensor = item.tensor
             width = self.numel // self.job.output.shape[0]
             part = np.empty(count * tensor.dtype.size, np.uint8)
             offset = tensor.offset + (row * width + column) * tensor.dtype.size
             read_into(self._files[tensor.file], part.data, offset, tensor.file)
+            broken = count_non_finite(part, tensor.dtype, fused=False)
+            if broken and item.rows is not None and row not in item.rows.rows:  # Else it is counted where it belongs.
+                lent[index] += broken
             total += torch.from_numpy(part).view(getattr(torch, tensor.dtype.torch_name)).double()
         return total / len(rows)
 
 
-def _stored(values: torch.Tensor, dtype: str) -> Bytes:
+def _stored(values: torch.Tensor, dtype: DType) -> Bytes:
     import torch
 
-    stored: Bytes = values.to(getattr(torch, dtype)).view(torch.uint8).numpy()
+    stored: Bytes = values.to(getattr(torch, dtype.torch_name)).view(torch.uint8).numpy()
     return stored
 
 
@@ -188,17 +208,34 @@ class LoadedBlock:
     """A block of a job's inputs in memory."""
 
     def __init__(
-        self, inputs: JobInputs, buffer: Bytes, rows: list[Bytes], start: int, length: int, pool: BufferPool
+        self,
+        inputs: JobInputs,
+        buffer: Bytes,
+        rows: list[Bytes],
+        start: int,
+        length: int,
+        pool: BufferPool,
+        non_finite: NDArray[np.int64],
     ) -> None:
         self.rows, self.start, self.length = rows, start, length
         self.dtypes = [item.tensor.dtype for item in inputs.job.inputs]
         self._inputs, self._buffer, self._pool = inputs, buffer, pool
+        # Of each input, how many of its own elements are NaN or infinite, as far as they have been looked at.
+        self.non_finite = non_finite
+        self._on_device: list[torch.Tensor] = []
 
     def __enter__(self) -> LoadedBlock:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.give(self._buffer)
+
+    def look_on(self, device: str) -> None:
+        """Count NaN and infinity on a GPU, where the numbers are needed next anyway."""
+        import torch
+
+        seen = [torch.isfinite(tensor).logical_not().sum() for tensor in self._tensors(device)]
+        self.non_finite += torch.stack(seen).cpu().numpy()
 
     def stored(self) -> StoredBlock:
         """The numbers as they are stored (bfloat16 or float32 throughout), for fused kernels."""
@@ -223,9 +260,7 @@ class LoadedBlock:
 
         grain = self._inputs.grain
         step = max(1, size // grain) * grain
-        tensors = [self._tensor(index) for index in range(len(self.rows))]
-        if device != "cpu":
-            tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
+        tensors = self._tensors(device)
         for first in range(0, self.length, step):
             parts = [tensor[first : first + step].to(dtype) for tensor in tensors]
             yield Block(torch.stack(parts), self.start + first, grain)
@@ -241,6 +276,15 @@ class LoadedBlock:
                     expected="equal integers: they are no weights and cannot be merged",
                     remedy="merge models of one kind; a quantised model must be merged before quantisation",
                 )
+
+    def _tensors(self, device: str) -> list[torch.Tensor]:
+        """The inputs in their own formats on ``device``; copied there once."""
+        tensors = [self._tensor(index) for index in range(len(self.rows))]
+        if device == "cpu":
+            return tensors
+        if not self._on_device:
+            self._on_device = [tensor.to(device, non_blocking=True) for tensor in tensors]
+        return self._on_device
 
     def _tensor(self, index: int) -> torch.Tensor:
         import torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,9 @@ from merge_core.engine.health import judge_health
 from merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
 from merge_core.engine.settings import EngineSettings
 from merge_core.engine.writer import name_shards, refusing_disk_errors
-from merge_core.errors import Finding, InvalidInput, worst_first
+from merge_core.errors import ChangedInput, Finding, InvalidInput, MergegateError, worst_first
 from merge_core.plan import MergePlan, step_of
+from merge_core.store import FileIdentity, file_identity
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def merge_weights(
     device: str = "auto",
     on_progress: Callable[[int, int], None] | None = None,
     settings: EngineSettings | None = None,
+    before_sealing: Callable[[], None] = lambda: None,
 ) -> MergeRecord:
     """Carry out ``plan`` into the directory ``out``, alone or together with others that do the same.
 
@@ -76,9 +78,13 @@ def merge_weights(
         device: ``cpu``; ``cuda``: every GPU; ``cuda:1``; or ``auto``: GPUs if there are any.
         on_progress: Called in this thread with output bytes done and in all, a few times a second and at the end.
         settings: How to run; has no influence on the result.
+        before_sealing: Called when everything has been read and ``config.json`` is not there yet. What it raises leaves
+            an unfinished merge.
 
     Raises:
-        InvalidInput: An input file is not what its header said; integer tensors differ; ``out`` is not empty.
+        InvalidInput: An input file is not what its header said; it holds NaN or infinity; integer tensors differ;
+            ``out`` is not empty.
+        ChangedInput: An input file was changed or replaced while it was read.
         Refused: The disk is full or fails.
     """
     began = time.monotonic()
@@ -126,7 +132,7 @@ def merge_weights(
                 name_shards(place, part.shards)
                 digests = dict(outcome.digests)
                 if part is plan:
-                    digests.update(write_companions(part, place))
+                    digests.update(write_companions(part, place, before_sealing))
             findings += judge_health(outcome.health, may_zero=part.method.traits.may_zero)
             found += outcome.found
             done += part.bytes_written
@@ -154,16 +160,39 @@ def start_or_resume(out: Path) -> None:
 
 @contextmanager
 def _open_inputs(plan: MergePlan, steps: Path) -> Iterator[dict[Path, int]]:
+    """Every input file of ``plan``, opened once; at the end each must still be what it was, and where it was."""
     files: dict[Path, int] = {}
+    opened: list[tuple[Path, int, FileIdentity]] = []
     try:
         for path in dict.fromkeys(item.tensor.file for job in plan.jobs for item in job.inputs):
             try:
                 step = step_of(path)
                 real = steps / step / path.name if step else path
                 files[path] = os.open(real, os.O_RDONLY | os.O_CLOEXEC)
+                opened.append((real, files[path], file_identity(files[path])))
             except OSError as error:
                 raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
-        yield files
+        try:
+            yield files
+        except MergegateError as failure:
+            _require_unchanged(opened, failure)  # It may be why a read ended early.
+            raise
+        _require_unchanged(opened)
     finally:
         for fd in files.values():
             os.close(fd)
+
+
+def _require_unchanged(opened: Sequence[tuple[Path, int, FileIdentity]], cause: MergegateError | None = None) -> None:
+    for path, fd, identity in opened:
+        try:
+            same = file_identity(fd) == identity == file_identity(path)
+        except OSError:
+            same = False
+        if not same:
+            raise ChangedInput(
+                str(path),
+                found="it was changed or replaced while it was merged",
+                expected="the same file from the first byte to the last",
+                remedy="find out who writes there; then run again",
+            ) from cause

@@ -9,7 +9,7 @@ and hashed. After ``kill -9`` everything that was written is still there, so bot
 machine, or on another one, only what was flushed is certain: the journal remembers the boot it was written in, and in
 another boot only a complete shard counts.
 
-The first line identifies the merge: recipe, seed, inputs (path, size, time of change), device and layout. A journal of
+The first line identifies the merge: recipe, seed, inputs (path, size, times), device and layout. A journal of
 another merge is not continued; its shard starts from the beginning.
 """
 
@@ -31,7 +31,7 @@ from merge_core.store import try_open_locked
 
 # To be raised whenever the engine would write other bytes for the same plan, or other lines into a journal: what an
 # older engine left is not continued.
-ENGINE = 3
+ENGINE = 4
 _SUFFIX = f".journal{PARTIAL}"
 
 
@@ -127,7 +127,8 @@ def merge_identity(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
     inputs = {}
     for path, fd in files.items():
         status = os.fstat(fd)
-        inputs[str(path)] = [status.st_size, status.st_mtime_ns]
+        # Not device and inode: of one shared file they differ between machines.
+        inputs[str(path)] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     content = {
         "engine": ENGINE,
         "recipe": plan.recipe.canonical(),

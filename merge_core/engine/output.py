@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from merge_core.checkpoint import FILE
@@ -43,8 +43,14 @@ def check_directory(out: Path, *, resuming: bool, expected: Collection[str] = ()
             )
 
 
-def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:
-    """Index and donor files, then ``config.json``; returns file name → sha256."""
+def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] = lambda: None) -> dict[str, str]:
+    """Index and donor files, then ``config.json``; returns file name → sha256.
+
+    Args:
+        plan: What was merged.
+        out: Output directory.
+        when_read: Called when the donor's files have been read, before anything is written.
+    """
     contents: dict[str, bytes] = {}
     index = index_text(plan.shards)
     if index is not None:
@@ -58,6 +64,7 @@ def write_companions(plan: MergePlan, out: Path) -> dict[str, str]:
     if plan.chat_template is not None:
         _set_chat_template(contents, plan.chat_template)
     contents[CONFIG] = (json.dumps(dict(plan.config), indent=2, ensure_ascii=False) + "\n").encode()
+    when_read()
     for name, content in contents.items():  # The config is the last one.
         _write(out / name, content)
     with refusing_disk_errors(out):

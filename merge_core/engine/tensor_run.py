@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import EXPONENTS, numbers, patterns
+from merge_core.checkpoint import numbers, patterns
 from merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
 from merge_core.engine.devices import SingleThreadedTorch, device_type
+from merge_core.engine.finite import look_through, require_finite
 from merge_core.engine.health import TensorHealth, sampled
 from merge_core.engine.settings import EngineSettings
 from merge_core.methods import GRAIN, Fold, Map, Method, Steps, StoredBlock, combine, mask_key
@@ -84,6 +85,8 @@ class TensorRun:
         block = max(1, context.settings.block_elements // grain) * grain
         self.inputs = JobInputs(job, context.files, block=block, grain=grain, pool=context.pool)
         self.squares = np.zeros(1 + len(job.inputs))
+        self.broken = np.zeros(len(job.inputs), np.int64)  # NaN and infinite elements, of each input.
+        self.first_pass = True
         self.sample_size = 0
         if self.inputs.count == 0:
             self._finish()
@@ -112,8 +115,12 @@ class TensorRun:
             self.context.submit(self, lambda number=number: self._block(number))  # type: ignore[misc]  # binds the loop
 
     def _block(self, number: int) -> None:
-        with self.inputs.load(number) as block:
-            if isinstance(self.step, Fold):
+        # On a GPU they are looked at there; integers are all finite.
+        look = self.first_pass and self.job.mode != "equal" and self.device == "cpu"
+        with self.inputs.load(number, look=look, fused=self.context.fused) as block:
+            if self.first_pass and not self._is_finite(block):
+                pass  # The merge will be refused, with the count of all blocks; nothing is computed from this one.
+            elif isinstance(self.step, Fold):
                 self._keep(self.step, number, self._fold(self.step, block))
             elif self.job.mode == "equal":
                 block.require_equal()
@@ -126,10 +133,23 @@ class TensorRun:
             last = self.left == 0
         if not last:
             return
+        require_finite(self.job, self.broken)
+        self.first_pass = False
         if isinstance(self.step, Fold):
             self._advance(self.step.combine([part for parts in self.parts for part in parts]))
         else:
             self._finish()
+
+    def _is_finite(self, block: LoadedBlock) -> bool:
+        if self.device != "cpu" and self.job.mode != "equal":
+            self.context.torch.use()
+            block.look_on(self.device)
+        broken = block.non_finite
+        if not broken.any():
+            return True
+        with self.lock:
+            self.broken += broken
+        return False
 
     def _keep(self, step: Fold, number: int, parts: list[Any]) -> None:
         if not step.eager:
@@ -161,8 +181,6 @@ class TensorRun:
         self, fused: Callable[[StoredBlock, Any], None], block: LoadedBlock, merged: Bytes
     ) -> tuple[int, bool]:
         """Fill ``merged``; number of NaN and infinite elements, and whether any element is not zero."""
-        from merge_core.methods import kernels
-
         code = self.job.output.dtype.code
         if code in ("BF16", "F32"):
             fused(block.stored(), merged.view(np.uint16 if code == "BF16" else np.float32))
@@ -171,8 +189,7 @@ class TensorRun:
             fused(block.stored(), wide)
             with np.errstate(over="ignore"):  # What becomes infinite is counted.
                 merged.view(np.float16 if code == "F16" else np.float64)[:] = wide
-        non_finite, nonzero = kernels.inspect(merged.view(EXPONENTS[code].dtype), int(EXPONENTS[code]))
-        return int(non_finite), bool(nonzero)
+        return look_through(merged, self.job.output.dtype, fused=True)
 
     def _map_torch(self, step: Map, block: LoadedBlock, merged: Bytes) -> tuple[int, bool]:
         import torch

@@ -3,7 +3,7 @@ journals of unfinished work.
 """
 
 from merge_core.store.durable import fsync, fsync_directories
-from merge_core.store.hashing import HashMemo, sha256_file
+from merge_core.store.hashing import FileIdentity, HashMemo, file_identity, sha256_file
 from merge_core.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
 from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
 from merge_core.store.records import JOURNAL, JournalPlace, RecordJournal, open_journal
@@ -14,6 +14,7 @@ __all__ = [
     "MANIFEST",
     "VALUE",
     "Artifact",
+    "FileIdentity",
     "HashMemo",
     "JournalPlace",
     "NotInKey",
@@ -24,6 +25,7 @@ __all__ = [
     "canonical",
     "digest",
     "family_prefix",
+    "file_identity",
     "fsync",
     "fsync_directories",
     "lock_file",

@@ -5,8 +5,9 @@ in the process that holds models.
 """
 
 from tasks.checkpoints.fetch import fetch_weights
+from tasks.checkpoints.files import deciding_files, identify_files, require_same_files
 from tasks.checkpoints.memory import Capacity, gpu_memory, system_memory
-from tasks.checkpoints.model import Model
+from tasks.checkpoints.model import Model, files_state
 from tasks.checkpoints.model_cache import LoadedModel, load_model, tokenizer_digest, unload
 from tasks.checkpoints.model_process import TellProgress, ask_child, end_child
 from tasks.checkpoints.pin import (
@@ -14,7 +15,6 @@ from tasks.checkpoints.pin import (
     PinnedRecipe,
     ResolvedCheckpoint,
     checkpoint_digest,
-    deciding_files,
     find_checkpoint,
     open_parent,
     pin_checkpoints,
@@ -37,12 +37,15 @@ __all__ = [
     "deciding_files",
     "end_child",
     "fetch_weights",
+    "files_state",
     "find_checkpoint",
     "gpu_memory",
+    "identify_files",
     "load_model",
     "open_parent",
     "pin_checkpoints",
     "pinned_before",
+    "require_same_files",
     "resolve_all_parents",
     "resolve_parents",
     "search_parents",

@@ -8,13 +8,16 @@ downloaded, and only they are in its digest. So a checkpoint has one digest, wha
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from merge_core.checkpoint import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
+from merge_core.errors import ChangedInput
 from merge_core.parsing import read_json
+from merge_core.store import FileIdentity, file_identity
 
-# Configuration, tokenizer, templates, custom code.
+# Configuration, tokenizer, templates, custom code. What a merge copies is among them.
+_ALWAYS = re.compile(r"(tokenizer|vocab\.).*")
 _BESIDE = (".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
 _TEMPLATES = "additional_chat_templates"
 _ABOUT = re.compile(r"readme\.md|(licen[cs]e|copying|notice|use[_-]?policy)[^/]*", re.IGNORECASE)
@@ -41,6 +44,49 @@ def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
         # What an index says is a stranger's word: only files that there are count.
         return tuple(sorted(set(map(str, named.values())) & set(names))) if isinstance(named, dict) else ()
     return (single,) if single in names else tuple(sorted(loose))
+
+
+def deciding_files(directory: Path) -> tuple[str, ...]:
+    """Names of the files in ``directory`` that decide what the model there does.
+
+    Raises:
+        InvalidInput: An index that is not JSON.
+    """
+    names = files_in(directory)
+    return tuple(sorted({*weight_files(names, directory), *files_beside(names)}))
+
+
+def identify_files(directories: Iterable[Path]) -> dict[Path, FileIdentity]:
+    """Identities of the files that decide what the models there do, for ``require_same_files``.
+
+    Raises:
+        InvalidInput: An index that is not JSON.
+    """
+    return {
+        directory / name: file_identity(directory / name)
+        for directory in directories
+        for name in deciding_files(directory)
+    }
+
+
+def require_same_files(looked: Mapping[Path, FileIdentity]) -> None:
+    """See that nothing was done to the files since ``identify_files``: for commands that pin nothing.
+
+    Raises:
+        ChangedInput: Something was.
+    """
+    for path, identity in looked.items():
+        try:
+            same = file_identity(path) == identity
+        except OSError:
+            same = False
+        if not same:
+            raise ChangedInput(
+                str(path),
+                found="it was changed or replaced while it was merged",
+                expected="the same file from the first byte to the last",
+                remedy="find out who writes there; then run again",
+            )
 
 
 def files_beside(names: Collection[str]) -> tuple[str, ...]:
@@ -70,6 +116,8 @@ def files_in(directory: Path) -> tuple[str, ...]:
 
 
 def _decides(name: PurePosixPath) -> bool:
+    if len(name.parts) == 1 and _ALWAYS.fullmatch(name.name):
+        return True
     if name.name.startswith(".") or name.suffix not in _BESIDE:
         return False
     return len(name.parts) == 1 or (name.parent.as_posix() == _TEMPLATES and name.suffix == ".jinja")

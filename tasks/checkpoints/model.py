@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.store import NotInKey
+from merge_core.errors import MergegateError
+from merge_core.store import MANIFEST, NotInKey, digest, file_identity
+from tasks.checkpoints.files import deciding_files
 
 
 class Model(BaseModel):
@@ -22,3 +25,39 @@ class Model(BaseModel):
     name: Annotated[str, NotInKey]  # unique in a run: 'reverser', 'merge'
     digest: str  # 64 hex digits over names, sizes and hashes of the files that matter
     directory: Annotated[Path, NotInKey]  # absolute
+    # Name and sha256 of every file that is read in its place, as they were pinned. Empty: not pinned, for what is asked
+    # once and kept nowhere.
+    files: Annotated[tuple[tuple[str, str], ...], NotInKey] = ()
+
+    @property
+    def label(self) -> str:
+        """What a person calls it."""
+        return self.name
+
+    def pinned(self) -> Mapping[Path, str]:
+        """sha256 of each of its files, as they were pinned (see ``tasks.stage.reading``)."""
+        return {self.directory / name: sha256 for name, sha256 in self.files}
+
+    def present(self) -> Iterable[Path]:
+        """The files that would be read in its place now: one that came later counts too."""
+        try:
+            names = deciding_files(self.directory)
+        except (OSError, MergegateError):
+            return ()  # Then a file that was pinned is another, or gone.
+        return [self.directory / name for name in names if name != MANIFEST]
+
+
+def files_state(models: Sequence[Model]) -> str:
+    """A text that is other as soon as anything was done to a pinned file of ``models``, if only touched.
+
+    It belongs to the identity of unfinished work: whether bytes that a killed run has read were the pinned ones, nobody
+    has checked.
+    """
+    seen: list[object] = []
+    for model in models:
+        for path in sorted(model.pinned()):
+            try:
+                seen.append([path.name, *map(str, file_identity(path)[1:])])  # A device is another after a boot.
+            except OSError:
+                seen.append([path.name])
+    return digest(seen)

@@ -42,7 +42,7 @@ from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
 from tasks.processes import Confinement, SupervisedProcess, environment_of_child
-from tasks.stage import home
+from tasks.stage import also_forget, home
 
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
 _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one
@@ -132,7 +132,13 @@ def _end() -> None:
         holder.process.end()
 
 
+def _forget() -> None:
+    unload()
+    end_child()
+
+
 also_unload(end_child)
+also_forget(_forget)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resol
 from merge_core.errors import InvalidInput, MergegateError
 from merge_core.recipe import parse_reference
 from merge_core.store import HashMemo, NotInKey, merkle
-from tasks.checkpoints.files import files_beside, files_in, weight_files
+from tasks.checkpoints.files import deciding_files
 from tasks.checkpoints.hub.errors import all_at_once
 from tasks.checkpoints.hub.headers import open_snapshot
 from tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
@@ -146,16 +146,12 @@ def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
 
 
 def pin_checkpoints(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
-    """The same parents with the digest of their files that matter, all of which must be here."""
-    return tuple(
-        PinnedCheckpoint(
-            **parent.model_dump(exclude={"snapshot"}),
-            digest=_digest(parent.directory, parent.snapshot.deciding, hashes)
-            if parent.snapshot
-            else checkpoint_digest(parent.directory, hashes),
-        )
-        for parent in found
-    )
+    """The same parents with their files that matter, all of which must be here, and the digest of those.
+
+    Raises:
+        InvalidInput: for a directory without any such file.
+    """
+    return tuple(_pinned(parent, hashes) for parent in found)
 
 
 def pinned_before(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
@@ -174,20 +170,25 @@ def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
     Raises:
         InvalidInput: for a directory without any such file.
     """
-    return _digest(directory, deciding_files(directory), hashes)
+    return merkle(_hashed(directory, deciding_files(directory), hashes))
 
 
-def deciding_files(directory: Path) -> tuple[str, ...]:
-    """Names of the files in ``directory`` that decide what the model there does."""
-    names = files_in(directory)
-    return tuple(sorted({*weight_files(names, directory), *files_beside(names)}))
+def _pinned(parent: ResolvedCheckpoint, hashes: HashMemo) -> PinnedCheckpoint:
+    names = parent.snapshot.deciding if parent.snapshot else deciding_files(parent.directory)
+    files = _hashed(parent.directory, names, hashes)
+    return PinnedCheckpoint(
+        **parent.model_dump(exclude={"snapshot"}),
+        digest=merkle(files),
+        files=tuple((name, sha256) for name, (_, sha256) in sorted(files.items())),
+    )
 
 
-def _digest(directory: Path, names: Sequence[str], hashes: HashMemo) -> str:
+def _hashed(directory: Path, names: Sequence[str], hashes: HashMemo) -> dict[str, tuple[int, str]]:
+    """Size and sha256 by name."""
     files = {name: ((directory / name).stat().st_size, hashes.sha256(directory / name)) for name in names}
     if not files:
         raise InvalidInput(str(directory), found="no checkpoint files", expected="weights, config.json and a tokenizer")
-    return merkle(files)
+    return files
 
 
 def _locate(

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
 from merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey
-from tasks.checkpoints import Model
+from tasks.checkpoints import Model, files_state
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, documents_of, metrics_by_leaf
@@ -121,7 +121,9 @@ def evaluate(
         runtime.device,
         lambda done, total: advance(done, total, "requests"),
         # A server is not in the key; but what one has half answered is not for another to go on with.
-        JournalPlace(out / JOURNAL, f"{evaluate.key(model, task, scoring, part, runtime)} {asked!r}"),
+        JournalPlace(
+            out / JOURNAL, f"{evaluate.key(model, task, scoring, part, runtime)} {asked!r} {files_state([model])}"
+        ),
     )
     write_document_scores(out / SCORES_FILE, scored.outcomes)
     return Scores(

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from merge_core import open_checkpoint
 from merge_core.analysis import Interference, measure_interference
-from merge_core.errors import InvalidInput, MergegateError
+from merge_core.errors import ChangedInput, InvalidInput, MergegateError
 from merge_core.store import Artifact
 from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
@@ -224,6 +224,8 @@ def _measured(origin: PinnedCheckpoint, parents: tuple[PinnedCheckpoint, ...], m
         return None
     try:
         return explain(origin, parents, merged).value.interference
+    except ChangedInput:
+        raise
     except MergegateError as error:
         log.warning("the weights are not explained: %s", error)
         return None
@@ -244,6 +246,8 @@ def _lost_documents(
             theirs, ours = (_scores_under(guard, name, scores.get(name, ())) for name in (guard.reference, merged))
             metric = guard.leaf_metrics or guard.metric
             value = flips(by_name[guard.task], metric, theirs.parts, ours.parts).value
+        except ChangedInput:
+            raise
         except MergegateError as error:
             log.warning("lost documents of %s are not shown: %s", guard.task, error)
             continue

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from merge_core.errors import InvalidInput
 from merge_core.store import JOURNAL, JournalPlace, open_journal
-from tasks.checkpoints import Model, TellProgress, ask_child, load_model, tokenizer_digest
+from tasks.checkpoints import Model, TellProgress, ask_child, files_state, load_model, tokenizer_digest
 from tasks.perplexity.measuring import (
     Measured,
     TextWindow,
@@ -55,7 +55,8 @@ def ensemble_likelihoods(
     """
     if len(models) < 2:
         raise InvalidInput("perplexity.ensemble", found=f"{len(models)} model", expected="two parents or more")
-    place = JournalPlace(out / JOURNAL, ensemble_likelihoods.key(models, documents, windows, runtime))
+    key = ensemble_likelihoods.key(models, documents, windows, runtime)
+    place = JournalPlace(out / JOURNAL, key + files_state(models))
     found = ask_child(
         _measure_together,
         (models, documents, windows, runtime.device, place),

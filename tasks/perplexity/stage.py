@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from merge_core.errors import InvalidInput
 from merge_core.store import JOURNAL, HashMemo, JournalPlace, NotInKey
-from tasks.checkpoints import Model, ask_child
+from tasks.checkpoints import Model, ask_child, files_state
 from tasks.perplexity.measuring import DocumentLikelihood, Measured, WindowSettings, measure
 from tasks.perplexity.text import HeldOutText, text_of_line
 from tasks.stage import Runtime, StageValue, advance, stage
@@ -148,7 +148,7 @@ def perplexity(
         InvalidInput: when the model cannot be loaded, the documents cannot be read, or there are none; or the process
             that holds models died.
     """
-    place = JournalPlace(out / JOURNAL, perplexity.key(model, documents, windows, runtime))
+    place = JournalPlace(out / JOURNAL, perplexity.key(model, documents, windows, runtime) + files_state([model]))
     found = ask_child(
         measure,
         (model, documents, windows, runtime.device, place),

@@ -59,7 +59,15 @@ def find_anchor(
 def _released(current: CurrentRelease, name: str, merge: Model, hashes: HashMemo) -> ReleasedModel:
     released, ours = _checkpoint(current.directory, hashes), _checkpoint(merge.directory, hashes)
     digest = merge.digest if released == ours else merkle(released)
-    return ReleasedModel(name=name, digest=digest, directory=current.directory, head=current.head)
+    # All that a reader may take for a part of it, so that nothing can be added either.
+    files = {place: hashes.sha256(current.directory / place) for place in deciding_files(current.directory)}
+    return ReleasedModel(
+        name=name,
+        digest=digest,
+        directory=current.directory,
+        head=current.head,
+        files=tuple(sorted(files.items())),
+    )
 
 
 def _checkpoint(directory: Path, hashes: HashMemo) -> dict[str, tuple[int, str]]:

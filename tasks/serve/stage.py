@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import MergegateError
+from merge_core.errors import ChangedInput, MergegateError
 from merge_core.store import NotInKey
 from tasks.checkpoints import Model
 from tasks.serve.launch import ServerKind, find_server
@@ -82,6 +82,8 @@ def serve_models(
 def _measurement(parent: Model, settings: ServeSettings, server: ServerVersion) -> Measurement:
     try:
         return measure_parent(parent, settings, server, runtime()).value
+    except ChangedInput:
+        raise
     except MergegateError as error:
         return Measurement(model=parent.name, server=server.label, problem=error.found.splitlines()[0])
 

@@ -7,6 +7,7 @@ from tasks.stage.combined import report_together
 from tasks.stage.environment import Runtime, device_kind, runtime, versions
 from tasks.stage.progress import ProgressLog, StageStatus, advance, announce, is_watched, watched_by
 from tasks.stage.project import home, nearest
+from tasks.stage.reading import PinnedInput, also_forget, read_pinned, require_pinned
 from tasks.stage.stages import (
     DeclaredStage,
     Stage,
@@ -24,6 +25,7 @@ __all__ = [
     "DeclaredStage",
     "JointVerdict",
     "Outcome",
+    "PinnedInput",
     "ProgressLog",
     "Runtime",
     "Section",
@@ -34,13 +36,16 @@ __all__ = [
     "ValueStage",
     "Verdict",
     "advance",
+    "also_forget",
     "announce",
     "combined",
     "device_kind",
     "home",
     "is_watched",
     "nearest",
+    "read_pinned",
     "report_together",
+    "require_pinned",
     "runtime",
     "severity",
     "stage",

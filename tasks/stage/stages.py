@@ -18,7 +18,7 @@ The key is made of the stage's name, its version and its arguments (see ``merge_
 meaning of a stage changes: what it made before is then rebuilt. The store is the only cache: Prefect keeps no result.
 It shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (there was an artifact, and it was damaged), or as a failed
 ``Refused`` or ``Invalid``, with what the stage says of it; and which stage waited for which, found by the digests that
-stand in its inputs.
+stand in its inputs. What a stage reads is looked at before and after (``tasks.stage.reading``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -39,6 +40,7 @@ from merge_core.errors import MergegateError, Refused
 from merge_core.store import Artifact, Store, StoredValue, StoreMiss, canonical, family_prefix, stage_key
 from tasks.stage.progress import StageStatus, report_stage
 from tasks.stage.project import home
+from tasks.stage.reading import pinned_inputs, read_pinned, require_pinned
 
 if TYPE_CHECKING:
     from prefect import Task
@@ -260,7 +262,12 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
             self.name,
             call.key,
             self.value_type,
-            lambda out: self.work(out, *call.inputs.args, **call.inputs.kwargs),
+            lambda out: read_pinned(
+                call.inputs.arguments,
+                store().hashes,
+                lambda: self.work(out, *call.inputs.args, **call.inputs.kwargs),
+                begin_anew=lambda: _empty(out),
+            ),
             hashes_of=self._hashes_of,
             resumable=self._resumable,
             **told,
@@ -280,7 +287,11 @@ class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
             self.name,
             call.key,
             self.value_type,
-            lambda: self.work(*call.inputs.args, **call.inputs.kwargs),
+            lambda: read_pinned(
+                call.inputs.arguments,
+                store().hashes,
+                lambda: self.work(*call.inputs.args, **call.inputs.kwargs),
+            ),
             **told,
         )
         return found, _status(made, damage)
@@ -364,7 +375,8 @@ S = TypeVar("S", bound=StepValue)
 def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[P, S]]:
     """Declare a step that is never cached because it looks at the world outside the store, or changes it.
 
-    Running it again must be harmless: a step is idempotent by its own means.
+    Running it again must be harmless: a step is idempotent by its own means. Pinned inputs are looked at before it;
+    what it has done when they change meanwhile cannot be taken back, so it checks itself what it takes out of them.
     """
 
     def declare(work: Callable[P, S]) -> Callable[P, S]:
@@ -375,6 +387,7 @@ def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[
 
             try:
                 with report_stage(name, "") as report:
+                    require_pinned(tuple(pinned_inputs(call.inputs.arguments.values())), store().hashes)
                     value = work(*call.inputs.args, **call.inputs.kwargs)
                     report.status, report.summary = ("made" if value.new else "cached"), value.summary()
             except MergegateError as error:
@@ -467,6 +480,12 @@ def _settled(state: Any) -> Any:
         # Without its data: Prefect looks through everything that a task waits for.
         _states()[value.digest] = state.model_copy(update={"data": True})
     return value
+
+
+def _empty(directory: Path) -> None:
+    """Leave nothing in ``directory``: not even what unfinished work could go on from."""
+    shutil.rmtree(directory)
+    directory.mkdir()
 
 
 def _status(made: bool, damage: Sequence[str]) -> StageStatus:

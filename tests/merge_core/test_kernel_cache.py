@@ -9,7 +9,8 @@ from pathlib import Path
 
 INSPECT = (
     "import numpy as np; from merge_core.methods import kernels;"
-    "assert kernels.inspect(np.array([0, 0x7F80, 1], np.uint16), 0x7F80) == (1, True)"
+    "words = np.array([0, 0x7F80, 1], np.uint64);"
+    "assert kernels.inspect(words, np.uint64(0x7F80), np.uint64(0x80)) == (0x8080, 0x7F81)"
 )
 
 

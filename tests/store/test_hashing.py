@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,98 @@ def test_a_file_in_place_of_another_is_hashed_again(tmp_path: Path) -> None:
     os.utime(other, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
     other.rename(file)
     assert memo.sha256(file) == hashlib.sha256(b"xyz").hexdigest()
+
+
+def overwritten(file: Path, content: bytes) -> None:
+    """Other bytes of the same length in the same file, and the time of modification put back."""
+    before = file.stat()
+    with file.open("r+b") as opened:
+        opened.write(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+
+
+def test_a_time_that_was_put_back_does_not_deceive(tmp_path: Path) -> None:
+    """Each change at once after the hash of the last: so quick that clocks of file systems do not tick."""
+    file = tmp_path / "weights"
+    memo = HashMemo(tmp_path / "memo.sqlite")
+    file.write_bytes(b"000")
+    for number in range(50):
+        content = f"{number:03}".encode()
+        overwritten(file, content)
+        assert memo.sha256(file) == hashlib.sha256(content).hexdigest()
+
+
+def test_what_was_hashed_while_it_was_written_is_not_believed_of_what_came_after(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    memo = HashMemo(tmp_path / "memo.sqlite")
+    for number in range(20):
+        first, second = f"a{number:03}".encode(), f"b{number:03}".encode()
+        file.write_bytes(first)
+        memo.remember(file, hashlib.sha256(first).hexdigest())
+        overwritten(file, second)
+        assert memo.sha256(file) == hashlib.sha256(second).hexdigest()
+
+
+def old_shape(place: Path) -> None:
+    with closing(sqlite3.connect(place)) as connection, connection:
+        connection.execute(
+            "CREATE TABLE hashes (device INTEGER, inode INTEGER, size INTEGER, mtime_ns INTEGER,"
+            " sha256 TEXT, PRIMARY KEY (device, inode))"
+        )
+        status = (place.parent / "weights").stat()
+        row = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, "of another file")
+        connection.execute("INSERT INTO hashes VALUES (?, ?, ?, ?, ?)", row)
+
+
+def stamped_but_empty(place: Path) -> None:
+    with closing(sqlite3.connect(place)) as connection, connection:
+        connection.execute(f"PRAGMA user_version = {hashing._SHAPE}")
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "an older table": old_shape,
+    "no table": stamped_but_empty,
+    "no database": lambda place: place.write_bytes(b"garbage " * 1000) and None,
+    "an empty file": lambda place: place.write_bytes(b"") and None,
+    "a directory": lambda place: (place / "with something in it").mkdir(parents=True),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_memo_that_cannot_be_read_is_set_aside_and_made_again(
+    tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, place = tmp_path / "weights", tmp_path / "memo.sqlite"
+    file.write_bytes(b"abc")
+    for _ in range(2):  # The second time something has been set aside already.
+        place.unlink(missing_ok=True)
+        damage(place)
+        assert HashMemo(place).sha256(file) == hashlib.sha256(b"abc").hexdigest()
+        with monkeypatch.context() as patch:
+            patch.setattr(hashing, "sha256_file", lambda path: pytest.fail("read again"))
+            assert HashMemo(place).sha256(file) == hashlib.sha256(b"abc").hexdigest()
+        assert not list(tmp_path.glob("*.lock"))
+
+
+def test_without_a_place_for_a_memo_files_are_read(tmp_path: Path) -> None:
+    file, occupied = tmp_path / "weights", tmp_path / "occupied"
+    file.write_bytes(b"abc")
+    occupied.write_bytes(b"")
+    for _ in range(2):
+        assert HashMemo(occupied / "memo.sqlite").sha256(file) == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_a_memo_that_another_process_holds_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, place = tmp_path / "weights", tmp_path / "memo.sqlite"
+    file.write_bytes(b"abc")
+    memo = HashMemo(place)
+    memo.sha256(file)
+    connect = sqlite3.connect
+    monkeypatch.setattr(hashing.sqlite3, "connect", lambda name, timeout=0: connect(name, timeout=0.01))
+    with closing(connect(place, isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        assert memo.sha256(file) == hashlib.sha256(b"abc").hexdigest()
+    assert place.is_file()
+    assert not list(tmp_path.glob("*.old"))

@@ -70,17 +70,19 @@ def _narrow_for(tile: Any, out: Any, first: Any) -> Any:
 
 
 @compiled
-def inspect(out: Any, exponent: int) -> Any:
-    """Number of elements that are NaN or infinite, and whether any is not zero, from bit patterns (uint16 or uint32).
+def inspect(words: Any, mask: Any, low: Any) -> Any:
+    """What 64-bit words full of numbers have in common, for one look at all of them: two words of bits.
 
-    ``exponent`` is the mask of the exponent bits, all of which are set in NaN and infinity and in no other number.
+    ``mask`` has the exponent bits of each number in a word, ``low`` the lowest of them: added to an exponent whose bits
+    are all set, as in NaN and infinity and in no other number, it carries into the sign bit, and never beyond. So the
+    first word has a sign bit set when any number is not finite; the second has a bit set, beside the signs, when any
+    is not zero.
     """
-    bits = out.dtype.type(exponent)
-    non_finite, seen = 0, out.dtype.type(0)
-    for j in range(len(out)):
-        non_finite += (out[j] & bits) == bits
-        seen |= out[j] << out.dtype.type(1)  # Without the sign: -0 is zero.
-    return non_finite, seen != 0
+    carried, seen = words.dtype.type(0), words.dtype.type(0)
+    for j in range(len(words)):
+        carried |= (words[j] & mask) + low
+        seen |= words[j]
+    return carried, seen
 
 
 @compiled

@@ -1,0 +1,237 @@
+"""A stage reads what was pinned or refuses: whatever is done to a file, before it begins or while it reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tampering import CHANGES, HARMLESS
+
+from merge_core.errors import ChangedInput, InvalidInput
+from merge_core.store import file_identity
+from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe, files_state, find_checkpoint, pin_checkpoints
+from tasks.stage import StageValue, also_forget, reading, stage, stages, store, value_stage
+
+pytestmark = pytest.mark.usefixtures("home")
+
+WEIGHTS = "model.safetensors"
+meanwhile: list[Callable[[], None]] = []
+read: list[bytes] = []
+
+
+class Length(StageValue):
+    bytes: int
+
+    def summary(self) -> str:
+        return f"{self.bytes} bytes"
+
+
+def bytes_of(models: tuple[Model, ...]) -> bytes:
+    """The first file, then whatever happens at that moment, then the others."""
+    content = b""
+    for number, model in enumerate(models):
+        content += (model.directory / WEIGHTS).read_bytes()
+        if number == 0 and meanwhile:
+            meanwhile.pop(0)()
+    read.append(content)
+    return content
+
+
+@stage("copied", version=1, resumable=True)
+def copied(out: Path, model: Model, others: tuple[Model, ...] = ()) -> Length:
+    with (out / "unfinished.journal").open("ab") as journal:
+        journal.write(b"begun\n")
+    content = bytes_of((model, *others))
+    (out / "copy").write_bytes(content)
+    (out / "journal read").write_bytes((out / "unfinished.journal").read_bytes())
+    return Length(bytes=len(content))
+
+
+@value_stage("measured", version=1)
+def measured(model: Model) -> Length:
+    return Length(bytes=len(bytes_of((model,))))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    meanwhile.clear()
+    read.clear()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> PinnedCheckpoint:
+    return pinned(tmp_path / "reverser")
+
+
+def pinned(directory: Path) -> PinnedCheckpoint:
+    directory.mkdir()
+    (directory / WEIGHTS).write_bytes(directory.name.encode() * 1000)
+    (directory / "config.json").write_text("{}")
+    return pin_checkpoints([find_checkpoint(str(directory))], store().hashes)[0]
+
+
+def refused(model: Model, build: Callable[[], object]) -> ChangedInput:
+    """The refusal, which names the model and the file; nothing is kept."""
+    with pytest.raises(ChangedInput) as caught:
+        build()
+    assert caught.value.where.startswith(f"{model.name}: {model.directory}")
+    assert caught.value.remedy
+    assert caught.value.exit_code == 3
+    for name in ("copied", "measured"):
+        assert not list((store().root / name).glob("*"))
+    return caught.value
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_was_changed_before_is_not_read(
+    model: PinnedCheckpoint, change: Callable[[Path], None], file: str
+) -> None:
+    change(model.directory / file)
+    refused(model, lambda: copied.build(model))
+    refused(model, lambda: measured.build(model))
+    assert not read
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_changed_meanwhile_is_not_kept(
+    model: PinnedCheckpoint, change: Callable[[Path], None], file: str
+) -> None:
+    meanwhile[:] = [lambda: change(model.directory / file)]
+    refused(model, lambda: copied.build(model))
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_value_of_what_is_changed_meanwhile_is_not_kept(
+    model: PinnedCheckpoint, change: Callable[[Path], None]
+) -> None:
+    meanwhile[:] = [lambda: change(model.directory / WEIGHTS)]
+    refused(model, lambda: measured.build(model))
+
+
+@pytest.mark.parametrize("touch", HARMLESS.values(), ids=HARMLESS)
+def test_the_same_bytes_go_on(model: PinnedCheckpoint, touch: Callable[[Path], None]) -> None:
+    expected = (model.directory / WEIGHTS).read_bytes()
+    touch(model.directory / WEIGHTS)
+    meanwhile[:] = [lambda: touch(model.directory / WEIGHTS)]
+    artifact = copied.build(model)
+    assert (artifact.directory / "copy").read_bytes() == expected
+    assert len(read) == 2  # Nobody knows what was there while it was touched.
+    assert (artifact.directory / "journal read").read_bytes() == b"begun\n"  # Nothing of the first time is left.
+
+
+def test_other_bytes_that_are_put_back_are_not_in_the_result(model: PinnedCheckpoint, tmp_path: Path) -> None:
+    """Altered before the second file is read, and as before, times too, when it is over."""
+    other = pinned(tmp_path / "shifter")
+    weights = other.directory / WEIGHTS
+    content, times = weights.read_bytes(), (weights.stat().st_atime_ns, weights.stat().st_mtime_ns)
+
+    def alter() -> None:
+        weights.write_bytes(content[::-1])
+        restore.append(True)  # The next time that anybody looks, it is over.
+
+    restore: list[bool] = []
+    identities = reading._identities
+
+    def put_back(inputs: object) -> object:
+        if restore:
+            restore.clear()
+            weights.write_bytes(content)
+            os.utime(weights, ns=times)
+        return identities(inputs)  # type: ignore[arg-type]
+
+    meanwhile[:] = [alter]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_identities", put_back)
+        artifact = copied.build(model, (other,))
+    assert read[0] != read[1]
+    assert (artifact.directory / "copy").read_bytes() == (model.directory / WEIGHTS).read_bytes() + content
+
+
+def test_files_that_are_touched_for_ever_end_it(model: PinnedCheckpoint) -> None:
+    meanwhile[:] = [(model.directory / WEIGHTS).touch] * 100
+    with pytest.raises(ChangedInput, match="touched in each of 3 tries"):
+        copied.build(model)
+    assert not list((store().root / "copied").glob("*"))
+
+
+def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(reading, "_on_change", list(reading._on_change))
+    also_forget(lambda: told.append(True))
+    copied.build(model)
+    assert not told
+    shutil.rmtree(store().root / "copied")
+    meanwhile[:] = [(model.directory / WEIGHTS).touch]
+    copied.build(model)
+    assert told
+
+
+def test_the_process_that_holds_models_is_ended() -> None:
+    from tasks.checkpoints import model_process
+
+    assert model_process._forget in reading._on_change
+
+
+def test_an_error_that_a_change_brought_about_is_said_to_be_that(model: PinnedCheckpoint) -> None:
+    def damage() -> None:
+        CHANGES["truncated"](model.directory / WEIGHTS)
+        raise InvalidInput("the file", found="ends early")
+
+    meanwhile[:] = [damage]
+    refused(model, lambda: copied.build(model))
+
+
+def test_an_error_of_another_cause_stays_what_it_is(model: PinnedCheckpoint) -> None:
+    def fail() -> None:
+        raise InvalidInput("the file", found="is no model")
+
+    meanwhile[:] = [fail]
+    with pytest.raises(InvalidInput, match="is no model"):
+        copied.build(model)
+
+
+def test_parents_of_a_recipe_and_artifacts_are_looked_at_too(model: PinnedCheckpoint) -> None:
+    made = copied.build(model)
+    recipe = PinnedRecipe.__new__(PinnedRecipe)  # Only its parents are looked at.
+    object.__setattr__(recipe, "parents", (model,))
+    inputs = list(reading.pinned_inputs([recipe, {"scores": [made]}, (model,), 3, "text", None]))
+    assert [one.label for one in inputs] == [model.name, f"copied {made.key[:12]}", model.name]
+    (made.directory / "copy").write_bytes(b"altered")
+    with pytest.raises(ChangedInput, match=f"copied {made.key[:12]}"):
+        reading.require_pinned(inputs, store().hashes)
+
+
+def test_a_model_that_is_not_pinned_is_not_looked_at(tmp_path: Path) -> None:
+    directory = tmp_path / "loose"
+    directory.mkdir()
+    (directory / WEIGHTS).write_bytes(b"x")
+    loose = Model(name="loose", digest="d", directory=directory)
+    meanwhile[:] = [(directory / WEIGHTS).touch]
+    assert measured.build(loose).value.bytes == 1
+    assert len(read) == 1
+
+
+def test_unfinished_work_is_not_gone_on_with_when_anything_was_done_to_a_file(model: PinnedCheckpoint) -> None:
+    before = files_state([model])
+    assert files_state([model]) == before
+    (model.directory / WEIGHTS).touch()
+    assert files_state([model]) != before
+
+
+def test_the_place_of_a_file_is_no_matter_but_the_file_is(model: PinnedCheckpoint) -> None:
+    identity = file_identity(model.directory / WEIGHTS)
+    fd = os.open(model.directory / WEIGHTS, os.O_RDONLY)
+    try:
+        assert file_identity(fd) == identity
+    finally:
+        os.close(fd)
+
+
+def test_every_stage_is_guarded() -> None:
+    """The guard stands where all stages are built, not in each."""
+    assert stages.read_pinned is reading.read_pinned

@@ -1,0 +1,290 @@
+"""Files swapped, linked or touched under a real release, at each of its stages: it refuses, or it is the release of the
+bytes that were pinned.
+
+The demo and all that a profile can ask for beside it is run once, and each call of a stage is kept. Then each call is
+made again, as a run would make it, while somebody writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_project import PROFILES, Project
+from optional_stages import asks_a_judge, profile, says, served_by_a_stand_in, serving
+from tampering import CHANGES, HARMLESS
+
+from merge_core.errors import ChangedInput
+from merge_core.store import sha256_file
+from tasks.checkpoints import Model
+from tasks.merge import merge
+from tasks.stage.reading import PinnedInput, pinned_inputs
+from tasks.stage.stages import DeclaredStage, StageCall
+
+WEIGHTS = "model.safetensors"
+READING = {"merge", "perplexity", "ensemble", "evaluate", "explain", "answer", "serve", "measure"}
+
+
+@dataclass(frozen=True)
+class Release:
+    """A released project with a family of its own, and the calls of stages that read models, by stage."""
+
+    project: Project
+    calls: dict[str, tuple[DeclaredStage[Any, Any, Any], StageCall]]
+
+
+def own_family(project: Project) -> None:
+    """A copy of the demo's models in place of the link to those that are shared."""
+    demo = project.root / "profiles" / "demo"
+    demo.unlink()
+    shutil.copytree(PROFILES / "demo", demo)
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> Release:
+    root = tmp_path_factory.mktemp("swapped") / "project"
+    shutil.copytree(demo_release, root, symlinks=True)
+    project = Project(root)
+    own_family(project)
+    calls: dict[str, tuple[DeclaredStage[Any, Any, Any], StageCall]] = {}
+    bind = DeclaredStage._bind
+
+    def noted(stage: DeclaredStage[Any, Any, Any], args: Any, kwargs: Any) -> StageCall:
+        call = bind(stage, args, kwargs)
+        if any(isinstance(one, Model) for one in pinned_inputs(call.inputs.arguments.values())):
+            calls[stage.name] = (stage, call)  # The last one: of the merge, where there are several.
+        return call
+
+    with serving(lambda body: says("tie")) as asked, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeclaredStage, "_bind", noted)
+        more = {
+            "judge": {**asks_a_judge(project, asked.url), "on_inconclusive": "warn"},
+            "serve": served_by_a_stand_in("--model", "{model}"),
+            "perplexity": {"ensemble": True},
+        }
+        result = project.mergegate("run", profile(project, "everything", **more), "--json")
+    assert result.exit_code == 0, result.output
+    return Release(project, calls)
+
+
+def test_every_stage_that_reads_a_model_is_given_one_that_is_pinned(release: Release) -> None:
+    assert set(release.calls) == READING
+    for _, call in release.calls.values():
+        for one in pinned_inputs(call.inputs.arguments.values()):
+            assert isinstance(one, PinnedInput)
+            assert any(path.name == WEIGHTS for path in one.pinned()) or not isinstance(one, Model)
+
+
+@contextmanager
+def put_back(directory: Path) -> Iterator[None]:
+    """What is done to ``directory`` is undone at the end."""
+    kept = directory.with_name(f"{directory.name}.kept")
+    shutil.copytree(directory, kept, symlinks=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(directory)
+        kept.rename(directory)
+
+
+@contextmanager
+def made_anew(release: Release, name: str, body: Callable[..., Any]) -> Iterator[Callable[[], Any]]:
+    """Make the call of a stage again, with ``body`` in place of its work; what was made before is back at the end."""
+    stage, call = release.calls[name]
+    store = release.project.home / "store"
+    with put_back(store / name), pytest.MonkeyPatch.context() as patch:
+        for made in (store / name).glob(f"{call.key[:32]}*"):
+            shutil.rmtree(made)
+        patch.setenv("MERGEGATE_HOME", str(release.project.home))
+        patch.setattr(stage, "work", body)
+        yield lambda: stage._build(call)[0]
+        assert not list((store / name).glob("*.partial"))
+
+
+def models_of(call: StageCall) -> list[Model]:
+    return [one for one in pinned_inputs(call.inputs.arguments.values()) if isinstance(one, Model)]
+
+
+def refusal(build: Callable[[], Any], model: Model) -> None:
+    with pytest.raises(ChangedInput) as caught:
+        build()
+    assert caught.value.where.startswith(f"{model.name}: {model.directory}")
+    assert caught.value.exit_code == 3
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("name", sorted(READING))
+def test_no_stage_reads_what_is_not_pinned(release: Release, name: str, change: Callable[[Path], None]) -> None:
+    _, call = release.calls[name]
+    for model in models_of(call)[-2:]:
+        for file in (WEIGHTS, "config.json", "tokenizer.json"):
+            with (
+                made_anew(release, name, lambda *_, **__: pytest.fail("it reads")) as build,
+                put_back(model.directory),
+            ):
+                change(model.directory / file)
+                refusal(build, model)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("name", sorted(READING))
+def test_no_stage_keeps_what_it_made_while_a_file_was_changed(
+    release: Release, name: str, change: Callable[[Path], None]
+) -> None:
+    stage, call = release.calls[name]
+    model = models_of(call)[-1]
+    made = release.project.home / "store" / name / call.key[:32]
+    value = stage.value_type.model_validate_json((made / "value.json").read_bytes())
+
+    def body(out: Path, *_: Any, **__: Any) -> Any:
+        (out / "half done").write_bytes(b"of the pinned bytes")
+        change(model.directory / WEIGHTS)
+        return value
+
+    with made_anew(release, name, body) as build, put_back(model.directory):
+        refusal(build, model)
+        assert not made.exists()
+
+
+@pytest.mark.parametrize("touch", HARMLESS.values(), ids=HARMLESS)
+def test_a_merge_whose_parents_are_touched_is_the_same_merge(release: Release, touch: Callable[[Path], None]) -> None:
+    _, call = release.calls["merge"]
+    model = models_of(call)[-1]
+    made = release.project.home / "store" / "merge" / call.key[:32] / WEIGHTS
+    expected, work, begun = sha256_file(made), merge.work, []
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        value = work(*args, **kwargs)
+        begun.append(True)
+        if len(begun) == 1:
+            touch(model.directory / WEIGHTS)
+        return value
+
+    with made_anew(release, "merge", body) as build, put_back(model.directory):
+        touch(model.directory / WEIGHTS)
+        build()
+        assert len(begun) == 2
+        assert sha256_file(made) == expected
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("block", [0, 7])
+def test_a_merge_does_not_end_with_mixed_bytes(
+    release: Release, change: Callable[[Path], None], block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changed in the middle of the merge itself: between two blocks."""
+    from merge_core.engine import blocks
+
+    _, call = release.calls["merge"]
+    model = models_of(call)[-1]
+    read, original = [0], blocks.read_into
+
+    def reading(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+        read[0] += 1
+        if read[0] == block + 1:
+            change(model.directory / WEIGHTS)
+        original(fd, buffer, offset, path)
+
+    monkeypatch.setattr(blocks, "read_into", reading)
+    with made_anew(release, "merge", merge.work) as build, put_back(model.directory):
+        refusal(build, model)
+
+
+@pytest.mark.parametrize("share", [[], ["--share"]], ids=["alone", "shared"])
+def test_the_command_merge_takes_no_tokenizer_that_came_later(
+    project: Project, monkeypatch: pytest.MonkeyPatch, share: list[str]
+) -> None:
+    from merge_core.engine import blocks
+
+    own_family(project)
+    original = blocks.read_into
+
+    def reading(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+        original(fd, buffer, offset, path)
+        tokenizer = project.root / "profiles" / "demo" / "models" / "base" / "tokenizer.json"
+        if path.parent == tokenizer.parent and not tokenizer.with_name("other.bin").exists():
+            CHANGES["replaced"](tokenizer)
+            tokenizer.with_name("other.bin").touch()
+
+    monkeypatch.setattr(blocks, "read_into", reading)
+    out = project.root / "out"
+    result = project.mergegate("merge", "profiles/demo/recipes/ties.yaml", str(out), *share)
+    assert result.exit_code == 3, result.output
+    assert "changed or replaced" in result.output
+    assert not (out / "config.json").exists()
+
+
+def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, release: Release, prefect_api: None) -> None:
+    """The whole run, again and again: each time something is done to a parent, or to the merge, at the next stage.
+
+    What was done is undone before the next run, which goes on from what the store has. At the end there is the release
+    that an undisturbed run makes.
+    """
+    from tasks.explain.stage import explain
+    from tasks.perplexity.stage import perplexity
+    from tasks.publish import step as publishing
+
+    undisturbed = release.project.latest.resolve()
+    root = tmp_path / "project"
+    shutil.copytree(release.project.root, root, symlinks=True)
+    project = Project(root)
+    shutil.rmtree(root / "releases")
+    for name in ("merge", "explain", "report"):
+        shutil.rmtree(project.home / "store" / name)
+    kinds = iter([*CHANGES.items()] * 2)
+    parents = [root / "profiles" / "demo" / "models" / name for name in ("base", "reverser", "shifter")]
+
+    def disturbed(stage: DeclaredStage[Any, Any, Any], directory: Callable[[], Path], *, first: bool) -> None:
+        kind, change = next(kinds)
+        work, place = stage.work, []
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            if not first:
+                value = work(*args, **kwargs)
+            place.append(directory())
+            shutil.copytree(place[-1], tmp_path / "kept", symlinks=True)
+            change(place[-1] / WEIGHTS)
+            return work(*args, **kwargs) if first else value
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stage, "work", body)
+            result = project.mergegate("run", "profiles/demo.yaml")
+        assert place, f"{stage.name} did not run\n{result.output}"
+        shutil.rmtree(place[0])
+        (tmp_path / "kept").rename(place[0])
+        assert result.exit_code == 3, f"{stage.name}, {kind}\n{result.output}"
+        assert "changed" in result.output
+        assert f"{place[0].name}: " in result.output
+        assert "Traceback" not in result.output
+        assert not (root / "releases").exists() or not project.latest.exists()
+        assert not project.artifacts(stage.name) - before.get(stage.name, set())
+
+    before = {stage.name: project.artifacts(stage.name) for stage in (merge, perplexity, explain)}
+    for number, parent in enumerate(parents):
+        disturbed(merge, lambda parent=parent: parent, first=number % 2 == 0)  # type: ignore[misc]  # binds the loop
+    for number in range(2):
+        disturbed(explain, lambda: parents[1], first=number == 0)
+    # Between the last stage and the release: it is hashed as it is copied.
+    merged = lambda: next(place for place in (project.home / "store" / "merge").iterdir() if place.is_dir())  # noqa: E731
+    original = publishing.release_files
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        files = original(*args, **kwargs)
+        shutil.copytree(merged(), tmp_path / "kept", symlinks=True)
+        CHANGES["overwritten, time put back"](merged() / WEIGHTS)
+        return files
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "release_files", swapped)
+        result = project.mergegate("run", "profiles/demo.yaml")
+    assert result.exit_code == 3, result.output
+    assert not project.latest.exists()
+    result = project.mergegate("run", "profiles/demo.yaml")
+    assert result.exit_code == 0, result.output
+    assert project.latest.resolve().name == undisturbed.name

@@ -1,0 +1,284 @@
+"""No merge reads a NaN or an infinity and goes on, whatever the method, the format, and where it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family import merge_text, save_checkpoint, save_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from merge_core import merge_methods
+from merge_core.checkpoint import BY_CODE, EXPONENTS
+from merge_core.engine import blocks, finite
+from merge_core.errors import InvalidInput
+
+EMBEDDINGS, NORM = "model.embed_tokens.weight", "model.norm.weight"
+TOKENS, HIDDEN = 300, 64  # more than a grain, so that small blocks cut the tensor into several
+BAD = (float("nan"), float("inf"), float("-inf"))
+FORMATS = ("bfloat16", "float16", "float32", "float64")
+STORED = {dtype.torch_name: dtype for dtype in BY_CODE.values()}
+CONFIG = {"num_hidden_layers": 0, "tie_word_embeddings": True}
+# What the methods ask for: models beside the base, and parameters that must be given.
+MODELS = {"slerp": "ab", "nuslerp": "ab", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
+WITHOUT_BASE = ("linear", "slerp", "karcher", "passthrough")
+PARAMETERS = {
+    "slerp": "t: 0.4",
+    "nearswap": "t: 0.0005",
+    "sce": "select_topk: 0.3",
+    **dict.fromkeys(("linear", "nuslerp", "multislerp"), "weight: 0.5"),
+    **dict.fromkeys(("karcher", "arcee_fusion", "passthrough", "ram", "ramplus_tl", "model_stock"), ""),
+}
+# Further passes, and rows in place of grains.
+VARIANTS = {
+    "nuslerp": ["weight: 0.5, nuslerp_flatten: false, nuslerp_row_wise: true"],
+    "model_stock": ["filter_wise: true"],
+    "ties": ["weight: 0.5, density: 0.4, rescale: true"],
+    "dare_ties": ["weight: 0.5, density: 1.0"],
+    "linear": ["weight: 0, normalize: false"],
+    "task_arithmetic": ["weight: 0, lambda: 0"],
+}
+CASES = [
+    (method, parameters)
+    for method in sorted(merge_methods())
+    for parameters in [PARAMETERS.get(method, "weight: 0.5, density: 0.4"), *VARIANTS.get(method, [])]
+]
+
+
+def models_of(method: str) -> list[str]:
+    """Names of all that the recipe of ``method`` reads."""
+    return [*([] if method in WITHOUT_BASE else ["base"]), *MODELS.get(method, "abc")]
+
+
+def recipe_of(method: str, parameters: str) -> str:
+    base = "" if method in WITHOUT_BASE else "base_model: base\n"
+    chosen = ", ".join(f"{{model: {name}}}" for name in MODELS.get(method, "abc"))
+    return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{parameters}}}\n"
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sound checkpoints in every format: ``<format>/<name>``."""
+    root = tmp_path_factory.mktemp("family")
+    generator = torch.Generator().manual_seed(0)
+    around = torch.randn(TOKENS, HIDDEN, generator=generator)
+    for name in ("base", "a", "b", "c"):
+        drawn = around + 0.1 * torch.randn(TOKENS, HIDDEN, generator=generator)
+        for chosen in FORMATS:
+            dtype = getattr(torch, chosen)
+            tensors = {EMBEDDINGS: drawn.to(dtype), NORM: drawn[0].clone().to(dtype)}
+            save_checkpoint(root / chosen / name, tensors, config=CONFIG)
+    return root
+
+
+def spoil(family: Path, chosen: str, root: Path, where: dict[str, dict[int, float]]) -> Path:
+    """The family in a format, in ``root``, with these elements of the embeddings of some models replaced."""
+    from safetensors.torch import load_file, save_file
+
+    for name in ("base", "a", "b", "c"):
+        source = family / chosen / name
+        if name not in where:
+            (root / name).symlink_to(source)
+            continue
+        (root / name).mkdir()
+        for file in source.iterdir():
+            (root / name / file.name).symlink_to(file)
+        tensors = load_file(source / "model.safetensors")
+        flat = tensors[EMBEDDINGS].flatten()
+        for index, value in where[name].items():
+            flat[index] = value
+        (root / name / "model.safetensors").unlink()
+        tensors[EMBEDDINGS] = flat.reshape(TOKENS, HIDDEN)
+        save_file(tensors, root / name / "model.safetensors", {"format": "pt"})
+    return root
+
+
+def refused(text: str, root: Path, model: str, count: int, tensor: str = EMBEDDINGS, **how: object) -> InvalidInput:
+    """The refusal of a merge, which must name model, tensor and count, and leave nothing that looks finished."""
+    with pytest.raises(InvalidInput) as caught:
+        merge_text(text, root, **how)
+    assert caught.value.where == f"{model}: {tensor}"
+    assert caught.value.found.startswith(f"{count} of ")
+    assert "NaN or infinite" in caught.value.found
+    assert caught.value.remedy
+    out = root / "out"
+    assert not (out / "config.json").exists()
+    assert not list(out.glob("*.safetensors"))
+    return caught.value
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.mark.parametrize(("method", "parameters"), CASES)
+def test_every_method_refuses_whichever_model_is_broken(
+    family: Path, tmp_path: Path, method: str, parameters: str, kernels: str
+) -> None:
+    turn = CASES.index((method, parameters)) + (kernels == "fused")
+    for number, model in enumerate(models_of(method), start=turn):
+        chosen = FORMATS[number % len(FORMATS)]
+        root = tmp_path / str(number)
+        root.mkdir()
+        spoil(family, chosen, root, {model: {number * 1234 % (TOKENS * HIDDEN): BAD[number % 3]}})
+        refused(recipe_of(method, parameters), root, model, 1, kernels=kernels)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.mark.parametrize("method", sorted(merge_methods()))
+def test_a_tensor_that_is_nothing_else_is_counted_whole(
+    family: Path, tmp_path: Path, method: str, kernels: str
+) -> None:
+    model = models_of(method)[-1]
+    everything = dict.fromkeys(range(TOKENS * HIDDEN), BAD[0])
+    spoil(family, "bfloat16", tmp_path, {model: everything})
+    text = recipe_of(method, PARAMETERS.get(method, "weight: 0.5, density: 0.4"))
+    refused(text, tmp_path, model, TOKENS * HIDDEN, kernels=kernels, block_elements=4096, threads=3)
+
+
+indices = st.dictionaries(st.integers(0, TOKENS * HIDDEN - 1), st.sampled_from(BAD), min_size=1, max_size=5)
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    case=st.sampled_from(CASES),
+    chosen=st.sampled_from(FORMATS),
+    kernels=st.sampled_from(["torch", "fused"]),
+    block=st.sampled_from([1, 4096, 16384, 1 << 20]),
+    threads=st.integers(1, 4),
+    data=st.data(),
+)
+def test_whatever_the_format_the_place_and_the_blocks(
+    family: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    case: tuple[str, str],
+    chosen: str,
+    kernels: str,
+    block: int,
+    threads: int,
+    data: st.DataObject,
+) -> None:
+    method, parameters = case
+    model = data.draw(st.sampled_from(models_of(method)))
+    where = data.draw(indices)
+    root = spoil(family, chosen, tmp_path_factory.mktemp("spoilt"), {model: where})
+    refused(
+        recipe_of(method, parameters), root, model, len(where), kernels=kernels, block_elements=block, threads=threads
+    )
+
+
+@given(
+    st.sampled_from(FORMATS),
+    st.lists(st.floats(width=16), min_size=1, max_size=200),
+    st.integers(0, 3000),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_the_count_is_that_of_isfinite(chosen: str, values: list[float], padding: int, fused: bool) -> None:
+    tensor = torch.tensor(values + [1.0] * padding).to(getattr(torch, chosen))
+    stored = tensor.view(torch.uint8).numpy()
+    expected = int((~torch.isfinite(tensor)).sum()), bool((tensor != 0).any())
+    assert finite.look_through(stored, STORED[chosen], fused=fused) == expected
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("chosen", ["bfloat16", "float16"])
+def test_every_number_of_sixteen_bits_is_judged_right(chosen: str, fused: bool) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    tensor = torch.from_numpy(every.copy()).view(getattr(torch, chosen))
+    expected = int((~torch.isfinite(tensor)).sum())
+    assert finite.count_non_finite(every, STORED[chosen], fused=fused) == expected
+    ones = np.full(1 << 16, 0xFFFF, np.uint16).view(np.uint8)  # as many as a counter of their own width cannot hold
+    assert finite.count_non_finite(ones, STORED[chosen], fused=fused) == 1 << 16
+
+
+def test_the_formats_that_are_merged_are_those_that_are_looked_at() -> None:
+    assert {dtype.code for dtype in BY_CODE.values() if dtype.kind == "float"} == set(EXPONENTS)
+
+
+def test_all_models_that_are_broken_are_named(family: Path, tmp_path: Path) -> None:
+    spoil(family, "bfloat16", tmp_path, {"a": {0: BAD[0], 7: BAD[1]}, "c": {100: BAD[2]}})
+    error = refused(recipe_of("ties", "weight: 0.5, density: 0.4"), tmp_path, "a", 2)
+    assert "in c, 1" in error.found
+
+
+@pytest.mark.parametrize("method", ["ties", "task_arithmetic", "dare_linear"])
+def test_a_tensor_that_is_copied_is_looked_at_too(family: Path, tmp_path: Path, method: str) -> None:
+    """One that the others do not have is copied, not merged: it is read all the same."""
+    from safetensors.torch import load_file, save_file
+
+    spoil(family, "float32", tmp_path, {"base": {}})
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors["lm_head.weight"] = torch.full((TOKENS, HIDDEN), 0.5)
+    tensors["lm_head.weight"][3, 3] = BAD[1]
+    (tmp_path / "base" / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    refused(recipe_of(method, "weight: 0.5"), tmp_path, "base", 1, "lm_head.weight")
+
+
+def test_a_merge_that_is_resumed_refuses_again(family: Path, tmp_path: Path) -> None:
+    spoil(family, "bfloat16", tmp_path, {"b": {TOKENS * HIDDEN - 1: BAD[0]}})
+    text = recipe_of("dare_ties", "weight: 0.5, density: 0.4")
+    for _ in range(3):
+        refused(text, tmp_path, "b", 1, block_elements=16384)
+
+
+@pytest.mark.parametrize("method", ["linear", "ties", "slerp", "model_stock", "sce", "karcher"])
+def test_nothing_is_read_once_more_for_it(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As many bytes are read with the rule as without it."""
+    read: list[int] = []
+    original = blocks.read_into
+
+    def counted(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+        read.append(len(buffer))
+        original(fd, buffer, offset, path)
+
+    monkeypatch.setattr(blocks, "read_into", counted)
+    spoil(family, "bfloat16", tmp_path, {})
+    text = recipe_of(method, PARAMETERS.get(method, "weight: 0.5, density: 0.4"))
+    merge_text(text, tmp_path, "with")
+    with_rule, read[:] = sum(read), []
+    monkeypatch.setattr(blocks, "count_non_finite", lambda *_, **__: 0)
+    merge_text(text, tmp_path, "without")
+    assert with_rule == sum(read) > 0
+
+
+def vocabularies(root: Path, rows: dict[str, Iterable[str]], bad: tuple[str, int]) -> Path:
+    """Checkpoints whose rows stand for these tokens; one row of one of them is broken."""
+    for seed, (name, tokens) in enumerate(rows.items()):
+        tokens = list(tokens)
+        drawn = torch.randn(len(tokens), HIDDEN, generator=torch.Generator().manual_seed(seed))
+        if name == bad[0]:
+            drawn[bad[1], 5] = BAD[0]
+        save_checkpoint(root / name, {EMBEDDINGS: drawn, NORM: torch.ones(HIDDEN)}, config=CONFIG)
+        save_tokenizer(root / name, tokens)
+    return root
+
+
+BY_TOKENS = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\ntokenizer_source: a\n"
+
+
+def test_a_row_that_is_lent_is_counted_where_it_belongs(tmp_path: Path) -> None:
+    vocabularies(tmp_path, {"a": "xyzw", "b": "xyw"}, ("a", 2))  # b lacks z and borrows it
+    error = refused(BY_TOKENS, tmp_path, "a", 1)
+    assert not re.search(r"in b", error.found)
+
+
+def test_a_row_without_a_place_in_the_result_is_not_judged(tmp_path: Path) -> None:
+    vocabularies(tmp_path, {"a": "xyz", "b": "xyzw"}, ("b", 3))
+    merge_text(BY_TOKENS, tmp_path)
+
+
+def test_a_step_that_overflows_is_named(family: Path, tmp_path: Path) -> None:
+    spoil(family, "float16", tmp_path, {})
+    text = (
+        "merge_method: linear\nmodels: [{model: first}, {model: b}]\nparameters: {weight: 0.5}\n---\n"
+        "name: first\nmerge_method: linear\nmodels: [{model: a}]\nparameters: {weight: 1e6, normalize: false}\n"
+    )
+    with pytest.raises(InvalidInput, match=r"first: model\.") as caught:
+        merge_text(text, tmp_path)
+    assert "dtype" in caught.value.remedy
