@@ -32,7 +32,7 @@ from flows.outcome import (
 )
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
-from merge_core.errors import MergegateError, Refused
+from merge_core.errors import DiskRefused, MergegateError, Refused
 from tasks.checkpoints import PinnedRecipe, fetch_weights, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
@@ -122,6 +122,8 @@ def make_attempt(
     pinned = PinnedRecipe(recipe, pin_checkpoints(cleared.found, store().hashes))
     try:
         merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
+    except DiskRefused:
+        raise  # It says nothing about the recipe: no remedy of it is tried.
     except Refused as refusal:
         return FailedMerge(cleared, refusal)
     model = merged_model(merged)

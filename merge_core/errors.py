@@ -53,6 +53,11 @@ class Refused(MergegateError):
     exit_code = 3
 
 
+class DiskRefused(Refused):
+    """The machine said no, not a check: a disk that is full or read-only, a missing right, a limit. It decides nothing
+    about the input, so nothing else is tried instead; the same run goes on when there is room."""
+
+
 Severity = Literal["block", "warn", "info"]
 _WORST_FIRST = ("block", "warn", "info")
 

@@ -1,21 +1,37 @@
 """The artifact store, and what makes it trustworthy: canonical keys, remembered hashes, durable writes, locks,
-journals of unfinished work.
+journals of unfinished work, and what becomes of state that is damaged and of disks that are full.
 """
 
+from merge_core.store.database import set_sqlite_aside, sqlite_fault
+from merge_core.store.disk import disk_refusal, is_of_disk, refusing_disk
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo, sha256_file
 from merge_core.store.keys import NotInKey, canonical, digest, merkle, stage_key
 from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
-from merge_core.store.records import JOURNAL, JournalPlace, RecordJournal, open_journal
+from merge_core.store.records import JOURNAL, JournalPlace, LineChain, RecordJournal, keep_only_journal, open_journal
+from merge_core.store.state import (
+    ASIDE,
+    Damaged,
+    make_way,
+    read_state,
+    regular_files,
+    remove_any,
+    set_aside,
+    state_directory,
+    write_state,
+)
 from merge_core.store.store import MANIFEST, VALUE, Artifact, Store, StoredValue, StoreMiss
 
 __all__ = [
+    "ASIDE",
     "JOURNAL",
     "MANIFEST",
     "VALUE",
     "Artifact",
+    "Damaged",
     "HashMemo",
     "JournalPlace",
+    "LineChain",
     "NotInKey",
     "RecordJournal",
     "Store",
@@ -23,14 +39,27 @@ __all__ = [
     "StoredValue",
     "canonical",
     "digest",
+    "disk_refusal",
     "fsync",
     "fsync_directories",
+    "is_of_disk",
+    "keep_only_journal",
     "lock_file",
     "locked",
+    "make_way",
     "merkle",
     "open_journal",
+    "read_state",
+    "refusing_disk",
+    "regular_files",
+    "remove_any",
+    "set_aside",
+    "set_sqlite_aside",
     "sha256_file",
+    "sqlite_fault",
     "stage_key",
+    "state_directory",
     "try_open_locked",
     "unlock_file",
+    "write_state",
 ]

@@ -2,16 +2,33 @@
 
 Hashing a 70 B checkpoint takes minutes; a nightly run that finds nothing new must take seconds. A file that was
 rewritten, truncated, replaced or touched is hashed again; ``HashMemo.sha256(path, trust=False)`` always reads it.
+
+The table is believed as far as it can be read: one that is damaged or of another schema is set aside and begun anew,
+one that is locked or on a full disk is left alone, and files are hashed as if it were not there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 import sqlite3
+import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import TypeVar
+
+from merge_core.store.database import set_sqlite_aside, sqlite_is_damaged
+from merge_core.store.state import state_directory
 
 _CHUNK = 1 << 22
+_SHA256 = re.compile("[0-9a-f]{64}")
+# A table that somebody holds for longer, or that cannot be written, is not asked again for a while.
+_PATIENCE_S, _LEAVE_ALONE_S = 5.0, 60.0
+_LEFT_ALONE: dict[Path, float] = {}
+_log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 
 def sha256_file(path: Path) -> str:
@@ -33,30 +50,49 @@ class HashMemo:
     def sha256(self, path: Path, *, trust: bool = True) -> str:
         """sha256 of ``path``; from memory when the file is the one that was hashed before and ``trust`` allows it."""
         identity = _identity(path)
-        with closing(self._open()) as connection:
-            if trust:
-                row = connection.execute(
+        if trust:
+            row = self._asked(
+                lambda connection: connection.execute(
                     "SELECT sha256 FROM hashes WHERE device=? AND inode=? AND size=? AND mtime_ns=?", identity
                 ).fetchone()
-                if row is not None:
-                    return str(row[0])
-            sha256 = sha256_file(path)
-            if _identity(path) == identity:  # not written to while we read it
-                self._remember(connection, identity, sha256)
+            )
+            if row is not None and isinstance(row[0], str) and _SHA256.fullmatch(row[0]):
+                return row[0]
+        sha256 = sha256_file(path)
+        if _identity(path) == identity:  # not written to while we read it
+            self._remember(identity, sha256)
         return sha256
 
     def remember(self, path: Path, sha256: str) -> None:
         """Note a hash that was computed while the file was written, so that it is never read just for hashing."""
-        with closing(self._open()) as connection:
-            self._remember(connection, _identity(path), sha256)
+        self._remember(_identity(path), sha256)
 
-    def _remember(self, connection: sqlite3.Connection, identity: tuple[int, int, int, int], sha256: str) -> None:
-        with connection:
-            connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?)", (*identity, sha256))
+    def _remember(self, identity: tuple[int, int, int, int], sha256: str) -> None:
+        def insert(connection: sqlite3.Connection) -> None:
+            with connection:
+                connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?)", (*identity, sha256))
+
+        self._asked(insert)
+
+    def _asked(self, question: Callable[[sqlite3.Connection], R]) -> R | None:
+        """What the table answers; None where there is no asking it: it only saves time, and is no reason to stop."""
+        for _ in range(2):
+            if time.monotonic() < _LEFT_ALONE.get(self._database, 0):
+                return None
+            try:
+                with closing(self._open()) as connection:
+                    return question(connection)
+            except sqlite3.Error as error:
+                if not sqlite_is_damaged(error, self._database):
+                    _log.warning("%s: %s; files are hashed again", self._database, error)
+                    _LEFT_ALONE[self._database] = time.monotonic() + _LEAVE_ALONE_S
+                    return None
+                set_sqlite_aside(self._database, str(error))
+        return None
 
     def _open(self) -> sqlite3.Connection:
-        self._database.parent.mkdir(parents=True, exist_ok=True)
-        connection = sqlite3.connect(self._database, timeout=30)
+        state_directory(self._database.parent, private=True)
+        connection = sqlite3.connect(self._database, timeout=_PATIENCE_S)
         connection.execute(
             "CREATE TABLE IF NOT EXISTS hashes (device INTEGER, inode INTEGER, size INTEGER, mtime_ns INTEGER,"
             " sha256 TEXT, PRIMARY KEY (device, inode))"

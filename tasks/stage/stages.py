@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import MergegateError, Refused
-from merge_core.store import Artifact, Store, StoredValue, canonical, stage_key
+from merge_core.store import Artifact, Store, StoredValue, canonical, refusing_disk, stage_key
 from tasks.stage.progress import StageStatus, report_stage
 from tasks.stage.project import home
 
@@ -164,7 +164,7 @@ class DeclaredStage(Generic[P, V, A]):
         from prefect.states import Completed, Failed
 
         try:
-            with report_stage(self.name, call.subject) as report:
+            with report_stage(self.name, call.subject) as report, refusing_disk(home()):
                 artifact, status = self._build(call)
                 report.summary = artifact.value.summary()
                 report.status = "refused" if artifact.value.refuses() else status
@@ -317,7 +317,7 @@ def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[
             from prefect.states import Completed, Failed
 
             try:
-                with report_stage(name, "") as report:
+                with report_stage(name, "") as report, refusing_disk(home()):
                     value = work(*call.inputs.args, **call.inputs.kwargs)
                     report.status, report.summary = ("made" if value.new else "cached"), value.summary()
             except MergegateError as error:
