@@ -6,6 +6,16 @@ from merge_core.store.database import set_sqlite_aside, sqlite_fault
 from merge_core.store.disk import disk_refusal, is_of_disk, refusing_disk
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo, sha256_file
+from merge_core.store.inspection import (
+    HASHES,
+    StateFinding,
+    examine_database,
+    examine_store,
+    found_damaged,
+    mend_state,
+    passed_over,
+    size_of,
+)
 from merge_core.store.keys import NotInKey, canonical, digest, merkle, stage_key
 from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
 from merge_core.store.records import JOURNAL, JournalPlace, LineChain, RecordJournal, keep_only_journal, open_journal
@@ -24,6 +34,7 @@ from merge_core.store.store import MANIFEST, VALUE, Artifact, Store, StoredValue
 
 __all__ = [
     "ASIDE",
+    "HASHES",
     "JOURNAL",
     "MANIFEST",
     "VALUE",
@@ -34,12 +45,16 @@ __all__ = [
     "LineChain",
     "NotInKey",
     "RecordJournal",
+    "StateFinding",
     "Store",
     "StoreMiss",
     "StoredValue",
     "canonical",
     "digest",
     "disk_refusal",
+    "examine_database",
+    "examine_store",
+    "found_damaged",
     "fsync",
     "fsync_directories",
     "is_of_disk",
@@ -47,8 +62,10 @@ __all__ = [
     "lock_file",
     "locked",
     "make_way",
+    "mend_state",
     "merkle",
     "open_journal",
+    "passed_over",
     "read_state",
     "refusing_disk",
     "regular_files",
@@ -56,6 +73,7 @@ __all__ = [
     "set_aside",
     "set_sqlite_aside",
     "sha256_file",
+    "size_of",
     "sqlite_fault",
     "stage_key",
     "state_directory",

@@ -29,7 +29,7 @@ def sqlite_is_damaged(error: sqlite3.Error, database: Path) -> bool:
     """
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # the rest says more of the same
     if code == sqlite3.SQLITE_CANTOPEN:
-        return bool(_misplaced(database))
+        return bool(misplaced_file(database))
     return code not in _NOT_ITS_FAULT
 
 
@@ -39,7 +39,7 @@ def sqlite_fault(database: Path, *, patience_s: float) -> str:
     Args:
         patience_s: How long to wait for somebody who holds it. Then it counts as whole.
     """
-    if beside := _misplaced(database):
+    if beside := misplaced_file(database):
         return f"{beside.name} is no file"
     if not database.exists():
         return ""
@@ -57,7 +57,7 @@ def set_sqlite_aside(database: Path, why: str) -> None:
         make_way(database.with_name(database.name + suffix), why)
 
 
-def _misplaced(database: Path) -> Path | None:
-    """What stands in the place of the database or of a file beside it and is no file."""
+def misplaced_file(database: Path) -> Path | None:
+    """What stands in the place of the database or of a file beside it and is no file. SQLite waits for pipes."""
     places = (database.with_name(database.name + suffix) for suffix in _BESIDE)
     return next((at for at in places if (at.exists() or at.is_symlink()) and not at.is_file()), None)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import sqlite3
 import time
 from collections.abc import Callable
@@ -19,11 +18,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from merge_core.store.database import set_sqlite_aside, sqlite_is_damaged
+from merge_core.store.database import misplaced_file, set_sqlite_aside, sqlite_is_damaged
 from merge_core.store.state import state_directory
 
 _CHUNK = 1 << 22
-_SHA256 = re.compile("[0-9a-f]{64}")
 # A table that somebody holds for longer, or that cannot be written, is not asked again for a while.
 _PATIENCE_S, _LEAVE_ALONE_S = 5.0, 60.0
 _LEFT_ALONE: dict[Path, float] = {}
@@ -56,8 +54,8 @@ class HashMemo:
                     "SELECT sha256 FROM hashes WHERE device=? AND inode=? AND size=? AND mtime_ns=?", identity
                 ).fetchone()
             )
-            if row is not None and isinstance(row[0], str) and _SHA256.fullmatch(row[0]):
-                return row[0]
+            if row is not None and (known := _vouched(identity, row[0])):
+                return known
         sha256 = sha256_file(path)
         if _identity(path) == identity:  # not written to while we read it
             self._remember(identity, sha256)
@@ -70,7 +68,9 @@ class HashMemo:
     def _remember(self, identity: tuple[int, int, int, int], sha256: str) -> None:
         def insert(connection: sqlite3.Connection) -> None:
             with connection:
-                connection.execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?)", (*identity, sha256))
+                connection.execute(
+                    "INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?)", (*identity, _noted(identity, sha256))
+                )
 
         self._asked(insert)
 
@@ -79,6 +79,8 @@ class HashMemo:
         for _ in range(2):
             if time.monotonic() < _LEFT_ALONE.get(self._database, 0):
                 return None
+            if beside := misplaced_file(self._database):
+                set_sqlite_aside(self._database, f"{beside.name} is no file")
             try:
                 with closing(self._open()) as connection:
                     return question(connection)
@@ -98,6 +100,17 @@ class HashMemo:
             " sha256 TEXT, PRIMARY KEY (device, inode))"
         )
         return connection
+
+
+def _noted(identity: tuple[int, ...], sha256: str) -> str:
+    """The hash as it stands in the table, with a check over it and the file it is of: an altered one is none."""
+    return f"{sha256} {hashlib.sha256(f'{identity} {sha256}'.encode()).hexdigest()[:16]}"
+
+
+def _vouched(identity: tuple[int, ...], noted: object) -> str:
+    """The hash of what :func:`_noted` made; empty for anything else."""
+    sha256 = str(noted)[:64]
+    return sha256 if noted == _noted(identity, sha256) else ""
 
 
 def _identity(path: Path) -> tuple[int, int, int, int]:

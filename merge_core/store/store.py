@@ -34,10 +34,10 @@ from merge_core.store.locks import locked
 from merge_core.store.records import JOURNAL
 from merge_core.store.state import (
     Damaged,
-    make_way,
     read_state,
     regular_files,
     remove_any,
+    set_aside,
     state_directory,
     write_state,
 )
@@ -62,7 +62,9 @@ class _File(BaseModel):
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class _Manifest(BaseModel):
+class ArtifactManifest(BaseModel):
+    """``manifest.json``, strictly: the key, a digest of all content, every file."""
+
     model_config = ConfigDict(strict=True, frozen=True)
 
     key: str
@@ -70,7 +72,9 @@ class _Manifest(BaseModel):
     files: dict[str, _File]
 
 
-class _ValueRecord(BaseModel):
+class ValueRecord(BaseModel):
+    """The file of a stage whose value is all that it makes; ``sha256`` is the digest of ``value`` as it stands."""
+
     model_config = ConfigDict(strict=True, frozen=True)
 
     key: str
@@ -127,7 +131,9 @@ class Store:
         directory = self.directory(stage, key)
         if not os.path.lexists(directory):
             raise StoreMiss(f"{stage} {key[:12]} is not in the store")
-        manifest = _believed(read_state(directory / MANIFEST, _Manifest.model_validate_json), directory / MANIFEST)
+        manifest = _believed(
+            read_state(directory / MANIFEST, ArtifactManifest.model_validate_json), directory / MANIFEST
+        )
         if manifest.key != key:
             raise StoreMiss(f"{directory} belongs to another key")
         # Only what lies in the directory is looked at, whatever the manifest names.
@@ -166,8 +172,8 @@ class Store:
         if not os.path.lexists(path):
             raise StoreMiss(f"{stage} {key[:12]} is not in the store")
 
-        def parse(content: bytes) -> tuple[_ValueRecord, R]:
-            record = _ValueRecord.model_validate_json(content)
+        def parse(content: bytes) -> tuple[ValueRecord, R]:
+            record = ValueRecord.model_validate_json(content)
             return record, value_type.model_validate(record.value)
 
         record, value = _believed(read_state(path, parse), path)
@@ -205,15 +211,14 @@ class Store:
                 found = self.open(stage, key, value_type)
             except StoreMiss as miss:
                 if os.path.lexists(final):
-                    on_damage(str(miss))
-                    make_way(final, "damaged")
+                    on_damage(_set_aside(final, miss))
             else:
                 (final / JOURNAL).unlink(missing_ok=True)  # of a run that was killed between naming and removing
                 return found, False
             partial = final.with_name(final.name + ".partial")
+            state_directory(partial.parent)
             if not resumable or partial.is_symlink():
                 remove_any(partial)
-            state_directory(partial.parent)
             state_directory(partial)
             try:
                 value = make(partial)
@@ -246,8 +251,7 @@ class Store:
                 return self.open_value(stage, key, value_type), False
             except StoreMiss as miss:
                 if os.path.lexists(path):
-                    on_damage(str(miss))
-                    make_way(path, "damaged")
+                    on_damage(_set_aside(path, miss))
             self._seal_value(stage, key, path, make())
             return self.open_value(stage, key, value_type), True
 
@@ -289,6 +293,11 @@ class Store:
 def _content_digest(files: Mapping[str, Mapping[str, object]], value: BaseModel) -> str:
     """Of all that a stage made: its files but the value's own, and the value."""
     return digest({"files": {name: entry for name, entry in files.items() if name != VALUE}, "value": value})
+
+
+def _set_aside(path: Path, miss: StoreMiss) -> str:
+    place = set_aside(path)
+    return f"{miss}; {f'set aside as {place.name}' if place else 'removed'}"
 
 
 def _believed(found: T | Damaged | None, path: Path) -> T:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from merge_core.errors import InvalidInput, MergegateError, Refused
+from merge_core.store import refusing_disk
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
 from tasks.processes import SupervisedProcess
@@ -237,7 +238,8 @@ def _answer(asker: Connection, function: Callable[..., Any], arguments: tuple[An
             asker.send(("progress", done, total))
 
     try:
-        return "done", function(*arguments, on_progress)
+        with refusing_disk():
+            return "done", function(*arguments, on_progress)
     except MergegateError as error:
         return "problem", error
     except Exception:

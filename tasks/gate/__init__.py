@@ -4,7 +4,7 @@ from tasks.gate.bounded import graded_difference, graded_documents_needed
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
 from tasks.gate.power import PlannedTask, gate_power, power_finding
-from tasks.gate.ratchet import anchor_confidence, anchor_refused, note_refusal, refused_by
+from tasks.gate.ratchet import anchor_confidence, anchor_faults, anchor_refused, note_refusal, refused_by
 from tasks.gate.references import (
     check_guards,
     comparable_parents,
@@ -35,6 +35,7 @@ __all__ = [
     "PlannedTask",
     "SuiteVerdict",
     "anchor_confidence",
+    "anchor_faults",
     "anchor_refused",
     "check_guards",
     "comparable_parents",

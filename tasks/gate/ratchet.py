@@ -58,6 +58,12 @@ def _record(anchor: str) -> Path:
     return home() / "anchors" / f"{anchor[:32]}.json"
 
 
+def anchor_faults() -> list[Damaged]:
+    """Records of anchors that cannot be read; counting would start again with them."""
+    found = (read_state(record, _digests) for record in sorted((home() / "anchors").glob("*.json")))
+    return [damage for damage in found if isinstance(damage, Damaged)]
+
+
 def _refused(record: Path) -> set[str]:
     """What stands in the record; nothing where it is not there, or is none: then it is set aside, and begun anew."""
     found = read_state(record, _digests)
