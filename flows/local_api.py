@@ -12,21 +12,38 @@ Where ``PREFECT_API_URL`` names a server (``make server``, a team's own), that o
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
+import sqlite3
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from merge_core.errors import InvalidInput
-from merge_core.store import locked
+from merge_core.store import (
+    disk_refusal,
+    is_of_disk,
+    locked,
+    make_way,
+    refusing_disk,
+    set_sqlite_aside,
+    sqlite_fault,
+    state_directory,
+)
 
 START_TIMEOUT_S = 120.0
+DEFAULT_HOME = ".mergegate"
+# How long somebody may hold the database before it is looked at no further.
+_PATIENCE_S = 10.0
+# About what a database needs for its next few pages.
+_PROBE_BYTES = 1 << 18
 
 
 def configure(home: Path) -> None:
@@ -36,6 +53,7 @@ def configure(home: Path) -> None:
 
     Raises:
         InvalidInput: when the state has no place to be.
+        DiskRefused: when the disk does not let it be made.
     """
     quiet = {
         "PREFECT_HOME": str(home / "prefect"),
@@ -48,10 +66,18 @@ def configure(home: Path) -> None:
     }
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
-    for place in (home, Path(os.environ["PREFECT_HOME"])):
+    own = Path(os.environ["PREFECT_HOME"])
+    for place in (home, own):
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            # What is ours alone is closed to others: reports, weights and Prefect's records are nobody else's business.
+            if place == home and home.is_dir() and home.name != DEFAULT_HOME:
+                continue  # a directory of the user's, who decides
+            if place == home and os.path.lexists(home) and not home.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(home))
+            state_directory(place, private=place == home or place.parent == home)
         except OSError as error:
+            if is_of_disk(error):
+                raise disk_refusal(error, place) from None
             raise InvalidInput(
                 str(place),
                 found=f"cannot be made: {error.strerror}",
@@ -64,8 +90,11 @@ def configure(home: Path) -> None:
 def local_api() -> Iterator[None]:
     """Serve Prefect's API on a free loopback port for as long as the block runs, unless a server is configured.
 
+    The database is Prefect's record of runs, nothing that a run needs: one that is damaged is set aside and begun anew.
+
     Raises:
         InvalidInput: when the configured server does not answer.
+        DiskRefused: when the database cannot be written.
     """
     from prefect.settings import (
         PREFECT_API_URL,
@@ -79,31 +108,110 @@ def local_api() -> Iterator[None]:
         yield
         return
 
+    home = get_current_settings().home
+    with ExitStack() as held:
+        with refusing_disk(home):
+            held.enter_context(_one_migration_at_a_time(home))
+            database = _database()
+            if database and (why := sqlite_fault(database, patience_s=_PATIENCE_S)):
+                forget_records(database, why)
+        try:
+            url, stop = _start_server(database)
+        except _NotStarted as failure:
+            # Whatever its database holds that Prefect cannot read: the records are lost, the run need not be.
+            require_writable(home)
+            if database is None or not database.exists():
+                raise RuntimeError(str(failure)) from None
+            forget_records(database, str(failure))
+            url, stop = _start_server(database)
+    # Services off: nothing is scheduled by a process that is about to end. Heartbeats off: they cost a second a flow.
+    with temporary_settings({PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        try:
+            yield
+        finally:
+            _drain_events()
+            _hush()
+            stop()
+
+
+class _NotStarted(Exception):
+    """Prefect's API did not start in this process."""
+
+
+def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
+    """Address of the API, served by a thread; and what ends it.
+
+    Raises:
+        _NotStarted: also when the database is none of Prefect's after it has brought it up to date.
+    """
     import uvicorn
     from prefect.server.api.server import create_app
 
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
-    # Services off: nothing is scheduled by a process that is about to end. Heartbeats off: they cost a second a flow.
-    with temporary_settings({PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-        app = create_app(ephemeral=True, final=True)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="prefect-api", daemon=True)
-        with _one_migration_at_a_time(get_current_settings().home):
-            thread.start()
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not server.started:
-                if not thread.is_alive() or time.monotonic() > deadline:
-                    raise RuntimeError("Prefect's API did not start in this process; see its log above")
-                time.sleep(0.02)
-        try:
-            yield
-        finally:
-            _drain_events()
-            _hush()
-            server.should_exit = True
-            thread.join(timeout=10)
+    app = create_app(ephemeral=True, final=True, ignore_cache=True)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="prefect-api", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(timeout=10)
+
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > deadline:
+            stop()
+            listener.close()
+            raise _NotStarted("Prefect's API did not start in this process; see its log above")
+        time.sleep(0.02)
+    if database and (missing := _missing_columns(database)):
+        stop()
+        raise _NotStarted(f"Prefect's database has no {missing}")
+    return url, stop
+
+
+def _missing_columns(database: Path) -> str:
+    """A table or column that Prefect needs and its database has not, though it says that it is of this version."""
+    from prefect.server.database import provide_database_interface
+
+    with closing(sqlite3.connect(database, timeout=_PATIENCE_S)) as connection:
+        for table in provide_database_interface().Base.metadata.sorted_tables:
+            rows = connection.execute("SELECT name FROM pragma_table_info(?)", (table.name,)).fetchall()
+            if missing := sorted({column.name for column in table.columns} - {name for (name,) in rows}):
+                return f"{table.name}.{missing[0]}"
+    return ""
+
+
+def require_writable(place: Path) -> None:
+    """See that a file can be written below ``place``: databases say less clearly why they cannot.
+
+    Raises:
+        DiskRefused: when it cannot, or only a few bytes.
+    """
+    with refusing_disk(place), NamedTemporaryFile(dir=place, prefix="probe-", suffix=".partial") as file:
+        file.write(bytes(_PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def forget_records(database: Path, why: str) -> None:
+    """Set Prefect's database aside, with the note of what has been registered in it."""
+    set_sqlite_aside(database, why)
+    make_way(database.with_name("memo_store.toml"), "it belongs to the database")
+
+
+def _database() -> Path | None:
+    """Prefect's database, where it is a file."""
+    from prefect.settings import get_current_settings
+    from sqlalchemy.engine import make_url
+
+    url = get_current_settings().server.database.connection_url
+    address = make_url(url.get_secret_value()) if url else None
+    if address is None or not address.drivername.startswith("sqlite") or address.database in (None, "", ":memory:"):
+        return None
+    return Path(str(address.database))
 
 
 def _require_answer(url: str) -> None:
@@ -138,6 +246,6 @@ def _hush() -> None:
 
 @contextmanager
 def _one_migration_at_a_time(home: Path) -> Iterator[None]:
-    home.mkdir(parents=True, exist_ok=True)
+    state_directory(home)
     with locked(home / "migration.lock"):
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from flows.attempt import AlreadyReleased, Attempt, FailedMerge
 from flows.profile import Profile
 from merge_core.errors import MergegateError, Refused
-from merge_core.store import Artifact, StoredValue
+from merge_core.store import Artifact, StoredValue, state_directory, write_state
 from tasks.evaluation import join_parts
 from tasks.explain import Explanation, untried
 from tasks.gate import GateVerdict
@@ -237,11 +236,6 @@ def _keep_page(content: ReportContent, report: Artifact[Report]) -> Path:
     It is that of the release, and where the model was served, what a machine took for that as well.
     """
     page = home() / "reports" / f"{content.name}.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    step = page.with_suffix(".partial")
-    if content.served:
-        step.write_text(render(content), encoding="utf-8")
-    else:
-        shutil.copyfile(report.directory / "report.html", step)
-    step.rename(page)
+    state_directory(page.parent, private=True)
+    write_state(page, render(content).encode() if content.served else (report.directory / "report.html").read_bytes())
     return page

@@ -32,7 +32,8 @@ from flows.outcome import (
 )
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
-from merge_core.errors import ChangedInput, MergegateError, Refused
+from merge_core.errors import ChangedInput, DiskRefused, MergegateError, Refused
+from merge_core.store import refusing_disk
 from tasks.checkpoints import PinnedRecipe, fetch_weights, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
@@ -41,7 +42,7 @@ from tasks.preflight import Evidence
 from tasks.publish import publish
 from tasks.releases import find_anchor, find_champion
 from tasks.report import write_report
-from tasks.stage import ProgressLog, announce, is_watched, store, watched_by
+from tasks.stage import ProgressLog, announce, home, is_watched, store, watched_by
 
 # What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
 # money and a server minutes: only for what would otherwise be published.
@@ -57,7 +58,8 @@ def release(profile: Path | Profile) -> State[RunOutcome]:
     """
     with nullcontext() if is_watched() else watched_by(ProgressLog(get_run_logger())):
         try:
-            outcome = make_release(load_profile(profile))
+            with refusing_disk(home()):
+                outcome = make_release(load_profile(profile))
         except MergegateError as error:
             outcome = stopped_outcome(error)
     show_in_prefect(outcome, profile.name if isinstance(profile, Profile) else profile.stem)
@@ -122,8 +124,8 @@ def make_attempt(
     pinned = PinnedRecipe(recipe, pin_checkpoints(cleared.found, store().hashes))
     try:
         merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
-    except ChangedInput:
-        raise  # No other recipe makes the files what they were.
+    except (ChangedInput, DiskRefused):
+        raise  # It says nothing about the recipe: no remedy of it helps.
     except Refused as refusal:
         return FailedMerge(cleared, refusal)
     model = merged_model(merged)

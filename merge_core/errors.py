@@ -60,6 +60,11 @@ class ChangedInput(Refused):
     """
 
 
+class DiskRefused(Refused):
+    """The machine said no, not a check: a disk that is full or read-only, a missing right, a limit. It decides nothing
+    about the input, so nothing else is tried instead; the same run goes on when there is room."""
+
+
 Severity = Literal["block", "warn", "info"]
 _WORST_FIRST = ("block", "warn", "info")
 

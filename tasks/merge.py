@@ -71,8 +71,8 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         InvalidInput: when a parent holds NaN or infinity.
         Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
     """
-    start_or_resume(out)
     plan = plan_merge(pinned.recipe, {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents})
+    start_or_resume(out, plan)
     record = merge_weights(
         plan,
         out,

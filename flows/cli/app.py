@@ -1,24 +1,25 @@
 """The command line: commands and exit codes, nothing else.
 
-Exit codes: 0 released or nothing new · 2 invalid profile, recipe or checkpoint · 3 refused by a check or a gate ·
-1 anything unexpected. Heavy imports wait until a command needs them: ``mergegate --help`` answers at once.
+Exit codes: 0 released or nothing new · 2 invalid profile, recipe or checkpoint · 3 refused by a check, a gate or the
+disk · 1 anything unexpected. Heavy imports wait until a command needs them: ``mergegate --help`` answers at once.
 """
 
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from merge_core.errors import MergegateError
+from merge_core.errors import DiskRefused, MergegateError
 
 app = typer.Typer(
     name="mergegate",
@@ -188,6 +189,19 @@ def gate_command(
     raise typer.Exit(outcome.exit_code)
 
 
+@app.command("doctor")
+def doctor_command(
+    mend: Annotated[bool, typer.Option("--mend", help="Set aside what is damaged, remove what nobody needs.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Look at this project's state: what is damaged, set aside or left over, and how large it is."""
+    with _refusals(as_json):
+        from flows.cli.doctor import examine_project
+
+        code = examine_project(_console(as_json), as_json, mend=mend)
+    raise typer.Exit(code)
+
+
 @app.command("verify")
 def verify_command(
     release: Annotated[str, typer.Argument(help="Directory of a release, or org/name[@version] on the Hub.")],
@@ -220,11 +234,23 @@ def reproduce_command(
 
 def main() -> None:
     """Entry point of the ``mergegate`` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
         app()
     finally:
+        _close_output()
         # What a run imported is a million objects: looking through them for cycles once more takes seconds at exit.
         gc.freeze()
+
+
+def _close_output() -> None:
+    """Drop what could not be printed: it has been said, and the interpreter would say so once more."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _prepare_environment() -> None:
@@ -245,7 +271,7 @@ def _console(as_json: bool) -> Any:
 def _watched(flow: Callable[[], Any], headline: str, profile: Path, console: Any) -> Any:
     """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs."""
     from flows.cli.progress import TerminalProgress
-    from flows.local_api import local_api
+    from flows.local_api import local_api, require_writable
     from flows.outcome import RunOutcome
 
     progress = TerminalProgress(console)
@@ -254,11 +280,19 @@ def _watched(flow: Callable[[], Any], headline: str, profile: Path, console: Any
         with console.status("starting Prefect's API"):
             stack.enter_context(local_api())
         with progress.watching():
-            state = flow()
+            try:
+                state = flow()
+            except Exception as failure:
+                require_writable(Path(os.environ["MERGEGATE_HOME"]))
+                raise failure from None
     outcome = state.result(raise_on_failure=False)
-    if not isinstance(outcome, RunOutcome):
-        raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
-    return outcome
+    if isinstance(outcome, RunOutcome):
+        return outcome
+    # Prefect's API says of a full disk only that it failed.
+    require_writable(Path(os.environ["MERGEGATE_HOME"]))
+    if isinstance(outcome, OSError):
+        raise outcome
+    raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
 
 
 def _print_outcome(console: Any, outcome: Any, as_json: bool) -> None:
@@ -272,15 +306,57 @@ def _print_outcome(console: Any, outcome: Any, as_json: bool) -> None:
 
 @contextmanager
 def _refusals(as_json: bool) -> Iterator[None]:
-    """Turn what a user can cause into a message and an exit code. No traceback for it."""
+    """Turn what a user, a disk or the system can cause into one message and an exit code. No traceback for it."""
     try:
         yield
+        sys.stdout.flush()
     except MergegateError as error:
-        if as_json:
-            print(json.dumps({"status": "refused" if error.exit_code == 3 else "invalid", "message": str(error)}))
-        else:
-            print(str(error), file=sys.stderr)
+        _say_no(error, as_json)
         raise typer.Exit(error.exit_code) from None
+    except OSError as error:
+        refusal = _refusal_of(error)
+        _say_no(refusal, as_json)
+        raise typer.Exit(refusal.exit_code) from None
+    except UnicodeEncodeError as error:
+        # Python holds bytes of a name that are no text as lone surrogates, which nothing else takes.
+        text = ascii(error.object[max(0, error.start - 40) : error.end + 20])
+        refusal = DiskRefused(text, found="a name that is no text", expected="UTF-8", remedy="rename it")
+        _say_no(refusal, as_json)
+        raise typer.Exit(refusal.exit_code) from None
     except KeyboardInterrupt:
         print("interrupted; run again to go on from the finished stages", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def _refusal_of(error: OSError) -> MergegateError:
+    from merge_core.store import disk_refusal
+
+    if isinstance(error, FileNotFoundError) and not _has_working_directory():
+        return DiskRefused(
+            "the working directory",
+            found="it has been deleted",
+            expected="a directory that is there",
+            remedy="change to one, then run again",
+        )
+    return disk_refusal(error)
+
+
+def _has_working_directory() -> bool:
+    try:
+        Path.cwd()
+    except OSError:
+        return False
+    return True
+
+
+def _say_no(error: MergegateError, as_json: bool) -> None:
+    """The message, where it can still be said: the disk that is full may hold our output, too."""
+    status = "refused" if error.exit_code == 3 else "invalid"
+    try:
+        if as_json:
+            print(json.dumps({"status": status, "message": str(error)}), flush=True)
+            return
+    except OSError:
+        pass
+    with suppress(OSError):
+        print(str(error), file=sys.stderr, flush=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -12,8 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from flows.parents import clear_recipe
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
-from merge_core.errors import InvalidInput
-from merge_core.store import HashMemo
+from merge_core.errors import InvalidInput, Refused
+from merge_core.store import HashMemo, try_open_locked
 from tasks.checkpoints import identify_files, require_same_files
 from tasks.checkpoints.hub import Snapshot, download_snapshots
 from tasks.stage import home
@@ -30,11 +32,16 @@ def merge_to(
 
     Raises:
         InvalidInput: for a recipe that cannot mean anything, or an ``out`` that exists.
-        Refused: when the parents do not fit each other, are changed while they are merged, or what came out is not
-            healthy.
+        Refused: when the parents do not fit each other, are changed while they are merged, what came out is not
+            healthy, or another merge into ``out`` is running.
     """
-    if out.exists() and not share:
-        raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
+    with nullcontext() if share else _alone(out):
+        return _merge_to(recipe_file, out, seed=seed, device=device, share=share, console=console)
+
+
+def _merge_to(
+    recipe_file: Path, out: Path, *, seed: int, device: str, share: bool, console: Console
+) -> dict[str, object]:
     recipe = load_recipe(recipe_file)
     found, findings = clear_recipe(recipe)
     for finding in findings:
@@ -44,7 +51,7 @@ def merge_to(
     plan = plan_merge(recipe, {parent.ref: open_checkpoint(parent.directory) for parent in found})
     place = out if share else out.with_name(f"{out.name}.partial")
     if not share:
-        start_or_resume(place)
+        start_or_resume(place, plan)
     with _bar(recipe.summary(), console) as bar:
         job = bar.add_task("merge", total=None)
         record = merge_weights(
@@ -74,6 +81,30 @@ def merge_to(
         "files": dict(record.files),
         "findings": [f"{finding.severity}: {finding.where}: {finding.found}" for finding in record.findings],
     }
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """See that nobody else merges into ``out``, which is not there yet, and keep it so."""
+    lock = out.with_name(f".{out.name}.lock")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = try_open_locked(lock, os.O_RDWR | os.O_CREAT, required=False)
+    if descriptor is None:
+        raise Refused(
+            str(out),
+            found="another merge into it is running",
+            expected="one at a time",
+            remedy="wait for it, name another directory, or start both with --share to divide the work",
+        )
+    try:
+        if os.path.lexists(out):
+            raise InvalidInput(
+                str(out), found="it exists", expected="a new directory", remedy="name another, or remove it"
+            )
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _fetch(snapshots: Sequence[Snapshot], console: Console) -> None:

@@ -6,8 +6,10 @@ directory at once: they divide its shards (see :mod:`.journal`), and all of them
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +23,12 @@ from merge_core.engine.execution import execute
 from merge_core.engine.health import judge_health
 from merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
 from merge_core.engine.settings import EngineSettings
-from merge_core.engine.writer import name_shards, refusing_disk_errors
+from merge_core.engine.writer import PARTIAL, name_shards, refusing_disk_errors
 from merge_core.errors import ChangedInput, Finding, InvalidInput, MergegateError, worst_first
 from merge_core.plan import MergePlan, step_of
-from merge_core.store import FileIdentity, file_identity
+from merge_core.store import FileIdentity, file_identity, remove_any, state_directory
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -151,11 +155,33 @@ def merge_weights(
     )
 
 
-def start_or_resume(out: Path) -> None:
-    """Leave in ``out`` only what a merge can be resumed from: with no journal, what lies there belongs to nothing."""
-    if not journal.exists(out):
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
+def start_or_resume(out: Path, plan: MergePlan) -> None:
+    """Leave in ``out`` only what the merge of ``plan`` can be resumed from.
+
+    With no journal, what lies there belongs to nothing. With one, files that this merge does not write are removed, and
+    what is no file where one should be: nobody else has a place here, and they would stop every run from now on.
+
+    Raises:
+        DiskRefused: when ``out`` cannot be written.
+    """
+    with refusing_disk_errors(out):
+        if not journal.exists(out):
+            remove_any(out)
+        state_directory(out)
+        expected = file_names(plan)
+        for step in plan.steps:
+            expected |= {f"{STEPS}/{step.recipe.name}/{shard.name}" for shard in step.shards}
+        folders = {folder.as_posix() for name in expected for folder in Path(name).parents}
+        for above, directories, names in os.walk(out):
+            place = Path(above)
+            for name in (*directories, *names):
+                path, relative = place / name, (place / name).relative_to(out).as_posix()
+                mode = path.lstat().st_mode
+                ours = stat.S_ISREG(mode) and (name.endswith(PARTIAL) or relative in expected)
+                if not ours and not (stat.S_ISDIR(mode) and relative in folders):
+                    _log.warning("%s: not of this merge; removed", path)
+                    remove_any(path)
+            directories[:] = [name for name in directories if (place / name).is_dir()]
 
 
 @contextmanager

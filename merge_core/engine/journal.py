@@ -9,12 +9,14 @@ and hashed. After ``kill -9`` everything that was written is still there, so bot
 machine, or on another one, only what was flushed is certain: the journal remembers the boot it was written in, and in
 another boot only a complete shard counts.
 
-The first line identifies the merge: recipe, seed, inputs (path, size, times), device and layout. A journal of
-another merge is not continued; its shard starts from the beginning.
+Lines vouch for each other and for the merge: recipe, seed, inputs (path, size, times), device and layout. The first
+that does not fit ends the belief: garbage costs what it hides, and of a journal of another merge nothing is believed,
+its shard starts from the beginning.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -27,7 +29,7 @@ from merge_core.engine.coordination import NAME
 from merge_core.engine.health import TensorHealth
 from merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
 from merge_core.plan import MergePlan, Shard
-from merge_core.store import try_open_locked
+from merge_core.store import ASIDE, LineChain, remove_any, try_open_locked
 
 # To be raised whenever the engine would write other bytes for the same plan, or other lines into a journal: what an
 # older engine left is not continued.
@@ -44,8 +46,10 @@ class ShardJournal:
         digest: sha256 of the shard if it is complete.
     """
 
-    def __init__(self, path: Path, fd: int, shard: Shard, entries: Sequence[Mapping[str, Any]]) -> None:
-        self.shard = shard
+    def __init__(
+        self, path: Path, fd: int, shard: Shard, entries: Sequence[Mapping[str, Any]], lines: LineChain
+    ) -> None:
+        self.shard, self._lines = shard, lines
         self.tensors = {e["tensor"]: TensorHealth.from_entry(e) for e in entries if "tensor" in e}
         self.digest: str | None = next((e["sha256"] for e in entries if "sha256" in e), None)
         self._path, self._fd, self._lock = path, fd, Lock()
@@ -82,7 +86,7 @@ class ShardJournal:
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         with refusing_disk_errors(self._path):
-            os.write(self._fd, json.dumps(entry).encode() + b"\n")
+            _write(self._fd, self._lines.line(json.dumps(entry).encode()))
 
 
 def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
@@ -98,8 +102,8 @@ def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
         if fd is None:
             return None
         try:
-            entries = _valid_entries(fd, out, shard, identity)
-            return ShardJournal(path, fd, shard, entries)
+            entries, lines = _valid_entries(fd, out, shard, identity)
+            return ShardJournal(path, fd, shard, entries, lines)
         except BaseException:
             os.close(fd)
             raise
@@ -112,8 +116,8 @@ def exists(out: Path) -> bool:
 
 def remove_journals(out: Path) -> None:
     """Remove the journals of a finished merge."""
-    for path in out.glob(f"**/*{_SUFFIX}"):
-        path.unlink(missing_ok=True)
+    for path in (*out.glob(f"**/*{_SUFFIX}"), *out.glob(f"**/*{PARTIAL}{ASIDE}*")):
+        remove_any(path)
 
 
 def merge_identity(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
@@ -139,20 +143,37 @@ def merge_identity(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _valid_entries(fd: int, out: Path, shard: Shard, identity: str) -> list[dict[str, Any]]:
-    """Entries that still hold; the file is cut after them, or started again when there are none."""
-    lines = os.pread(fd, os.fstat(fd).st_size, 0).splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith(b"\n")]
-    entries = [json.loads(line) for line in whole]
+def _valid_entries(fd: int, out: Path, shard: Shard, identity: str) -> tuple[list[dict[str, Any]], LineChain]:
+    """Entries that still hold, and the lines that go on from them; the file is cut there, or started again."""
+    lines = LineChain(identity)
+    with os.fdopen(os.dup(fd), "rb") as file:
+        file.seek(0)
+        found = list(lines.whole(file, _is_entry))
+    entries = [entry for entry, _ in found]
     there = final_or_partial(out, shard)
     same_boot = bool(entries) and entries[0].get("boot") == _boot()
     complete = any("sha256" in entry for entry in entries)
-    if entries and entries[0].get("merge") == identity and there is not None and (same_boot or complete):
-        os.ftruncate(fd, sum(map(len, whole)))
-        return entries[1:]
+    if entries and "boot" in entries[0] and there is not None and (same_boot or complete):
+        os.ftruncate(fd, found[-1][1])
+        return entries[1:], lines
     os.ftruncate(fd, 0)
-    os.write(fd, json.dumps({"merge": identity, "boot": _boot()}).encode() + b"\n")
-    return []
+    lines = LineChain(identity)
+    _write(fd, lines.line(json.dumps({"boot": _boot()}).encode()))
+    return [], lines
+
+
+def _is_entry(entry: Any) -> bool:
+    match entry:
+        case {"boot": str()} | {"sha256": str()}:
+            return True
+        case {"tensor": str(), "non_finite": int(), "zero": bool(), "rms": float() | int(), "parents": list()}:
+            return True
+    return False
+
+
+def _write(fd: int, line: bytes) -> None:
+    if os.write(fd, line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _boot() -> str:

@@ -95,6 +95,7 @@ def file_names(plan: MergePlan) -> set[str]:
     return {
         *(shard.name for shard in plan.shards),
         *plan.donor.companions,
+        *plan.tokenizer.companions,
         *([index[0]] if index else []),
         CONFIG,
         FILE,

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from merge_core.errors import Refused
 from merge_core.plan import Shard
+from merge_core.store import disk_refusal
 
 PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20
@@ -245,13 +245,7 @@ class refusing_disk_errors:  # noqa: N801  # reads as the statement it is: `with
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, OSError):
             return
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise Refused(
-            str(self._path),
-            found="the disk is full" if full else f"cannot be written: {error.strerror}",
-            expected="room for the whole result" if full else "a writable directory",
-            remedy="free some space, or choose another place" if full else "check disk and rights",
-        ) from None
+        raise disk_refusal(error, self._path) from None
 
 
 def _allocate(fd: int, size: int) -> None:

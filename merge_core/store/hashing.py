@@ -6,6 +6,9 @@ set the time of change (ctime). ``HashMemo.sha256(path, trust=False)`` always re
 
 Clocks of file systems tick every few milliseconds. What is written twice within one tick has the same times, so a file
 is read for a memory only when the tick of its last change is over.
+
+The table is believed as far as it can be read: one that is damaged or of another schema is set aside and begun anew,
+one that is locked or on a full disk is left alone, and files are hashed as if it were not there.
 """
 
 from __future__ import annotations
@@ -13,25 +16,25 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
 import sqlite3
 import time
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from merge_core.store.locks import locked
-
-log = logging.getLogger(__name__)
+from merge_core.store.database import misplaced_file, set_sqlite_aside, sqlite_is_damaged
+from merge_core.store.state import state_directory
 
 _CHUNK = 1 << 22
 # Longer than a tick of any clock that files are stamped with (10 ms where the kernel's timer has 100 Hz).
 _TICK_NS = 20_000_000
-# To be raised with every change of the table's shape.
-_SHAPE = 2
-# What goes wrong with a table that may be sound: somebody holds it, it may not be written, the disk is full or fails.
-_BLAMELESS = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_READONLY", "SQLITE_FULL", "SQLITE_CANTOPEN", "SQLITE_IOERR")
 _COLUMNS = ("device", "inode", "size", "mtime_ns", "ctime_ns")
+# A table that somebody holds for longer, or that cannot be written, is not asked again for a while.
+_PATIENCE_S, _LEAVE_ALONE_S = 5.0, 60.0
+_LEFT_ALONE: dict[Path, float] = {}
+_log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 
 class FileIdentity(NamedTuple):
@@ -63,9 +66,6 @@ def sha256_file(path: Path) -> str:
 class HashMemo:
     """A small SQLite table from file identity to sha256. Safe for several processes; losing it costs only time.
 
-    A table that is damaged, or of another version's shape, is set aside as ``<name>.old``; where there can be none, the
-    files are read.
-
     Args:
         database: Where the table lives; created on first use.
     """
@@ -76,7 +76,7 @@ class HashMemo:
     def sha256(self, path: Path, *, trust: bool = True) -> str:
         """sha256 of ``path``; from memory when the file is the one that was hashed before and ``trust`` allows it."""
         identity = file_identity(path)
-        if trust and (known := self._recall(identity)) is not None:
+        if trust and (known := self._recall(identity)):
             return known
         _wait_for_tick(identity)
         identity = file_identity(path)
@@ -100,69 +100,58 @@ class HashMemo:
 
     def _recall(self, identity: FileIdentity) -> str | None:
         which = " AND ".join(f"{column}=?" for column in _COLUMNS)
-        rows = self._execute(f"SELECT sha256 FROM hashes WHERE {which}", _stored(identity))
-        return str(rows[0][0]) if rows else None
+        row = self._asked(
+            lambda connection: connection.execute(
+                f"SELECT sha256 FROM hashes WHERE {which}", _stored(identity)
+            ).fetchone()
+        )
+        return _vouched(identity, row[0]) or None if row is not None else None
 
     def _remember(self, identity: FileIdentity, sha256: str) -> None:
-        self._execute("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?, ?)", (*_stored(identity), sha256))
+        def insert(connection: sqlite3.Connection) -> None:
+            with connection:
+                connection.execute(
+                    "INSERT OR REPLACE INTO hashes VALUES (?, ?, ?, ?, ?, ?)",
+                    (*_stored(identity), _noted(identity, sha256)),
+                )
 
-    def _execute(self, statement: str, values: tuple[object, ...]) -> list[tuple[object, ...]]:
-        """What the table answers; nothing where there is no table to be had."""
-        inode = self._inode()
-        try:
+        self._asked(insert)
+
+    def _asked(self, question: Callable[[sqlite3.Connection], R]) -> R | None:
+        """What the table answers; None where there is no asking it: it only saves time, and is no reason to stop."""
+        for _ in range(2):
+            if time.monotonic() < _LEFT_ALONE.get(self._database, 0):
+                return None
+            if beside := misplaced_file(self._database):
+                set_sqlite_aside(self._database, f"{beside.name} is no file")
             try:
-                return self._asked(statement, values)
-            except sqlite3.DatabaseError as error:
-                if error.sqlite_errorname.startswith(_BLAMELESS) and not self._database.is_dir():
-                    raise
-                log.warning("%s is set aside: %s", self._database, error)
-                self._set_aside(inode)
-                return self._asked(statement, values)
-        except (OSError, sqlite3.Error) as error:
-            log.warning("%s cannot be used: %s; files are hashed again", self._database, error)
-            return []
-
-    def _asked(self, statement: str, values: tuple[object, ...]) -> list[tuple[object, ...]]:
-        self._database.parent.mkdir(parents=True, exist_ok=True)
-        with closing(sqlite3.connect(self._database, timeout=30)) as connection, connection:
-            _require_shape(connection)
-            rows: list[tuple[object, ...]] = connection.execute(statement, values).fetchall()
-            return rows
-
-    def _inode(self) -> int | None:
-        with suppress(OSError):
-            return self._database.stat().st_ino
+                with closing(self._open()) as connection:
+                    return question(connection)
+            except sqlite3.Error as error:
+                if not sqlite_is_damaged(error, self._database):
+                    _log.warning("%s: %s; files are hashed again", self._database, error)
+                    _LEFT_ALONE[self._database] = time.monotonic() + _LEAVE_ALONE_S
+                    return None
+                set_sqlite_aside(self._database, str(error))
         return None
 
-    def _set_aside(self, inode: int | None) -> None:
-        """Make room for a new table, unless another process has just done so."""
-        with locked(self._database.with_name(f"{self._database.name}.lock"), remove=True, required=False):
-            if self._inode() != inode:
-                return
-            old = self._database.with_name(f"{self._database.name}.old")
-            if old.is_dir():
-                shutil.rmtree(old)
-            self._database.replace(old)
+    def _open(self) -> sqlite3.Connection:
+        state_directory(self._database.parent, private=True)
+        connection = sqlite3.connect(self._database, timeout=_PATIENCE_S)
+        columns = ", ".join(f"{column} INTEGER" for column in _COLUMNS)
+        connection.execute(f"CREATE TABLE IF NOT EXISTS hashes ({columns}, sha256 TEXT, PRIMARY KEY (device, inode))")
+        return connection
 
 
-def _require_shape(connection: sqlite3.Connection) -> None:
-    """Make the table where there is none.
+def _noted(identity: FileIdentity, sha256: str) -> str:
+    """The hash as it stands in the table, with a check over it and the file it is of: an altered one is none."""
+    return f"{sha256} {hashlib.sha256(f'{tuple(identity)} {sha256}'.encode()).hexdigest()[:16]}"
 
-    Raises:
-        sqlite3.DatabaseError: It is no database, or of another shape.
-    """
-    (shape,) = connection.execute("PRAGMA user_version").fetchone()
-    if shape == _SHAPE:
-        return
-    connection.execute("BEGIN IMMEDIATE")  # Another process may be making it at this moment.
-    (shape,) = connection.execute("PRAGMA user_version").fetchone()
-    if shape != _SHAPE and connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-        other = sqlite3.DatabaseError(f"its shape is {shape}, not {_SHAPE}")
-        other.sqlite_errorname = "SQLITE_SCHEMA"
-        raise other
-    columns = ", ".join(f"{column} INTEGER" for column in _COLUMNS)
-    connection.execute(f"CREATE TABLE IF NOT EXISTS hashes ({columns}, sha256 TEXT, PRIMARY KEY (device, inode))")
-    connection.execute(f"PRAGMA user_version = {_SHAPE}")
+
+def _vouched(identity: FileIdentity, noted: object) -> str:
+    """The hash of what :func:`_noted` made; empty for anything else."""
+    sha256 = str(noted)[:64]
+    return sha256 if noted == _noted(identity, sha256) else ""
 
 
 def _wait_for_tick(identity: FileIdentity) -> None:

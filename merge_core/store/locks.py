@@ -16,10 +16,15 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from merge_core.store.state import make_way
+
+# What opening says where a directory, a link or a socket stands in place of ours.
+_NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _log = logging.getLogger(__name__)
 
@@ -32,11 +37,11 @@ def locked(
 
     Args:
         path: In a directory that exists.
-        remove: Remove the file at the end.
+        remove: Remove the file at the end; so it is a file, never a directory.
         required: See the module docstring.
         on_wait: Called once if somebody else holds it.
     """
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    flags = os.O_RDONLY if path.is_dir() and not remove else os.O_RDWR | os.O_CREAT
     descriptor = try_open_locked(path, flags, required=required)
     if descriptor is None:
         on_wait()
@@ -83,7 +88,7 @@ def unlock_file(descriptor: int) -> None:
 
 def _open_locked(path: Path, flags: int, operation: int, required: bool) -> int:
     while True:
-        descriptor, held = os.open(path, flags | os.O_CLOEXEC, 0o644), False
+        descriptor, held = _opened(path, flags), False
         try:
             _flock(descriptor, path, operation, required)
             held = _is_linked(descriptor, path)
@@ -92,6 +97,27 @@ def _open_locked(path: Path, flags: int, operation: int, required: bool) -> int:
                 os.close(descriptor)
         if held:
             return descriptor
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Whoever asks for a file to be made has named it: what is there instead is damage, and set aside."""
+    if not flags & os.O_CREAT:
+        return os.open(path, flags | os.O_CLOEXEC)
+    ours = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, ours, 0o644)
+    except PermissionError:
+        if path.parent.stat().st_uid != os.geteuid() or path.lstat().st_uid != os.geteuid():
+            raise  # Somebody else's, who may hold it.
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    make_way(path, "no file to be locked")
+    return os.open(path, ours, 0o644)
 
 
 def _flock(descriptor: int, path: Path, operation: int, required: bool) -> None:

@@ -18,24 +18,34 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HashMemo
 from merge_core.store.keys import digest
 from merge_core.store.locks import locked
 from merge_core.store.records import JOURNAL
+from merge_core.store.state import (
+    Damaged,
+    read_state,
+    regular_files,
+    remove_any,
+    set_aside,
+    state_directory,
+    write_state,
+)
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=BaseModel)
+T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 VALUE = "value.json"
@@ -43,6 +53,34 @@ VALUE = "value.json"
 
 class StoreMiss(Exception):
     """The artifact cannot be believed; the message says why. Never leaves the pipeline: the stage is run again."""
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    size: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class ArtifactManifest(BaseModel):
+    """``manifest.json``, strictly: the key, a digest of all content, every file."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    key: str
+    digest: str
+    files: dict[str, _File]
+
+
+class ValueRecord(BaseModel):
+    """The file of a stage whose value is all that it makes; ``sha256`` is the digest of ``value`` as it stands."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    key: str
+    digest: str
+    sha256: str
+    value: Any
 
 
 @dataclass(frozen=True)
@@ -91,31 +129,38 @@ class Store:
             StoreMiss: when it is absent, incomplete or altered; the message names the file.
         """
         directory = self.directory(stage, key)
-        try:
-            manifest = json.loads((directory / MANIFEST).read_text())
-            files: dict[str, dict[str, object]] = manifest["files"]
-            if manifest["key"] != key:
-                raise StoreMiss(f"{directory} belongs to another key")
-        except FileNotFoundError:
-            raise StoreMiss(f"{stage} {key[:12]} is not in the store") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreMiss(f"{directory / MANIFEST} cannot be read: {error}") from None
-        for name, entry in files.items():
+        if not os.path.lexists(directory):
+            raise StoreMiss(f"{stage} {key[:12]} is not in the store")
+        manifest = _believed(
+            read_state(directory / MANIFEST, ArtifactManifest.model_validate_json), directory / MANIFEST
+        )
+        if manifest.key != key:
+            raise StoreMiss(f"{directory} belongs to another key")
+        # Only what lies in the directory is looked at, whatever the manifest names.
+        present, odd = regular_files(directory)
+        if odd:
+            raise StoreMiss(f"{directory / min(odd)} is no file")
+        for name, entry in manifest.files.items():
             path = directory / name
-            if not path.is_file():
+            if name not in present:
                 raise StoreMiss(f"{path} is missing")
-            if (size := path.stat().st_size) != entry["size"]:
-                raise StoreMiss(f"{path} has {size} bytes instead of {entry['size']}")
-            if self.hashes.sha256(path, trust=not deep) != entry["sha256"]:
+            if (size := path.stat().st_size) != entry.size:
+                raise StoreMiss(f"{path} has {size} bytes instead of {entry.size}")
+            try:
+                sha256 = self.hashes.sha256(path, trust=not deep)
+            except PermissionError:
+                raise StoreMiss(f"{path} is not readable by this user") from None
+            if sha256 != entry.sha256:
                 raise StoreMiss(f"{path} was altered")
-        if extra := sorted(set(_files_below(directory)) - set(files) - {MANIFEST, JOURNAL}):
+        if extra := sorted(present - set(manifest.files) - {MANIFEST, JOURNAL}):
             raise StoreMiss(f"{directory / extra[0]} is not of this artifact")
-        try:
-            value = value_type.model_validate_json((directory / VALUE).read_bytes())
-        except (OSError, ValidationError) as error:
-            raise StoreMiss(f"{directory / VALUE} cannot be read: {error}") from None
-        hashes = {name: str(entry["sha256"]) for name, entry in files.items()}
-        return Artifact(stage, key, str(manifest["digest"]), value, directory, hashes)
+        value = _believed(read_state(directory / VALUE, value_type.model_validate_json), directory / VALUE)
+        if manifest.digest != _content_digest(
+            {name: entry.model_dump() for name, entry in manifest.files.items()}, value
+        ):
+            raise StoreMiss(f"{directory / MANIFEST} was altered")
+        hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
+        return Artifact(stage, key, manifest.digest, value, directory, hashes)
 
     def family(
         self, stage: str, prefix: str, value_type: type[R], *, on_damage: Callable[[str], None] = log.warning
@@ -129,14 +174,13 @@ class Store:
         found = []
         for directory in self._finished(stage, prefix):
             try:
-                key = str(json.loads((directory / MANIFEST).read_text())["key"])
+                manifest = read_state(directory / MANIFEST, ArtifactManifest.model_validate_json)
+                key = _believed(manifest, directory / MANIFEST).key
                 if self.directory(stage, key) != directory:
                     raise StoreMiss(f"{directory} belongs to another key")
                 found.append(self.open(stage, key, value_type))
             except StoreMiss as miss:
                 on_damage(str(miss))
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                on_damage(f"{directory / MANIFEST} cannot be read: {error}")
         return tuple(found)
 
     def hold_family(
@@ -151,19 +195,20 @@ class Store:
         Raises:
             StoreMiss: when it is absent or altered.
         """
-        path = self.directory(stage, key).with_suffix(".json")
-        try:
-            record = json.loads(path.read_bytes())
-            if record["key"] != key:
-                raise StoreMiss(f"{path} belongs to another key")
-            value = value_type.model_validate(record["value"])
-            if record["sha256"] != digest(record["value"]):
-                raise StoreMiss(f"{path} was altered")
-            return StoredValue(stage, key, str(record["digest"]), value)
-        except FileNotFoundError:
-            raise StoreMiss(f"{stage} {key[:12]} is not in the store") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreMiss(f"{path} cannot be read: {error}") from None
+        path = self._value_file(stage, key)
+        if not os.path.lexists(path):
+            raise StoreMiss(f"{stage} {key[:12]} is not in the store")
+
+        def parse(content: bytes) -> tuple[ValueRecord, R]:
+            record = ValueRecord.model_validate_json(content)
+            return record, value_type.model_validate(record.value)
+
+        record, value = _believed(read_state(path, parse), path)
+        if record.key != key:
+            raise StoreMiss(f"{path} belongs to another key")
+        if record.sha256 != digest(record.value) or record.digest != _content_digest({}, value):
+            raise StoreMiss(f"{path} was altered")
+        return StoredValue(stage, key, record.digest, value)
 
     def build(
         self,
@@ -192,21 +237,22 @@ class Store:
             try:
                 found = self.open(stage, key, value_type)
             except StoreMiss as miss:
-                if final.exists():
-                    on_damage(str(miss))
-                    _remove(final)
+                if os.path.lexists(final):
+                    on_damage(_set_aside(final, miss))
             else:
                 (final / JOURNAL).unlink(missing_ok=True)  # of a run that was killed between naming and removing
                 return found, False
             partial = final.with_name(final.name + ".partial")
-            if not resumable and partial.exists():
-                _remove(partial)
-            partial.mkdir(parents=True, exist_ok=True)
+            state_directory(partial.parent)
+            if not resumable or partial.is_symlink():
+                remove_any(partial)
+            state_directory(partial)
             try:
                 value = make(partial)
             except Exception:
-                if not resumable or not any(partial.iterdir()):
-                    _remove(partial)
+                with suppress(OSError):  # What went wrong first is what is said.
+                    if not resumable or not any(partial.iterdir()):
+                        remove_any(partial)
                 raise
             self._seal(stage, key, partial, value, hashes_of(value))
             partial.rename(final)
@@ -226,14 +272,15 @@ class Store:
         on_damage: Callable[[str], None] = log.warning,
     ) -> tuple[StoredValue[R], bool]:
         """The value from the store, or made now. As :meth:`build`, for a stage that makes no files."""
-        path = self.directory(stage, key).with_suffix(".json")
+        path = self._value_file(stage, key)
         with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
             try:
                 return self.open_value(stage, key, value_type), False
             except StoreMiss as miss:
-                if path.exists():
-                    on_damage(str(miss))
-            return self._seal_value(stage, key, path, make()), True
+                if os.path.lexists(path):
+                    on_damage(_set_aside(path, miss))
+            self._seal_value(stage, key, path, make())
+            return self.open_value(stage, key, value_type), True
 
     def _finished(self, stage: str, prefix: str) -> Iterator[Path]:
         """Directories with a final name."""
@@ -241,47 +288,54 @@ class Store:
             if directory.is_dir() and not directory.suffix:  # .partial, .doomed
                 yield directory
 
-    def _seal_value(self, stage: str, key: str, path: Path, value: R) -> StoredValue[R]:
+    def _seal_value(self, stage: str, key: str, path: Path, value: R) -> None:
         plain = json.loads(value.model_dump_json())
-        content = digest({"files": {}, "value": value})
+        content = _content_digest({}, value)
         record = {"stage": stage, "key": key, "digest": content, "sha256": digest(plain), "value": plain}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(record, indent=1))
-        fsync(partial)
-        partial.rename(path)
-        fsync(path.parent)
-        return StoredValue(stage, key, content, value)
+        state_directory(path.parent)
+        write_state(path, json.dumps(record, indent=1).encode())
+
+    def _value_file(self, stage: str, key: str) -> Path:
+        return self.directory(stage, key).with_suffix(".json")
 
     def _lock_file(self, stage: str, key: str) -> Path:
-        file = self.root / "locks" / f"{stage}-{key[:32]}"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return file
+        state_directory(self.root, private=True)
+        return state_directory(self.root / "locks") / f"{stage}-{key[:32]}"
 
     def _seal(self, stage: str, key: str, partial: Path, value: BaseModel, known: Mapping[str, str]) -> None:
+        remove_any(partial / VALUE)
         (partial / VALUE).write_text(value.model_dump_json(indent=1))
         files: dict[str, dict[str, object]] = {}
         # What a run that was killed here has left is no part of it.
-        for name in sorted(set(_files_below(partial)) - {MANIFEST, JOURNAL}):
+        present, odd = regular_files(partial)
+        for name in odd:
+            remove_any(partial / name)
+        for name in sorted(present - {MANIFEST, JOURNAL}):
             path = partial / name
             fsync(path)
             sha256 = known.get(name) or self.hashes.sha256(path, trust=False)
             self.hashes.remember(path, sha256)
             files[name] = {"size": path.stat().st_size, "sha256": sha256}
-        content = {name: entry for name, entry in files.items() if name != VALUE}
-        manifest = {"stage": stage, "key": key, "digest": digest({"files": content, "value": value}), "files": files}
+        manifest = {"stage": stage, "key": key, "digest": _content_digest(files, value), "files": files}
+        remove_any(partial / MANIFEST)
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
         fsync(partial / MANIFEST)
         fsync_directories(partial)
 
 
-def _files_below(directory: Path) -> list[str]:
-    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+def _content_digest(files: Mapping[str, Mapping[str, object]], value: BaseModel) -> str:
+    """Of all that a stage made: its files but the value's own, and the value."""
+    return digest({"files": {name: entry for name, entry in files.items() if name != VALUE}, "value": value})
 
 
-def _remove(directory: Path) -> None:
-    """Delete a directory so that no moment shows a damaged artifact under its final name."""
-    doomed = directory.with_name(directory.name + ".doomed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    directory.rename(doomed)
-    shutil.rmtree(doomed)
+def _set_aside(path: Path, miss: StoreMiss) -> str:
+    place = set_aside(path)
+    return f"{miss}; {f'set aside as {place.name}' if place else 'removed'}"
+
+
+def _believed(found: T | Damaged | None, path: Path) -> T:
+    if isinstance(found, Damaged):
+        raise StoreMiss(str(found))
+    if found is None:
+        raise StoreMiss(f"{path} is missing")
+    return found

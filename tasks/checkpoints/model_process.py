@@ -37,6 +37,7 @@ from typing import Any, TypeVar, cast
 
 from merge_core.engine import has_cuda_driver
 from merge_core.errors import InvalidInput, MergegateError, Refused
+from merge_core.store import refusing_disk
 from tasks.checkpoints.memory import system_memory
 from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model
@@ -323,7 +324,8 @@ def _answer(asker: Connection, function: Callable[..., Any], arguments: tuple[An
             asker.send(("progress", done, total))
 
     try:
-        return "done", function(*arguments, on_progress)
+        with refusing_disk():
+            return "done", function(*arguments, on_progress)
     except MergegateError as error:
         return "problem", error
     except BaseException as error:  # Rust's panics, and whoever calls exit() in a task

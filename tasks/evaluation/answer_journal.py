@@ -107,6 +107,25 @@ class JournalledModel:
         return name
 
 
+def is_answer_record(record: object) -> bool:
+    """Whether ``record`` is one that :class:`JournalledModel` keeps: a kind, its answers by name, torch's state."""
+    if not isinstance(record, dict):
+        return False
+    match record:
+        case {"kind": "loglikelihood", "answers": list(answers)}:
+            whole = all(_is_pair(answer) and _is_pair(answer[1]) for answer in answers)
+        case {"kind": "generate_until", "answers": list(answers)}:
+            whole = all(_is_pair(answer) and isinstance(answer[1], str) for answer in answers)
+        case _:
+            return False
+    state = record.get("generator", [])
+    return whole and isinstance(state, list) and all(isinstance(part, str) for part in state)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
 @contextmanager
 def journalled(lm: Any, journal: RecordJournal, computes_in: Sequence[str]) -> Iterator[JournalledModel]:
     """``lm`` with a journal, as long as the context is open.

@@ -28,7 +28,7 @@ import yaml
 from merge_core.errors import InvalidInput, MergegateError, suggest
 from merge_core.store import JournalPlace, open_journal
 from tasks.checkpoints import Model
-from tasks.evaluation.answer_journal import journalled
+from tasks.evaluation.answer_journal import is_answer_record, journalled
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
@@ -112,7 +112,7 @@ def score_documents(
     with (
         _quiet(),
         backend.opened(model, scoring, device) as opened,
-        open_journal(journal) as kept,
+        open_journal(journal, is_answer_record) as kept,
         journalled(opened, kept, backend.computes_in) as lm,
         _progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
     ):

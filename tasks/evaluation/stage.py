@@ -24,7 +24,7 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
-from merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey
+from merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey, keep_only_journal
 from tasks.checkpoints import Model, files_state
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
@@ -111,6 +111,7 @@ def evaluate(
     """
     from tasks.evaluation.process import score_in_child
 
+    keep_only_journal(out)
     asked = scoring.server.at(model.name) if scoring.server else None
     began = time.monotonic()
     scored = score_in_child(

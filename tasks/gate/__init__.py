@@ -5,7 +5,7 @@ from tasks.gate.discordance import Discordance, known_discordance
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
 from tasks.gate.power import GatePower, PlannedTask, gate_power, power_finding, soonest_decided
-from tasks.gate.ratchet import anchor_confidence, anchor_refused, note_refusal, refused_by
+from tasks.gate.ratchet import anchor_confidence, anchor_faults, anchor_refused, note_refusal, refused_by
 from tasks.gate.references import (
     check_guards,
     comparable_parents,
@@ -39,6 +39,7 @@ __all__ = [
     "PlannedTask",
     "SuiteVerdict",
     "anchor_confidence",
+    "anchor_faults",
     "anchor_refused",
     "check_guards",
     "comparable_parents",

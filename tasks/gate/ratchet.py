@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from merge_core.store import locked
+from merge_core.store import Damaged, locked, make_way, read_state, state_directory, write_state
 from tasks.gate.guards import ANCHOR
 from tasks.gate.stage import GateVerdict
 from tasks.stage import home
@@ -46,24 +46,35 @@ def refused_by(anchor: str, but: str = "") -> int:
 def note_refusal(anchor: str, merge: str) -> None:
     """Remember that the anchor refused a merge, both by digest; once, however often it is asked."""
     record = _record(anchor)
-    record.parent.mkdir(parents=True, exist_ok=True)
+    state_directory(record.parent, private=True)
     with locked(record.parent):
         refused = _refused(record)
         if merge in refused:
             return
-        partial = record.with_suffix(".partial")
-        partial.write_text(json.dumps(sorted({*refused, merge}), indent=1), encoding="utf-8")
-        partial.replace(record)
+        write_state(record, json.dumps(sorted({*refused, merge}), indent=1).encode())
 
 
 def _record(anchor: str) -> Path:
     return home() / "anchors" / f"{anchor[:32]}.json"
 
 
+def anchor_faults() -> list[Damaged]:
+    """Records of anchors that cannot be read; counting would start again with them."""
+    found = (read_state(record, _digests) for record in sorted((home() / "anchors").glob("*.json")))
+    return [damage for damage in found if isinstance(damage, Damaged)]
+
+
 def _refused(record: Path) -> set[str]:
-    """What stands in the record; nothing where it is not there, or is none."""
-    try:
-        known = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """What stands in the record; nothing where it is not there, or is none: then it is set aside, and begun anew."""
+    found = read_state(record, _digests)
+    if isinstance(found, Damaged):
+        make_way(record, found.why)
         return set()
-    return {one for one in known if isinstance(one, str)} if isinstance(known, list) else set()
+    return found or set()
+
+
+def _digests(content: bytes) -> set[str]:
+    known = json.loads(content)
+    if not isinstance(known, list) or not all(isinstance(one, str) for one in known):
+        raise ValueError("no list of digests")
+    return set(known)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merge_core.errors import InvalidInput
-from merge_core.store import JOURNAL, JournalPlace, open_journal
+from merge_core.store import JOURNAL, JournalPlace, keep_only_journal, open_journal
 from tasks.checkpoints import Model, TellProgress, ask_child, files_state, load_model, tokenizer_digest
 from tasks.perplexity.measuring import (
     Measured,
@@ -55,6 +55,7 @@ def ensemble_likelihoods(
     """
     if len(models) < 2:
         raise InvalidInput("perplexity.ensemble", found=f"{len(models)} model", expected="two parents or more")
+    keep_only_journal(out)
     key = ensemble_likelihoods.key(models, documents, windows, runtime)
     place = JournalPlace(out / JOURNAL, key + files_state(models))
     found = ask_child(
@@ -81,7 +82,7 @@ def _measure_together(
     texts = read_texts(documents, windows.documents)
     sums: list[torch.Tensor] = []  # log of the summed probabilities so far, by document: [tokens]
     read, vocabulary, done = None, "", 0
-    with open_journal(place) as journal:
+    with open_journal(place, lambda record: isinstance(record, str)) as journal:
         before = iter(journal.records)
         for model in models:
             with load_model(model, dtype=windows.dtype, device=device) as loaded:

@@ -69,7 +69,7 @@ def measure(
         InvalidInput: when the model cannot be loaded, the documents cannot be read, or there are none.
     """
     texts = read_texts(documents, windows.documents)
-    with load_model(model, dtype=windows.dtype, device=device) as loaded, open_journal(place) as journal:
+    with load_model(model, dtype=windows.dtype, device=device) as loaded, open_journal(place, _is_record) as journal:
         reading = read_by(loaded, model, texts, windows)
         logliks = [0.0] * len(texts)
         done, total = 0, sum(reading.tokens)
@@ -84,6 +84,10 @@ def measure(
                 done += len(window.targets)
             on_progress(done, total)
         return Measured(document_rows(texts, reading, logliks), tokenizer_digest(loaded.tokenizer), reading.length)
+
+
+def _is_record(record: object) -> bool:
+    return isinstance(record, list) and all(isinstance(value, float) for value in record)
 
 
 class TextWindow(NamedTuple):

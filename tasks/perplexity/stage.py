@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from merge_core.errors import InvalidInput
-from merge_core.store import JOURNAL, HashMemo, JournalPlace, NotInKey
+from merge_core.store import JOURNAL, HashMemo, JournalPlace, NotInKey, keep_only_journal
 from tasks.checkpoints import Model, ask_child, files_state
 from tasks.perplexity.measuring import DocumentLikelihood, Measured, WindowSettings, measure
 from tasks.perplexity.text import HeldOutText, text_of_line
@@ -148,6 +148,7 @@ def perplexity(
         InvalidInput: when the model cannot be loaded, the documents cannot be read, or there are none; or the process
             that holds models died.
     """
+    keep_only_journal(out)
     place = JournalPlace(out / JOURNAL, perplexity.key(model, documents, windows, runtime) + files_state([model]))
     found = ask_child(
         measure,

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import MergegateError, Refused
-from merge_core.store import Artifact, Store, StoredValue, StoreMiss, canonical, family_prefix, stage_key
+from merge_core.store import Artifact, Store, StoredValue, StoreMiss, canonical, family_prefix, refusing_disk, stage_key
 from tasks.stage.progress import StageStatus, report_stage
 from tasks.stage.project import home
 from tasks.stage.reading import pinned_inputs, read_pinned, require_pinned
@@ -174,7 +174,7 @@ class DeclaredStage(Generic[P, V, A]):
         from prefect.states import Completed, Failed
 
         try:
-            with report_stage(self.name, call.subject) as report:
+            with report_stage(self.name, call.subject) as report, refusing_disk(home()):
                 artifact, status = self._build(call)
                 report.summary = artifact.value.summary()
                 report.status = "refused" if artifact.value.refuses() else status
@@ -386,7 +386,7 @@ def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[
             from prefect.states import Completed, Failed
 
             try:
-                with report_stage(name, "") as report:
+                with report_stage(name, "") as report, refusing_disk(home()):
                     require_pinned(tuple(pinned_inputs(call.inputs.arguments.values())), store().hashes)
                     value = work(*call.inputs.args, **call.inputs.kwargs)
                     report.status, report.summary = ("made" if value.new else "cached"), value.summary()

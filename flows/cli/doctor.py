@@ -1,0 +1,80 @@
+"""``mergegate doctor``: what this project's state is like, and what may be done about it.
+
+A run needs no doctor: damage is a miss, and is made again. This says what was found, set aside and left over, and how
+large everything is; ``--mend`` sets aside what is damaged and removes what nobody reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from merge_core.store import (
+    ASIDE,
+    StateFinding,
+    examine_database,
+    examine_store,
+    found_damaged,
+    mend_state,
+    passed_over,
+    size_of,
+)
+from merge_core.units import format_bytes
+from tasks.gate import anchor_faults
+from tasks.stage import home
+
+_FOLDERS = ("anchors", "logs", "prefect", "reports", "store")
+
+
+def examine_project(console: Console, as_json: bool, *, mend: bool) -> int:
+    """Print what is found; the exit code: 3 where something is damaged and stays so, else 0.
+
+    Raises:
+        OSError: when the state cannot be read, or not be mended.
+    """
+    place = home()
+    found = list(_examine(place))
+    done = [mend_state(one) if mend else "" for one in found]
+    sick = any(one.kind == "damaged" and not what for one, what in zip(found, done, strict=True))
+    sizes = {name: size_of(place / name) for name in _FOLDERS if (place / name).exists()}
+    if as_json:
+        told = [
+            {"kind": one.kind, "path": str(one.path), "what": one.what, "bytes": one.bytes, "done": what}
+            for one, what in zip(found, done, strict=True)
+        ]
+        print(json.dumps({"status": "damaged" if sick else "sound", "home": str(place), "sizes": sizes, "found": told}))
+        return 3 if sick else 0
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    console.print(f"{place}: {listed or 'nothing here yet'}")
+    for one, what in zip(found, done, strict=True):
+        ending = f" → {what}" if what else ""
+        console.print(f"  {one.kind:<10}  {one.path} ({format_bytes(one.bytes)}): {one.what}{ending}", markup=False)
+    if not found:
+        console.print("  nothing is damaged, nothing is left over")
+    elif sick:
+        console.print("  the next run makes again what it needs of it; mergegate doctor --mend tidies up now")
+    return 3 if sick else 0
+
+
+def _examine(place: Path) -> Iterator[StateFinding]:
+    if not place.is_dir():
+        return
+    for entry in sorted(place.iterdir()):
+        if ASIDE not in entry.name and entry.name in _FOLDERS and not entry.is_dir():
+            yield found_damaged(entry, "no directory")
+        elif (passed := passed_over(entry)) is not None:
+            yield passed
+    yield from examine_store(place / "store")
+    yield from examine_database(place / "prefect" / "prefect.db")
+    for damage in anchor_faults():
+        yield found_damaged(damage.path, damage.why)
+    for folder in ("anchors", "prefect", "reports"):
+        if (place / folder).is_dir():
+            for entry in sorted((place / folder).iterdir()):
+                if (passed := passed_over(entry)) is not None:
+                    yield passed
+                elif entry.suffix == ".html" and (entry.is_symlink() or not entry.is_file()):
+                    yield found_damaged(entry, "no file")

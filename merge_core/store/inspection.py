@@ -1,0 +1,181 @@
+"""What lies in a store, seen from outside: damaged, set aside, unfinished, left over; and what may be done about it.
+
+No run needs this: each of them passes over what it cannot believe. It is for a person who wants to know, or wants the
+room::
+
+    for found in examine_store(root):
+        print(found.kind, found.path, found.what)
+        mend_state(found)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from merge_core.store.database import set_sqlite_aside, sqlite_fault
+from merge_core.store.keys import digest
+from merge_core.store.locks import try_open_locked
+from merge_core.store.state import ASIDE, Damaged, make_way, read_state, regular_files, remove_any
+from merge_core.store.store import MANIFEST, ArtifactManifest, ValueRecord
+
+HASHES = "hashes.sqlite"
+_LOCKS = "locks"
+_KEY = re.compile("[0-9a-f]{32}")
+# Unfinished work that no run has gone on with for so long belongs to inputs that nobody merges any more.
+_ABANDONED_S = 30 * 86_400.0
+_DATABASE_PATIENCE_S = 2.0
+
+FindingKind = Literal["damaged", "set aside", "unfinished", "abandoned", "left over"]
+
+
+@dataclass(frozen=True)
+class StateFinding:
+    """Something below the project's home that is no sound state.
+
+    Args:
+        kind: ``damaged``: the next run that wants it makes it again. ``set aside``: that has happened. ``unfinished``:
+            the next run of the same goes on from it. ``abandoned``: for a month none has. ``left over``: of a run that
+            was killed; nobody reads it.
+        path: Where.
+        what: Why it counts as that.
+        bytes: Its size on the disk.
+    """
+
+    kind: FindingKind
+    path: Path
+    what: str
+    bytes: int
+
+
+def examine_store(root: Path) -> Iterator[StateFinding]:
+    """Everything in the store at ``root`` that is no whole artifact. What somebody works on now is passed over.
+
+    Artifacts are compared with their manifests by names and sizes, values by their digests; weights are not read.
+    """
+    if not root.is_dir():
+        if os.path.lexists(root):
+            yield found_damaged(root, "no directory")
+        return
+    yield from examine_database(root / HASHES)
+    for place in sorted(root.iterdir()):
+        if place.name.startswith(HASHES) and ASIDE not in place.name:
+            continue
+        if (passed := passed_over(place)) is not None:
+            yield passed
+        elif place.is_symlink() or not place.is_dir():
+            yield found_damaged(place, "no directory")
+        elif place.name == _LOCKS:
+            yield from _unheld(place)
+        else:
+            for entry in sorted(place.iterdir()):
+                if not _is_held(root / _LOCKS / f"{place.name}-{entry.name[:32]}"):
+                    yield from _entry(entry)
+
+
+def examine_database(database: Path) -> Iterator[StateFinding]:
+    """Whether a database is one, whole."""
+    if why := sqlite_fault(database, patience_s=_DATABASE_PATIENCE_S):
+        yield found_damaged(database, why)
+
+
+def passed_over(path: Path) -> StateFinding | None:
+    """What the name alone says of it: that it was set aside, or is left from a write that was not finished."""
+    if ASIDE in path.name:
+        return StateFinding("set aside", path, "it could not be believed, and was made again", size_of(path))
+    if path.name.endswith((".partial", ".doomed")) and not path.is_dir():
+        return StateFinding("left over", path, "of a write that was not finished", size_of(path))
+    return None
+
+
+def found_damaged(path: Path, why: str) -> StateFinding:
+    """``path`` as damage, for ``why``."""
+    return StateFinding("damaged", path, why, size_of(path))
+
+
+def mend_state(found: StateFinding) -> str:
+    """Set aside what is damaged, remove what nobody reads; leave what a run can go on from. Says what was done."""
+    if found.kind == "unfinished":
+        return ""
+    if found.kind != "damaged":
+        remove_any(found.path)
+        return "removed"
+    if found.path.suffix in (".sqlite", ".db"):
+        set_sqlite_aside(found.path, found.what)
+    else:
+        make_way(found.path, found.what)
+    return "set aside"
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a directory. Links count as themselves."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size if os.path.lexists(path) else 0
+    return sum((path / name).lstat().st_size for name in regular_files(path)[0])
+
+
+def _entry(entry: Path) -> Iterator[StateFinding]:
+    if (passed := passed_over(entry)) is not None:
+        yield passed
+    elif entry.name.endswith(".doomed"):
+        yield StateFinding("left over", entry, "to be removed", size_of(entry))
+    elif entry.name.endswith(".partial"):
+        age = time.time() - entry.stat().st_mtime
+        kind: FindingKind = "abandoned" if age > _ABANDONED_S else "unfinished"
+        yield StateFinding(kind, entry, f"last worked on {age / 86_400:.0f} days ago", size_of(entry))
+    elif why := _fault(entry):
+        yield found_damaged(entry, why)
+
+
+def _fault(entry: Path) -> str:
+    if not _KEY.fullmatch(entry.name.removesuffix(".json")):
+        return "no name of an artifact"
+    return _value_fault(entry) if entry.name.endswith(".json") else _artifact_fault(entry)
+
+
+def _artifact_fault(directory: Path) -> str:
+    if directory.is_symlink() or not directory.is_dir():
+        return "no directory"
+    manifest = read_state(directory / MANIFEST, ArtifactManifest.model_validate_json)
+    if manifest is None:
+        return f"{MANIFEST} is missing"
+    if isinstance(manifest, Damaged):
+        return f"{MANIFEST}: {manifest.why}"
+    if not manifest.key.startswith(directory.name):
+        return "it belongs to another key"
+    present, odd = regular_files(directory)
+    for name, file in manifest.files.items():
+        if name not in present or (directory / name).stat().st_size != file.size:
+            return f"{name} is missing or of another size"
+    extra = (present | odd) - {MANIFEST, *manifest.files}
+    return f"{min(extra)} is not of this artifact" if extra else ""
+
+
+def _value_fault(path: Path) -> str:
+    record = read_state(path, ValueRecord.model_validate_json)
+    if not isinstance(record, ValueRecord):
+        return record.why if record else ""
+    if not record.key.startswith(path.stem):
+        return "it belongs to another key"
+    return "" if record.sha256 == digest(record.value) else "it was altered"
+
+
+def _unheld(locks: Path) -> Iterator[StateFinding]:
+    for lock in sorted(locks.iterdir()):
+        if not _is_held(lock):
+            yield StateFinding("left over", lock, "a lock that nobody holds", size_of(lock))
+
+
+def _is_held(lock: Path) -> bool:
+    if not lock.is_file():
+        return False
+    descriptor = try_open_locked(lock, os.O_RDONLY, required=False)
+    if descriptor is None:
+        return True
+    os.close(descriptor)
+    return False

@@ -1,0 +1,74 @@
+"""What state may have become: content that is none, and things that are no file; applied to a path."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+
+def _cleared(path: Path) -> Path:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    return path
+
+
+def _socket(path: Path) -> None:
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        before = Path.cwd()
+        os.chdir(_cleared(path).parent)  # the path of a socket may have 107 characters
+        try:
+            server.bind(path.name)
+        finally:
+            os.chdir(before)
+
+
+def _directory(path: Path) -> None:
+    (_cleared(path) / "inside").mkdir(parents=True)
+    (path / "inside" / "file").write_bytes(b"x")
+
+
+def _truncated(path: Path) -> None:
+    content = path.read_bytes() if path.is_file() else b"half"
+    _cleared(path).write_bytes(content[: len(content) // 2])
+
+
+def _flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes() if path.is_file() else b"content")
+    content[len(content) // 2 :: 97] = bytes(byte ^ 0x55 for byte in content[len(content) // 2 :: 97])
+    _cleared(path).write_bytes(content)
+
+
+def _content(content: bytes) -> Callable[[Path], None]:
+    return lambda path: _cleared(path).write_bytes(content) and None
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "empty": lambda path: _cleared(path).write_bytes(b"") and None,
+    "garbage": _content(bytes(range(256)) * 40),
+    "zeros": _content(bytes(8192)),
+    "truncated": _truncated,
+    "altered": _flipped,
+    "null": _content(b"null"),
+    "a list": _content(b'[1, {"files": []}]'),
+    "an older schema": _content(b'{"version": 0, "files": [], "key": 3, "value": {}}'),
+    "deep": _content(b"[" * 200_000),
+    "a number without end": _content(b"9" * 10_000),
+    "not text": _content(b'{"key": "\xff\xfe\xed\xa0\x80"}'),
+    "a directory": _directory,
+    "a loop of links": lambda path: _cleared(path).symlink_to(path.name),
+    "a link to nowhere": lambda path: _cleared(path).symlink_to("nowhere"),
+    "a device": lambda path: _cleared(path).symlink_to("/dev/zero"),
+    "a pipe": lambda path: os.mkfifo(_cleared(path)),
+    "a socket": _socket,
+    "unreadable": lambda path: path.chmod(0) if path.exists() else None,
+}
+
+CONTENT = st.binary(max_size=400) | st.sampled_from([b"null", b"[]", b"{}", b'""', b"0", b"[" * 5000, b"9" * 5000])

@@ -1,0 +1,398 @@
+"""State that is damaged is a miss, whatever it has become; it is set aside, kept small, and built again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from garbage import CONTENT, DAMAGE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from merge_core.store import (
+    MANIFEST,
+    VALUE,
+    Damaged,
+    HashMemo,
+    Store,
+    examine_store,
+    hashing,
+    locked,
+    mend_state,
+    open_journal,
+    read_state,
+    set_aside,
+    sha256_file,
+    state,
+    state_directory,
+    write_state,
+)
+from merge_core.store.records import JOURNAL, JournalPlace
+
+KEY = "0123456789abcdef" * 4
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+damages = pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+
+
+class Value(BaseModel):
+    words: str
+
+
+def makes(out: Path) -> Value:
+    (out / "sub").mkdir()
+    (out / "sub" / "weights").write_text("abc")
+    return Value(words="abc")
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@damages
+def test_whatever_a_file_has_become_reading_it_gives_a_value_or_says_that_there_is_none(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "state"
+    path.write_text('{"words": "abc"}')
+    damage(path)
+    found = read_state(path, Value.model_validate_json)
+    assert isinstance(found, Damaged) or (found == Value(words="abc") and os.geteuid() == 0)
+    assert "\n" not in str(found)
+
+
+@given(CONTENT | JSON.map(lambda value: json.dumps(value).encode()))
+def test_no_content_is_too_much_for_reading(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "state"
+        path.write_bytes(content)
+        assert isinstance(read_state(path, Value.model_validate_json), (Damaged, Value))
+
+
+def test_nothing_is_no_damage_and_too_much_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_state(tmp_path / "nothing", bytes) is None
+    assert read_state(tmp_path / "file" / "below", bytes) is None
+    assert read_state(tmp_path / "file", bytes, most=5) == b"12345"
+    assert isinstance(read_state(tmp_path / "file", bytes, most=4), Damaged)
+
+
+def test_a_machine_at_its_limits_is_no_damage_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(OSError, match="Too many open files"):
+        read_state(tmp_path / "state", bytes)
+
+
+def test_of_what_is_set_aside_the_newest_few_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    for number in range(5):
+        path.write_text(str(number))
+        set_aside(path)
+    assert {place.name: place.read_text() for place in tmp_path.iterdir()} == {
+        "state.damaged-3": "2",
+        "state.damaged-4": "3",
+        "state.damaged-5": "4",
+    }
+    assert set_aside(path) is None
+
+
+def test_of_a_large_artifact_only_what_is_small_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "KEPT_BYTES", 1000)
+    (tmp_path / "artifact" / "deep").mkdir(parents=True)
+    (tmp_path / "artifact" / "deep" / "weights").write_bytes(bytes(5000))
+    (tmp_path / "artifact" / "value.json").write_bytes(bytes(500))
+    place = set_aside(tmp_path / "artifact")
+    assert place is not None
+    assert [file.name for file in place.rglob("*") if file.is_file()] == ["value.json"]
+    (tmp_path / "large").write_bytes(bytes(5000))
+    assert set_aside(tmp_path / "large") is None
+    assert names(tmp_path) == ["artifact.damaged-1"]
+
+
+def test_what_a_link_points_to_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "others").write_text("precious")
+    (tmp_path / "state").symlink_to("others")
+    write_state(tmp_path / "state", b"ours")
+    assert (tmp_path / "others").read_text() == "precious"
+    assert (tmp_path / "state").read_bytes() == b"ours"
+    assert names(tmp_path) == ["others", "state", "state.damaged-1"]
+
+
+@damages
+@pytest.mark.parametrize("part", ["", MANIFEST, VALUE, "sub/weights", "sub"])
+def test_an_artifact_is_built_again_whatever_has_become_of_any_part(
+    tmp_path: Path, part: str, damage: Callable[[Path], None]
+) -> None:
+    store = Store(tmp_path)
+    first, _ = store.build("merge", KEY, Value, makes)
+    try:
+        damage(first.directory / part)
+        again, _ = store.build("merge", KEY, Value, makes)
+        assert again == first
+        assert (again.directory / "sub" / "weights").read_text() == "abc"
+        found, made = store.build("merge", KEY, Value, makes)
+        assert (found, made) == (first, False)
+    finally:
+        for path in (first.directory, *first.directory.parent.iterdir()):
+            path.is_symlink() or path.chmod(0o700)
+
+
+@damages
+def test_a_value_is_made_again_whatever_has_become_of_its_file(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    store = Store(tmp_path)
+    first, _ = store.build_value("gate", KEY, Value, lambda: Value(words="abc"))
+    (file,) = (tmp_path / "gate").iterdir()
+    damage(file)
+    again, _ = store.build_value("gate", KEY, Value, lambda: Value(words="abc"))
+    assert again == first
+    assert store.build_value("gate", KEY, Value, lambda: pytest.fail("made again")) == (first, False)
+
+
+@settings(deadline=None, max_examples=25)  # each of them builds
+@given(st.data())
+def test_no_altered_byte_of_a_manifest_or_a_value_is_believed(data: st.DataObject) -> None:
+    """Whatever is still believed says the same: spaces do not count, and the name of the stage is for people."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = Store(Path(directory))
+        first, _ = store.build("merge", KEY, Value, makes)
+        value, _ = store.build_value("gate", KEY, Value, lambda: Value(words="abc"))
+        (file,) = (Path(directory) / "gate").iterdir()
+        for path in (first.directory / MANIFEST, first.directory / VALUE, file):
+            content = bytearray(path.read_bytes())
+            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+            path.write_bytes(content)
+        again, _ = store.build("merge", KEY, Value, makes)
+        assert again == first
+        assert store.build_value("gate", KEY, Value, lambda: Value(words="abc"))[0] == value
+
+
+@settings(deadline=None, max_examples=25)
+@given(JSON)
+def test_a_manifest_of_any_shape_is_a_miss(content: object) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        store = Store(Path(directory))
+        first, _ = store.build("merge", KEY, Value, makes)
+        (first.directory / MANIFEST).write_text(json.dumps({"key": KEY, "digest": first.digest, "files": content}))
+        assert store.build("merge", KEY, Value, makes) == (first, True)
+
+
+def test_a_manifest_that_names_files_elsewhere_has_none_of_them_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path / "store")
+    first, _ = store.build("merge", KEY, Value, makes)
+    (tmp_path / "secret").write_text("abc")
+    manifest = json.loads((first.directory / MANIFEST).read_text())
+    manifest["files"]["../../../secret"] = manifest["files"]["sub/weights"]
+    (first.directory / MANIFEST).write_text(json.dumps(manifest))
+    monkeypatch.setattr(hashing, "sha256_file", lambda path: pytest.fail(f"{path} was read"))
+    with pytest.raises(Exception, match=r"secret is missing"):
+        store.open("merge", KEY, Value)
+
+
+@damages
+@pytest.mark.parametrize("place", ["", "merge", "locks", f"merge/{KEY[:32]}.partial", f"locks/merge-{KEY[:32]}"])
+def test_what_stands_in_the_way_of_the_store_is_set_aside(
+    tmp_path: Path, place: str, damage: Callable[[Path], None]
+) -> None:
+    root = tmp_path / "store"
+    (root / place).parent.mkdir(parents=True, exist_ok=True)
+    (root / place).write_text("a file")
+    damage(root / place)
+    for resumable in (False, True):
+        artifact, made = Store(root).build("merge", KEY, Value, makes, resumable=resumable)
+        assert made is not resumable
+        assert artifact.value.words == "abc"
+
+
+@damages
+@pytest.mark.parametrize("suffix", ["", "-journal", "-wal"])
+def test_hashes_are_found_again_whatever_has_become_of_the_table(
+    tmp_path: Path, suffix: str, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, database = tmp_path / "weights", tmp_path / "hashes.sqlite"
+    weights.write_bytes(b"abc")
+    wanted = sha256_file(weights)
+    HashMemo(database).sha256(weights)
+    damage(database.with_name(database.name + suffix))
+    assert HashMemo(database).sha256(weights) == wanted
+    HashMemo(database).sha256(weights)
+    monkeypatch.setattr(hashing, "sha256_file", lambda path: pytest.fail("read again"))
+    assert HashMemo(database).sha256(weights) == wanted
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "CREATE TABLE hashes (name TEXT, sha256 TEXT)",
+        "CREATE VIEW hashes AS SELECT 1 AS sha256",
+        "CREATE TABLE hashes (device INTEGER, inode INTEGER, size INTEGER, mtime_ns INTEGER, sha256 TEXT, more TEXT)",
+    ],
+)
+def test_a_table_of_another_schema_is_begun_anew(tmp_path: Path, schema: str) -> None:
+    weights, database = tmp_path / "weights", tmp_path / "hashes.sqlite"
+    weights.write_bytes(b"abc")
+    other = hashing.sqlite3.connect(database)
+    other.execute(schema)
+    other.commit()
+    other.close()
+    HashMemo(database).sha256(weights)
+    assert HashMemo(database).sha256(weights) == sha256_file(weights)
+    assert "hashes.sqlite.damaged-1" in names(tmp_path)
+
+
+@pytest.mark.parametrize("remembered", ["", "f" * 63, "not hex" * 9, b"\xff" * 64, 3, None])
+def test_a_hash_that_is_none_is_not_believed(tmp_path: Path, remembered: object) -> None:
+    weights, database = tmp_path / "weights", tmp_path / "hashes.sqlite"
+    weights.write_bytes(b"abc")
+    HashMemo(database).sha256(weights)
+    with hashing.sqlite3.connect(database) as connection:
+        connection.execute("UPDATE hashes SET sha256 = ?", (remembered,))
+    connection.close()
+    assert HashMemo(database).sha256(weights) == sha256_file(weights)
+
+
+def test_a_table_that_somebody_holds_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights, database = tmp_path / "weights", tmp_path / "hashes.sqlite"
+    weights.write_bytes(b"abc")
+    memo = HashMemo(database)
+    memo.sha256(weights)
+    monkeypatch.setattr(hashing, "_PATIENCE_S", 0.01)
+    holder = hashing.sqlite3.connect(database, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    for _ in range(3):
+        assert memo.sha256(weights) == sha256_file(weights)
+    assert caplog.text.count("locked") == 1
+    assert names(tmp_path) == ["hashes.sqlite", "hashes.sqlite-journal", "weights"] or names(tmp_path) == [
+        "hashes.sqlite",
+        "weights",
+    ]
+    holder.close()
+
+
+@damages
+def test_a_journal_goes_on_whatever_has_become_of_it(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    place = JournalPlace(tmp_path / JOURNAL, KEY)
+    with open_journal(place) as journal:
+        for number in range(6):
+            journal.append([number] * 30)
+    damage(place.path)
+    with open_journal(place) as journal:
+        before = journal.records
+        journal.append("after")
+    assert list(before) == [[number] * 30 for number in range(len(before))]
+    with open_journal(place) as journal:
+        assert journal.records == (*before, "after")
+
+
+def test_records_of_another_kind_end_the_belief(tmp_path: Path) -> None:
+    place = JournalPlace(tmp_path / JOURNAL, KEY)
+    with open_journal(place) as journal:
+        for record in (1, 2, "of an older program", 3):
+            journal.append(record)
+    with open_journal(place, lambda record: isinstance(record, int)) as journal:
+        assert journal.records == (1, 2)
+
+
+@damages
+def test_a_lock_is_held_whatever_stood_in_its_place(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    damage(path)
+    with locked(path, remove=True):
+        assert path.is_file()
+    assert not path.exists()
+
+
+def test_home_and_store_are_closed_to_others_but_for_a_team_that_shares_them(tmp_path: Path) -> None:
+    root = tmp_path / "home" / "store"
+    before = os.umask(0)
+    try:
+        Store(root).build("merge", KEY, Value, makes)
+        assert [path.stat().st_mode & 0o777 for path in (root, root.parent)] == [0o700, 0o700]
+        root.chmod(0o755)
+        Store(root).build("merge", KEY[::-1], Value, makes)
+        assert root.stat().st_mode & 0o777 == 0o700
+        root.chmod(0o2775)
+        state_directory(root, private=True)
+        assert root.stat().st_mode & 0o7777 == 0o2770
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_of_the_machine_reads_nothing_of_the_store(tmp_path: Path) -> None:
+    for above in (tmp_path, *tmp_path.parents):
+        if above.stat().st_uid == os.geteuid() and above != Path("/"):
+            above.chmod(above.stat().st_mode | 0o055)
+    artifact, _ = Store(tmp_path / "home" / "store").build("merge", KEY, Value, makes)
+    (tmp_path / "open").write_text("for all")
+    code = "import os, sys\nos.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+    code += "assert open(sys.argv[1]).read() == 'for all'\nopen(sys.argv[2])"
+    weights = artifact.directory / "sub" / "weights"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code, str(tmp_path / "open"), str(weights)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "PermissionError" in done.stderr
+    assert "home/store" in done.stderr
+
+
+def test_an_examination_finds_damage_and_what_is_left_over_and_mends_it(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    store = Store(root)
+    sound, _ = store.build("merge", KEY, Value, makes)
+    assert list(examine_store(root)) == []
+    sick, _ = store.build("merge", KEY[::-1], Value, makes)
+    (sick.directory / "sub" / "weights").write_text("longer")
+    store.build_value("gate", KEY, Value, lambda: Value(words="abc"))
+    (root / "gate" / f"{KEY[:32]}.json").write_text("{}")
+    (root / "gate" / "x.json.77.partial").write_text("{")
+    (root / "merge" / f"{'a' * 32}.partial").mkdir()
+    (root / "merge" / f"{'b' * 32}.partial").mkdir()
+    os.utime(root / "merge" / f"{'b' * 32}.partial", (0, 0))
+    (root / "locks" / "of-nobody").touch()
+    (root / "hashes.sqlite").write_bytes(b"garbage" * 100)
+    kinds = {found.path.name: found.kind for found in examine_store(root)}
+    assert kinds == {
+        sick.directory.name: "damaged",
+        f"{KEY[:32]}.json": "damaged",
+        "x.json.77.partial": "left over",
+        f"{'a' * 32}.partial": "unfinished",
+        f"{'b' * 32}.partial": "abandoned",
+        "of-nobody": "left over",
+        "hashes.sqlite": "damaged",
+    }
+    for found in examine_store(root):
+        mend_state(found)
+    assert {found.kind for found in examine_store(root)} == {"set aside", "unfinished"}
+    for found in examine_store(root):
+        mend_state(found)
+    assert [found.kind for found in examine_store(root)] == ["unfinished"]
+    assert store.build("merge", KEY, Value, makes) == (sound, False)
+
+
+def test_what_somebody_works_on_is_no_finding(tmp_path: Path) -> None:
+    def looks(out: Path) -> Value:
+        assert list(examine_store(tmp_path)) == []
+        return Value(words="abc")
+
+    Store(tmp_path).build("merge", KEY, Value, looks)
