@@ -90,7 +90,7 @@ class CountLimit(BaseModel):
     seconds: Annotated[float | None, NotInKey] = None
 
 
-@stage("evaluate", version=3, subject="model", resumable=True)
+@stage("evaluate", version=4, subject="model", resumable=True)
 def evaluate(
     out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
 ) -> Scores:
