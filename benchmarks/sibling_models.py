@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SCORED_ARC, SCORED_GSM8K, SCORED_PAGES = 1000, 400, 24  # documents from the start of each file; the rest may be learnt
-PAGE = 4000  # characters of a page of WikiText that perplexity is taken over
+PAGE = 2000  # characters of a page of WikiText that perplexity is taken over
 BATCH, LENGTH = 4, 192  # texts of a step, tokens of each
 
 

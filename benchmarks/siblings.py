@@ -4,15 +4,16 @@
 
     .venv/bin/python benchmarks/siblings.py --data DATA --work WORK                 # a small base, made here
     .venv/bin/python benchmarks/siblings.py --data DATA --work WORK --base SMOLLM2  # a checkpoint that is there
-    .venv/bin/python benchmarks/siblings.py --work WORK --study                     # afterwards: what 'prob' is worth
 
 ``DATA`` holds ``arc_easy_test.jsonl``, ``arc_challenge_test.jsonl``, ``gsm8k_test.jsonl`` and
-``wikitext2_test_docs.jsonl``. Two short fine-tunes of the base (``benchmarks/sibling_models.py``) are merged by mergegate
-itself, and each merge is held against the first of them by ``mergegate compare``: perplexity of WikiText, ARC-Easy, and
-GSM8K as a choice between the right number and one that the solution passes on the way. Once by looks, which is the
-default, once with ``documents: all``; each mode has a store of its own, so that nothing is lent.
+``wikitext2_test_docs.jsonl``. Two short fine-tunes of the base (``benchmarks/sibling_models.py``) are merged by
+mergegate itself, and each merge is held against the first of them by ``mergegate compare``: perplexity of WikiText,
+ARC-Easy, and GSM8K as a choice between the right number and one that the solution passes on the way. Once by looks,
+which is the default, once with ``documents: all``, each with a store of its own. With ``--lend`` the second mode goes
+on in a copy of the first one's store: parts of a task are the same in both, so what both need is scored once, and its
+seconds count in both.
 
-What is there already is not made again: a run that was stopped goes on.
+Models that are there already are not made again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -46,7 +48,7 @@ doc_to_target: answer
 metric_list:
   - {{metric: acc, aggregation: mean, higher_is_better: true}}
 """
-# By name, the recipe: linear of both, nearly nothing of the other one, two blocks of layers that changed places.
+# By name, the recipe: linear of both, nearly nothing of the other one, neighbouring layers that changed places.
 MERGES = ("good", "equal", "broken")
 
 
@@ -89,8 +91,8 @@ def write_evidence(data: Path, work: Path, tasks: Mapping[str, int]) -> None:
 
 def write_recipes(work: Path, layers: int) -> None:
     """One file for each of ``MERGES``; ``layers`` of the base."""
-    third = layers // 3
-    blocks = [(0, third), (2 * third, layers), (third, 2 * third)]
+    at, width = layers // 3, max(1, layers // 15)
+    blocks = [(0, at), (at + width, at + 2 * width), (at, at + width), (at + 2 * width, layers)]
     slices = [{"sources": [{"model": "science", "layer_range": list(block)}]} for block in blocks]
     linear = {"good": (0.5, 0.5), "equal": (0.95, 0.05)}
     for name, (science, sums) in linear.items():
@@ -183,7 +185,7 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def make_models(base: Path | None, data: Path, work: Path, steps: int) -> None:
     """Base, siblings and merges in ``work``, as far as they are not there."""
-    texts = models.held_out(data)
+    texts, rate = models.held_out(data), 3e-5 if base else 3e-4
     base = base or work / "base"
     if not base.exists():
         models.make_base(base, texts, steps=10 * steps, seed=0)
@@ -191,7 +193,7 @@ def make_models(base: Path | None, data: Path, work: Path, steps: int) -> None:
     lessons = {"science": texts.science, "sums": [*texts.sums, *paragraphs]}
     for seed, (name, learnt) in enumerate(lessons.items(), start=1):
         if not (work / name).exists():
-            models.fine_tune(base, learnt, work / name, steps=steps, rate=3e-5, seed=seed)
+            models.fine_tune(base, learnt, work / name, steps=steps, rate=rate, seed=seed)
     write_recipes(work, int(json.loads((base / "config.json").read_text())["num_hidden_layers"]))
     for name in MERGES:
         if not (work / name).exists():
@@ -202,7 +204,7 @@ def make_models(base: Path | None, data: Path, work: Path, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--data", type=Path, help="directory of the documents")
+    parser.add_argument("--data", type=Path, required=True, help="directory of the documents")
     parser.add_argument("--work", type=Path, required=True, help="directory for models and stores")
     parser.add_argument("--base", type=Path, help="a checkpoint with a tokenizer; absent: one is made")
     parser.add_argument(
@@ -211,17 +213,28 @@ def main() -> None:
     parser.add_argument("--arc", type=int, default=1000)
     parser.add_argument("--gsm8k", type=int, default=400)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lend", action="store_true", help="all documents go on in a copy of the looks' store")
     given = parser.parse_args()
-    if given.data is None:
-        parser.error("--data is needed")
     work = given.work.absolute()
     write_evidence(given.data, work, {"arc_easy": given.arc, "gsm8k": given.gsm8k})
     make_models(given.base, given.data, work, given.steps)
+    lent: dict[str, Spent] = {}
     print("| merge | documents | verdict | scored, merge | scored, sibling | seconds | CPU seconds | says |")
     print("| --- | --- | --- | --: | --: | --: | --: | --- |")
     for mode in ("looks", "all"):
+        if mode == "all" and given.lend:
+            shutil.copytree(work / "home-looks", work / "home-all", symlinks=True)
         for merge in MERGES:
             spent = compare(work, merge, mode, given.threads)
+            if merge in lent:
+                before = lent[merge]
+                spent = spent._replace(
+                    reference=spent.reference + before.reference,
+                    seconds=spent.seconds + before.seconds,
+                    cpu=spent.cpu + before.cpu,
+                )
+            elif given.lend:
+                lent[merge] = spent
             print(
                 f"| {spent.merge} | {spent.mode} | {spent.outcome} | {spent.documents:,} | {spent.reference:,} "
                 f"| {spent.seconds:.0f} | {spent.cpu:.0f} | {spent.reason} |",

@@ -1,0 +1,185 @@
+"""What the probability of the right answer is worth: as a score of its own, and as a control variate of accuracy.
+
+::
+
+    .venv/bin/python benchmarks/choice_probabilities.py simulated            # half a minute
+    .venv/bin/python benchmarks/choice_probabilities.py measured --work WORK # after benchmarks/siblings.py
+
+``simulated``: merges are drawn and decided by the functions of the gate. A document has, for each model, a lead of the
+right answer over the others (normal; the merge's is the reference's plus noise less what it lost); accuracy is whether
+it is above zero, the probability its logistic. ``measured``: real models, document by document, from the scores that
+``benchmarks/siblings.py`` left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from siblings import MERGES
+from tasks.evaluation.document_scores import read_document_scores
+
+from tasks.gate.bounded import graded_documents_needed, refuted
+from tasks.gate.statistics import binary_bounds, documents_needed, normal_quantile
+
+CONFIDENCE = 0.95
+MARGIN = 0.03
+SPREAD, STEEPNESS = 1.0, 1.5  # of the reference's leads; of the logistic
+DOCUMENTS = 2000  # of the task, all of which the reference has answered
+AT_ONCE = 2_000_000  # numbers
+
+Array = NDArray[np.float64]
+
+
+class Drawn(NamedTuple):
+    """Many merges against a reference; ``[runs, documents]``."""
+
+    right: Array  # of the reference: 1 or 0
+    sure: Array  # of the reference: probability of the right answer
+    differences: Array  # of accuracy, reference less merge
+    graded: Array  # of the probability
+
+
+def draw_leads(runs: int, n: int, noise: float, loss: float, rng: np.random.Generator) -> Drawn:
+    """Args:
+    noise: Standard deviation of what the merge changes in a lead.
+    loss: What it takes from each lead.
+    """
+    lead = rng.normal(0.3, SPREAD, (runs, n))
+    merged = lead + rng.normal(0, noise, (runs, n)) - loss
+    right, kept = (lead > 0).astype(np.float64), (merged > 0).astype(np.float64)
+    sure, less_sure = (1 / (1 + np.exp(-STEEPNESS * one)) for one in (lead, merged))
+    return Drawn(right, sure, right - kept, sure - less_sure)
+
+
+def truth(noise: float, loss: float) -> tuple[float, float, float]:
+    """True drop of accuracy and of the probability, and the discordance, by ten million documents."""
+    drawn = draw_leads(1, 10_000_000, noise, loss, np.random.default_rng(7))
+    return float(drawn.differences.mean()), float(drawn.graded.mean()), float(np.abs(drawn.differences).mean())
+
+
+def loss_for(noise: float, drop: float, *, graded: bool) -> float:
+    """The loss at which accuracy, or the probability, truly falls by ``drop``; by bisection over the same documents."""
+    low, high = -1.0, 2.0
+    rng = np.random.default_rng(7)
+    lead, change = rng.normal(0.3, SPREAD, 2_000_000), rng.normal(0, noise, 2_000_000)
+    for _ in range(40):
+        loss = (low + high) / 2
+        merged = lead + change - loss
+        if graded:
+            fallen = float((1 / (1 + np.exp(-STEEPNESS * lead)) - 1 / (1 + np.exp(-STEEPNESS * merged))).mean())
+        else:
+            fallen = float((lead > 0).mean() - (merged > 0).mean())
+        low, high = (loss, high) if fallen < drop else (low, loss)
+    return (low + high) / 2
+
+
+class Shares(NamedTuple):
+    """Merges that are published, of 1, by each way of judging them."""
+
+    accuracy: float  # the gate's interval
+    probability: float  # the gate's bound of graded scores
+    controlled: float  # accuracy less what the probability's drop explains, as if that had no drop of its own
+    stratified: float  # accuracy, weighed by how the reference answers all documents
+
+
+def published(noise: float, loss: float, n: int, runs: int, rng: np.random.Generator, margin: float) -> Shares:
+    """Share of merges whose upper bound is within the margin."""
+    counts = np.zeros(4)
+    for done in range(0, runs, max(1, AT_ONCE // DOCUMENTS)):
+        some = min(max(1, AT_ONCE // DOCUMENTS), runs - done)
+        drawn = draw_leads(some, DOCUMENTS, noise, loss, rng)
+        d, p = drawn.differences[:, :n], drawn.graded[:, :n]
+        high = binary_bounds((d > 0).sum(axis=1) * 1.0, (d < 0).sum(axis=1) * 1.0, n, CONFIDENCE)[1]
+        sure = refuted(p, margin - 1e-9, CONFIDENCE, (n,))
+        shares = [high <= margin, sure, _controlled(d, p) <= margin, _stratified(drawn, n) <= margin]
+        counts += [float(share.sum()) for share in shares]
+    return Shares(*(float(count) / runs for count in counts))
+
+
+def _controlled(d: Array, p: Array) -> Array:
+    """Upper bound of the mean of ``d - slope * p``, with the slope of the sample: right if ``p`` had a mean of zero."""
+    slope = _covariance(d, p) / _covariance(p, p)
+    rest = d - slope[:, None] * p
+    return rest.mean(axis=1) + normal_quantile(CONFIDENCE) * rest.std(axis=1, ddof=1) / math.sqrt(d.shape[1])
+
+
+def _stratified(drawn: Drawn, n: int) -> Array:
+    """Upper bound from strata of the reference's answers, whose shares are known of all documents: right or wrong, by
+    quarters of its probability."""
+    quarters = np.minimum(3, (drawn.sure * 4).astype(np.int64)) + 4 * drawn.right.astype(np.int64)
+    total = drawn.sure.shape[1]
+    mean = np.zeros(len(quarters))
+    within = np.zeros(len(quarters))
+    between = np.zeros(len(quarters))
+    for stratum in range(8):
+        everywhere, here = quarters == stratum, quarters[:, :n] == stratum
+        share, count = everywhere.mean(axis=1), here.sum(axis=1)
+        known = np.maximum(count, 1)
+        middle = (drawn.differences[:, :n] * here).sum(axis=1) / known
+        squares = (drawn.differences[:, :n] ** 2 * here).sum(axis=1) / known - middle**2
+        mean += share * middle
+        within += share**2 * squares / known
+        between += share * middle**2
+    error = np.sqrt(within + np.maximum(0, between - mean**2) / total)
+    return mean + normal_quantile(CONFIDENCE) * error
+
+
+def _covariance(a: Array, b: Array) -> Array:
+    return ((a - a.mean(axis=1)[:, None]) * (b - b.mean(axis=1)[:, None])).mean(axis=1)
+
+
+class Scored(NamedTuple):
+    """A model's marks and probabilities on one task, by document."""
+
+    marks: Mapping[tuple[str, int], float]
+    sure: Mapping[tuple[str, int], float]
+
+
+def scores_in(home: Path) -> dict[tuple[str, str], Scored]:
+    """By model and task, all that the store of ``home`` holds."""
+    import json
+
+    found: dict[tuple[str, str], Scored] = {}
+    for value in sorted(home.glob("store/evaluate/*/value.json")):
+        said = json.loads(value.read_text())
+        one = found.setdefault((said["model"], said["tasks"][0]["task"]), Scored({}, {}))
+        for row in read_document_scores(value.parent / "outcomes.parquet"):
+            {"acc,none": one.marks, "prob,none": one.sure}[row.metric][row.task, row.doc_id] = row.outcome  # type: ignore[index]
+    return found
+
+
+def print_measured(home: Path, reference: str) -> None:
+    """Real models: what a document tells by either score, and how many documents it takes."""
+    known = scores_in(home)
+    print(
+        "| merge | task | documents | differ, % | drop acc | drop prob | spread acc | spread prob | correlation ",
+        end="",
+    )
+    print("| explained by the reference, % | documents by acc | by prob, the same margin | by prob, its own margin |")
+    print("| --- | --- " + "| --: " * 11 + "|")
+    for merge in MERGES:
+        for task in dict.fromkeys(task for model, task in known if model == merge):
+            theirs, ours = known[reference, task], known[merge, task]
+            both = [document for document in ours.sure if document in theirs.sure]
+            d = np.array([theirs.marks[one] - ours.marks[one] for one in both])
+            p = np.array([theirs.sure[one] - ours.sure[one] for one in both])
+            drawn = Drawn(
+                *(np.array([[side[one] for one in both]]) for side in (theirs.marks, theirs.sure)), d[None], p[None]
+            )
+            slope = _slope(theirs, both)
+            needed = (
+                documents_needed(float(d.var(ddof=1)), MARGIN, CONFIDENCE),
+                graded_documents_needed(float(p.var(ddof=1)), MARGIN, CONFIDENCE),
+                graded_documents_needed(float(p.var(ddof=1)), MARGIN * slope, CONFIDENCE),
+            )
+            print(
+                f"| {merge} | {task} | {len(both):,} | {100 * np.abs(d).mean():.1f} | {100 * d.mean():.1f} "
+                f"| {100 * p.mean():.1f} | {d.std(ddof=1):.3f} | {p.std(ddof=1):.3f} | {np.corrcoef(d, p)[0, 1]:.2f} "
+                f"| {100 * _explained(drawn):.1f} | {needed[0]:,} | {needed[1]:,} | {needed[2]:,} ({100 * MARGIN * slope:.1f}) |"
+            )
