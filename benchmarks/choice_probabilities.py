@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from siblings import MERGES
 
 from tasks.evaluation.document_scores import read_document_scores
 from tasks.gate.bounded import graded_documents_needed, refuted
@@ -164,7 +163,7 @@ def print_measured(home: Path, reference: str) -> None:
     )
     print("| explained, % | needed by acc | by prob | by prob, half the margin |")
     print("| --- | --- " + "| --: " * 11 + "|")
-    for merge, task in ((merge, task) for merge in MERGES for model, task in known if model == merge):
+    for merge, task in sorted(one for one in known if one[0] != reference):
         theirs, ours = known[reference, task], known[merge, task]
         both = [document for document in ours.sure if document in theirs.sure]
         right, kept = (np.array([side.marks[one] for one in both]) for side in (theirs, ours))

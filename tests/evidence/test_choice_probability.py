@@ -7,15 +7,19 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from gate_samples import load_benchmark
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval_runs import run_lm_eval
+from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flows.cli.gate import gate_results
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
 from tasks.checkpoints.model import Model
@@ -173,6 +177,27 @@ def test_a_guard_judges_it_as_the_graded_score_that_it_is(outcomes: dict[str, tu
     assert verdict.metric == "prob,none"
 
 
+def test_the_gate_judges_lm_evals_own_files_by_it(tmp_path: Path, model: Model, tasks: dict[str, Path]) -> None:
+    other = make_model(tmp_path / "other", seed=4)
+    for name, one in (("reference", model), ("merge", other)):
+        run_lm_eval(tmp_path / name, one.directory, [tasks["several"]], tmp_path / "scratch")
+    guard = {"task": str(tasks["several"]), "guarded_by": "a", "metric": "prob", "max_drop": 99, "margin": 100}
+    linear = {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]}
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(yaml.safe_dump({"name": "p", "recipe": linear, "evaluate": {"tasks": [guard]}}))
+    found = gate_results([f"{name}={tmp_path / name}" for name in ("reference", "merge")], profile, Console(quiet=True))
+    assert found.content is not None
+    (judged,) = found.content.verdict.guards
+    likelihoods = [by_hand(one, tasks["several"]) for one in (model, other)]
+    mean = []
+    for of_model in likelihoods:
+        shares = [[math.exp(one) / sum(map(math.exp, of)) for one in of] for of in of_model]
+        right = [((7 * at) % 3, (7 * at + 1) % 3) for at in range(30)]
+        mean.append(sum(share[a] + share[b] for share, (a, b) in zip(shares, right, strict=True)) / 30)
+    assert (judged.metric, judged.n) == ("prob,none", 30)
+    assert judged.drop == pytest.approx(100 * (mean[0] - mean[1]), abs=0.01)
+
+
 @given(LIKELIHOODS, st.data())
 def test_it_lies_between_0_and_1_and_sums_to_1_over_the_choices(likelihoods: list[float], data: st.DataObject) -> None:
     parts = [AnsweredChoice(tuple(likelihoods), frozenset({one})).probability for one in range(len(likelihoods))]
@@ -220,3 +245,17 @@ def test_of_a_written_target_it_is_said_what_lm_eval_took_it_for_or_nothing(
     }
     answer = answered_then({"output_type": "multiple_choice", **config}, sample)
     assert (answer and set(answer.right)) == right
+
+
+@pytest.mark.parametrize("noise", [0.15, 0.35])
+def test_a_merge_at_its_margin_is_published_no_more_often_than_was_promised(noise: float) -> None:
+    """By the probability; and accuracy with the probability as a control variate would do it mostly, which is why there
+    is no such guard: the drop of the control is no more known than the drop in question."""
+    script, runs = load_benchmark("choice_probabilities"), 1000
+    rng = np.random.default_rng(1)
+    by_probability = script.published(noise, script.loss_for(noise, 0.03, graded=True), 250, runs, rng, 0.03)
+    by_accuracy = script.published(noise, script.loss_for(noise, 0.03, graded=False), 250, runs, rng, 0.03)
+    error = math.sqrt(0.05 * 0.95 / runs)
+    assert by_probability.probability <= 0.05 + 3 * error
+    assert by_accuracy.accuracy <= 0.05 + 3 * error
+    assert by_accuracy.controlled > 0.5
