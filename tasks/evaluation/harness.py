@@ -30,6 +30,7 @@ from merge_core.store import JournalPlace, open_journal
 from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import is_answer_record, journalled
 from tasks.evaluation.backends import find_backend
+from tasks.evaluation.choice_probability import PROBABILITY, answered_now, probabilities
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
 from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in
@@ -98,7 +99,8 @@ def score_documents(
 ) -> ScoredDocuments:
     """Score one part of the documents of ``task`` with ``model``.
 
-    Only metrics that are means over documents are kept: a gate needs each document's share in the score.
+    Only metrics that are means over documents are kept: a gate needs each document's share in the score. Choice tasks
+    have one more, the probability of the right answer (``tasks.evaluation.choice_probability``).
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -165,9 +167,13 @@ def _run(
     for name, samples in results["samples"].items():
         measured = {metric for sample in samples for metric in sample["metrics"]}
         directions = _judging_metrics(name, leaves[name], measured)
-        for sample in samples:
+        sure = probabilities(samples, [answered_now(leaves[name], sample) for sample in samples])
+        for sample, probability in zip(samples, sure or [None] * len(samples), strict=True):
             for metric in (metric for metric in sample["metrics"] if metric in directions):
                 outcomes.append(_scored(f"{model}: task {name}", name, metric, directions[metric], sample, task))
+            if probability is not None and PROBABILITY not in measured:
+                with_it = {**sample, PROBABILITY: probability}
+                outcomes.append(_scored(f"{model}: task {name}", name, PROBABILITY, True, with_it, task))
     every = [(name, document) for name, those in documents.items() for document in those]
     check_all_scored(f"task {task.name}", every, outcomes)
     return ScoredDocuments(tuple(outcomes))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput, suggest
+from tasks.evaluation.choice_probability import PROBABILITY, answered_then, probabilities
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
 
@@ -118,7 +119,8 @@ def find_results(place: Path) -> tuple[ResultsFile, ...]:
 def read_task(found: Sequence[ResultsFile], task: str, cluster_field: str | None = None) -> TaskResults:
     """The newest results of a task or a group of tasks.
 
-    Only metrics that are means over documents are kept: a gate needs each document's share in the score.
+    Only metrics that are means over documents are kept: a gate needs each document's share in the score. Choice tasks
+    have one more, the probability of the right answer, where the samples say which answer that is.
 
     Args:
         cluster_field: Field of the documents that says which of them belong together.
@@ -156,6 +158,8 @@ def read_task(found: Sequence[ResultsFile], task: str, cluster_field: str | None
             )
         check_all_scored(f"{file.path}: task {task}", ((leaf, sample["doc_id"]) for sample in samples), found_here)
         outcomes += found_here
+        if PROBABILITY not in directions:
+            outcomes += _probabilities(file, leaf, samples, cluster_field)
     return TaskResults(task, tuple(outcomes), _conditions(file, leaves), _precision(file), file.path)
 
 
@@ -309,6 +313,27 @@ def _outcome(
             )
         cluster = str(document[cluster_field])
     return score_of_sample(task, key, sample, float(sample[metric]), cluster, higher_is_better)
+
+
+def _probabilities(
+    file: ResultsFile, task: str, samples: Sequence[Mapping[str, Any]], cluster_field: str | None
+) -> list[DocumentScore]:
+    """The probability of the right answer in each document; none where the samples do not tell."""
+    config = file.of("configs").get(task) or {}
+    found = probabilities(samples, [answered_then(config, sample) for sample in samples])
+    return [
+        _outcome(
+            file,
+            task,
+            f"{PROBABILITY},{sample['filter']}",
+            PROBABILITY,
+            True,
+            {**sample, PROBABILITY: probability},
+            cluster_field,
+        )
+        for sample, probability in zip(samples, found or [None] * len(samples), strict=True)
+        if probability is not None
+    ]
 
 
 def _conditions(file: ResultsFile, leaves: Sequence[str]) -> Conditions:

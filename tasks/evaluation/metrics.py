@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from merge_core.errors import InvalidInput, suggest
+from tasks.evaluation.choice_probability import PROBABILITY
 from tasks.evaluation.document_scores import DocumentScore
 
 # What a guard may say: nothing, one metric for all leaves that have it, or one by leaf (or pattern of leaves).
@@ -77,26 +78,28 @@ def choose_metrics(rows: Iterable[DocumentScore], setting: MetricSetting, where:
 
     Args:
         setting: None: each leaf by its own default (``default_metric``). A name: that metric in every leaf that has it,
-            and the default in the others. A mapping: by leaf or pattern of leaves (``leaderboard_math_*``), a name
-            before a pattern and patterns in the order given; leaves that none of them means keep their default.
+            and the default in the others; ``prob`` is short for ``prob,none``. A mapping: by leaf or pattern of leaves
+            (``leaderboard_math_*``), a name before a pattern and patterns in the order given; leaves that none of them
+            means keep their default.
 
     Raises:
         InvalidInput: for a metric that no leaf has, or not the leaf that it is meant for; a leaf that there is not.
     """
     known = metrics_by_leaf(rows)
     if isinstance(setting, Mapping):
-        wanted = _wanted_by_leaf(known, setting, where)
+        wanted = _wanted_by_leaf(known, {leaf: _in_full(metric) for leaf, metric in setting.items()}, where)
     elif setting is None:
         wanted = {}
     else:
-        wanted = {leaf: setting for leaf, metrics in known.items() if setting in metrics}
+        metric = _in_full(setting)
+        wanted = {leaf: metric for leaf, metrics in known.items() if metric in metrics}
         if known and not wanted:
             every = dict.fromkeys(name for metrics in known.values() for name in metrics)
             raise InvalidInput(
                 f"evaluate.tasks: {where}: metric",
                 found=f"{setting!r}, which the task does not have",
                 expected=" or ".join(every),
-                remedy=suggest(setting, every),
+                remedy=_only_of_choices(metric) or suggest(setting, every),
             )
     named = {leaf: wanted.get(leaf) or default_metric(tuple(metrics)) for leaf, metrics in known.items()}
     return JudgedMetrics({leaf: (name, known[leaf][name]) for leaf, name in named.items()})
@@ -112,10 +115,12 @@ def metrics_by_leaf(rows: Iterable[DocumentScore]) -> dict[str, dict[str, bool]]
 
 def default_metric(metrics: Sequence[str]) -> str:
     """The metric that judges where a guard names none: ``acc,none``; else what is leniently extracted from free
-    answers (strict patterns measure format: a good model can score near zero); else the first."""
-    if "acc,none" in metrics:
+    answers (strict patterns measure format: a good model can score near zero); else the first. Never the probability of
+    the right answer, unless there is nothing else: it is asked for by name."""
+    own = [metric for metric in metrics if metric.partition(",")[0] != PROBABILITY] or metrics
+    if "acc,none" in own:
         return "acc,none"
-    return next((metric for metric in metrics if metric.endswith(",flexible-extract")), metrics[0])
+    return next((metric for metric in own if metric.endswith(",flexible-extract")), own[0])
 
 
 def documents_of(rows: Iterable[DocumentScore]) -> dict[tuple[str, int], None]:
@@ -172,6 +177,18 @@ def checked_score(where: str, metric: str, document: object, value: float) -> fl
     return value
 
 
+def _in_full(metric: str) -> str:
+    """``prob`` as it is labelled; any other metric as it is."""
+    return f"{PROBABILITY},none" if metric == PROBABILITY else metric
+
+
+def _only_of_choices(metric: str) -> str:
+    """What to do without a probability; empty for any other metric."""
+    if metric.partition(",")[0] != PROBABILITY:
+        return ""
+    return "only choice tasks (output_type: multiple_choice) whose answers lm-eval scores itself have it; name another"
+
+
 def _wanted_by_leaf(known: Mapping[str, Mapping[str, bool]], setting: Mapping[str, str], where: str) -> dict[str, str]:
     place = f"evaluate.tasks: {where}: metric"
     wanted: dict[str, str] = {}
@@ -185,7 +202,7 @@ def _wanted_by_leaf(known: Mapping[str, Mapping[str, bool]], setting: Mapping[st
                 place,
                 found=f"{metric!r} for {leaf}, which does not have it",
                 expected=" or ".join(metrics),
-                remedy=suggest(metric, metrics),
+                remedy=_only_of_choices(metric) or suggest(metric, metrics),
             )
         wanted[leaf] = metric
     for pattern in setting:

@@ -98,9 +98,9 @@ def test_each_leaf_has_its_own_metric_and_no_document_is_lost(scored: tuple[Docu
 def test_the_table_shows_all_documents_and_each_metric(scored: tuple[DocumentScore, ...]) -> None:
     table = {score.metric: score for score in score_table("board", scored)}
     every = "acc_norm,none + prompt_level_strict_acc,none + exact_match,none + exact_match,custom-extract"
-    assert set(every.split(" + ")) | {every, "exact_match_original,none"} == table.keys()
+    assert set(every.split(" + ")) | {every, "exact_match_original,none", "prob,none"} == table.keys()
     assert table[every].n == sum(SIZES[leaf] for leaf in DEFAULTS)
-    assert table["acc_norm,none"].n == SIZES["bbh_a"] + SIZES["bbh_b"]
+    assert table["acc_norm,none"].n == table["prob,none"].n == SIZES["bbh_a"] + SIZES["bbh_b"]
 
 
 def test_parts_give_the_prompts_and_scores_of_the_whole_with_few_shot_examples(

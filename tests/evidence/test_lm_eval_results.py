@@ -105,13 +105,15 @@ def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentScore, ..
 def test_the_files_say_what_the_stage_finds(written: Path, definitions: dict[str, Path], task: str, model: str) -> None:
     found = read(written / model, task)
     assert sorted(found.outcomes) == sorted(stage_outcomes(written / "models" / model, definitions[task]))
-    assert len({outcome.outcome for outcome in found.outcomes}) == 2  # neither all right nor all wrong
+    marks = [outcome for outcome in found.outcomes if outcome.metric != "prob,none"]
+    assert len({outcome.outcome for outcome in marks}) == 2  # neither all right nor all wrong
 
 
 def test_metrics_that_are_no_means_are_left_out(written: Path) -> None:
     reported = json.loads(the(written / "one", "results_*.json").read_text())["results"]["letters"]
     assert {"acc,none", "f1,none"} < reported.keys()
-    assert metrics_by_leaf(read(written / "one", "letters").outcomes) == {"letters": {"acc,none": True}}
+    found = metrics_by_leaf(read(written / "one", "letters").outcomes)
+    assert found == {"letters": {"acc,none": True, "prob,none": True}}  # the second is ours, from the likelihoods
 
 
 def test_each_filter_is_a_metric_of_its_own(written: Path) -> None:
@@ -124,7 +126,8 @@ def test_a_group_is_all_documents_of_the_tasks_below_it(written: Path) -> None:
     group = read(written / "one", "both")
     apart = [outcome for task in ("letters", "numbers") for outcome in read(written / "one", task).outcomes]
     assert list(group.outcomes) == apart
-    assert len(apart) == 40 + 25
+    assert len({(outcome.task, outcome.doc_id) for outcome in apart}) == 40 + 25
+    assert len(apart) == 2 * (40 + 25)  # right or wrong, and the probability of the right answer
 
 
 def test_a_field_of_the_documents_can_group_them(written: Path) -> None:
