@@ -204,8 +204,8 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
     """
     directory = None
     if isinstance(source, Path):
-        where, directory = str(source), source.resolve().parent
-        documents = read_yaml(source, _EXPECTED)
+        where, documents = str(source), read_yaml(source, _EXPECTED)
+        directory = source.resolve().parent
     else:
         documents = parse_yaml(source, where, _EXPECTED) if isinstance(source, str) else [source]
     if not documents:

@@ -113,7 +113,7 @@ def _statement(release: PublishedRelease, files: Files) -> Mapping[str, Any]:
 def _against_sums(release: PublishedRelease, files: Files) -> list[str]:
     if SUMS not in files:
         return [f"{SUMS}: missing"]
-    text = release.read(SUMS).decode(errors="replace")
+    text = _text(release, SUMS)
     # The signature is made last: it signs SHA256SUMS.
     findings = _differences(parse_checksums(text), _hashes(files, without={SUMS, SIGNATURE}), SUMS)
     if not findings and text != checksums_text(parse_checksums(text)):
@@ -206,7 +206,7 @@ def _against_signature(release: PublishedRelease, files: Files, key: Path | None
     if SIGNATURE not in files:
         return [f"{SIGNATURE}: missing; it is not signed"] if key else []
     try:
-        signature = read_signature(release.read(SIGNATURE))
+        signature = read_signature(_bytes(release, SIGNATURE))
     except ValueError as error:
         return [f"{SIGNATURE}: {error}"]
     findings = _differences(signature.files, _hashes(files, without={SIGNATURE}), SIGNATURE)
@@ -222,13 +222,21 @@ def _hashes(files: Files, without: Collection[str]) -> dict[str, str]:
 def _parsed(release: PublishedRelease, name: str) -> object:
     """What a JSON file of a release says; None where it says nothing that can be read."""
     try:
-        return parse_json(release.read(name), name)
+        return parse_json(_bytes(release, name), name)
     except InvalidInput:
         return None
 
 
+def _bytes(release: PublishedRelease, name: str) -> bytes:
+    """Of a file; none where it is no file, which the lists of files tell by its hash."""
+    try:
+        return release.read(name)
+    except InvalidInput:
+        return b""
+
+
 def _text(release: PublishedRelease, name: str) -> str:
-    return release.read(name).decode(errors="replace")
+    return _bytes(release, name).decode(errors="replace")
 
 
 def _parents(statement: Mapping[str, Any]) -> list[Any]:
