@@ -6,8 +6,11 @@ index and shards must agree.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
@@ -15,8 +18,9 @@ from merge_core.checkpoint.chat_template import own_template
 from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
 from merge_core.errors import InvalidInput
-from merge_core.parsing import JsonBounds, check_entries, read_json
+from merge_core.parsing import JsonBounds, check_entries, edge, read_json
 
+_MORE_TEMPLATES = "additional_chat_templates"
 _COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -27,11 +31,14 @@ _COMPANIONS = (
     "*.model",
     "*.tiktoken",
     "*.jinja",
-    "additional_chat_templates/*.jinja",
+    f"{_MORE_TEMPLATES}/*.jinja",
     "chat_template.json",
     "*processor_config.json",
     "*.py",
 )
+
+# In one expression: a directory may have many files. A pattern's star does not cross a slash.
+_IS_COMPANION = re.compile("|".join(translate(pattern).replace(".*", "[^/]*") for pattern in _COMPANIONS), re.DOTALL)
 
 # That of a mixture of 384 experts in 61 layers has 70,000 tensors and 8 MB.
 _INDEX_BOUNDS = JsonBounds(size=64 << 20)
@@ -92,9 +99,9 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
     """
     if not directory.is_dir():
         raise InvalidInput(str(directory), found="no such directory", expected="a checkpoint directory")
-    companions = {path for pattern in _COMPANIONS for path in directory.glob(pattern)}
-    names = tuple(sorted(str(path.relative_to(directory)) for path in companions if path.is_file()))
-    check_entries(directory, sorted(str(path.relative_to(directory)) for path in companions))
+    there = _companions(directory)
+    check_entries(directory, there)
+    names = tuple(name for name in there if (directory / name).is_file())
     config = read_json(directory / "config.json")
     known = elsewhere or {}
     index_name, single_name = _names_of_weights(directory, known)
@@ -116,6 +123,16 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
     tensors = _without_tied_heads(tensors, config)
     return Checkpoint(directory, config, tensors, names, own_template(directory))
+
+
+def _companions(directory: Path) -> tuple[str, ...]:
+    """Names of what belongs to a model beside config and weights, whatever lies under them."""
+    with edge(str(directory), "no directory that can be listed"):
+        found = os.listdir(directory)  # noqa: PTH208  # names are all that is asked
+        more = directory / _MORE_TEMPLATES
+        if more.is_dir():
+            found += [f"{_MORE_TEMPLATES}/{name}" for name in os.listdir(more)]  # noqa: PTH208
+    return tuple(sorted(name for name in found if _IS_COMPANION.fullmatch(name)))
 
 
 def _names_of_weights(directory: Path, elsewhere: Headers) -> tuple[str, str]:

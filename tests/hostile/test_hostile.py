@@ -1,4 +1,4 @@
-"""Whatever a stranger hands in ends with its exit code: no traceback, no hang, no gigabytes, nothing that looks finished.
+"""Whatever a stranger hands in ends with its exit code: no traceback, no hang, nothing that looks finished.
 
 The command line itself, in this process: a process for each would take minutes.
 """
@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 from flows.cli.app import app
 
-SECONDS, BYTES = 20, 1 << 30
+SECONDS, BYTES = 20, 1 << 30  # of computing; other work on the machine is not ours
+PATIENCE = 60  # seconds of waiting: for a pipe that nobody writes to
 # Accepted although odd, or refused rather than invalid: where that is not what the table's kind ends with.
 ODD_RECIPES = {"layers-huge": 3, "filters-many": 3}
 FINE_RESULTS: dict[str, int] = {}
@@ -51,19 +52,19 @@ def bounded() -> Iterator[None]:
     """Fail after too long, and after too much memory."""
 
     def too_long(signal_number: int, frame: FrameType | None) -> None:
-        raise AssertionError(f"over {SECONDS} s")
+        raise AssertionError(f"over {PATIENCE} s")
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     before = kilobytes("VmRSS")
     old = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(SECONDS)
-    started = time.monotonic()
+    signal.alarm(PATIENCE)
+    started = time.process_time()
     try:
         yield
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, old)
-    assert time.monotonic() - started < SECONDS
+    assert time.process_time() - started < SECONDS
     assert (kilobytes("VmHWM") - before) * 1024 < BYTES
 
 
