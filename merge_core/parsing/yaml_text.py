@@ -185,7 +185,7 @@ def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
         if sizes[-1] > _MAX_WRITTEN_OUT:
             raise InvalidInput(
                 where,
-                found=f"over {_MAX_WRITTEN_OUT} characters with its aliases written out",
+                found="over 4 MB with its aliases written out",
                 expected="less",
                 remedy="write fewer aliases (&name, *name), or split the file",
             )

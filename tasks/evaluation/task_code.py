@@ -8,6 +8,7 @@ such a file has to be named in the YAML.
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def imported_beside(path: Path, directory: Path) -> tuple[Path, ...]:
         InvalidInput: Not a plain file, or not Python.
     """
     content = read_plain(path, _MOST, expected="a Python file that a task names")
-    with edge(str(path), "not Python"):
+    with edge(str(path), "not Python"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a stranger's style
         found: dict[Path, None] = {}
         for name in dict.fromkeys(_imported(ast.parse(content))):
             for start in dict.fromkeys((path.parent, directory)):

@@ -243,12 +243,12 @@ def limited() -> Iterator[None]:
     def too_long(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"over {SLOW} s")
 
-    old = signal.signal(signal.SIGALRM, too_long)
+    old = signal.signal(signal.SIGPROF, too_long)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, old)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old)
 
 
 def turns(known: Mapping[str, Target], found: Found, random: Random) -> list[str]:
@@ -271,7 +271,7 @@ def fuzz(known: Mapping[str, Target], *, executions: int, seconds: float, seed: 
             for name in turns(known, found, random):
                 target, before = known[name], time.process_time()
                 data = mutated(random.choice(target.seeds), every, random)
-                signal.setitimer(signal.ITIMER_REAL, SLOW)
+                signal.setitimer(signal.ITIMER_PROF, SLOW)
                 try:
                     target.parse(data)
                     found.values += 1
