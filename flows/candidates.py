@@ -11,6 +11,7 @@ import yaml
 
 from merge_core import Recipe, load_recipe
 from merge_core.errors import InvalidInput
+from merge_core.parsing import parse_yaml
 from merge_core.recipe import apply_overrides
 
 # In a profile: a file, or the same inline; a remedy may also be changes of the profile's own recipe.
@@ -34,7 +35,7 @@ class Candidate:
     @property
     def document(self) -> Mapping[str, Any] | None:
         """The recipe as plain data; None for one of several documents."""
-        documents = [document for document in yaml.safe_load_all(self.text) if document is not None]
+        documents = parse_yaml(self.text, self.recipe.where)
         return documents[0] if len(documents) == 1 else None
 
 

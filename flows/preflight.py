@@ -181,19 +181,22 @@ class _Rules:
     name: str
     merging: MergeSettings
     dtypes: tuple[str, ...]  # in which the models will be loaded here to be measured
+    code: tuple[str, ...] | None = None  # that may travel with the release; None: nobody has said
     remedy: str = ""  # of a licence that forbids a use which was only assumed: a warning
 
     @staticmethod
     def of(profile: Profile) -> _Rules:
         settings, root = profile.checks.license, profile.root
         table, dtypes = license_table(settings, root), profile.dtypes_to_evaluate()
-        return _Rules(settings, table, hub_ancestors(), root, profile.name, profile.merge, dtypes)
+        return _Rules(
+            settings, table, hub_ancestors(), root, profile.name, profile.merge, dtypes, profile.checks.code.accepted
+        )
 
     @staticmethod
     def of_a_recipe(root: Path, name: str) -> _Rules:
         settings, remedy = LicenseSettings(), "say in a profile what the merge is for"
         table = license_table(settings, root)
-        return _Rules(settings, table, hub_ancestors(), root, name, MergeSettings(), (), remedy)
+        return _Rules(settings, table, hub_ancestors(), root, name, MergeSettings(), (), remedy=remedy)
 
 
 def _clear(
@@ -211,7 +214,7 @@ def _clear(
     if not _is_whole(candidate.recipe, found):
         return None  # half a family may be forbidden, but neither allowed nor compared
     with problems.noted():
-        fits = problems.ask(check_compatibility, candidate.recipe, header_digests(found), found)
+        fits = problems.ask(check_compatibility, candidate.recipe, header_digests(found), found, rules.code)
         device = numerics(rules.merging).where
         machine = this_machine(fits.value, found, device)
         lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)

@@ -26,7 +26,7 @@ from tasks.gate import EvaluateSettings
 from tasks.judge import JudgeSettings
 from tasks.merge import MergeSettings
 from tasks.perplexity import PerplexitySettings
-from tasks.preflight import Evidence, check_references, pin_evidence
+from tasks.preflight import CodeSettings, Evidence, check_references, pin_evidence
 from tasks.preflight.licenses import LicenseSettings
 from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
@@ -42,6 +42,7 @@ class Checks(ProfileSection):
     """What is checked before any weight is read."""
 
     license: LicenseSettings = LicenseSettings()
+    code: CodeSettings = CodeSettings()
 
 
 class Profile(ProfileSection):

@@ -11,6 +11,23 @@ from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Literal
 
+_LONGEST = 4000
+
+
+def shown(text: str) -> str:
+    """``text``, of which parts may be a stranger's, for a terminal, a log or a page: printable, and of bounded length.
+
+    Escape sequences could rewrite what stands on the screen; half a character cannot be printed at all.
+    """
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}…"
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape", "surrogatepass").decode()
+        for one in text
+    )
+
 
 class MergegateError(Exception):
     """Anything a user can cause. Never raised itself; see the subclasses.
@@ -25,7 +42,8 @@ class MergegateError(Exception):
     exit_code = 1
 
     def __init__(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
-        self.where, self.found, self.expected, self.remedy = where, found, expected, remedy
+        self.where, self.found = shown(where), shown(found)
+        self.expected, self.remedy = shown(expected), shown(remedy)
         super().__init__(str(self))
 
     def __str__(self) -> str:

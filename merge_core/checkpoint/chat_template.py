@@ -5,14 +5,15 @@ The well-known formats are those the peer knows by name; the texts here are our 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from merge_core.errors import InvalidInput, suggest
+from merge_core.parsing import read_json, read_text
 
 FILE = "chat_template.jinja"
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def _talk(turn: str, *, start: str = "", prompt: str = "") -> str:
@@ -53,16 +54,15 @@ KNOWN = {
 
 
 def own_template(directory: Path) -> str | None:
-    """The chat template of a checkpoint, from ``chat_template.jinja`` or its tokenizer's config."""
-    try:
-        return (directory / FILE).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        pass
+    """The chat template of a checkpoint, from ``chat_template.jinja`` or its tokenizer's config.
+
+    Raises:
+        InvalidInput: A file of one of these names that is none of that kind.
+    """
+    if (directory / FILE).exists():
+        return read_text(directory / FILE, _MAX_TEMPLATE_BYTES, within=directory, expected="a chat template")
     for name in ("chat_template.json", "tokenizer_config.json"):
-        try:
-            template = json.loads((directory / name).read_bytes()).get("chat_template")
-        except (OSError, ValueError, AttributeError):
-            continue
+        template = read_json(directory / name).get("chat_template") if (directory / name).exists() else None
         if isinstance(template, str):
             return template
     return None

@@ -6,8 +6,11 @@ index and shards must agree.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
@@ -15,8 +18,9 @@ from merge_core.checkpoint.chat_template import own_template
 from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
 from merge_core.errors import InvalidInput
-from merge_core.parsing import read_json
+from merge_core.parsing import JsonBounds, check_entries, edge, read_json
 
+_MORE_TEMPLATES = "additional_chat_templates"
 _COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -27,11 +31,17 @@ _COMPANIONS = (
     "*.model",
     "*.tiktoken",
     "*.jinja",
-    "additional_chat_templates/*.jinja",
+    f"{_MORE_TEMPLATES}/*.jinja",
     "chat_template.json",
     "*processor_config.json",
     "*.py",
 )
+
+# In one expression: a directory may have many files. A pattern's star does not cross a slash.
+_IS_COMPANION = re.compile("|".join(translate(pattern).replace(".*", "[^/]*") for pattern in _COMPANIONS), re.DOTALL)
+
+# That of a mixture of 384 experts in 61 layers has 70,000 tensors and 8 MB.
+_INDEX_BOUNDS = JsonBounds(size=64 << 20)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -84,10 +94,14 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
             that each file will have.
 
     Raises:
-        InvalidInput: No config or weights, damaged or contradicting files, an index that leaves the directory.
+        InvalidInput: No config or weights, damaged or contradicting files, an index or a link that leaves the
+            directory, a pipe or a device in the place of a file.
     """
     if not directory.is_dir():
         raise InvalidInput(str(directory), found="no such directory", expected="a checkpoint directory")
+    there = _companions(directory)
+    check_entries(directory, there)
+    names = tuple(name for name in there if (directory / name).is_file())
     config = read_json(directory / "config.json")
     known = elsewhere or {}
     index_name, single_name = _names_of_weights(directory, known)
@@ -102,15 +116,23 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
                 remedy="delete the stale one",
             )
     elif single in known or single.exists():
-        tensors = {tensor.name: tensor for tensor in _header(single, known)}
+        tensors = {tensor.name: tensor for tensor in _header(single, directory, known)}
     else:
         tensors = _unindexed(directory, known)
     if not tensors:
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
     tensors = _without_tied_heads(tensors, config)
-    companions = {path for pattern in _COMPANIONS for path in directory.glob(pattern) if path.is_file()}
-    names = tuple(sorted(str(path.relative_to(directory)) for path in companions))
     return Checkpoint(directory, config, tensors, names, own_template(directory))
+
+
+def _companions(directory: Path) -> tuple[str, ...]:
+    """Names of what belongs to a model beside config and weights, whatever lies under them."""
+    with edge(str(directory), "no directory that can be listed"):
+        found = os.listdir(directory)  # noqa: PTH208  # names are all that is asked
+        more = directory / _MORE_TEMPLATES
+        if more.is_dir():
+            found += [f"{_MORE_TEMPLATES}/{name}" for name in os.listdir(more)]  # noqa: PTH208
+    return tuple(sorted(name for name in found if _IS_COMPANION.fullmatch(name)))
 
 
 def _names_of_weights(directory: Path, elsewhere: Headers) -> tuple[str, str]:
@@ -121,18 +143,19 @@ def _names_of_weights(directory: Path, elsewhere: Headers) -> tuple[str, str]:
     return INDEX_NAME, SINGLE_NAME
 
 
-def _header(path: Path, elsewhere: Headers) -> Sequence[StoredTensor]:
+def _header(path: Path, directory: Path, elsewhere: Headers) -> Sequence[StoredTensor]:
     if path in elsewhere:
         return elsewhere[path]
-    return read_pickled(path) if path.suffix == ".bin" else read_header(path)
+    read = read_pickled if path.suffix == ".bin" else read_header
+    return read(path, within=directory)
 
 
 def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InvalidInput(str(index), found="no 'weight_map'", expected="tensor name → file name")
     for name, file in weight_map.items():
-        path = PurePosixPath(file) if isinstance(file, str) else PurePosixPath("/")
+        path = PurePosixPath(file) if isinstance(file, str) and "\0" not in file else PurePosixPath("/")
         if path.is_absolute() or ".." in path.parts or "\\" in str(file) or not path.parts:
             raise InvalidInput(
                 f"{index}: {name}",
@@ -142,7 +165,7 @@ def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, Stor
             )
     tensors: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(weight_map.values()):
-        for tensor in _header(directory / file, elsewhere):
+        for tensor in _header(directory / file, directory, elsewhere):
             named = weight_map.get(tensor.name, file)
             if named != file:
                 continue  # The index says which of two copies counts.
@@ -166,7 +189,7 @@ def _unindexed(directory: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
         raise InvalidInput(str(directory), found="no weights", expected="*.safetensors, or pytorch_model*.bin")
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for tensor in _header(file, elsewhere):
+        for tensor in _header(file, directory, elsewhere):
             if tensor.name in tensors:
                 raise _duplicate(tensor, tensors[tensor.name])
             tensors[tensor.name] = tensor

@@ -12,17 +12,22 @@ import os
 import pickletools
 import struct
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from merge_core.checkpoint.dtypes import BY_TORCH_NAME, DType
 from merge_core.checkpoint.safetensors_file import StoredTensor
 from merge_core.errors import InvalidInput
+from merge_core.parsing import edge, open_plain
 
-# A description takes about 200 bytes per tensor; this bounds what a hostile file makes us allocate.
-MAX_PICKLE_BYTES = 100_000_000
+# A description takes about 200 bytes and 40 instructions per tensor; these bound what a hostile file makes us allocate,
+# and how long it is read.
+MAX_PICKLE_BYTES = 32_000_000
+MAX_INSTRUCTIONS = 2_000_000
+_MAX_MEMBERS = 100_000
+_MAX_DIRECTORY_BYTES = 32_000_000  # of the zip
 _MAX_DIMENSIONS = 64
 _UNSAFE = "do not load it: a pickle can run any program; ask for the model as safetensors"
 _DAMAGED = "download or copy the file again"
@@ -82,62 +87,110 @@ class _View:
         return True
 
 
-class _Mark:
-    """Start of a run of items on the stack."""
+_CONSTANTS = {"EMPTY_TUPLE": (), "NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_SAYS_ITSELF = frozenset(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"))
 
 
-def read_pickled(path: Path) -> tuple[StoredTensor, ...]:
+def read_pickled(path: Path, *, within: Path | None = None) -> tuple[StoredTensor, ...]:
     """Tensors of the file at ``path`` in the order of their bytes; their bytes are not read. Tensors may share bytes.
+
+    Args:
+        path: Of the file.
+        within: The directory that it must lie in, after all links.
 
     Raises:
         InvalidInput: Not a zip of torch.save, damaged, with anything else than a dictionary of contiguous tensors in
             it, or with tensors that leave their storage.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_plain(path, within=within) as file:
+            return parse_pickled(file, os.fstat(file.fileno()).st_size, path)
+    except FileNotFoundError:
+        raise InvalidInput(str(path), found="no such file", expected="a file of torch.save") from None
+
+
+def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, ...]:
+    """As :func:`read_pickled`, of an open file of ``size`` bytes.
+
+    Raises:
+        InvalidInput: See :func:`read_pickled`.
+    """
+    remedy = f"an older file: {_RESAVE}; otherwise {_DAMAGED}"
+    with edge(
+        str(path), "not a zip that can be read", expected="a file of torch.save (PyTorch 1.6 or newer)", remedy=remedy
+    ):
+        _check_size_of_directory(file, size, path)
+        with zipfile.ZipFile(file) as archive:
             members = _members(archive, path)
             root = next((name[: -len("data.pkl")] for name in members if name.endswith("/data.pkl")), None)
             if root is None:
                 raise InvalidInput(str(path), found="a zip without data.pkl", expected="a file of torch.save")
-            if f"{root}byteorder" in members and archive.read(members[f"{root}byteorder"]).strip() != b"little":
+            order = members.get(f"{root}byteorder")
+            if order is not None and (order.file_size > 64 or archive.read(order).strip() != b"little"):
                 raise InvalidInput(str(path), found="big-endian numbers", expected="little-endian", remedy=_RESAVE)
             if members[f"{root}data.pkl"].file_size > MAX_PICKLE_BYTES:
-                raise InvalidInput(str(path), found="a description of over 100 MB", expected="tensors")
+                raise InvalidInput(str(path), found="a description of over 32 MB", expected="tensors")
             text = archive.read(members[f"{root}data.pkl"])
             views = _views(text, path)
-            starts = _starts(archive, [members.get(f"{root}data/{view.storage.key}") for view in views.values()], path)
-    except FileNotFoundError:
-        raise InvalidInput(str(path), found="no such file", expected="a file of torch.save") from None
-    except OSError as error:
-        raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+            keys = dict.fromkeys(view.storage.key for view in views.values())
+            starts = _starts(file, size, {key: members.get(f"{root}data/{key}") for key in keys}, path)
+    tensors = [_located(name, view, *starts[view.storage.key], path) for name, view in views.items()]
+    return tuple(sorted(tensors, key=lambda tensor: tensor.offset))
+
+
+def _check_size_of_directory(file: BinaryIO, size: int, path: Path) -> None:
+    """Bound what the zip's own directory makes us allocate, from the record at the end of the file.
+
+    That record (PKZIP application note, 4.3.16; with 64 bits 4.3.14) says how many members there are and how many
+    bytes their list has. Its last 64 kB may be a comment, in which the marks may stand again: every one is looked at.
+    """
+    start = max(0, size - (1 << 16) - 22 - 20 - 56)
+    file.seek(start)
+    tail = file.read(size - start)
+    found = []
+    at = tail.find(b"PK\x05\x06")
+    while at >= 0:
+        if len(tail) >= at + 22:
+            members, length = struct.unpack("<HI", tail[at + 10 : at + 16])
+            found.append((0 if members == 0xFFFF else members, 0 if length == 0xFFFFFFFF else length))
+        at = tail.find(b"PK\x05\x06", at + 1)
+    at = tail.find(b"PK\x06\x06")
+    while at >= 0:
+        if len(tail) >= at + 56:
+            found.append(struct.unpack("<QQ", tail[at + 32 : at + 48]))
+        at = tail.find(b"PK\x06\x06", at + 1)
+    members, length = (max((one[part] for one in found), default=0) for part in (0, 1))
+    if members > _MAX_MEMBERS or length > _MAX_DIRECTORY_BYTES:
         raise InvalidInput(
             str(path),
-            found=f"not a zip that can be read ({error})",
-            expected="a file of torch.save (PyTorch 1.6 or newer)",
-            remedy=f"an older file: {_RESAVE}; otherwise {_DAMAGED}",
-        ) from None
-    tensors = [_located(name, view, *start, path) for (name, view), start in zip(views.items(), starts, strict=True)]
-    return tuple(sorted(tensors, key=lambda tensor: tensor.offset))
+            found=f"a zip of {members} members, whose list has {length} bytes",
+            expected=f"at most {_MAX_MEMBERS} members",
+            remedy=_RESAVE,
+        )
+    file.seek(0)
 
 
 def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
     members: dict[str, zipfile.ZipInfo] = {}
+    begun: set[int] = set()
     for info in archive.infolist():
         if info.filename in members:
             raise InvalidInput(f"{path}: {info.filename}", found="there twice", remedy=_DAMAGED)
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
             raise InvalidInput(f"{path}: {info.filename}", found="compressed or encrypted", expected="plain bytes")
+        if info.header_offset in begun:
+            raise InvalidInput(f"{path}: {info.filename}", found="begins where another does", remedy=_DAMAGED)
+        begun.add(info.header_offset)
         members[info.filename] = info
     return members
 
 
-def _starts(archive: zipfile.ZipFile, infos: list[zipfile.ZipInfo | None], path: Path) -> list[tuple[int, int]]:
+def _starts(
+    file: BinaryIO, size: int, infos: Mapping[str, zipfile.ZipInfo | None], path: Path
+) -> dict[str, tuple[int, int]]:
     """First byte and size of the members' data: the local header, whose length varies, comes before it."""
-    file: Any = archive.fp
-    size = os.fstat(file.fileno()).st_size
-    found = []
-    for info in infos:
+    found = {}
+    for key, info in infos.items():
         if info is None:
             raise InvalidInput(str(path), found="a tensor without its bytes", remedy=_DAMAGED)
         file.seek(info.header_offset)
@@ -147,7 +200,7 @@ def _starts(archive: zipfile.ZipFile, infos: list[zipfile.ZipInfo | None], path:
         start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
         if start + info.file_size > size:
             raise InvalidInput(f"{path}: {info.filename}", found="reaches beyond the file", remedy=_DAMAGED)
-        found.append((start, info.file_size))
+        found[key] = (start, info.file_size)
     return found
 
 
@@ -168,10 +221,8 @@ def _located(name: str, view: _View, start: int, size: int, path: Path) -> Store
 
 def _views(text: bytes, path: Path) -> dict[str, _View]:
     """The dictionary of tensors that the pickle describes."""
-    try:
-        value = _interpret(text, path)
-    except (ValueError, IndexError, TypeError, KeyError, UnicodeDecodeError, OverflowError) as error:
-        raise InvalidInput(f"{path}: data.pkl", found=f"damaged: {error!r:.100}", remedy=_DAMAGED) from None
+    with edge(f"{path}: data.pkl", "damaged", remedy=_DAMAGED):
+        value = _Machine(path).run(text)
     if not isinstance(value, dict):
         raise InvalidInput(f"{path}: data.pkl", found="no dictionary", expected="tensors by name", remedy=_RESAVE)
     for name, view in value.items():
@@ -186,74 +237,102 @@ def _views(text: bytes, path: Path) -> dict[str, _View]:
     return value
 
 
-def _interpret(text: bytes, path: Path) -> Any:
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    argument: Any
-    for opcode, argument, position in pickletools.genops(text):
-        match opcode.name:
+class _Machine:
+    """The few instructions of a pickle that describe tensors. Each costs the same, however large what it is about."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stack: list[Any] = []
+        self._marks: list[int] = []  # heights of the stack at which runs of items begin
+        self._memo: dict[int, Any] = {}
+
+    def run(self, text: bytes) -> Any:
+        """What is left on the stack at the end."""
+        argument: Any
+        for number, (opcode, argument, position) in enumerate(pickletools.genops(text)):
+            if number >= MAX_INSTRUCTIONS:
+                raise InvalidInput(
+                    f"{self._path}: data.pkl",
+                    found=f"over {MAX_INSTRUCTIONS} instructions",
+                    expected="about 40 a tensor",
+                    remedy=_RESAVE,
+                )
+            if opcode.name == "STOP":
+                return self._pop()
+            if opcode.name in _CONSTANTS:
+                self._stack.append(_CONSTANTS[opcode.name])
+            elif opcode.name in _SAYS_ITSELF:
+                self._stack.append(argument)
+            else:
+                self._step(opcode.name, argument, position)
+        raise ValueError("no end")
+
+    def _step(self, name: str, argument: Any, position: int | None) -> None:
+        stack, path = self._stack, self._path
+        match name:
             case "PROTO" | "FRAME":
                 pass
-            case "STOP":
-                return stack.pop()
             case "MARK":
-                stack.append(_Mark())
+                self._marks.append(len(stack))
             case "EMPTY_DICT":
                 stack.append({})
             case "EMPTY_LIST":
                 stack.append([])
-            case "EMPTY_TUPLE":
-                stack.append(())
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode.name])
-            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT" | "BINUNICODE" | "SHORT_BINUNICODE":
-                stack.append(argument)
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                count = int(opcode.name[-1])
-                items = tuple(stack[-count:])
-                del stack[-count:]
-                stack.append(items)
+                stack.append(tuple(reversed([self._pop() for _ in range(int(name[-1]))])))
             case "TUPLE":
-                stack.append(tuple(_above_mark(stack)))
+                stack.append(tuple(self._above_mark()))
             case "APPEND":
-                item = stack.pop()
-                _append(stack[-1], [item], path)
+                item = self._pop()
+                _append(self._top(), [item], path)
             case "APPENDS":
-                items = tuple(_above_mark(stack))
-                _append(stack[-1], items, path)
+                items = self._above_mark()
+                _append(self._top(), items, path)
             case "SETITEM":
-                item = stack.pop()
-                _set(stack[-2], [stack.pop(), item], path)
+                item, key = self._pop(), self._pop()
+                _set(self._top(), [key, item], path)
             case "SETITEMS":
-                items = tuple(_above_mark(stack))
-                _set(stack[-1], list(items), path)
+                items = self._above_mark()
+                _set(self._top(), items, path)
             case "BINPUT" | "LONG_BINPUT":
-                memo[argument] = stack[-1]
+                self._memo[argument] = self._top()
             case "MEMOIZE":
-                memo[len(memo)] = stack[-1]
+                self._memo[len(self._memo)] = self._top()
             case "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
+                stack.append(self._memo[argument])
             case "GLOBAL":
                 stack.append(_named(argument, path))
             case "BINPERSID":
-                stack.append(_storage(stack.pop(), path))
+                stack.append(_storage(self._pop(), path))
             case "REDUCE":
-                items = stack.pop()
-                stack.append(_called(stack.pop(), items, path))
+                arguments, function = self._pop(), self._pop()
+                stack.append(_called(function, arguments, path))
             case "BUILD":
-                state = stack.pop()  # Attributes of a dictionary (versions of its modules): not weights.
-                if not isinstance(stack[-1], dict) or not isinstance(state, dict):
+                state = self._pop()  # Attributes of a dictionary (versions of its modules): not weights.
+                if not isinstance(self._top(), dict) or not isinstance(state, dict):
                     raise _refusal("sets the state of an object", path)
-            case name:
+            case _:
                 raise _refusal(f"the instruction {name} at byte {position}", path)
-    raise ValueError("no end")
 
+    def _top(self) -> Any:
+        self._check_height()
+        return self._stack[-1]
 
-def _above_mark(stack: list[Any]) -> Iterator[Any]:
-    at = max(index for index, item in enumerate(stack) if isinstance(item, _Mark))
-    items = stack[at + 1 :]
-    del stack[at:]
-    return iter(items)
+    def _pop(self) -> Any:
+        self._check_height()
+        return self._stack.pop()
+
+    def _check_height(self) -> None:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise ValueError("nothing on the stack")
+
+    def _above_mark(self) -> list[Any]:
+        if not self._marks:
+            raise ValueError("no mark")
+        at = self._marks.pop()
+        items = self._stack[at:]
+        del self._stack[at:]
+        return items
 
 
 def _append(target: Any, items: Sequence[Any], path: Path) -> None:
@@ -268,6 +347,7 @@ def _set(target: Any, items: list[Any], path: Path) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
         if type(key) is not str:  # Others may nest so deeply that hashing them overflows the stack.
             raise ValueError("a key that is no text")
+        key.encode()  # half a character is none
         if isinstance(value, _View) and key in target:
             raise InvalidInput(f"{path}: {key!r:.60}", found="named twice", remedy=_DAMAGED)
         target[key] = value
@@ -293,13 +373,17 @@ def _called(function: Any, arguments: Any, path: Path) -> Any:
     name = function.name if isinstance(function, _Global) else None
     if name == _DICT and arguments == ():
         return {}
-    if name == _PARAMETER and isinstance(arguments, tuple) and isinstance(arguments[0], _View):
+    if not isinstance(arguments, tuple) or len(arguments) > 16:
+        raise ValueError("arguments")
+    if name == _PARAMETER and arguments and isinstance(arguments[0], _View):
         return arguments[0]
     if name == _TENSOR:
         storage, offset, shape, strides = arguments[:4]
-        whole = (offset, *shape, *strides)
-        if not isinstance(storage, _Storage) or len(shape) != len(strides) or len(shape) > _MAX_DIMENSIONS:
+        if type(shape) is not tuple or type(strides) is not tuple or not isinstance(storage, _Storage):
             raise ValueError("tensor")
+        if len(shape) != len(strides) or len(shape) > _MAX_DIMENSIONS:
+            raise ValueError("dimensions of a tensor")
+        whole = (offset, *shape, *strides)
         if not all(type(number) is int and 0 <= number < 2**63 for number in whole):
             raise ValueError("numbers of a tensor")
         return _View(storage, offset, tuple(shape), tuple(strides))

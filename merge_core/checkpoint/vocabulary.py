@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput
-from merge_core.parsing import read_json
+from merge_core.parsing import JsonBounds, open_plain, read_json
+
+# Those of Gemma, the largest today, have 33 MB and two million values.
+TOKENIZER_BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,18 @@ def read_vocabulary(directory: Path) -> Vocabulary | None:
     """Vocabulary of the checkpoint in ``directory``; None when it has no tokenizer files.
 
     Raises:
-        InvalidInput: A tokenizer file that is not what its name says.
+        InvalidInput: A tokenizer file that is not what its name says, or is no plain file in ``directory``.
     """
-    if (directory / "tokenizer.json").is_file():
+    if (directory / "tokenizer.json").exists():
         return Vocabulary(_from_tokenizer_json(directory / "tokenizer.json"))
-    if (directory / "vocab.json").is_file():
-        ids = read_json(directory / "vocab.json")
-        added = read_json(directory / "added_tokens.json") if (directory / "added_tokens.json").is_file() else {}
-        return Vocabulary({**ids, **added})
+    if (directory / "vocab.json").exists():
+        files = [directory / name for name in ("vocab.json", "added_tokens.json") if (directory / name).exists()]
+        parts = [_checked(read_json(file, bounds=TOKENIZER_BOUNDS), str(file)) for file in files]
+        return Vocabulary({token: number for part in parts for token, number in part.items()})
     for name in ("tokenizer.model", "spiece.model", "vocab.txt"):
-        if (directory / name).is_file():
-            return Vocabulary({}, hashlib.sha256((directory / name).read_bytes()).hexdigest())
+        if (directory / name).exists():
+            with open_plain(directory / name, within=directory) as file:
+                return Vocabulary({}, hashlib.file_digest(file, "sha256").hexdigest())  # type: ignore[arg-type]
     return None
 
 
@@ -58,29 +62,41 @@ def vocabulary_differences(one: Vocabulary, other: Vocabulary) -> tuple[list[str
     names_one = {number: token for token, number in one.ids.items()}
     names_other = {number: token for token, number in other.ids.items()}
     moved = [token for token, number in one.ids.items() if token in other.ids and other.ids[token] != number]
+    moved_ones = set(moved)
     clashing = [
         token
         for number, token in names_one.items()
-        if number in names_other and names_other[number] != token and token not in moved and token not in other.ids
+        if number in names_other and names_other[number] != token and token not in moved_ones and token not in other.ids
     ]
-    only_one = [token for token in one.ids if token not in other.ids and token not in set(clashing)]
+    clashing_ones = set(clashing)
+    only_one = [token for token in one.ids if token not in other.ids and token not in clashing_ones]
     only_other = [token for token, n in other.ids.items() if token not in one.ids and n not in names_one]
     return moved + clashing, only_one, only_other
 
 
 def _from_tokenizer_json(path: Path) -> dict[str, int]:
-    content = read_json(path)
+    content = read_json(path, bounds=TOKENIZER_BOUNDS)
     model = content.get("model")
     vocab: Any = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
         ids = dict(vocab)
     elif isinstance(vocab, list):  # Unigram: [token, score] in the order of the ids.
-        ids = {item[0]: number for number, item in enumerate(vocab) if isinstance(item, list) and item}
+        listed = [item[0] if isinstance(item, list) and item else None for item in vocab]
+        if not all(isinstance(token, str) for token in listed):
+            raise InvalidInput(f"{path}: model.vocab", found="entries that are no tokens", expected="[token, score]")
+        ids = {token: number for number, token in enumerate(listed)}
     else:
         raise InvalidInput(f"{path}: model.vocab", found=f"{vocab!r:.40}", expected="a vocabulary")
-    for token in content.get("added_tokens") or []:
+    added = content.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise InvalidInput(f"{path}: added_tokens", found=f"{added!r:.40}", expected="a list of tokens")
+    for token in added:
         if isinstance(token, dict) and isinstance(token.get("content"), str) and type(token.get("id")) is int:
             ids[token["content"]] = token["id"]
-    if not all(type(number) is int for number in ids.values()):
-        raise InvalidInput(f"{path}: model.vocab", found="ids that are not whole numbers", expected="token → id")
+    return _checked(ids, f"{path}: model.vocab")
+
+
+def _checked(ids: dict[str, Any], where: str) -> dict[str, int]:
+    if not all(type(number) is int and number >= 0 for number in ids.values()):
+        raise InvalidInput(where, found="ids that are not whole numbers from 0", expected="token → id")
     return ids

@@ -11,10 +11,13 @@ from pathlib import Path
 from merge_core.checkpoint import FILE
 from merge_core.engine.writer import PARTIAL, refusing_disk_errors
 from merge_core.errors import InvalidInput
+from merge_core.parsing import parse_json_object, read_plain
 from merge_core.plan import MergePlan, index_text
 from merge_core.store import fsync
 
 CONFIG = "config.json"
+# The largest tokenizers have 33 MB.
+_MAX_COMPANION_BYTES = 256 << 20
 
 # Results of a recipe's steps, until the last one is done.
 STEPS = f"steps{PARTIAL}"
@@ -50,6 +53,9 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
         plan: What was merged.
         out: Output directory.
         when_read: Called when the donor's files have been read, before anything is written.
+
+    Raises:
+        InvalidInput: A companion that is no plain file inside its checkpoint any more.
     """
     contents: dict[str, bytes] = {}
     index = index_text(plan.shards)
@@ -57,10 +63,10 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
         contents[index[0]] = index[1].encode()
     for name in plan.donor.companions:
         if plan.tokenizer is plan.donor or not _is_about_tokens(name):
-            contents[name] = (plan.donor.directory / name).read_bytes()
+            contents[name] = _companion(plan.donor.directory, name)
     for name in plan.tokenizer.companions:
         if plan.tokenizer is not plan.donor and _is_about_tokens(name):
-            contents[name] = (plan.tokenizer.directory / name).read_bytes()
+            contents[name] = _companion(plan.tokenizer.directory, name)
     if plan.chat_template is not None:
         _set_chat_template(contents, plan.chat_template)
     contents[CONFIG] = (json.dumps(dict(plan.config), indent=2, ensure_ascii=False) + "\n").encode()
@@ -72,6 +78,11 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
+def _companion(directory: Path, name: str) -> bytes:
+    """The bytes of a plain file inside the directory: what a link leads to elsewhere does not travel with a result."""
+    return read_plain(directory / name, _MAX_COMPANION_BYTES, within=directory, expected="a file of the checkpoint")
+
+
 def _is_about_tokens(name: str) -> bool:
     """Whether a file goes with the tokenizer (also token ids in the generation config) rather than with the network."""
     return not (name.endswith("processor_config.json") or name.endswith(".py"))
@@ -81,10 +92,9 @@ def _set_chat_template(contents: dict[str, bytes], template: str) -> None:
     """Put the template everywhere a reader may look, so that no stale one is found."""
     contents.pop("chat_template.json", None)
     contents[FILE] = template.encode()
-    try:
-        config = json.loads(contents["tokenizer_config.json"])
-    except (KeyError, ValueError):
+    if "tokenizer_config.json" not in contents:
         return
+    config = parse_json_object(contents["tokenizer_config.json"], "tokenizer_config.json")
     config["chat_template"] = template
     contents["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 

@@ -225,7 +225,7 @@ def _float(value: object, _: Parameter) -> float | None:
         return None
     try:
         number = float(value)  # YAML 1.1 reads 1e-5 as text.
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 

@@ -6,6 +6,7 @@ written twice) is an error here that names the place and suggests the word that 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from merge_core.recipe.parameters import Parameters, parse_parameters
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 
 _EXPECTED = "a recipe in YAML"
+# Each is looked for, on the Hub too.
+_MAX_MODELS = 256
 _TOP = (
     "merge_method",
     "models",
@@ -201,15 +204,18 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
     """
     directory = None
     if isinstance(source, Path):
-        where, directory = str(source), source.resolve().parent
-        documents = read_yaml(source, _EXPECTED)
+        where, documents = str(source), read_yaml(source, _EXPECTED)
+        directory = source.resolve().parent
     else:
         documents = parse_yaml(source, where, _EXPECTED) if isinstance(source, str) else [source]
     if not documents:
         raise InvalidInput(where, found="nothing", expected="a recipe with 'merge_method' and 'models'")
     places = [where if len(documents) == 1 else f"{where} (document {index + 1})" for index in range(len(documents))]
     recipes = [_document(item, place, directory) for item, place in zip(documents, places, strict=True)]
-    return recipes[0] if len(recipes) == 1 else _in_order(recipes, where)
+    recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, where)
+    if (count := len(recipe.references())) > _MAX_MODELS:
+        raise InvalidInput(where, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
+    return recipe
 
 
 def _document(value: object, where: str, directory: Path | None) -> Recipe:
@@ -301,8 +307,8 @@ def _slice(
     append_base: bool,
 ) -> Slice:
     models = [source.model for source in sources]
-    for index, model in enumerate(models):
-        if model in models[:index]:
+    for model, times in Counter(models).items():
+        if times > 1:
             raise InvalidInput(where, found=f"{model} twice", expected="each model once", remedy="add up its weights")
     if method.base == "required" and base is None:
         raise InvalidInput(where, found="no 'base_model'", expected=f"{method.name} needs one", remedy="name it")
@@ -445,26 +451,26 @@ def _in_order(recipes: list[Recipe], where: str) -> Recipe:
     if twice:
         raise InvalidInput(where, found=f"the name {twice[0]!r} twice", expected="a name for each document")
     by_name = {recipe.name: recipe for recipe in recipes if recipe.name is not None}
-    ordered: list[Recipe] = []
+    ordered: dict[str, Recipe] = {}
     open_names: list[str] = []
 
     def visit(recipe: Recipe) -> None:
         for ref in recipe.own_references():
             step = by_name.get(str(ref))
-            if step is None or step in ordered:
+            if step is None or str(ref) in ordered:
                 continue
             if str(ref) in open_names:
                 raise InvalidInput(step.where, found=f"needs itself: {' -> '.join([*open_names, str(ref)])}")
             open_names.append(str(ref))
             visit(step)
             open_names.pop()
-            ordered.append(step)
+            ordered[str(ref)] = step
 
     visit(results[0])
-    unused = [name for name in names if by_name[name] not in (*ordered, results[0])]
+    unused = [name for name in names if name not in ordered and name != results[0].name]
     if unused:
         raise InvalidInput(by_name[unused[0]].where, found=f"{unused[0]!r} is used by no other document")
-    return replace(results[0], steps=tuple(ordered))
+    return replace(results[0], steps=tuple(ordered.values()))
 
 
 def _mapping(value: object, where: str, known: tuple[str, ...], separator: str = ".") -> Mapping[str, Any]:

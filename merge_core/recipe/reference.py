@@ -64,12 +64,17 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
 
     Raises:
         InvalidInput: ``ref`` can only be meant as a local path (absolute, or starting with ``.`` or ``~``) and is
-            not there.
+            not there, or no directory can have that name.
     """
-    path = Path(ref.path).expanduser()
-    for start in (directory, Path.cwd()):
-        if start is not None and (start / path).is_dir():
-            return (start / path).resolve()
+    try:
+        path = Path(ref.path).expanduser()
+        for start in (directory, Path.cwd()):
+            if start is not None and (start / path).is_dir():
+                return (start / path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, of nobody's home, from nowhere, a circle of links
+        raise InvalidInput(
+            str(ref), found=f"no name of a directory: {error}", expected="a checkpoint", remedy="correct the path"
+        ) from None
     if path.is_absolute() or ref.path.startswith((".", "~")):
         beside = f" beside {directory}" if directory and not path.is_absolute() else ""
         raise InvalidInput(

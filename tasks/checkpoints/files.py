@@ -13,12 +13,13 @@ from pathlib import Path, PurePosixPath
 
 from merge_core.checkpoint import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
 from merge_core.errors import ChangedInput
-from merge_core.parsing import read_json
+from merge_core.parsing import JsonBounds, check_entries, read_json
 from merge_core.store import FileIdentity, file_identity
 
 # Configuration, tokenizer, templates, custom code. What a merge copies is among them.
 _ALWAYS = re.compile(r"(tokenizer|vocab\.).*")
 _BESIDE = (".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
+_INDEX_BOUNDS = JsonBounds(size=64 << 20)
 _TEMPLATES = "additional_chat_templates"
 _ABOUT = re.compile(r"readme\.md|(licen[cs]e|copying|notice|use[_-]?policy)[^/]*", re.IGNORECASE)
 
@@ -40,7 +41,7 @@ def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
         index, single = PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME
         loose = [name for name in names if re.fullmatch(r"pytorch_model[^/]*\.bin", name)]
     if index in names:
-        named = read_json(directory / index).get("weight_map")
+        named = read_json(directory / index, bounds=_INDEX_BOUNDS).get("weight_map")
         # What an index says is a stranger's word: only files that there are count.
         return tuple(sorted(set(map(str, named.values())) & set(names))) if isinstance(named, dict) else ()
     return (single,) if single in names else tuple(sorted(loose))
@@ -103,16 +104,25 @@ def files_in(directory: Path) -> tuple[str, ...]:
     """Names of the files in ``directory`` that may belong to a checkpoint there.
 
     Raises:
-        InvalidInput: An index that is not JSON.
+        InvalidInput: An index that is not JSON; a file that is none, or is a link that leads out of the directory.
     """
-    found = {path.name for path in directory.iterdir() if path.is_file()}
-    found |= {f"{_TEMPLATES}/{path.name}" for path in directory.glob(f"{_TEMPLATES}/*") if path.is_file()}
+    there = {path.name for path in directory.iterdir()}
+    there |= {f"{_TEMPLATES}/{path.name}" for path in directory.glob(f"{_TEMPLATES}/*")}
+    # All that will be hashed, read or given to a library, before any of it is opened.
+    check_entries(directory, sorted(name for name in there if _is_read(PurePosixPath(name))))
+    found = {name for name in there if (directory / name).is_file()}
     for index in {INDEX_NAME, PICKLED_INDEX_NAME} & found:  # its shards may lie deeper
-        named = read_json(directory / index).get("weight_map")
+        named = read_json(directory / index, bounds=_INDEX_BOUNDS).get("weight_map")
         names = {PurePosixPath(str(name)) for name in named.values()} if isinstance(named, dict) else set()
         inside = [name for name in names if not name.is_absolute() and ".." not in name.parts]
-        found |= {name.as_posix() for name in inside if (directory / name).is_file()}
+        named_files = {name.as_posix() for name in inside if "\0" not in str(name)}
+        check_entries(directory, sorted(named_files))
+        found |= {name for name in named_files if (directory / name).is_file()}
     return tuple(sorted(found))
+
+
+def _is_read(name: PurePosixPath) -> bool:
+    return _decides(name) or name.suffix in (".safetensors", ".bin") or _ABOUT.fullmatch(name.name) is not None
 
 
 def _decides(name: PurePosixPath) -> bool:

@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+_LONGEST_LITERAL = 1000  # characters: a position, or a list of them
 PROBABILITY = "prob"  # what a guard says; its label is 'prob,none', as lm-eval writes metrics
 
 
@@ -44,24 +45,22 @@ class AnsweredChoice(NamedTuple):
         return self.likelihoods.index(max(self.likelihoods)) in self.right
 
 
-def probabilities(
-    samples: Sequence[Mapping[str, Any]], answers: Sequence[AnsweredChoice | None]
-) -> list[float | None] | None:
-    """The probability of the right answer in each sample; None in place of those that have none.
+def probabilities(accuracies: Sequence[object], answers: Sequence[AnsweredChoice | None]) -> list[float | None] | None:
+    """The probability of the right answer in each document; None in place of those that have none.
 
     None for all where the task asks no choices, or where ``acc`` says anything else than the likelihoods do: then the
     label was not understood, or the samples are not what was scored.
 
     Args:
-        samples: As lm-eval returns or writes them.
+        accuracies: What lm-eval says under ``acc``, of each document; None where it does not.
         answers: The same documents' likelihoods and right choices.
     """
     understood = [answer for answer in answers if answer is not None]
     if len(understood) < len(answers) or not answers:
         return None
     found = [answer.probability for answer in understood]
-    for sample, answer, probability in zip(samples, understood, found, strict=True):
-        if probability is not None and sample.get("acc") in (0, 1) and bool(sample["acc"]) != answer.is_right:
+    for accuracy, answer, probability in zip(accuracies, understood, found, strict=True):
+        if probability is not None and accuracy in (0, 1) and bool(accuracy) != answer.is_right:
             return None
     return found
 
@@ -94,10 +93,11 @@ def answered_then(config: Mapping[str, Any], sample: Mapping[str, Any]) -> Answe
     if config.get("output_type") != "multiple_choice" or config.get("process_results") is not None:
         return None
     arguments = sample.get("arguments")
-    if not isinstance(arguments, Mapping):
+    if not (isinstance(arguments, Mapping) and all(isinstance(each, Mapping) for each in arguments.values())):
         return None
     asked = [(str(each.get("arg_0", "")), str(each.get("arg_1", ""))) for each in arguments.values()]
-    metrics = {entry.get("metric") for entry in config.get("metric_list") or () if isinstance(entry, Mapping)}
+    listed = config.get("metric_list")
+    metrics = [entry.get("metric") for entry in (listed if isinstance(listed, list) else ()) if isinstance(entry, dict)]
     if "acc_mutual_info" in metrics:  # each choice was asked a second time, without the question
         asked = asked[: len(asked) // 2]
     if len({context for context, _ in asked}) > 1:  # the choices are in the questions: nothing says which is right
@@ -119,9 +119,11 @@ def _right_as_written(
     if isinstance(source, str) and isinstance(document, Mapping) and source in document:
         value = document[source]
         return _right(value.strip() if isinstance(value, str) else value, choices)
+    if len(text) > _LONGEST_LITERAL:
+        return _right(text, choices)
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return _right(text, choices)
     if not isinstance(value, (int, list)):
         return _right(text, choices)
@@ -143,6 +145,6 @@ def _likelihoods(sample: Mapping[str, Any], choices: int) -> tuple[float, ...]:
     answers = sample.get("filtered_resps") or ()
     try:
         found = tuple(float(likelihood) for likelihood, _ in answers[:choices])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return ()
     return found if choices and len(found) == choices else ()

@@ -167,7 +167,8 @@ def _run(
     for name, samples in results["samples"].items():
         measured = {metric for sample in samples for metric in sample["metrics"]}
         directions = _judging_metrics(name, leaves[name], measured)
-        sure = probabilities(samples, [answered_now(leaves[name], sample) for sample in samples])
+        answers = [answered_now(leaves[name], sample) for sample in samples]
+        sure = probabilities([sample.get("acc") for sample in samples], answers)
         for sample, probability in zip(samples, sure or [None] * len(samples), strict=True):
             for metric in (metric for metric in sample["metrics"] if metric in directions):
                 outcomes.append(_scored(f"{model}: task {name}", name, metric, directions[metric], sample, task))

@@ -24,9 +24,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import StrictLoader, read_yaml_mapping
+from merge_core.parsing import StrictLoader, edge, plain_file, read_yaml_mapping
 from merge_core.store import HashMemo, NotInKey, digest, sha256_file
+from tasks.evaluation.task_code import imported_beside
 from tasks.evaluation.task_data import DataSource, LoadedData, TaskData
+
+_MAX_INCLUDES = 32
+_MAX_FILES = 10_000
 
 
 class EvalTask(BaseModel):
@@ -167,14 +171,21 @@ def _definition(
 ) -> Definition:
     dataset_path = str(config.get("dataset_path") or "")
     kwargs = config.get("dataset_kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        raise InvalidInput(f"{path}: dataset_kwargs", found=f"{kwargs!r:.60}", expected="a mapping")
     data_files = kwargs.get("data_files")
     if data_files is not None:
         data_files = _resolve(data_files, data_root, str(path), files)
-    elif dataset_path and (directory := data_root / dataset_path).is_dir():
+    elif dataset_path and (directory := _directory(data_root, dataset_path, str(path))) is not None:
         dataset_path = str(directory)
         files += sorted(file for file in directory.rglob("*") if file.is_file() and not file.name.startswith("."))
     where_functions = {"functions_from": path.parent, **of_a_group}
     return Definition(path, name, config, tuple(files), dataset_path, data_files, **where_functions)
+
+
+def _directory(root: Path, name: str, where: str) -> Path | None:
+    with edge(f"{where}: dataset_path", "no name of a directory or a dataset"):
+        return root / name if (root / name).is_dir() else None
 
 
 @dataclass(frozen=True)
@@ -262,12 +273,19 @@ def _beside(directory: Path) -> dict[str, list[Path]]:
 
 
 def _modules(config: object, directory: Path) -> list[Path]:
-    """Files of the functions that a configuration names, if they lie in ``directory``."""
-    return [
+    """Files of the functions that a configuration names, if they lie in ``directory``, and what they import there."""
+    waiting = [
         directory / text.file
         for text in _texts(config)
         if isinstance(text, Function) and (directory / text.file).is_file()
     ]
+    found: dict[Path, None] = {}
+    while waiting:
+        path = waiting.pop(0)
+        if path not in found:
+            found[path] = None
+            waiting += imported_beside(path, directory)
+    return list(found)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -316,6 +334,8 @@ def _read(path: Path, files: list[Path], above: tuple[Path, ...]) -> tuple[dict[
     config: dict[str, Any] = {}
     data_root = path.parent
     for include in _listed(own.pop("include", [])):
+        if len(above) >= _MAX_INCLUDES or len(files) > _MAX_FILES:
+            raise InvalidInput(where, found="includes without an end", expected=f"at most {_MAX_INCLUDES} deep")
         included, included_root = _read((path.parent / str(include)).absolute(), files, (*above, path))
         included.pop("task_list", None)
         config.update(included)
@@ -348,8 +368,13 @@ def _resolve(data_files: Any, base: Path, where: str, files: list[Path]) -> Any:
     text = str(data_files)
     if "://" in text:
         return text  # fetched by datasets; only its address can be pinned here
-    found = sorted(base.glob(text)) if not Path(text).is_absolute() and re.search(r"[*?\[]", text) else [base / text]
-    missing = [file for file in found if not file.is_file()]
+    with edge(f"{where}: dataset_kwargs.data_files", "no name of a file"):
+        has_pattern = not Path(text).is_absolute() and re.search(r"[*?\[]", text)
+        found = sorted(base.glob(text)) if has_pattern else [base / text]
+        missing = [file for file in found if not file.exists()]
+        for file in found:
+            if file.exists():
+                plain_file(file)
     if missing or not found:
         raise InvalidInput(
             f"{where}: dataset_kwargs.data_files",

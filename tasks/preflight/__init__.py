@@ -1,15 +1,18 @@
 """Everything that can be wrong, found before any weight is read: compatibility, machine, licences."""
 
 from tasks.preflight.compat import Compatibility, check_compatibility, header_digests, open_and_plan
+from tasks.preflight.custom_code import CodeSettings, custom_code_findings
 from tasks.preflight.evidence import Evidence, JudgeQuestions, check_references, pin_evidence
 from tasks.preflight.machine import machine_findings, this_machine
 
 __all__ = [
+    "CodeSettings",
     "Compatibility",
     "Evidence",
     "JudgeQuestions",
     "check_compatibility",
     "check_references",
+    "custom_code_findings",
     "header_digests",
     "machine_findings",
     "open_and_plan",

@@ -10,11 +10,14 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, plan_with_findings
-from merge_core.errors import Refused
+from merge_core.errors import Refused, worst_first
+from merge_core.parsing import open_plain, read_plain
 from tasks.checkpoints import ResolvedCheckpoint, deciding_files, open_parent
+from tasks.preflight.custom_code import custom_code_findings
 from tasks.stage import StageValue, value_stage
 
 _WEIGHTS = (".safetensors", ".bin")
+_MOST_BESIDE = 256 << 20
 
 
 class HeaderDigest(BaseModel):
@@ -73,18 +76,26 @@ def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest,
     return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 
-@value_stage("compat", version=2)
+@value_stage("compat", version=3)
 def check_compatibility(
-    recipe: Recipe, metadata: Sequence[HeaderDigest], parents: Sequence[ResolvedCheckpoint]
+    recipe: Recipe,
+    metadata: Sequence[HeaderDigest],
+    parents: Sequence[ResolvedCheckpoint],
+    accepted_code: tuple[str, ...] | None = None,
 ) -> Compatibility:
     """Findings about the recipe and its parents; blocks before any weight is read, or downloaded.
+
+    Args:
+        accepted_code: What code the profile lets travel with the release; None: nobody has said, which only warns.
 
     Raises:
         InvalidInput: for a parent that cannot be a checkpoint.
         Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
     """
     planned, checkpoints = open_and_plan(recipe, parents)
-    return _compatibility(planned.findings, None if planned.blocking else planned.plan, checkpoints)
+    code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
+    findings = worst_first([*planned.findings, *code])
+    return _compatibility(findings, None if planned.blocking else planned.plan, checkpoints)
 
 
 def open_and_plan(
@@ -147,13 +158,15 @@ def _metadata_digest(parent: ResolvedCheckpoint) -> str:
     for name in deciding_files(parent.directory):
         path = parent.directory / name
         running.update(f"{name}\0{path.stat().st_size}\0".encode())
-        running.update(_header(path) if path.suffix in _WEIGHTS else path.read_bytes())
+        running.update(
+            _header(path) if path.suffix in _WEIGHTS else read_plain(path, _MOST_BESIDE, within=parent.directory)
+        )
     return running.hexdigest()
 
 
 def _header(path: Path) -> bytes:
     """The bytes of a weight file that say what is in it: a safetensors header; of other formats only the start."""
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         start = file.read(8)
         # A lying length is the checkpoint reader's to refuse; here it must only not exhaust the memory.
         length = min(int.from_bytes(start, "little"), os.fstat(file.fileno()).st_size, 1 << 27)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from merge_core.errors import Refused
+from merge_core.errors import InvalidInput, Refused
+from merge_core.parsing import StrictLoader, open_plain, parse_yaml
 from tasks.checkpoints import PinnedCheckpoint
 from tasks.evaluation import TaskScore
 from tasks.preflight.licenses import Combination
@@ -55,11 +56,16 @@ def front_matter(text: str) -> dict[str, object] | None:
     """The metadata of a card; None where there is none that can be read."""
     found = _FRONT_MATTER.match(text[:_LONGEST_FRONT_MATTER])
     try:
-        value = yaml.safe_load(found[1]) if found else None
-    except Exception:
-        # Not only YAMLError: on hostile input PyYAML also lets out ValueError, IndexError, RecursionError.
+        documents = parse_yaml(found[1], "README.md", loader=_CardLoader) if found else []
+    except InvalidInput:
         return None
-    return value if isinstance(value, dict) else None
+    return documents[0] if len(documents) == 1 and isinstance(documents[0], dict) else None
+
+
+class _CardLoader(StrictLoader):
+    """Plain data; keys need not be text."""
+
+    text_keys = False
 
 
 def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> None:
@@ -141,9 +147,9 @@ def _common_languages(parents: Sequence[PinnedCheckpoint]) -> list[str]:
 
 def _languages(directory: Path) -> tuple[str, ...]:
     try:
-        with (directory / "README.md").open(encoding="utf-8", errors="replace") as file:
-            metadata = front_matter(file.read(_LONGEST_FRONT_MATTER)) or {}
-    except OSError:
+        with open_plain(directory / "README.md", within=directory) as file:
+            metadata = front_matter(file.read(_LONGEST_FRONT_MATTER).decode(errors="replace")) or {}
+    except (InvalidInput, OSError):
         return ()
     value = metadata.get("language")
     listed = value if isinstance(value, list) else [value]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
+from merge_core.parsing import parse_yaml
 from merge_core.store import Artifact, StoredValue
 from tasks.checkpoints import PinnedRecipe
 from tasks.merge import Merged, Numerics
@@ -115,7 +114,7 @@ def release_files(
     files.append(written_file(BOM, bill_of_materials(files, content, pinned.parents, license.combination.card)))
     origin = provenance(
         files,
-        recipe=list(yaml.safe_load_all(content.recipe)),
+        recipe=parse_yaml(content.recipe, "recipe"),
         profile=content.name,
         numerics=numerics,
         evaluation_seed=content.scoring.seed if content.scoring else None,

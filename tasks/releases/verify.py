@@ -2,8 +2,8 @@
 
 What notices what:
 
-* a flipped byte, a missing or an added file: SHA256SUMS, the provenance's list of files, the bill of materials, and the
-  signature's list of files;
+* a flipped byte, a missing or an added file, also one that is none (a link, a pipe): SHA256SUMS, the provenance's list
+  of files, the bill of materials, and the signature's list of files;
 * an edited provenance: SHA256SUMS, which lists it, and the recipe, card, bill of materials and files, which it must
   agree with;
 * provenance and SHA256SUMS edited to agree: the version, where it is the content (a hash over all files, known to
@@ -13,15 +13,13 @@ What notices what:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
-from merge_core.errors import Refused
+from merge_core.errors import InvalidInput, Refused
+from merge_core.parsing import parse_json, parse_yaml
 from tasks.publish import (
     BOM,
     CARD,
@@ -101,10 +99,7 @@ def check_release(release: PublishedRelease, key: Path | None = None) -> Verifie
 
 
 def _statement(release: PublishedRelease, files: Files) -> Mapping[str, Any]:
-    try:
-        statement = json.loads(release.read(PROVENANCE)) if PROVENANCE in files else None
-    except ValueError:
-        statement = None
+    statement = _parsed(release, PROVENANCE) if PROVENANCE in files else None
     if not isinstance(statement, dict) or statement.get("_type") != "https://in-toto.io/Statement/v1":
         raise Refused(
             f"{release.where}: {PROVENANCE}",
@@ -118,7 +113,7 @@ def _statement(release: PublishedRelease, files: Files) -> Mapping[str, Any]:
 def _against_sums(release: PublishedRelease, files: Files) -> list[str]:
     if SUMS not in files:
         return [f"{SUMS}: missing"]
-    text = release.read(SUMS).decode(errors="replace")
+    text = _text(release, SUMS)
     # The signature is made last: it signs SHA256SUMS.
     findings = _differences(parse_checksums(text), _hashes(files, without={SUMS, SIGNATURE}), SUMS)
     if not findings and text != checksums_text(parse_checksums(text)):
@@ -143,10 +138,7 @@ def _against_bom(release: PublishedRelease, files: Files, statement: Mapping[str
     """The bill of materials: its files, and the parents of the provenance."""
     if BOM not in files:
         return []  # reported already: it is missing
-    try:
-        bom: object = json.loads(release.read(BOM))
-    except ValueError:
-        bom = None
+    bom = _parsed(release, BOM)
     listed = {
         str(_at(part, "name")): str(_at(digest, "content"))
         for part in _list(_at(bom, "components"))
@@ -170,8 +162,8 @@ def _against_recipe(release: PublishedRelease, files: Files, statement: Mapping[
     if RECIPE not in files:
         return []  # reported already: it is missing
     try:
-        documents: object = json.loads(json.dumps(list(yaml.safe_load_all(_text(release, RECIPE)))))
-    except (yaml.YAMLError, TypeError, ValueError):
+        documents: object = parse_yaml(_text(release, RECIPE), RECIPE)
+    except InvalidInput:
         documents = None
     if documents != _at(statement, "predicate", "buildDefinition", "externalParameters", "recipe"):
         return [f"{PROVENANCE}: its recipe is not that of {RECIPE}"]
@@ -214,7 +206,7 @@ def _against_signature(release: PublishedRelease, files: Files, key: Path | None
     if SIGNATURE not in files:
         return [f"{SIGNATURE}: missing; it is not signed"] if key else []
     try:
-        signature = read_signature(release.read(SIGNATURE))
+        signature = read_signature(_bytes(release, SIGNATURE))
     except ValueError as error:
         return [f"{SIGNATURE}: {error}"]
     findings = _differences(signature.files, _hashes(files, without={SIGNATURE}), SIGNATURE)
@@ -227,8 +219,24 @@ def _hashes(files: Files, without: Collection[str]) -> dict[str, str]:
     return {name: sha256 for name, (_, sha256) in files.items() if name not in without}
 
 
+def _parsed(release: PublishedRelease, name: str) -> object:
+    """What a JSON file of a release says; None where it says nothing that can be read."""
+    try:
+        return parse_json(_bytes(release, name), name)
+    except InvalidInput:
+        return None
+
+
+def _bytes(release: PublishedRelease, name: str) -> bytes:
+    """Of a file; none where it is no file, which the lists of files tell by its hash."""
+    try:
+        return release.read(name)
+    except InvalidInput:
+        return b""
+
+
 def _text(release: PublishedRelease, name: str) -> str:
-    return release.read(name).decode(errors="replace")
+    return _bytes(release, name).decode(errors="replace")
 
 
 def _parents(statement: Mapping[str, Any]) -> list[Any]:

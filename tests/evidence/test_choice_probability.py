@@ -217,9 +217,9 @@ def test_likelihoods_that_are_no_numbers_have_no_probability_and_a_label_of_no_c
 
 def test_where_acc_says_something_else_there_is_none_at_all() -> None:
     answer = AnsweredChoice((-2.0, -1.0), frozenset({1}))
-    assert probabilities([{"acc": 1.0}, {"acc": 1.0}], [answer, answer]) == pytest.approx([1 / (1 + math.exp(-1))] * 2)
-    assert probabilities([{"acc": 1.0}, {"acc": 0.0}], [answer, answer]) is None
-    assert probabilities([{"acc": 1.0}, {"acc": 1.0}], [answer, None]) is None
+    assert probabilities([1.0, 1.0], [answer, answer]) == pytest.approx([1 / (1 + math.exp(-1))] * 2)
+    assert probabilities([1.0, 0.0], [answer, answer]) is None
+    assert probabilities([1.0, 1.0], [answer, None]) is None
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_comments_and_spelling_of_numbers_do_not_change_the_canonical_form() -> 
         (("models:", "models: []\nslices:"), "exactly one"),
         (("  - model: org/code", "  - modle: org/code"), "did you mean 'model'"),
         (("dtype: float16", "dtype: [float16"), "line"),
-        (("dtype: float16", "dtype: 2024-13-45"), "not YAML"),
+        (("dtype: float16", "dtype: 2024-13-45"), "dtype: '2024-13-45'"),
         (("dtype: float16", "dtype: !!int ''"), "not YAML"),
     ],
 )

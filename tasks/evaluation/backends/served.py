@@ -85,7 +85,9 @@ def _client_of(model: Model, scoring: BackendScoring) -> Any:
         raise InvalidInput("evaluate.server", found="nothing", expected="url, and names where they differ")
     where = server.at(model.name)
     url = where.url.rstrip("/").removesuffix("/completions") + "/completions"
-    configuration: Any = transformers.AutoConfig.from_pretrained(model.directory, local_files_only=True)
+    configuration: Any = transformers.AutoConfig.from_pretrained(
+        model.directory, local_files_only=True, trust_remote_code=False
+    )
     context = getattr(configuration.get_text_config(), "max_position_embeddings", None)
     client = _client_type()(
         model=where.model,

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import yaml
 from pydantic import BaseModel, ConfigDict
 
+from merge_core.errors import InvalidInput
+from merge_core.parsing import StrictLoader, open_plain, parse_yaml
 from tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
 from tasks.preflight.licenses.table import OTHER, UNKNOWN, License, LicenseTable
 from tasks.preflight.licenses.texts import linked, recognised
@@ -55,6 +56,12 @@ _CARD_CHARACTERS = 1_000_000
 _LICENSE_BYTES = 200_000
 _NO_CARD = ("there is no README.md", "README.md has no front matter")
 _QUOTED_CHARACTERS = 80
+
+
+class _CardLoader(StrictLoader):
+    """Plain data; keys need not be text: a card may say ``no:`` and mean Norwegian."""
+
+    text_keys = False
 
 
 class Declaration(BaseModel):
@@ -267,20 +274,21 @@ def _beside(place: CardSource, entry: str) -> CardSource | None:
 def _card(directory: Path) -> tuple[Mapping[object, object], list[str]]:
     """The front matter of README.md, and what is wrong with it."""
     try:
-        with (directory / "README.md").open(encoding="utf-8", errors="replace", newline="") as file:
-            text = file.read(_CARD_CHARACTERS)
+        with open_plain(directory / "README.md", within=directory) as file:
+            text = file.read(_CARD_CHARACTERS).decode(errors="replace")
     except FileNotFoundError:
         return {}, ["there is no README.md"]
-    except (OSError, ValueError) as error:
-        return {}, [f"README.md cannot be read: {type(error).__name__}"]
+    except (InvalidInput, OSError) as error:
+        found = error.found if isinstance(error, InvalidInput) else type(error).__name__
+        return {}, [f"README.md cannot be read: {found}"]
     matter = _FRONT_MATTER.match(text)
     if matter is None:
         return {}, ["README.md has no front matter"]
     try:
-        card = yaml.safe_load(matter[1])
-    except Exception as error:
-        # Not only YAMLError: on hostile input PyYAML also lets out ValueError, KeyError, IndexError, RecursionError.
-        return {}, [f"the front matter of README.md is not valid YAML: {type(error).__name__}"]
+        documents = parse_yaml(matter[1], "README.md", "the front matter of a card", loader=_CardLoader)
+    except InvalidInput as error:
+        return {}, [f"the front matter of README.md is not valid YAML: {error.found}"]
+    card = documents[0] if len(documents) == 1 else None
     if not isinstance(card, dict):
         return {}, [f"the front matter of README.md is a {type(card).__name__}, not a mapping"]
     return card, []
@@ -313,21 +321,21 @@ def _texts(card: Mapping[object, object], field: str, problems: list[str]) -> tu
 def _license_file(directory: Path, problems: list[str]) -> tuple[str | None, str | None, str]:
     """Name, sha256 and content of the licence file; the content only where it is the only one, and small."""
     try:
-        names = sorted(
-            path.name for path in directory.iterdir() if LICENSE_FILE.fullmatch(path.name) and path.is_file()
-        )
+        names = sorted(path.name for path in directory.iterdir() if LICENSE_FILE.fullmatch(path.name))
+        names = [name for name in names if not (directory / name).is_dir()]
         if not names:
             return None, None, ""
-        with (directory / names[0]).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with open_plain(directory / names[0], within=directory) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # raw is enough
             file.seek(0)
             data = file.read(_LICENSE_BYTES + 1)
         whole = len(names) == 1 and len(data) <= _LICENSE_BYTES
         return names[0], digest, data.decode("utf-8", errors="replace") if whole else ""
     except FileNotFoundError:
         return None, None, ""
-    except (OSError, ValueError) as error:
-        problems.append(f"the licence file cannot be read: {type(error).__name__}")
+    except (InvalidInput, OSError) as error:
+        found = error.found if isinstance(error, InvalidInput) else type(error).__name__
+        problems.append(f"the licence file cannot be read: {found}")
         return None, None, ""
 
 

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from merge_core.errors import InvalidInput, Refused, suggest
-from merge_core.store import HashMemo, fsync, fsync_directories, locked, sha256_file
+from merge_core.parsing import is_special, open_plain, read_plain
+from merge_core.store import HashMemo, fsync, fsync_directories, locked
 from tasks.publish.content import ReleaseFile, is_content_version
 from tasks.publish.targets.contract import FIRST, CurrentRelease, OnProgress, PublishTarget, Release
 
 LATEST = "latest"
 _CHUNK = 1 << 22
+_MOST_READ = 64 << 20  # of the files that say something of a release
 # What git, a download or the Hub leaves beside the files of a release that was fetched into a directory.
 _FOREIGN_FOLDERS = (".cache", ".git")
 _FOREIGN_FILE = ".gitattributes"
@@ -128,16 +130,36 @@ class DirectoryRelease:
         return name if is_content_version(name) else None
 
     def files(self) -> Mapping[str, tuple[int, str]]:
-        """Size and sha256 of every file, without what git or a download left beside them."""
+        """Size and sha256 of every file, without what git or a download left beside them.
+
+        What is no file (a link that leads out, a pipe, a device) is listed with its kind in place of a sha256: whoever
+        compares finds it listed by nobody. Nothing of it is read, and no linked directory is entered.
+        """
         found = {}
-        for path in sorted(self.directory.rglob("*")):
-            relative = path.relative_to(self.directory)
-            if path.is_file() and relative.parts[0] not in _FOREIGN_FOLDERS and str(relative) != _FOREIGN_FILE:
-                found[relative.as_posix()] = (path.stat().st_size, sha256_file(path))
-        return found
+        for folder, folders, names in os.walk(self.directory):
+            place = Path(folder)
+            links = [name for name in folders if (place / name).is_symlink()]
+            if place == self.directory:
+                folders[:] = [name for name in folders if name in links or name not in _FOREIGN_FOLDERS]
+            folders[:] = sorted(set(folders) - set(links))
+            for name in [*links, *names]:
+                relative = (place / name).relative_to(self.directory).as_posix()
+                if relative != _FOREIGN_FILE or is_special(place / name):
+                    found[relative] = self._identity(place / name)
+        return dict(sorted(found.items()))
 
     def read(self, name: str) -> bytes:
-        return (self.directory / name).read_bytes()
+        return read_plain(self.directory / name, _MOST_READ, within=self.directory)
+
+    def _identity(self, path: Path) -> tuple[int, str]:
+        try:
+            with open_plain(path, within=self.directory) as file:
+                digest = hashlib.file_digest(file, "sha256")  # type: ignore[arg-type]  # raw is enough
+                return file.tell(), digest.hexdigest()
+        except FileNotFoundError:
+            return 0, "a link to nowhere"
+        except InvalidInput as error:
+            return 0, error.found
 
 
 def _is_version(place: Path) -> bool:

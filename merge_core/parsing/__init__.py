@@ -1,0 +1,44 @@
+"""The edge: bytes of a stranger to plain typed values, or to :class:`~merge_core.errors.InvalidInput`. Nothing else.
+
+Every file that somebody else may have written (checkpoint, recipe, profile, task, card, results, release) comes in
+through here: opened as a plain file inside its directory (``files``), read up to a bound, parsed with bounds on depth,
+count, digits and aliases (``json_text``, ``yaml_text``). Whatever a parser lets out at a hostile input is turned into
+InvalidInput in one place (``edge``). Numbers beside the bounds say what honest files need.
+"""
+
+from merge_core.parsing.edge import MAX_DIGITS, edge, printable, typed
+from merge_core.parsing.files import check_entries, is_special, open_plain, plain_file, read_plain, read_text
+from merge_core.parsing.json_text import (
+    JsonBounds,
+    line_place,
+    parse_json,
+    parse_json_object,
+    parse_line,
+    read_json,
+    read_lines,
+)
+from merge_core.parsing.yaml_text import StrictLoader, parse_yaml, read_yaml, read_yaml_mapping
+
+__all__ = [
+    "MAX_DIGITS",
+    "JsonBounds",
+    "StrictLoader",
+    "check_entries",
+    "edge",
+    "is_special",
+    "line_place",
+    "open_plain",
+    "parse_json",
+    "parse_json_object",
+    "parse_line",
+    "parse_yaml",
+    "plain_file",
+    "printable",
+    "read_json",
+    "read_lines",
+    "read_plain",
+    "read_text",
+    "read_yaml",
+    "read_yaml_mapping",
+    "typed",
+]

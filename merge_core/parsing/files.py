@@ -1,0 +1,153 @@
+"""Opening what a stranger has put into a directory: plain files that lie in it, and nothing else.
+
+A checkpoint is a directory that somebody else filled. ``merges.txt`` may be a link to a private key, ``config.json`` a
+link to ``/dev/zero`` or a pipe that nobody writes to. So a file is looked at before it is opened (opening a pipe waits,
+opening a device does things), looked at again when it is open, and must lie inside its directory. The one exception is
+the Hub's cache, by name: ``models--org--name/snapshots/<commit>/`` is made of links into ``blobs/`` beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from merge_core.errors import InvalidInput
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+}
+_OUTSIDE = "copy the file into the directory if it belongs there; do not use a checkpoint from a stranger that has this"
+
+
+def plain_file(path: Path, *, within: Path | None = None) -> Path:
+    """The real path of a plain file. It is not opened.
+
+    Args:
+        path: As a person or another file names it.
+        within: The directory that it must lie in, also after all links; None: a person named it, it may lie anywhere.
+
+    Raises:
+        FileNotFoundError: There is nothing of that name.
+        InvalidInput: A pipe, a device, a socket, a directory; a link that leads out of ``within``; a name that no file
+            can have.
+    """
+    try:
+        # Not strict: where a link leads out, its target's existence is nobody's business.
+        real = Path(os.path.realpath(path))
+        if within is not None and not _belongs(real, Path(os.path.realpath(within))):
+            raise InvalidInput(
+                str(path), found=f"a link to {real}", expected=f"a file inside {within}", remedy=_OUTSIDE
+            )
+        kind = stat.S_IFMT(real.stat().st_mode)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise InvalidInput(str(path), found="a name that no file can have", expected="the name of a file") from None
+    if kind != stat.S_IFREG:
+        raise InvalidInput(str(path), found=_KINDS.get(kind, "a special file"), expected="a plain file")
+    return real
+
+
+def open_plain(path: Path, *, within: Path | None = None) -> BinaryIO:
+    """Open a plain file for reading, unbuffered; see :func:`plain_file`.
+
+    Raises:
+        FileNotFoundError: There is nothing of that name.
+        InvalidInput: As :func:`plain_file`, or the rights are missing.
+    """
+    real = plain_file(path, within=within)
+    try:
+        # What was plain a moment ago may be a link or a pipe by now: neither is followed or waited for.
+        fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise InvalidInput(
+            str(path), found=f"cannot be read: {error.strerror}", remedy="check disk and rights"
+        ) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise InvalidInput(str(path), found="no plain file any more", expected="a plain file")
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+def read_plain(path: Path, most: int, *, within: Path | None = None, expected: str = "", remedy: str = "") -> bytes:
+    """All bytes of a plain file of at most ``most`` bytes.
+
+    Raises:
+        InvalidInput: As :func:`open_plain`; it is not there, or is larger.
+    """
+    try:
+        with open_plain(path, within=within) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most:
+                raise InvalidInput(str(path), found=f"{size} bytes", expected=f"at most {most} bytes", remedy=remedy)
+            # What grows while it is read is not read any further than to be noticed.
+            content = b"".join(iter(lambda: file.read(1 << 20), b"")) if size <= most else b""
+    except FileNotFoundError:
+        raise InvalidInput(
+            str(path), found="cannot be read: No such file or directory", expected=expected, remedy=remedy
+        ) from None
+    except OSError as error:
+        raise InvalidInput(
+            str(path), found=f"cannot be read: {error.strerror}", expected=expected, remedy=remedy
+        ) from None
+    if len(content) > most:
+        raise InvalidInput(str(path), found="more bytes than a moment ago", expected="a file that nobody writes to")
+    return content
+
+
+def read_text(path: Path, most: int, *, within: Path | None = None, expected: str = "", remedy: str = "") -> str:
+    """The UTF-8 text of a plain file of at most ``most`` bytes.
+
+    Raises:
+        InvalidInput: As :func:`read_plain`, or it is no text.
+    """
+    try:
+        return read_plain(path, most, within=within, expected=expected, remedy=remedy).decode()
+    except UnicodeDecodeError:
+        raise InvalidInput(
+            str(path), found="cannot be read: not UTF-8 text", expected=expected, remedy=remedy
+        ) from None
+
+
+def check_entries(directory: Path, names: Iterable[str]) -> None:
+    """See that the files of those names in ``directory`` are plain files inside it. What is not there is not looked at.
+
+    For directories that are then given to a library which opens what it finds.
+
+    Raises:
+        InvalidInput: naming the first that is not.
+    """
+    for name in names:
+        path = directory / name
+        try:
+            if path.is_dir() and not path.is_symlink():
+                continue
+            plain_file(path, within=directory)
+        except FileNotFoundError:
+            continue
+
+
+def is_special(path: Path) -> bool:
+    """Whether there is something at ``path`` itself that is neither a plain file nor a directory: a link, a pipe, …"""
+    mode = path.lstat().st_mode
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _belongs(real: Path, directory: Path) -> bool:
+    """Whether a real path lies in a real directory, or in the blobs of the Hub's cache that it is part of."""
+    if real.is_relative_to(directory):
+        return True
+    snapshots = directory.parent
+    in_cache = snapshots.name == "snapshots" and snapshots.parent.name.startswith(("models--", "datasets--"))
+    return in_cache and real.parent == snapshots.parent / "blobs"

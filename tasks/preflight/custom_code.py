@@ -1,0 +1,83 @@
+"""Code that would travel with a release: Python files of a parent, and references to such in its configurations.
+
+mergegate runs none of it: ``trust_remote_code`` is off wherever a model is loaded. But whoever loads the release may
+switch it on because its files ask for that. So it is a finding, and a profile accepts it by name::
+
+    checks:
+      code: {accepted: [modeling_acme.py, modeling_acme.AcmeForCausalLM]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from merge_core import Finding, MergePlan
+from merge_core.parsing import read_json
+
+# Where transformers looks for classes that lie beside the weights, or in another repository.
+_MAP = "auto_map"
+_CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+
+
+class CodeSettings(BaseModel):
+    """What code may travel with a release."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    accepted: tuple[str, ...] = Field(
+        default=(), description="Python files, and classes of 'auto_map', that may be in the release, by name."
+    )
+
+
+def custom_code_findings(plan: MergePlan, accepted: Collection[str] | None) -> tuple[Finding, ...]:
+    """A finding for each file and each reference: it blocks unless it is accepted.
+
+    Args:
+        accepted: By the profile; None: there is none, and it is only said.
+
+    Raises:
+        InvalidInput: A configuration that is not JSON.
+    """
+    return tuple(_finding(where, found, accepted) for where, found in dict.fromkeys(_code(plan)))
+
+
+def _finding(where: str, found: str, accepted: Collection[str] | None) -> Finding:
+    if accepted is not None and found in accepted:
+        return Finding("info", where, f"the code {found}, which the profile accepts")
+    return Finding(
+        "warn" if accepted is None else "block",
+        where,
+        found=f"the code {found}, which would travel with the release",
+        expected="a model that needs no code of its own",
+        remedy=f"read it, then accept it in the profile: checks.code.accepted: [{found}]; it is never run here",
+    )
+
+
+def _code(plan: MergePlan) -> Iterator[tuple[str, str]]:
+    donor = plan.donor.directory.name
+    for name in plan.donor.companions:
+        if name.endswith(".py"):
+            yield f"{donor}: {name}", name
+    yield from _referenced(f"{donor}: config.json", plan.config)
+    for place in dict.fromkeys((plan.tokenizer.directory, plan.donor.directory)):
+        for name in _CONFIGURATIONS:
+            if (place / name).exists():
+                yield from _referenced(f"{place.name}: {name}", read_json(place / name))
+
+
+def _referenced(where: str, configuration: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    found = configuration.get(_MAP)
+    if found is None:
+        return
+    waiting = [found]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield f"{where}: {_MAP}", one
+        elif isinstance(one, Mapping):
+            waiting += one.values()
+        elif isinstance(one, list):
+            waiting += one

@@ -1,0 +1,617 @@
+"""Everything hostile that was ever tried, as tables: what is done to an honest input, and its exit code.
+
+2: it cannot mean anything; 3: it is well formed and refused; 0: it looks odd and is right. A new finding is a new line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from honest import (
+    CONFIG,
+    DATE,
+    PROFILE,
+    RECIPE,
+    TASK,
+    TOKENIZER,
+    evil_pickle,
+    header,
+    pickled,
+    results,
+    safetensors,
+    samples,
+    tensor,
+    text,
+    torch_zip,
+    weights,
+)
+
+Change = Callable[[Path], object]
+DEEP = 100_000
+
+
+class Case(NamedTuple):
+    """One hostile input."""
+
+    name: str
+    change: Change  # of the directory that holds the input
+    code: int
+
+
+def put(name: str, content: bytes | str | Any) -> Change:
+    """Write a file; what is neither bytes nor text is written as JSON."""
+
+    def change(place: Path) -> None:
+        data = content if isinstance(content, (bytes, str)) else json.dumps(content)
+        target = place / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"))
+
+    return change
+
+
+def link(name: str, target: str) -> Change:
+    """A link in place of a file."""
+
+    def change(place: Path) -> None:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).unlink(missing_ok=True)
+        (place / name).symlink_to(target)
+
+    return change
+
+
+def pipe(name: str) -> Change:
+    """A pipe, to which nobody writes, in place of a file."""
+
+    def change(place: Path) -> None:
+        (place / name).unlink(missing_ok=True)
+        os.mkfifo(place / name)
+
+    return change
+
+
+def bound_socket(name: str) -> Change:
+    """A socket in place of a file."""
+
+    def change(place: Path) -> None:
+        (place / name).unlink(missing_ok=True)
+        here = Path.cwd()
+        os.chdir(place)  # its path may only have 108 bytes
+        try:
+            socket.socket(socket.AF_UNIX).bind(name)
+        finally:
+            os.chdir(here)
+
+    return change
+
+
+def folder(name: str) -> Change:
+    """A directory in place of a file."""
+
+    def change(place: Path) -> None:
+        (place / name).unlink(missing_ok=True)
+        (place / name).mkdir()
+
+    return change
+
+
+def without(name: str) -> Change:
+    return lambda place: (place / name).unlink()
+
+
+def all_of(*changes: Change) -> Change:
+    def change(place: Path) -> None:
+        for one in changes:
+            one(place)
+
+    return change
+
+
+def head(value: object, data: bytes | None = None, length: int | None = None) -> Change:
+    """Another header for the weights."""
+    return put("model.safetensors", safetensors(value, data, length))
+
+
+def only(name: str) -> Change:
+    """Weights of one tensor of that name."""
+    return head({name: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, bytes(16))
+
+
+def entry(**changes: Any) -> Change:
+    """Another entry for one tensor."""
+    value = header()
+    value["model.norm.weight"] = {**value["model.norm.weight"], **changes}
+    return head(value)
+
+
+def config(**changes: Any) -> Change:
+    return put("config.json", {**CONFIG, **changes})
+
+
+def tokenizer(**changes: Any) -> Change:
+    return put("tokenizer.json", {**TOKENIZER, **changes})
+
+
+def index(weight_map: object) -> Change:
+    return all_of(without("model.safetensors"), put("model.safetensors.index.json", {"weight_map": weight_map}))
+
+
+def torch_file(content: bytes) -> Change:
+    return all_of(without("model.safetensors"), put("pytorch_model.bin", content))
+
+
+def shared_header() -> bytes:
+    """A zip whose members all have the local header of the first."""
+    whole = torch_zip({"a/data.pkl": pickled(b"}"), "a/data/0": bytes(16), "a/data/1": bytes(16)})
+    start = whole.index(b"PK\x01\x02")
+    records = whole[start:]
+    out, at = b"", 0
+    while records[at : at + 4] == b"PK\x01\x02":
+        size = 46 + sum(struct.unpack("<HHH", records[at + 28 : at + 34]))
+        record = records[at : at + size]
+        out += record[:42] + struct.pack("<I", 0) + record[46:]
+        at += size
+    return whole[:start] + out + records[at:]
+
+
+def many_members() -> bytes:
+    """A zip that claims a list of 4 billion members."""
+    whole = torch_zip({"a/data.pkl": pickled(b"}")})
+    at = whole.index(b"PK\x05\x06")
+    return whole[: at + 8] + struct.pack("<HHI", 0xFFFE, 0xFFFE, 0xFFFFFFF0) + whole[at + 16 :]
+
+
+def bomb(levels: int = 30) -> str:
+    """Aliases that double at each level."""
+    lines = ["a0: &a0 [x, x]"] + [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+HALF = '"\\ud800"'
+STATEMENT = {"_type": "https://in-toto.io/Statement/v1"}
+CHECKPOINTS = [
+    Case("empty-weights", put("model.safetensors", b""), 2),
+    Case("seven-bytes", put("model.safetensors", bytes(7)), 2),
+    Case("header-longer-than-file", head(None, length=1 << 40), 2),
+    Case("header-of-all-bits", put("model.safetensors", b"\xff" * 64), 2),
+    Case("header-no-json", head(b"{"), 2),
+    Case("header-a-list", head([]), 2),
+    Case("header-a-number", head(b"7"), 2),
+    Case("header-deep", head(b"[" * DEEP), 2),
+    Case("header-deep-objects", head(b'{"a":' * DEEP), 2),
+    Case("header-not-utf8", head(b'{"\xff\xfe":1}'), 2),
+    Case("header-half-character", head(b"{%s:1}" % HALF.encode()), 2),
+    Case("header-many-values", head(b"[" + b"[]," * 3_000_000 + b"[]]"), 2),
+    Case("header-name-twice", head(b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":{}}', b""), 2),
+    Case("header-empty", head(b"{}", b""), 2),
+    Case("truncated-data", head(None, b"1234"), 2),
+    Case("data-too-long", head(None, bytes(10_000)), 2),
+    Case("offsets-backwards", entry(data_offsets=[400, 0]), 2),
+    Case("offsets-negative", entry(data_offsets=[-4, 0]), 2),
+    Case("offsets-overlap", entry(data_offsets=[0, 16]), 2),
+    Case("offsets-huge", entry(data_offsets=[2**62, 2**63 - 1]), 2),
+    Case("offsets-of-400-digits", head(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,%s]}}' % (b"9" * 400)), 2),
+    Case("offsets-floats", entry(data_offsets=[0.0, 16.0]), 2),
+    Case("offsets-nan", entry(data_offsets=[float("nan"), 1]), 2),
+    Case("offsets-text", entry(data_offsets="0,16"), 2),
+    Case("offsets-three", entry(data_offsets=[0, 8, 16]), 2),
+    Case("shape-negative", entry(shape=[-4]), 2),
+    Case("shape-huge", entry(shape=[2**40, 2**40]), 2),
+    Case("shape-of-many-dimensions", entry(shape=[1] * 100_000), 2),
+    Case("shape-true", entry(shape=[True]), 2),
+    Case("shape-an-object", entry(shape={}), 2),
+    Case("dtype-unknown", entry(dtype="X9"), 2),
+    Case("dtype-a-list", entry(dtype=["F32"]), 2),
+    Case("entry-a-number", head({"a": 1}), 2),
+    Case("entry-with-more", entry(more=1), 2),
+    Case("metadata-a-list", head(header(__metadata__=[])), 2),
+    Case("metadata-numbers", head(header(__metadata__={"a": 1})), 2),
+    Case(
+        "layer-of-5000-digits",
+        only(f"model.layers.{'9' * 5000}.a.weight"),
+        3,
+    ),
+    Case(
+        "layer-ten-millions",
+        only("model.layers.9999999.a.weight"),
+        3,
+    ),
+    Case("name-with-nul", only("a\0b"), 3),
+    Case("name-with-escapes", only("\x1b[2Ja"), 3),
+    Case(
+        "name-of-a-megabyte",
+        only("a" * 1_000_000),
+        3,
+    ),
+    Case("weights-a-pipe", pipe("model.safetensors"), 2),
+    Case("weights-a-socket", bound_socket("model.safetensors"), 2),
+    Case("weights-a-folder", folder("model.safetensors"), 2),
+    Case("weights-a-link-out", link("model.safetensors", "../base/model.safetensors"), 2),
+    Case("weights-dev-zero", link("model.safetensors", "/dev/zero"), 2),
+    Case("weights-a-link-to-itself", link("model.safetensors", "model.safetensors"), 2),
+    Case("weights-missing", without("model.safetensors"), 2),
+    Case("config-missing", without("config.json"), 2),
+    Case("config-a-pipe", pipe("config.json"), 2),
+    Case("config-dev-zero", link("config.json", "/dev/zero"), 2),
+    Case("config-a-terminal", link("config.json", "/dev/tty"), 2),
+    Case("config-a-link-out", link("config.json", "../base/config.json"), 2),
+    Case("config-a-socket", bound_socket("config.json"), 2),
+    Case("config-a-folder", folder("config.json"), 2),
+    Case("config-empty", put("config.json", b""), 2),
+    Case("config-deep", put("config.json", b"[" * DEEP), 2),
+    Case("config-deep-inside", put("config.json", b'{"a":' + b"[" * 900 + b"]" * 900 + b"}"), 2),
+    Case("config-half-character", put("config.json", '{"a": ' + HALF + "}"), 2),
+    Case("config-utf16", put("config.json", json.dumps(CONFIG).encode("utf-16")), 2),
+    Case("config-a-list", put("config.json", []), 2),
+    Case("config-of-4000-digits", put("config.json", b'{"vocab_size": %s}' % (b"9" * 4000)), 2),
+    Case("config-of-20-megabytes", put("config.json", b'{"a": "' + b"x" * 20_000_000 + b'"}'), 2),
+    Case("config-many-values", put("config.json", b"[" + b"0," * 2_000_000 + b"0]"), 2),
+    Case("config-quotes-without-end", put("config.json", b"[" * 100 + b'"' + b'\\"' * 4_000_000), 2),
+    Case("config-architectures-numbers", config(architectures=[1, 2]), 3),
+    Case("config-architectures-empty", config(architectures=[]), 3),
+    Case("config-vocabulary-text", config(vocab_size="six"), 3),
+    Case("config-vocabulary-huge", config(vocab_size=10**30), 3),
+    Case("config-layers-huge", config(num_hidden_layers=10**9), 3),
+    Case("config-layers-negative", config(num_hidden_layers=-1), 3),
+    Case("config-tied-text", config(tie_word_embeddings="yes"), 0),
+    Case("config-text-part-a-list", config(text_config=[1]), 0),
+    Case("config-infinity", put("config.json", json.dumps({**CONFIG, "limit": float("inf")})), 0),
+    Case("index-leaves-directory", index({"a": "../base/model.safetensors"}), 2),
+    Case("index-absolute", index({"a": "/etc/passwd"}), 2),
+    Case("index-nul", index({"a": "a\0b"}), 2),
+    Case("index-backslash", index({"a": "..\\x"}), 2),
+    Case("index-empty-name", index({"a": ""}), 2),
+    Case("index-number", index({"a": 7}), 2),
+    Case("index-a-list", index([1]), 2),
+    Case("index-name-too-long", index({"a": "x" * 5000}), 2),
+    Case("index-to-nowhere", index({"a": "nowhere.safetensors"}), 2),
+    Case("index-to-a-pipe", all_of(index({"a": "p.safetensors"}), pipe("p.safetensors")), 2),
+    Case("index-to-a-linked-folder", all_of(index({"a": "sub/model.safetensors"}), link("sub", "../base")), 2),
+    Case(
+        "index-half-character",
+        all_of(
+            without("model.safetensors"), put("model.safetensors.index.json", '{"weight_map": {"a": ' + HALF + "}}")
+        ),
+        2,
+    ),
+    Case("index-a-pipe", all_of(without("model.safetensors"), pipe("model.safetensors.index.json")), 2),
+    Case("tokenizer-a-link-out", link("tokenizer.json", "../base/tokenizer.json"), 2),
+    Case("tokenizer-a-pipe", pipe("tokenizer.json"), 2),
+    Case("tokenizer-dev-zero", link("tokenizer.json", "/dev/zero"), 2),
+    Case("tokenizer-empty", put("tokenizer.json", b""), 3),
+    Case("tokenizer-no-vocabulary", tokenizer(model={}), 3),
+    Case("tokenizer-integer-items", tokenizer(model={"vocab": [[1, 0.5], [2, 0.5]]}), 3),
+    Case("tokenizer-list-items", tokenizer(model={"vocab": [[["a"], 0.5]]}), 3),
+    Case("tokenizer-ids-text", tokenizer(model={"vocab": {"a": "0"}}), 3),
+    Case("tokenizer-ids-negative", tokenizer(model={"vocab": {"a": -1}}), 3),
+    Case("tokenizer-ids-true", tokenizer(model={"vocab": {"a": True}}), 3),
+    Case("tokenizer-added-a-number", tokenizer(added_tokens=7), 3),
+    Case("tokenizer-model-a-list", tokenizer(model=[]), 3),
+    Case("tokenizer-deep", put("tokenizer.json", b'{"a":' * DEEP), 3),
+    Case("tokenizer-half-character", put("tokenizer.json", '{"model": {"vocab": {' + HALF + ": 0}}}"), 3),
+    Case("tokenizer-all-moved", tokenizer(model={"vocab": {f"u{n}": n for n in range(200_000)}}), 3),
+    Case("tokenizer-config-a-list", put("tokenizer_config.json", []), 2),
+    Case("vocabulary-of-texts", all_of(without("tokenizer.json"), put("vocab.json", {"a": "b"})), 3),
+    Case("merges-a-key", link("merges.txt", "/etc/passwd"), 2),
+    Case("template-a-link-out", link("chat_template.jinja", "/etc/passwd"), 2),
+    Case("template-a-pipe", pipe("chat_template.jinja"), 2),
+    Case("template-not-utf8", put("chat_template.jinja", b"\xff\xfe"), 2),
+    Case("more-templates-a-link-out", link("additional_chat_templates/x.jinja", "/etc/passwd"), 2),
+    Case("code-a-link-out", link("modeling_x.py", "/etc/passwd"), 2),
+    Case("processor-a-pipe", pipe("preprocessor_config.json"), 2),
+    Case("dangling-link-out", link("vocab.txt", "/nowhere/at/all"), 2),
+    Case("pickle-runs-a-command", torch_file(torch_zip({"a/data.pkl": evil_pickle()})), 2),
+    Case("pickle-of-old", torch_file(evil_pickle()), 2),
+    Case("pickle-no-zip", torch_file(b"PK\x03\x04" + bytes(100)), 2),
+    Case("pickle-compressed", torch_file(torch_zip({"a/data.pkl": pickled(b"}")}, compress=zipfile.ZIP_DEFLATED)), 2),
+    Case("pickle-shared-header", torch_file(shared_header()), 2),
+    Case("pickle-four-billion-members", torch_file(many_members()), 2),
+    Case("pickle-without-end", torch_file(weights(b"}" * 5)[:-40]), 2),
+    Case("pickle-marks", torch_file(weights(b"(" * 16_000, b"K\x01" * 8_000, b"t" * 16_000)), 2),
+    Case("pickle-deep-tuples", torch_file(weights(b")", b"\x85" * 200_000)), 2),
+    Case("pickle-many-instructions", torch_file(weights(b"N0" * 10, b"N" * 3_000_000)), 2),
+    Case("pickle-stack-empty", torch_file(weights(b"0")), 2),
+    Case("pickle-below-mark", torch_file(weights(b"K\x01(\x85")), 2),
+    Case("pickle-key-half-character", torch_file(weights(b"}X\x03\x00\x00\x00\xed\xa0\x80", tensor(), b"s")), 2),
+    Case("pickle-storage-unknown", torch_file(weights(b"}", text("a"), tensor(kind="EvilStorage"), b"s")), 2),
+    Case("pickle-beyond-storage", torch_file(weights(b"}", text("a"), tensor(shape=b"M\xff\xff\x85"), b"s")), 2),
+    Case("pickle-without-bytes", torch_file(weights(b"}", text("a"), tensor(key="7"), b"s")), 2),
+    Case("pickle-shape-a-dictionary", torch_file(weights(b"}", text("a"), tensor(shape=b"}"), b"s")), 2),
+    Case("pickle-a-pipe", all_of(without("model.safetensors"), pipe("pytorch_model.bin")), 2),
+]
+
+RECIPES: Mapping[str, str | bytes] = {
+    "empty": "",
+    "nothing": "---\n---\n",
+    "not-utf8": b"\xff\xfe\x00",
+    "nul": b"merge_method: \x00",
+    "half-character": 'merge_method: "\\ud800"',
+    "half-character-name": RECIPE + 'name: "\\uD83D"',
+    "deep-list": "[" * DEEP,
+    "deep-mapping": "{a: " * DEEP,
+    "deep-blocks": "".join(" " * n + "a:\n" for n in range(600)),
+    "aliases": bomb(),
+    "aliases-in-models": "x: &x [1]\n" + RECIPE,
+    "alias-of-itself": "a: &a [*a]",
+    "alias-of-nothing": RECIPE + "name: *nothing",
+    "alias-of-a-long-text": "a: &a " + "x" * 100_000 + "\nb: [" + "*a," * 5000 + "]",
+    "merged-keys": "a: &a {x: 1}\n<<: [*a, *a]\n",
+    "key-twice": RECIPE + "dtype: float32\ndtype: float16\n",
+    "key-a-list": RECIPE + "[1, 2]: 3\n",
+    "key-a-number": RECIPE + "7: 3\n",
+    "date": RECIPE + "dtype: 2024-13-45\n",
+    "real-date": RECIPE + "dtype: 2024-01-02\n",
+    "empty-int": RECIPE + "dtype: !!int ''\n",
+    "binary": RECIPE + "dtype: !!binary aGVsbG8=\n",
+    "set": RECIPE + "dtype: !!set {a, b}\n",
+    "python": RECIPE + "dtype: !!python/object/apply:os.system ['touch EXECUTED']\n",
+    "weight-of-400-digits": RECIPE.replace("0.5", "9" * 400),
+    "weight-of-400-digits-as-text": RECIPE.replace("0.5", f"'{'9' * 400}'"),
+    "weight-infinite": RECIPE.replace("0.5", ".inf"),
+    "weight-nan": RECIPE.replace("0.5", ".nan"),
+    "weight-1e999": RECIPE.replace("0.5", "1.0e+999"),
+    "weight-base-60": RECIPE.replace("0.5", ":".join(["59"] * 50_000)),
+    "weight-a-mapping": RECIPE.replace("0.5", "{}"),
+    "weight-a-date": RECIPE.replace("0.5", "2024-01-02"),
+    "hex-of-5000-digits": RECIPE.replace("0.5", "0x" + "f" * 5000),
+    "model-null": "merge_method: linear\nmodels: [{model: }]\n",
+    "model-a-list": "merge_method: linear\nmodels: [{model: [a]}]\n",
+    "models-a-mapping": "merge_method: linear\nmodels: {a: b}\n",
+    "model-too-long": RECIPE.replace("./other", "./" + "x" * 5000),
+    "model-nul": RECIPE.replace("./other", '"./a\\0b"'),
+    "model-of-nobody": RECIPE.replace("./other", "~nobody-at-all/x"),
+    "model-many-ats": RECIPE.replace("./other", "a@b@c@d"),
+    "model-passwd": RECIPE.replace("./other", "/etc/passwd"),
+    "model-dev-zero": RECIPE.replace("./other", "/dev/zero"),
+    "models-many": "merge_method: linear\nmodels:\n" + "".join(f"  - model: ./m{n}\n" for n in range(3000)),
+    "model-twice-many": "merge_method: linear\nmodels:\n" + "  - model: ./base\n" * 10_000,
+    "documents-1500": "---\n".join(
+        f"name: s{n}\nmerge_method: linear\nmodels: [{{model: s{n - 1}, parameters: {{weight: 1}}}}]\n"
+        for n in range(1500)
+    ),
+    "documents-200-in-a-chain": "---\n".join(
+        f"name: s{n}\nmerge_method: linear\nmodels: [{{model: s{n - 1}, parameters: {{weight: 1}}}}]\n"
+        for n in range(200)
+    ).replace("model: s-1", "model: ./nowhere"),
+    "documents-in-a-circle": "name: a\nmerge_method: linear\nmodels: [{model: b, parameters: {weight: 1}}]\n---\n"
+    "name: b\nmerge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n---\n" + RECIPE,
+    "method-a-list": "merge_method: [linear]\nmodels: []\n",
+    "method-a-number": "merge_method: 7\nmodels: []\n",
+    "method-long": f"merge_method: {'x' * 100_000}\nmodels: []\n",
+    "layers-huge": "merge_method: passthrough\nslices: [{sources: [{model: ./base, layer_range: [0, 99999999999]}]}]\n",
+    "layers-backwards": "merge_method: passthrough\nslices: [{sources: [{model: ./base, layer_range: [5, 1]}]}]\n",
+    "template-a-list": RECIPE + "chat_template: [a]\n",
+    "dtype-a-mapping": RECIPE + "dtype: {a: b}\n",
+    "megabyte": "# " + "x" * 1_000_000 + "\n" + RECIPE,
+    "values-many": RECIPE + "name: [" + "a," * 200_000 + "]\n",
+    "escapes": 'merge_method: "\\e[2J\\e]0;owned\\a"\nmodels: []\n',
+    "filters-many": RECIPE.replace("0.5", "[" + "{filter: a, value: 1}," * 8000 + "]"),
+}
+
+PROFILES: Mapping[str, str | bytes] = {
+    "empty": "",
+    "not-utf8": b"\xff",
+    "a-list": "[1, 2]",
+    "key-twice": PROFILE.replace("max_drop: 3", "max_drop: 3, max_drop: 100"),
+    "name-twice": PROFILE + "name: other\n",
+    "aliases": PROFILE + bomb(),
+    "aliases-in-recipe": "name: x\nrecipe:\n" + "".join(f"  {line}\n" for line in bomb().splitlines()),
+    "deep": "name: " + "[" * DEEP,
+    "deep-recipe": "name: x\nrecipe: " + "{a: " * 45 + "1" + "}" * 45,
+    "name-a-path": PROFILE.replace("hostile", "../../etc"),
+    "name-half-character": PROFILE.replace("hostile", '"\\ud800"'),
+    "name-nul": PROFILE.replace("hostile", '"a\\0b"'),
+    "name-a-date": PROFILE.replace("name: hostile", "name: !!timestamp 2024-01-02"),
+    "drop-nan": PROFILE.replace("max_drop: 3", "max_drop: .nan"),
+    "drop-infinite": PROFILE.replace("max_drop: 3", "max_drop: .inf"),
+    "drop-of-400-digits": PROFILE.replace("max_drop: 3", f"max_drop: {'9' * 400}"),
+    "drop-negative": PROFILE.replace("max_drop: 3", "max_drop: -3"),
+    "drop-a-list": PROFILE.replace("max_drop: 3", "max_drop: [3]"),
+    "tasks-a-number": "name: x\nrecipe: recipe.yaml\nevaluate: {tasks: 7}\n",
+    "recipe-nul": 'name: x\nrecipe: "a\\0b"\n',
+    "recipe-too-long": f"name: x\nrecipe: {'x' * 5000}\n",
+    "recipe-a-folder": "name: x\nrecipe: base\n",
+    "recipe-missing": "name: x\nrecipe: nowhere.yaml\n",
+    "recipe-dev-zero": "name: x\nrecipe: /dev/zero\n",
+    "recipe-a-number": "name: x\nrecipe: 7\n",
+    "seed-huge": PROFILE + "merge: {seed: " + "9" * 4000 + "}\n",
+    "remedies-many-levels": PROFILE + "remedies: [" + "{a: " * 40 + "1" + "}" * 40 + "]\n",
+    "python": "name: !!python/name:os.system\n",
+    "publish-nul": PROFILE + 'publish: {to: directory, path: "a\\0b"}\n',
+    "code-accepted-a-number": PROFILE + "checks: {code: {accepted: [7]}}\n",
+    "unknown-keys-many": PROFILE + "".join(f"k{n}: 1\n" for n in range(2000)),
+}
+
+TASKS: Mapping[str, Change] = {
+    "empty": put("task.yaml", ""),
+    "not-utf8": put("task.yaml", b"\xff"),
+    "deep": put("task.yaml", "task: " + "[" * DEEP),
+    "aliases": put("task.yaml", TASK + bomb()),
+    "name-a-list": put("task.yaml", TASK.replace("task: letters", "task: [7]")),
+    "no-name": put("task.yaml", TASK.replace("task: letters", "")),
+    "includes-itself": put("task.yaml", TASK + "include: task.yaml\n"),
+    "includes-a-circle": all_of(put("task.yaml", "task: a\ninclude: b.yaml\n"), put("b.yaml", "include: task.yaml\n")),
+    "includes-a-chain": all_of(
+        put("task.yaml", TASK + "include: i0.yaml\n"),
+        *(put(f"i{n}.yaml", f"include: i{n + 1}.yaml\n") for n in range(60)),
+    ),
+    "includes-nothing": put("task.yaml", TASK + "include: nowhere.yaml\n"),
+    "includes-nul": put("task.yaml", TASK + 'include: "a\\0b"\n'),
+    "includes-a-pipe": all_of(put("task.yaml", TASK + "include: p.yaml\n"), pipe("p.yaml")),
+    "includes-dev-zero": put("task.yaml", TASK + "include: /dev/zero\n"),
+    "includes-many": all_of(
+        put("task.yaml", TASK + "include: [" + "b.yaml, " * 20_000 + "]\n"), put("b.yaml", "fewshot_split: test\n")
+    ),
+    "data-missing": put("task.yaml", TASK),
+    "data-nul": put("task.yaml", TASK.replace("letters.jsonl", '"a\\0b"')),
+    "data-too-long": put("task.yaml", TASK.replace("letters.jsonl", "x" * 5000)),
+    "data-a-pipe": all_of(put("task.yaml", TASK), pipe("letters.jsonl")),
+    "data-dev-zero": put("task.yaml", TASK.replace("letters.jsonl", "/dev/zero")),
+    "data-kwargs-a-list": put("task.yaml", TASK.replace("{data_files: {test: letters.jsonl}}", "[1]")),
+    "data-pattern-odd": put("task.yaml", TASK.replace("letters.jsonl", '"**[a"')),
+    "group-in-itself": put("task.yaml", "group: g\ntask: [g]\n"),
+    "group-of-nothing": put("task.yaml", "group: g\ntask: []\n"),
+    "group-of-numbers": put("task.yaml", "group: g\ntask: [1, 2]\n"),
+    "group-deep": put("task.yaml", "group: g\ntask: " + "[{group: h, task: " * 20 + "x" + "}]" * 20 + "\n"),
+    "function-no-python": all_of(put("task.yaml", TASK + "process_docs: !function f.g\n"), put("f.py", "def (:\n")),
+    "function-nul": all_of(put("task.yaml", TASK + "process_docs: !function f.g\n"), put("f.py", b"a\x00b")),
+    "function-deep": all_of(put("task.yaml", TASK + "process_docs: !function f.g\n"), put("f.py", "(" * 5000)),
+    "function-a-pipe": all_of(put("task.yaml", TASK + "process_docs: !function f.g\n"), link("f.py", "/dev/zero")),
+    "function-python-tag": put("task.yaml", TASK + "process_docs: !!python/name:os.system\n"),
+    "a-pipe": pipe("task.yaml"),
+    "dev-zero": link("task.yaml", "/dev/zero"),
+    "missing": put("other.yaml", ""),
+}
+
+
+def edited(change: Callable[[list[dict[str, Any]]], object]) -> Change:
+    """Results whose samples are changed before everything is made to agree with them."""
+
+    def write(place: Path) -> None:
+        lines = samples()
+        change(lines)
+        results(place, lines)
+
+    return write
+
+
+def stated(**changes: Any) -> Change:
+    """Results that say something else of honest samples."""
+    return lambda place: results(place, **changes)
+
+
+def raw(name: str, content: bytes | str) -> Change:
+    """Honest results with one file replaced."""
+    return all_of(results, put(name, content))
+
+
+_RESULTS, _SAMPLES = f"results_{DATE}.json", f"samples_letters_{DATE}.jsonl"
+
+
+def more_documents(lines: list[dict[str, Any]]) -> None:
+    lines.append({**lines[3], "doc_hash": "0" * 64})
+
+
+def doubled(lines: list[dict[str, Any]]) -> None:
+    lines += [dict(line) for line in lines]
+
+
+RESULTS: Mapping[str, Change] = {
+    "empty-folder": lambda place: place.mkdir(),
+    "results-empty": raw(_RESULTS, b""),
+    "results-a-list": raw(_RESULTS, "[]"),
+    "results-deep": raw(_RESULTS, b"[" * DEEP),
+    "results-half-character": raw(_RESULTS, '{"results": ' + HALF + "}"),
+    "results-many-values": raw(_RESULTS, b"[" + b"0," * 2_000_000 + b"0]"),
+    "results-a-pipe": all_of(results, pipe(_RESULTS)),
+    "results-a-device": all_of(results, link(_RESULTS, "/dev/zero")),
+    "score-1000": edited(lambda lines: lines[0].update(acc=1000.0)),
+    "score-negative": edited(lambda lines: lines[0].update(acc=-1.0)),
+    "score-nan": edited(lambda lines: lines[0].update(acc=float("nan"))),
+    "score-infinite": edited(lambda lines: lines[0].update(acc=float("inf"))),
+    "score-text": edited(lambda lines: [line.update(acc="1") for line in lines]),
+    "score-of-4000-digits": raw(_SAMPLES, b'{"doc_id": 0, "acc": %s}' % (b"9" * 4000)),
+    "score-missing": edited(lambda lines: lines[0].pop("acc")),
+    "document-twice": edited(more_documents),
+    "every-document-twice": edited(doubled),
+    "document-negative": edited(lambda lines: lines[0].update(doc_id=-1)),
+    "document-beyond": edited(lambda lines: lines[0].update(doc_id=10**6)),
+    "document-true": edited(lambda lines: lines[0].update(doc_id=True)),
+    "document-of-1e30": edited(lambda lines: lines[0].update(doc_id=10**30)),
+    "metrics-of-lists": edited(lambda lines: lines[0].update(metrics=[["acc"]])),
+    "metrics-many": edited(lambda lines: lines[0].update(metrics=[f"m{n}" for n in range(10_000)])),
+    "hash-a-number": raw(_SAMPLES, json.dumps({**samples(1)[0], "doc_hash": 7})),
+    "hash-long": raw(_SAMPLES, json.dumps({**samples(1)[0], "doc_hash": "0" * 1_000_000})),
+    "counts-fewer": stated(**{"n-samples": {"letters": {"original": 40, "effective": 39}}}),
+    "counts-more": stated(**{"n-samples": {"letters": {"original": 80, "effective": 80}}}),
+    "counts-none": stated(**{"n-samples": {}}),
+    "counts-text": stated(**{"n-samples": {"letters": {"original": "40", "effective": "40"}}}),
+    "counts-a-list": stated(**{"n-samples": {"letters": [40]}}),
+    "mean-another": stated(results={"letters": {"acc,none": 0.9}}),
+    "mean-text": stated(results={"letters": {"acc,none": "0.5"}}),
+    "mean-a-list": stated(results={"letters": [1]}),
+    "directions-a-list": stated(higher_is_better={"letters": ["acc"]}),
+    "configs-a-list": stated(configs=["letters"]),
+    "metric-list-a-number": stated(configs={"letters": {"metric_list": 7}}, results={}),
+    "hashes-a-list": stated(task_hashes=["letters"]),
+    "hash-another": stated(task_hashes={"letters": "0" * 64}),
+    "groups-in-a-circle": stated(group_subtasks={"letters": ["other"], "other": ["letters"]}),
+    "groups-of-numbers": stated(group_subtasks={"letters": 7}, configs={}),
+    "groups-that-double": stated(
+        group_subtasks={"letters": ["g0", "g0"], **{f"g{n}": [f"g{n + 1}"] * 2 for n in range(60)}}, configs={}
+    ),
+    "group-of-paths": stated(
+        group_subtasks={"letters": ["../../x"]}, configs={"../../x": {}}, task_hashes={"../../x": "0" * 64}
+    ),
+    "samples-missing": all_of(results, without(_SAMPLES)),
+    "samples-empty": raw(_SAMPLES, b""),
+    "samples-cut": raw(_SAMPLES, json.dumps(samples(1)[0])[:-10]),
+    "samples-deep": raw(_SAMPLES, b"[" * DEEP),
+    "samples-not-utf8": raw(_SAMPLES, b'{"doc_id": "\xff"}'),
+    "samples-a-pipe": all_of(results, pipe(_SAMPLES)),
+    "samples-dev-zero": all_of(results, link(_SAMPLES, "/dev/zero")),
+    "samples-a-long-line": raw(_SAMPLES, b" " * 20_000_000),
+    "samples-many-lines": raw(_SAMPLES, (json.dumps(samples(1)[0]) + "\n").encode() * 400_000),
+}
+
+
+RELEASES: Mapping[str, Case] = {
+    case.name: case
+    for case in [
+        Case("honest", lambda place: None, 0),
+        Case("a-file-more", put("more.txt", "x"), 3),
+        Case("a-hidden-file-more", put(".more", "x"), 3),
+        Case("a-linked-folder-more", link("more", "/etc"), 3),
+        Case("a-linked-folder-in-a-folder", link("licenses/more", "/etc"), 3),
+        Case("a-link-more", link("more.txt", "/etc/passwd"), 3),
+        Case("a-link-inside-more", link("more.txt", "config.json"), 3),
+        Case("a-dangling-link-more", link("more.txt", "/nowhere"), 3),
+        Case("a-link-to-itself-more", link("more.txt", "more.txt"), 3),
+        Case("a-pipe-more", pipe("more"), 3),
+        Case("a-socket-more", bound_socket("more"), 3),
+        Case("a-device-linked", link("more", "/dev/zero"), 3),
+        Case("a-cache-that-is-a-link", link(".cache", "/etc"), 3),
+        Case("a-pipe-called-gitattributes", pipe(".gitattributes"), 3),
+        Case("a-cache-of-a-download", put(".cache/huggingface/x.lock", ""), 0),
+        Case("weights-a-link-out", link("model.safetensors", "/dev/zero"), 3),
+        Case("weights-a-pipe", pipe("model.safetensors"), 3),
+        Case("provenance-deep", put("provenance.json", b"[" * DEEP), 3),
+        Case("provenance-a-list", put("provenance.json", "[]"), 3),
+        Case("provenance-a-pipe", pipe("provenance.json"), 3),
+        Case("provenance-half-character", put("provenance.json", '{"_type": ' + HALF + "}"), 3),
+        Case(
+            "provenance-of-strange-types",
+            put("provenance.json", {**STATEMENT, "subject": 7, "predicate": [1]}),
+            3,
+        ),
+        Case(
+            "provenance-subjects-strange",
+            put("provenance.json", {**STATEMENT, "subject": [7, [], {"name": []}]}),
+            3,
+        ),
+        Case("recipe-aliases", put("recipe.yaml", bomb()), 3),
+        Case("recipe-deep", put("recipe.yaml", "[" * DEEP), 3),
+        Case("recipe-dates", put("recipe.yaml", "a: 2024-13-45"), 3),
+        Case("recipe-not-utf8", put("recipe.yaml", b"\xff\xff"), 3),
+        Case("card-aliases", put("README.md", "---\n" + bomb() + "---\n"), 3),
+        Case("card-deep", put("README.md", "---\na: " + "[" * DEEP + "\n---\n"), 3),
+        Case("card-strange-types", put("README.md", "---\nbase_model: 7\nlicense: [1]\n---\n"), 3),
+        Case("sums-not-utf8", put("SHA256SUMS", b"\xff" * 100), 3),
+        Case("sums-of-a-million-lines", put("SHA256SUMS", b"a  b\n" * 1_000_000), 3),
+        Case("sums-a-pipe", pipe("SHA256SUMS"), 3),
+        Case("bill-deep", put("bom.cdx.json", b"[" * DEEP), 3),
+        Case("bill-strange-types", put("bom.cdx.json", {"components": [7, {"name": [], "hashes": 7}]}), 3),
+        Case("signature-garbage", put("model.sig", b"\xff\x00"), 3),
+        Case("signature-deep", put("model.sig", b"[" * DEEP), 3),
+        Case("everything-gone", lambda place: [one.unlink() for one in place.iterdir() if one.is_file()], 3),
+    ]
+}
+__all__ = ["CHECKPOINTS", "PROFILES", "RECIPES", "RELEASES", "RESULTS", "TASKS", "Case"]

@@ -1,0 +1,332 @@
+"""Every parser of strangers' files against mutated bytes: each execution ends in a value or in a MergegateError.
+
+::
+
+    python tests/hostile/fuzz.py --executions 1000000            # `make fuzz`; half an hour or more on one core
+    python tests/hostile/fuzz.py --only recipe --seed 7 --executions 50000
+
+What ends otherwise is written to ``found/`` beside this file (and belongs, as a line, into ``corpus.py``). An execution
+of over five seconds counts as found too. Starting points are the honest inputs and the corpus of all that was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import FrameType
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent / "publish")]
+
+import corpus  # noqa: E402  # found by the line above
+from honest import CONFIG, DATE, PROFILE, RECIPE, SHAPES, TASK, TOKENIZER, checkpoint, results, safetensors  # noqa: E402
+from honest import samples as sample_lines  # noqa: E402
+from honest import weights as torch_weights  # noqa: E402
+from mutations import mutated  # noqa: E402
+
+from flows.profile import parse_profile  # noqa: E402
+from merge_core import load_recipe, open_checkpoint, plan_with_findings  # noqa: E402
+from merge_core.checkpoint import fetch_header, read_vocabulary, vocabulary_differences  # noqa: E402
+from merge_core.checkpoint.pickled_file import parse_pickled  # noqa: E402
+from merge_core.errors import MergegateError  # noqa: E402
+from merge_core.parsing import parse_line, parse_yaml  # noqa: E402
+from merge_core.recipe import parse_reference, resolve_local  # noqa: E402
+from tasks.evaluation.lm_eval_results import find_results, read_task  # noqa: E402
+from tasks.evaluation.task_code import imported_beside  # noqa: E402
+from tasks.evaluation.task_definition import read_definition  # noqa: E402
+from tasks.preflight.licenses.resolve import CardSource, declared  # noqa: E402
+from tasks.publish.card_metadata import front_matter  # noqa: E402
+from tasks.releases.verify import check_release  # noqa: E402
+
+SLOW = 5  # seconds
+PLACE = Path("x")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parser, and what it is started from."""
+
+    parse: Callable[[bytes], object]
+    seeds: tuple[bytes, ...]
+
+
+@dataclass
+class Found:
+    """How a run went."""
+
+    executions: int = 0
+    seconds: float = 0.0
+    values: int = 0  # that ended in a value
+    by_target: dict[str, int] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)  # seconds of computing, by target
+    failures: list[tuple[str, bytes, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class HeldRelease:
+    """A release in memory, one file of which is mutated."""
+
+    contents: Mapping[str, bytes]
+    known: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    changed: str | None = None
+    where: str = "release"
+    version: str | None = None
+
+    def files(self) -> Mapping[str, tuple[int, str]]:
+        new = self.contents if self.changed is None else {self.changed: self.contents[self.changed]}
+        return {**self.known, **{name: (len(one), hashlib.sha256(one).hexdigest()) for name, one in new.items()}}
+
+    def read(self, name: str) -> bytes:
+        return self.contents[name]
+
+
+def targets(place: Path, release: Path | None) -> dict[str, Target]:
+    """All of them, with their files in ``place``.
+
+    Args:
+        release: A published one; None: releases are left out.
+    """
+    honest = open_checkpoint(checkpoint(place / "base"))
+    recipe = load_recipe(RECIPE)
+    known = read_vocabulary(place / "base")
+    assert known is not None
+    for name in ("checkpoint", "index"):
+        checkpoint(place / name)
+    (place / "index" / "model.safetensors").rename(place / "index" / "a.safetensors")
+    for name in ("task", "card", "tokens"):
+        (place / name).mkdir()
+    results(place / "results")
+    results(place / "samples")
+
+    def header(data: bytes) -> object:
+        return fetch_header(lambda start, count: data[start : start + count], len(data), PLACE)
+
+    def of_checkpoint(name: str, *, planned: bool = False) -> Callable[[bytes], object]:
+        def parse(data: bytes) -> object:
+            (place / "checkpoint" / name).write_bytes(data)
+            try:
+                other = open_checkpoint(place / "checkpoint")
+                return plan_with_findings(recipe, {"./base": honest, "./other": other}) if planned else other
+            finally:
+                if name == "config.json":
+                    (place / "checkpoint" / name).write_text(json.dumps(CONFIG))
+                else:
+                    (place / "checkpoint" / name).unlink()
+
+        return parse
+
+    def index(data: bytes) -> object:
+        (place / "index" / "model.safetensors.index.json").write_bytes(data)
+        return open_checkpoint(place / "index")
+
+    def tokens(data: bytes) -> object:
+        (place / "tokens" / "tokenizer.json").write_bytes(data)
+        found = read_vocabulary(place / "tokens")
+        return vocabulary_differences(found, known) if found else None
+
+    def card(data: bytes) -> object:
+        (place / "card" / "README.md").write_bytes(data)
+        return front_matter(data.decode(errors="replace")), declared(CardSource(place / "card"))
+
+    def a_recipe(data: bytes) -> object:
+        return load_recipe(data.decode(errors="surrogateescape")).canonical()
+
+    def profile(data: bytes) -> object:
+        documents = parse_yaml(data.decode(errors="replace"), "p")
+        return parse_profile(documents[0] if documents and isinstance(documents[0], dict) else {}, "p").candidates()
+
+    def task(data: bytes) -> object:
+        (place / "task" / "task.yaml").write_bytes(data)
+        return read_definition(place / "task" / "task.yaml")
+
+    def code(data: bytes) -> object:
+        (place / "task" / "f.py").write_bytes(data)
+        return imported_beside(place / "task" / "f.py", place / "task")
+
+    def a_pickle(data: bytes) -> object:
+        return parse_pickled(io.BytesIO(data), len(data), PLACE)
+
+    def description(data: bytes) -> object:
+        return a_pickle(torch_weights(data))
+
+    def of_results(folder: str, name: str) -> Callable[[bytes], object]:
+        def parse(data: bytes) -> object:
+            (place / folder / name).write_bytes(data)
+            return read_task(find_results(place / folder), "letters")
+
+        return parse
+
+    def reference(data: bytes) -> object:
+        return resolve_local(parse_reference(data.decode(errors="surrogateescape"), "r"), place)
+
+    held = (
+        {one.relative_to(release).as_posix(): one.read_bytes() for one in release.rglob("*") if one.is_file()}
+        if release
+        else {}
+    )
+
+    def of_release(name: str) -> Callable[[bytes], object]:
+        return lambda data: check_release(HeldRelease({**held, name: data}))
+
+    def texts(cases: Mapping[str, str | bytes]) -> tuple[bytes, ...]:
+        found = (one if isinstance(one, bytes) else one.encode() for one in cases.values())
+        return tuple(one for one in found if len(one) < 20_000)
+
+    shards = {"weight_map": dict.fromkeys(SHAPES, "a.safetensors")}
+    inline = {
+        "name": "x",
+        "recipe": parse_yaml(RECIPE, "r")[0],
+        "evaluate": {"tasks": [{"task": "a", "guarded_by": "base", "max_drop": 3}]},
+    }
+    everything = {
+        **inline,
+        "perplexity": {"documents": "d", "max_increase": "5%"},
+        "remedies": [{"weight": 0.3}],
+        "publish": {"to": "directory", "path": "out"},
+    }
+    line = json.dumps(sample_lines(1)[0])
+    result = (place / "results" / f"results_{DATE}.json").read_bytes()
+    every_line = (place / "samples" / f"samples_letters_{DATE}.jsonl").read_bytes()
+
+    def target(parse: Callable[[bytes], object], *seeds: object) -> Target:
+        """What is neither bytes nor text is started from as JSON."""
+        texts_or_json = (one if isinstance(one, (bytes, str)) else json.dumps(one) for one in seeds)
+        return Target(parse, tuple(one if isinstance(one, bytes) else one.encode() for one in texts_or_json))
+
+    group = "group: g\ntask: [{task: a, dataset_path: b}, {group: h, task: [x]}]\n"
+    template = {"chat_template": "{{ a }}", "tokenizer_class": "A"}
+    read_card = "---\nlicense: apache-2.0\nbase_model: [a/b, c/d]\nlanguage: [en]\n---\n# x\n"
+    module = "import os\nfrom . import a\nfrom b.c import d as e\n\ndef f(x):\n    return [y for y in x]\n"
+    of_one = b"}" + corpus.text("model.norm.weight") + corpus.tensor() + b"s"
+    found = {
+        "header": target(header, safetensors()),
+        "index": target(index, shards),
+        "config": target(of_checkpoint("config.json", planned=True), CONFIG, {"text_config": CONFIG}),
+        "tokenizer": target(tokens, TOKENIZER, {"model": {"vocab": [["a", 0.5], ["b", 1]]}}),
+        "tokenizer config": target(of_checkpoint("tokenizer_config.json"), template),
+        "chat template": target(of_checkpoint("chat_template.jinja"), "{% for m in messages %}{{ m }}{% endfor %}"),
+        "card": target(card, read_card),
+        "recipe": target(a_recipe, RECIPE, parse_yaml(RECIPE, "r")[0], *texts(corpus.RECIPES)),
+        "reference": target(reference, "./base", "org/name@main+org/adapter@v1", "~/x", "/tmp/../x"),
+        "profile": target(profile, PROFILE, inline, everything, *texts(corpus.PROFILES)),
+        "task": target(task, TASK, parse_yaml(TASK, "t")[0], group),
+        "task code": target(code, module),
+        "zip": target(a_pickle, torch_weights(), corpus.shared_header(), corpus.many_members()),
+        "pickle": target(description, of_one),
+        "results": target(of_results("results", f"results_{DATE}.json"), result),
+        "samples": target(of_results("samples", f"samples_letters_{DATE}.jsonl"), line, every_line),
+        "line": target(lambda data: parse_line(data, PLACE, 1), {"text": "a", "turns": ["b"]}),
+    }
+    for name in sorted(held):
+        if name.endswith((".json", ".yaml", "README.md", "SHA256SUMS", ".sig")) and not name.startswith("report"):
+            found[f"release: {name}"] = Target(of_release(name), (held[name],))
+    return found
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Interrupt what takes too long."""
+
+    def too_long(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"over {SLOW} s")
+
+    old = signal.signal(signal.SIGPROF, too_long)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, old)
+
+
+def turns(known: Mapping[str, Target], found: Found, random: Random) -> list[str]:
+    """Which targets come next, each at least now and then."""
+    if min((found.by_target.get(name, 0) for name in known), default=0) < 20:
+        return list(known)
+    often = {name: (found.by_target[name] / max(found.costs[name], 1e-6)) ** 0.5 for name in known}
+    return random.choices(list(often), list(often.values()), k=500)
+
+
+def fuzz(known: Mapping[str, Target], *, executions: int, seconds: float, seed: int) -> Found:
+    """Execute the targets until the number or the time is reached, whichever is first.
+
+    Cheap ones more often: as the root of what one execution takes, measured on the first rounds.
+    """
+    random, found, started = Random(seed), Found(), time.monotonic()
+    every = tuple(one for target in known.values() for one in target.seeds)
+    with limited():
+        while found.executions < executions and time.monotonic() - started < seconds:
+            for name in turns(known, found, random):
+                target, before = known[name], time.process_time()
+                data = mutated(random.choice(target.seeds), every, random)
+                signal.setitimer(signal.ITIMER_PROF, SLOW)
+                try:
+                    target.parse(data)
+                    found.values += 1
+                except MergegateError as error:
+                    str(error).encode()
+                except Exception:
+                    found.failures.append((name, data, traceback.format_exc(limit=-4)))
+                found.executions += 1
+                found.by_target[name] = found.by_target.get(name, 0) + 1
+                found.costs[name] = found.costs.get(name, 0.0) + time.process_time() - before
+    found.seconds = time.monotonic() - started
+    return found
+
+
+def published(place: Path) -> Path:
+    """A release as mergegate makes it; takes some seconds, for Prefect's API."""
+    from honest import release
+
+    from flows.local_api import configure, local_api
+
+    configure(place / "home")
+    with local_api():
+        return release(place)
+
+
+def main() -> int:
+    """Fuzz as the command line says; 1 if anything was found."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    arguments.add_argument("--executions", type=int, default=1_000_000)
+    arguments.add_argument("--seconds", type=float, default=float("inf"))
+    arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--only", help="targets whose names begin so")
+    asked = arguments.parse_args()
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="mergegate-fuzz-") as scratch:
+        known = targets(Path(scratch) / "inputs", published(Path(scratch) / "release"))
+        chosen = {name: target for name, target in known.items() if name.startswith(asked.only or "")}
+        found = fuzz(chosen, executions=asked.executions, seconds=asked.seconds, seed=asked.seed)
+    for name, count in found.by_target.items():
+        print(f"{count:>9}  {name}")
+    print(f"{found.executions} executions in {found.seconds:.0f} s ({found.executions / found.seconds:.0f} a second)")
+    print(f"{found.values} ended in a value, {found.executions - found.values - len(found.failures)} in a message")
+    shutil.rmtree(HERE / "found", ignore_errors=True)
+    seen = set()
+    for number, (name, data, said) in enumerate(found.failures):
+        kind = (name, said.splitlines()[-1][:60])
+        if kind in seen:
+            continue
+        seen.add(kind)
+        (HERE / "found").mkdir(exist_ok=True)
+        (HERE / "found" / f"{number:06d}").write_bytes(data)
+        print(f"--- {name}: found/{number:06d}: {data[:80]!r}\n{said}")
+    print(f"{len(found.failures)} ended otherwise")
+    return 1 if found.failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

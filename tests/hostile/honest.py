@@ -1,0 +1,176 @@
+"""Honest inputs of each kind, as small as they get: what is then made hostile, one thing at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SHAPES = {
+    "model.embed_tokens.weight": [6, 4],
+    "model.layers.0.mlp.up_proj.weight": [4, 4],
+    "model.norm.weight": [4],
+    "lm_head.weight": [6, 4],
+}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 1,
+    "vocab_size": 6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+TOKENIZER = {"model": {"type": "WordLevel", "vocab": {f"t{number}": number for number in range(6)}}, "added_tokens": []}
+DATE = "2026-01-01T00-00-00.000001"
+TASK = """\
+task: letters
+dataset_path: json
+dataset_kwargs: {data_files: {test: letters.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{word}}"
+doc_to_choice: [a, b]
+doc_to_target: right
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+PROFILE = """\
+name: hostile
+recipe: recipe.yaml
+evaluate:
+  tasks: [{task: letters, guarded_by: base, max_drop: 3}]
+"""
+RECIPE = """\
+merge_method: linear
+models:
+  - {model: ./base, parameters: {weight: 0.5}}
+  - {model: ./other, parameters: {weight: 0.5}}
+"""
+
+
+def header(shapes: Mapping[str, list[int]] = SHAPES, **more: Any) -> dict[str, Any]:
+    """The header of a safetensors file of float32 tensors."""
+    entries: dict[str, Any] = {}
+    start = 0
+    for name, shape in shapes.items():
+        size = 4
+        for one in shape:
+            size *= one
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, start + size]}
+        start += size
+    return {**entries, **more}
+
+
+def safetensors(head: object = None, data: bytes | None = None, length: int | None = None) -> bytes:
+    """A safetensors file with this header (bytes are taken as they are)."""
+    text = head if isinstance(head, bytes) else json.dumps(header() if head is None else head).encode()
+    size = sum(4 * (shape[0] * (shape[1] if len(shape) > 1 else 1)) for shape in SHAPES.values())
+    weights = struct.pack(f"<{size // 4}f", *(0.01 * number for number in range(size // 4)))
+    return struct.pack("<Q", len(text) if length is None else length) + text + (weights if data is None else data)
+
+
+def checkpoint(place: Path) -> Path:
+    """A checkpoint that can be merged with itself."""
+    place.mkdir(parents=True)
+    (place / "model.safetensors").write_bytes(safetensors())
+    (place / "config.json").write_text(json.dumps(CONFIG))
+    (place / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (place / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    return place
+
+
+def torch_zip(members: Mapping[str, bytes], *, compress: int = zipfile.ZIP_STORED) -> bytes:
+    """A zip as torch.save writes it."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compress) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+def pickled(*instructions: bytes) -> bytes:
+    """A pickle of these instructions."""
+    return b"\x80\x02" + b"".join(instructions) + b"."
+
+
+def text(word: str) -> bytes:
+    """The instruction that puts a text on the stack."""
+    data = word.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def tensor(
+    key: str = "0", shape: bytes = b"K\x04\x85", strides: bytes = b"K\x01\x85", kind: str = "FloatStorage"
+) -> bytes:
+    """The instructions that describe a tensor of four elements."""
+    storage = b"(" + text("storage") + b"ctorch\n" + kind.encode() + b"\n" + text(key) + text("cpu") + b"K\x04tQ"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\x00" + shape + strides + b"\x89N" + b"tR"
+
+
+def weights(*instructions: bytes, **members: bytes) -> bytes:
+    """A file of torch.save with these instructions in its description."""
+    own = instructions or (b"}" + text("model.norm.weight") + tensor() + b"s",)
+    return torch_zip({"a/data.pkl": pickled(*own), "a/data/0": bytes(16), **members})
+
+
+def evil_pickle() -> bytes:
+    """A pickle that would run a command."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            import os
+
+            return os.system, ("touch EXECUTED",)
+
+    return pickle.dumps(Evil(), protocol=2)
+
+
+def samples(count: int = 40, acc: object = None) -> list[dict[str, Any]]:
+    """The lines of a samples file: every other answer is right."""
+    lines = []
+    for number in range(count):
+        hashes = {
+            name: hashlib.sha256(f"{name} {number}".encode()).hexdigest()
+            for name in ("doc_hash", "prompt_hash", "target_hash")
+        }
+        score = float(number % 2) if acc is None else acc
+        lines.append({"doc_id": number, "filter": "none", "metrics": ["acc"], "acc": score, **hashes, "doc": {"w": 1}})
+    return lines
+
+
+def results(place: Path, lines: list[dict[str, Any]] | None = None, **changes: Any) -> Path:
+    """A directory as lm-eval writes it, in which everything agrees; then ``changes`` of the results file."""
+    place.mkdir(parents=True)
+    lines = samples() if lines is None else lines
+    hashed = "".join(line[name] for line in lines for name in ("doc_hash", "prompt_hash", "target_hash"))
+    scores = [line["acc"] for line in lines if isinstance(line.get("acc"), (int, float))]
+    known = len({line["doc_id"] for line in lines})
+    content: dict[str, Any] = {
+        "results": {"letters": {"acc,none": sum(scores) / max(len(scores), 1)}},
+        "configs": {"letters": {"metric_list": [{"metric": "acc", "aggregation": "mean"}]}},
+        "higher_is_better": {"letters": {"acc": True}},
+        "n-samples": {"letters": {"original": known, "effective": known}},
+        "task_hashes": {"letters": hashlib.sha256(hashed.encode()).hexdigest()},
+        "versions": {"letters": 1},
+        "config": {},
+        "lm_eval_version": "0.4.13",
+        "model_name": "m",
+        **changes,
+    }
+    (place / f"results_{DATE}.json").write_text(json.dumps(content))
+    (place / f"samples_letters_{DATE}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return place
+
+
+def release(place: Path) -> Path:
+    """A release as mergegate publishes it to a directory."""
+    from release_samples import publishable
+
+    from tasks.publish.targets.directory import DirectoryTarget
+
+    published = publishable(place / "made").publish(DirectoryTarget(path=place / "out"), place)
+    return Path(published.location)

@@ -1,0 +1,158 @@
+"""Whatever a stranger hands in ends with its exit code: no traceback, no hang, nothing that looks finished.
+
+The command line itself, in this process: a process for each would take minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from corpus import CHECKPOINTS, PROFILES, RECIPES, RELEASES, RESULTS, TASKS, Case
+from honest import PROFILE, RECIPE, checkpoint, release, results, samples
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+
+SECONDS, BYTES = 20, 1 << 30  # of computing; other work on the machine is not ours
+PATIENCE = 60  # seconds of waiting: for a pipe that nobody writes to
+# Accepted although odd, or refused rather than invalid: where that is not what the table's kind ends with.
+ODD_RECIPES = {"layers-huge": 3, "filters-many": 3}
+FINE_RESULTS: dict[str, int] = {}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with two honest parents, a recipe and a profile, which the command is started in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("base", "other"):
+        checkpoint(tmp_path / name)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Path:
+    """A release as mergegate publishes it."""
+    return release(tmp_path_factory.mktemp("release"))
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Fail after too long, and after too much memory."""
+
+    def too_long(signal_number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"over {PATIENCE} s")
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    before = kilobytes("VmRSS")
+    old = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(PATIENCE)
+    started = time.process_time()
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+    assert time.process_time() - started < SECONDS
+    assert (kilobytes("VmHWM") - before) * 1024 < BYTES
+
+
+def kilobytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def mergegate(*arguments: str) -> tuple[int, str]:
+    """Exit code and all that was printed."""
+    with bounded():
+        result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception  # what would be a traceback
+    assert "Traceback" not in result.output
+    assert not {"\x1b", "\0"} & set(result.output)
+    assert len(result.output) < 100_000
+    return result.exit_code, result.output
+
+
+def nothing_looks_finished(here: Path) -> None:
+    assert not (here / "out").exists()
+    assert not (here / "EXECUTED").exists()
+    store = here / "state" / "store"
+    made = [path for path in store.glob("*/*") if path.is_dir() and not path.name.endswith(".partial")]
+    assert [path for path in made if path.parent.name in ("merge", "report", "gate")] == []
+
+
+def ends(here: Path, code: int, *arguments: str) -> None:
+    found, output = mergegate(*arguments)
+    assert found == code, output
+    if code:
+        assert output.strip(), "a no without a word"
+        nothing_looks_finished(here)
+
+
+def named(cases: object) -> list[str]:
+    return list(cases)  # type: ignore[call-overload,no-any-return]
+
+
+def test_honest_inputs_pass(here: Path) -> None:
+    ends(here, 0, "merge", "recipe.yaml", "out")
+    for name in ("m", "r"):
+        results(here / name, samples(400))
+    ends(here, 0, "gate", "merge=m", "reference=r", "--profile", "profile.yaml")
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS, ids=lambda case: case.name)
+def test_a_hostile_checkpoint(here: Path, case: Case) -> None:
+    case.change(here / "other")
+    ends(here, case.code, "merge", "recipe.yaml", "out")
+
+
+@pytest.mark.parametrize("name", named(RECIPES))
+def test_a_hostile_recipe(here: Path, name: str) -> None:
+    content = RECIPES[name]
+    (here / "hostile.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    ends(here, ODD_RECIPES.get(name, 2), "merge", "hostile.yaml", "out")
+
+
+@pytest.mark.parametrize("name", named(PROFILES))
+def test_a_hostile_profile(here: Path, name: str) -> None:
+    content = PROFILES[name]
+    (here / "profile.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    ends(here, 2, "check", "profile.yaml")
+
+
+@pytest.mark.parametrize("name", named(TASKS))
+def test_a_hostile_task(here: Path, name: str) -> None:
+    TASKS[name](here)
+    (here / "profile.yaml").write_text(PROFILE.replace("task: letters", "task: task.yaml"))
+    ends(here, 2, "check", "profile.yaml")
+
+
+@pytest.mark.parametrize("name", named(RESULTS))
+def test_hostile_results(here: Path, name: str) -> None:
+    results(here / "r")
+    RESULTS[name](here / "m")
+    ends(here, FINE_RESULTS.get(name, 2), "gate", "merge=m", "reference=r", "--profile", "profile.yaml")
+
+
+@pytest.mark.parametrize("name", named(RELEASES))
+def test_a_hostile_release(here: Path, released: Path, name: str) -> None:
+    place = Path(shutil.copytree(released, here / "releases" / released.name))
+    RELEASES[name].change(place)
+    ends(here, RELEASES[name].code, "verify", str(place))
+
+
+def test_there_are_enough_of_them() -> None:
+    assert sum(map(len, (CHECKPOINTS, RECIPES, PROFILES, TASKS, RESULTS, RELEASES))) >= 150
+    assert os.name == "posix"
