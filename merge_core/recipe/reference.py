@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from merge_core.errors import InvalidInput
+from merge_core.errors import InvalidInput, Refused
 
 
 @dataclass(frozen=True, order=True)
@@ -66,7 +66,7 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
         InvalidInput: ``ref`` can only be meant as a local path (absolute, or starting with ``.`` or ``~``) and is
             not there.
     """
-    path = Path(ref.path).expanduser()
+    path = expanded(ref.path)
     for start in (directory, Path.cwd()):
         if start is not None and (start / path).is_dir():
             return (start / path).resolve()
@@ -76,6 +76,23 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
             str(ref), found=f"no such directory{beside}", expected="a checkpoint directory", remedy="correct the path"
         )
     return None
+
+
+def expanded(text: str) -> Path:
+    """``text`` as a path, with ``~`` and ``~name`` as the home of that user.
+
+    Raises:
+        Refused: when this machine knows no such user, or not where its home is.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise Refused(
+            text,
+            found="the home of a user that this machine does not know",
+            expected="a path",
+            remedy="write the whole path",
+        ) from None
 
 
 def _at(text: str, where: str) -> tuple[str, str | None]:
