@@ -6,7 +6,7 @@ A recipe is parsed once, strictly; after that nothing is validated again.
 from merge_core.recipe.overrides import apply_overrides
 from merge_core.recipe.parameters import Parameters, value_for
 from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
-from merge_core.recipe.reference import CheckpointRef, parse_reference, resolve_local
+from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
 
 __all__ = [
     "CheckpointRef",
@@ -16,6 +16,7 @@ __all__ = [
     "Slice",
     "Source",
     "apply_overrides",
+    "expanded",
     "load_recipe",
     "parse_reference",
     "resolve_local",

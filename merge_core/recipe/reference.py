@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from merge_core.errors import InvalidInput
+from merge_core.errors import InvalidInput, Refused
 
 
 @dataclass(frozen=True, order=True)
@@ -66,12 +66,12 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
         InvalidInput: ``ref`` can only be meant as a local path (absolute, or starting with ``.`` or ``~``) and is
             not there, or no directory can have that name.
     """
+    path = expanded(ref.path)
     try:
-        path = Path(ref.path).expanduser()
         for start in (directory, Path.cwd()):
             if start is not None and (start / path).is_dir():
                 return (start / path).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, of nobody's home, from nowhere, a circle of links
+    except (OSError, RuntimeError, ValueError) as error:  # too long, from nowhere, a circle of links
         raise InvalidInput(
             str(ref), found=f"no name of a directory: {error}", expected="a checkpoint", remedy="correct the path"
         ) from None
@@ -81,6 +81,23 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
             str(ref), found=f"no such directory{beside}", expected="a checkpoint directory", remedy="correct the path"
         )
     return None
+
+
+def expanded(text: str) -> Path:
+    """``text`` as a path, with ``~`` and ``~name`` as the home of that user.
+
+    Raises:
+        Refused: when this machine knows no such user, or not where its home is.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise Refused(
+            text,
+            found="the home of a user that this machine does not know",
+            expected="a path",
+            remedy="write the whole path",
+        ) from None
 
 
 def _at(text: str, where: str) -> tuple[str, str | None]:

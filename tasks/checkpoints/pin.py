@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
 from merge_core.errors import InvalidInput, MergegateError
-from merge_core.recipe import parse_reference
+from merge_core.recipe import expanded, parse_reference
 from merge_core.store import HashMemo, NotInKey, merkle
 from tasks.checkpoints.files import deciding_files
 from tasks.checkpoints.hub.errors import all_at_once
@@ -111,7 +111,7 @@ def find_checkpoint(text: str) -> ResolvedCheckpoint:
         Refused: for a repository that may not be read, or a Hub that cannot be reached.
     """
     # A directory may have an @ or a + in its name.
-    reference = CheckpointRef(text) if Path(text).expanduser().is_dir() else parse_reference(text, text)
+    reference = CheckpointRef(text) if expanded(text).is_dir() else parse_reference(text, text)
     if reference.adapter:
         raise InvalidInput(
             text,

@@ -1,0 +1,102 @@
+"""Disks that fail at the n-th call: what the product asks of the system to write, counted, and refused from there on.
+
+::
+
+    with disk_fails(at=None) as calls: work()        # counts
+    with disk_fails(at=7, number=errno.ENOSPC): ...  # the seventh call and all after it fail; reading still works
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CALLS = (
+    "write",
+    "pwrite",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "replace",
+    "mkdir",
+    "ftruncate",
+    "posix_fallocate",
+    "symlink",
+)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+class Counter:
+    """How many calls there were, and which of them was the first to fail."""
+
+    def __init__(self, at: int | None, number: int, once: bool) -> None:
+        self.count, self.failed = 0, ""
+        self._at, self._number, self._once, self._lock = at, number, once, threading.Lock()
+
+    def step(self, name: str, path: object) -> None:
+        with self._lock:
+            self.count += 1
+            if self._at is None or self.count < self._at or (self._once and self.failed):
+                return
+            self.failed = self.failed or name
+        where = path if isinstance(path, (str, bytes, os.PathLike)) else None
+        raise OSError(self._number, os.strerror(self._number), where and os.fspath(where))
+
+
+class _Writing(io.FileIO):
+    """A raw file whose writes are counted."""
+
+    counter: Counter
+
+    def write(self, data: Any) -> int | None:
+        self.counter.step("file.write", self.name)
+        return super().write(data)
+
+
+@contextmanager
+def disk_fails(at: int | None, number: int = 28, *, once: bool = False) -> Iterator[Counter]:
+    """Inside the block, call number ``at`` (from 1) fails with that errno, and all after it unless ``once``."""
+    counter = Counter(at, number, once)
+    opened = io.open
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            counter.step(name, args[0] if args else None)
+            return call(*args, **kwargs)
+
+        return calling
+
+    def open_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & _WRITING:
+            counter.step("open", path)
+        return real_open(path, flags, *args, **kwargs)
+
+    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if set(mode) & set("wax+") and isinstance(file, (str, bytes, os.PathLike)):
+            counter.step("open", file)
+            raw = _Writing(file, mode.replace("b", "").replace("t", ""))
+            raw.counter = counter
+            buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding=kwargs.get("encoding") or "utf-8")
+        return opened(file, mode, *args, **kwargs)
+
+    real_open = os.open
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, counted(name, getattr(os, name)))
+        patch.setattr(os, "open", open_descriptor)
+        patch.setattr(io, "open", open_file)
+        yield counter
+
+
+def files_below(directory: Path) -> dict[str, bytes]:
+    """Content of every file, by relative name."""
+    found = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in found}

@@ -1,0 +1,143 @@
+"""State that is damaged, one file after the other and all at once: the next run ends as if it had not been there."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from demo_project import Project
+from garbage import DAMAGE
+from patience import HANG_S
+from typer.testing import Result
+
+LASTING = [name for name in DAMAGE if name != "unreadable"]
+BIN = Path(sys.executable).parent
+
+
+def state_files(project: Project) -> list[Path]:
+    """Every file below the project's home but Prefect's, which are another process's here."""
+    found = (path for path in sorted(project.home.rglob("*")) if path.is_file())
+    return [path for path in found if "prefect" not in path.relative_to(project.home).parts]
+
+
+def version_of(project: Project) -> str:
+    return project.latest.resolve().name
+
+
+def files_of(release: Path) -> dict[str, bytes]:
+    return {path.relative_to(release).as_posix(): path.read_bytes() for path in release.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def copied(released: tuple[Project, Result], tmp_path: Path) -> Project:
+    """A project of this test's own in which the demo has been released."""
+    shutil.copytree(released[0].root, tmp_path / "project", symlinks=True)
+    return Project(tmp_path / "project")
+
+
+def test_what_is_cheap_to_make_again_is_damaged_at_once_and_nothing_is_lost(copied: Project) -> None:
+    before = version_of(copied)
+    cheap = [path for path in state_files(copied) if not {"evaluate", "perplexity", "merge"} & set(path.parts)]
+    assert len(cheap) > 10
+    for path, name in zip(cheap, LASTING * len(cheap), strict=False):
+        DAMAGE[name](path)
+    result = copied.mergegate("run", "profiles/demo.yaml")
+    assert result.exit_code == 0, result.output
+    assert version_of(copied) == before
+    assert copied.mergegate("doctor").exit_code == 0
+    again = copied.mergegate("run", "profiles/demo.yaml")
+    assert again.exit_code == 0
+    assert "↻" not in again.output
+
+
+@pytest.mark.slow
+def test_everything_is_damaged_at_once_and_the_release_is_the_same_to_the_byte(copied: Project) -> None:
+    before, release = version_of(copied), files_of(copied.latest)
+    shutil.rmtree(copied.root / "releases")
+    for path, name in zip(state_files(copied), LASTING * 99, strict=False):
+        DAMAGE[name](path)
+    result = copied.mergegate("run", "profiles/demo.yaml")
+    assert result.exit_code == 0, result.output
+    assert version_of(copied) == before
+    assert files_of(copied.latest) == release
+
+
+@pytest.mark.slow
+def test_one_file_after_the_other_is_damaged_and_the_release_stays_what_it_is(copied: Project) -> None:
+    before, draw = version_of(copied), random.Random(14)
+    for path in state_files(copied):
+        if not path.exists():  # set aside with the artifact that it was of, or made again under another name
+            continue
+        name = draw.choice(LASTING)
+        DAMAGE[name](path)
+        result = copied.mergegate("run", "profiles/demo.yaml")
+        assert result.exit_code == 0, f"{path} is {name}\n{result.output}"
+        assert version_of(copied) == before
+        assert copied.mergegate("doctor").exit_code == 0, f"{path} is {name}"
+
+
+def foreign(database: Path) -> None:
+    database.unlink()
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("CREATE TABLE flow (id TEXT)")
+        connection.commit()
+
+
+def of_the_future(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
+        connection.commit()
+
+
+def without_a_table(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("DROP TABLE flow_run")
+        connection.commit()
+
+
+PREFECT = {
+    **{f"{name} ({suffix or 'db'})": (DAMAGE[name], suffix) for name in LASTING for suffix in ("", "-wal", "-shm")},
+    "another program's": (foreign, ""),
+    "of a later version": (of_the_future, ""),
+    "without a table": (without_a_table, ""),
+}
+# Starts the API on the home that it is given, and asks it something.
+ASKS = """
+import os, sys
+from pathlib import Path
+from flows.local_api import configure, local_api
+configure(Path(sys.argv[1]))
+with local_api():
+    from prefect.client.orchestration import get_client
+    with get_client(sync_client=True) as client:
+        print("runs:", len(client.read_flow_runs()))
+"""
+
+
+@pytest.mark.slow  # a database from the beginning is a hundred migrations
+@pytest.mark.parametrize("kind", PREFECT)
+def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path, tmp_path: Path, kind: str) -> None:
+    database = tmp_path / "prefect" / "prefect.db"
+    database.parent.mkdir()
+    shutil.copy(prefect_database, database)
+    damage, suffix = PREFECT[kind]
+    damage(database.with_name(database.name + suffix))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MERGEGATE_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKS, str(tmp_path)],
+        env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "runs: 0" in done.stdout
+    assert tmp_path.joinpath("prefect").stat().st_mode & 0o077 == 0
