@@ -7,8 +7,10 @@ PORT   ?= 4200
 
 # One project, one state: what runs by hand, under a worker and in the server share the store and the history.
 export MERGEGATE_HOME ?= $(CURDIR)/.mergegate
+SECRET := $(MERGEGATE_HOME)/prefect/auth
 SERVED := PREFECT_HOME=$(MERGEGATE_HOME)/prefect PREFECT_API_URL=http://127.0.0.1:$(PORT)/api \
-          PREFECT_SERVER_ANALYTICS_ENABLED=0 DO_NOT_TRACK=1 MERGEGATE_ROOT=$(CURDIR)
+          PREFECT_API_AUTH_STRING="$$(cat $(SECRET))" PREFECT_SERVER_ANALYTICS_ENABLED=0 DO_NOT_TRACK=1 \
+          MERGEGATE_ROOT=$(CURDIR)
 
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
@@ -56,17 +58,21 @@ bench-gpu: $(VENV)/ready ## the same on a CUDA GPU
 family: $(VENV)/ready ## train the demo family again (a minute or two)
 	$(BIN)/python profiles/demo/train.py
 
-server: $(VENV)/ready ## Prefect's server and its pages on http://127.0.0.1:4200
-	@mkdir -p $(MERGEGATE_HOME)/prefect
+server: $(VENV)/ready $(SECRET) ## Prefect's server and its pages on http://127.0.0.1:4200
+	PREFECT_SERVER_API_AUTH_STRING="$$(cat $(SECRET))" PREFECT_SERVER_CORS_ALLOWED_ORIGINS=http://127.0.0.1:$(PORT) \
 	$(SERVED) $(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
 
-worker: $(VENV)/ready ## a worker that carries out deployed and scheduled runs
+worker: $(VENV)/ready $(SECRET) ## a worker that carries out deployed and scheduled runs
 	$(SERVED) $(BIN)/prefect worker start --pool mergegate --type process
 
-deploy: $(VENV)/ready ## the deployments of prefect.yaml: release/release, release/nightly
+deploy: $(VENV)/ready $(SECRET) ## the deployments of prefect.yaml: release/release, release/nightly
 	$(SERVED) $(BIN)/prefect work-pool inspect mergegate >/dev/null 2>&1 || \
 	$(SERVED) $(BIN)/prefect work-pool create mergegate --type process
 	$(SERVED) $(BIN)/prefect --no-prompt deploy --all
+
+# Anybody on this machine can reach the server's port: who may speak to it knows what stands here.
+$(SECRET):
+	@umask 077; mkdir -p $(@D); printf 'mergegate:%s' "$$($(BIN)/python -c 'import secrets; print(secrets.token_urlsafe(32))')" > $@
 
 clean: ## forget every artifact, run and release of this checkout
 	rm -rf .mergegate releases

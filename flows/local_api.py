@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import secrets
 import socket
 import sqlite3
 import threading
@@ -97,8 +98,11 @@ def local_api() -> Iterator[None]:
         DiskRefused: when the database cannot be written.
     """
     from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
         PREFECT_API_URL,
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+        PREFECT_SERVER_API_AUTH_STRING,
+        PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
         get_current_settings,
         temporary_settings,
     )
@@ -109,7 +113,15 @@ def local_api() -> Iterator[None]:
         return
 
     home = get_current_settings().home
-    with ExitStack() as held:
+    # Anybody on this machine can reach a port of the loopback, and any page in a browser on it: they need a secret that
+    # only this process knows, and no page of another origin is let in.
+    secret = f"mergegate:{secrets.token_urlsafe(32)}"
+    closed = {
+        PREFECT_SERVER_API_AUTH_STRING: secret,
+        PREFECT_API_AUTH_STRING: secret,
+        PREFECT_SERVER_CORS_ALLOWED_ORIGINS: "http://127.0.0.1",
+    }
+    with temporary_settings(closed), ExitStack() as held:
         with refusing_disk(home):
             held.enter_context(_one_migration_at_a_time(home))
             database = _database()
@@ -125,7 +137,7 @@ def local_api() -> Iterator[None]:
             forget_records(database, str(failure))
             url, stop = _start_server(database)
     # Services off: nothing is scheduled by a process that is about to end. Heartbeats off: they cost a second a flow.
-    with temporary_settings({PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+    with temporary_settings({**closed, PREFECT_API_URL: url, PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         try:
             yield
         finally:

@@ -64,7 +64,8 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
 
     Raises:
         InvalidInput: ``ref`` can only be meant as a local path (absolute, or starting with ``.`` or ``~``) and is
-            not there, or no directory can have that name.
+            not there.
+        Refused: no directory can have that name, or ``expanded`` refuses.
     """
     path = expanded(ref.path)
     try:
@@ -72,7 +73,7 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
             if start is not None and (start / path).is_dir():
                 return (start / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # too long, from nowhere, a circle of links
-        raise InvalidInput(
+        raise Refused(
             str(ref), found=f"no name of a directory: {error}", expected="a checkpoint", remedy="correct the path"
         ) from None
     if path.is_absolute() or ref.path.startswith((".", "~")):

@@ -42,7 +42,7 @@ def run(
     )
 
 
-def assert_one_message(done: Done, *words: str) -> None:
+def assert_one_message(done: subprocess.CompletedProcess[str], *words: str) -> None:
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr

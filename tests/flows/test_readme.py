@@ -18,7 +18,7 @@ import pytest
 from demo_project import make_project
 from patience import HANG_S
 from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 pytestmark = pytest.mark.slow
 
@@ -99,8 +99,10 @@ def test_every_night_word_for_word(clone: Path) -> None:
         until(lambda: "release/nightly" in run(deploy), "the deployments")
         with in_a_terminal_of_its_own(worker, clone, environment):
             assert "release" in run(by_hand)
+            secret = (clone / ".mergegate" / "prefect" / "auth").read_text()
+            address = {PREFECT_API_URL: f"http://127.0.0.1:{port}/api", PREFECT_API_AUTH_STRING: secret}
             with (
-                temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}/api"}),
+                temporary_settings(address),
                 get_client(sync_client=True) as client,
             ):
 
