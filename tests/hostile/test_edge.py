@@ -1,4 +1,4 @@
-"""The edge itself: a value or InvalidInput for any bytes, plain files of the directory only, time as the input grows."""
+"""The edge itself: a value or InvalidInput for any bytes, plain files of the directory only, linear time."""
 
 from __future__ import annotations
 
