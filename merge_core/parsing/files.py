@@ -88,19 +88,28 @@ def read_plain(path: Path, most: int, *, within: Path | None = None, expected: s
     """
     try:
         with open_plain(path, within=within) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most:
-                raise InvalidInput(str(path), found=f"{size} bytes", expected=f"at most {most} bytes", remedy=remedy)
-            # What grows while it is read is not read any further than to be noticed.
-            content = b"".join(iter(lambda: file.read(1 << 20), b"")) if size <= most else b""
+            return content_of(file, path, most)
     except FileNotFoundError:
         raise InvalidInput(
             str(path), found="cannot be read: No such file or directory", expected=expected, remedy=remedy
         ) from None
+
+
+def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
+    """All bytes of an open plain file of at most ``most`` bytes, which messages call ``path``.
+
+    Raises:
+        InvalidInput: It is larger, grows while it is read, or the disk reports an error.
+    """
+    try:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise InvalidInput(str(path), found=f"{size} bytes", expected=f"at most {most} bytes")
+        content = b""
+        while len(content) <= most and (more := file.read(size + 1 if not content else 1 << 20)):
+            content += more
     except OSError as error:
-        raise InvalidInput(
-            str(path), found=f"cannot be read: {error.strerror}", expected=expected, remedy=remedy
-        ) from None
+        raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
     if len(content) > most:
         raise InvalidInput(str(path), found="more bytes than a moment ago", expected="a file that nobody writes to")
     return content

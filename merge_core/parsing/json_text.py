@@ -16,7 +16,7 @@ from typing import Any
 
 from merge_core.errors import InvalidInput
 from merge_core.parsing.edge import MAX_DIGITS, edge, printable
-from merge_core.parsing.files import open_plain, read_plain
+from merge_core.parsing.files import content_of, open_plain
 
 # The closing quote may be missing: so every quote begins a match, and no start is tried in vain.
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
@@ -100,10 +100,11 @@ def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
         InvalidInput: Missing, unreadable, no plain file, not JSON, beyond the bounds, not an object.
     """
     try:
-        open_plain(path, within=path.parent).close()
+        with open_plain(path, within=path.parent) as file:
+            content = content_of(file, path, bounds.size)
     except FileNotFoundError:
         raise InvalidInput(str(path), found="no such file", expected="a Hugging Face checkpoint has it") from None
-    return parse_json_object(read_plain(path, bounds.size, within=path.parent), str(path), bounds=bounds)
+    return parse_json_object(content, str(path), bounds=bounds)
 
 
 def line_place(path: Path, number: int) -> str:

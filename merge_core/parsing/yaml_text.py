@@ -24,7 +24,7 @@ _MAX_DEPTH = 50
 _MAX_DOCUMENTS = 256
 # With every alias written out, in characters; a value counts for 16. What is read here is printed, hashed and stored as
 # JSON, which knows no aliases: 400 bytes of them can stand for gigabytes.
-_MAX_WRITTEN_OUT = 4 << 20
+_MAX_WRITTEN_OUT = 2 << 20
 
 # libyaml, where PyYAML was built with it: ten times as fast, and the same language.
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
         if sizes[-1] > _MAX_WRITTEN_OUT:
             raise InvalidInput(
                 where,
-                found="over 4 MB with its aliases written out",
+                found="over 2 MB with its aliases written out",
                 expected="less",
                 remedy="write fewer aliases (&name, *name), or split the file",
             )

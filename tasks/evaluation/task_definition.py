@@ -30,7 +30,7 @@ from tasks.evaluation.task_code import imported_beside
 from tasks.evaluation.task_data import DataSource, LoadedData, TaskData
 
 _MAX_INCLUDES = 32
-_MAX_FILES = 10_000
+_MAX_FILES = 1000
 
 
 class EvalTask(BaseModel):

@@ -280,6 +280,11 @@ def fuzz(known: Mapping[str, Target], *, executions: int, seconds: float, seed: 
                 except Exception:
                     found.failures.append((name, data, traceback.format_exc(limit=-4)))
                 found.executions += 1
+                if found.executions % 50_000 == 0:
+                    took = time.monotonic() - started
+                    print(
+                        f"{found.executions} in {took:.0f} s, {len(found.failures)} found", file=sys.stderr, flush=True
+                    )
                 found.by_target[name] = found.by_target.get(name, 0) + 1
                 found.costs[name] = found.costs.get(name, 0.0) + time.process_time() - before
     found.seconds = time.monotonic() - started

@@ -1,4 +1,4 @@
-"""A minute of `make fuzz` at every test run: parsers end in a value or a message; the fuzzer finds what it should."""
+"""A little of `make fuzz` at every test run: parsers end in a value or a message; the fuzzer finds what it should."""
 
 from __future__ import annotations
 

@@ -1,0 +1,244 @@
+"""The edge itself: a value or InvalidInput for any bytes, plain files of the directory only, linear time."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from honest import CONFIG, RECIPE, TASK, checkpoint, pickled, torch_zip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from merge_core import load_recipe, open_checkpoint, plan_merge
+from merge_core.checkpoint import Vocabulary, vocabulary_differences
+from merge_core.checkpoint.pickled_file import read_pickled
+from merge_core.engine.output import write_companions
+from merge_core.errors import InvalidInput, shown
+from merge_core.parsing import JsonBounds, open_plain, parse_json, parse_yaml, plain_file, read_json, read_lines
+from merge_core.store import HashMemo
+from tasks.evaluation.task_definition import pin_task
+from tasks.preflight.custom_code import custom_code_findings
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(value=PLAIN)
+@settings(deadline=None)
+def test_what_json_can_say_is_read_as_it_is(value: object) -> None:
+    assert parse_json(json.dumps(value).encode(), "x") == value
+
+
+@given(value=PLAIN)
+@settings(deadline=None)
+def test_what_yaml_can_say_is_read_as_it_is(value: object) -> None:
+    text = yaml.safe_dump(value)
+    assert parse_yaml(text, "x") == ([] if value is None else [value])
+
+
+def refused_in_words(error: InvalidInput) -> None:
+    assert str(error).replace("\n", "").isprintable()
+
+
+@given(content=st.binary(max_size=60) | st.text(alphabet='[]{}",:\\ud80ntrue-1.e5 ', max_size=60).map(str.encode))
+@settings(deadline=None)
+def test_any_bytes_are_a_value_or_invalid_json(content: bytes) -> None:
+    try:
+        json.dumps(parse_json(content, "x"), ensure_ascii=False).encode()
+    except InvalidInput as error:
+        refused_in_words(error)
+
+
+@given(text=st.text(alphabet="[]{}\",:&*<!|>-?'#%@\\0xuiond1.e5 \n\t\ud800", max_size=60))
+@settings(deadline=None)
+def test_any_text_is_plain_values_or_invalid_yaml(text: str) -> None:
+    try:
+        json.dumps(parse_yaml(text, "x"), ensure_ascii=False).encode()
+    except InvalidInput as error:
+        refused_in_words(error)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 200 + b"]" * 200, b'["' + b"[" * 200 + b'", ' + b"[" * 63 + b"]" * 63 + b"]"]
+)
+def test_only_brackets_outside_texts_nest(content: bytes) -> None:
+    if content.startswith(b'["'):
+        assert parse_json(content, "x")
+    else:
+        with pytest.raises(InvalidInput, match="200 levels"):
+            parse_json(content, "x")
+
+
+def test_bounds_are_counted_before_anything_is_made() -> None:
+    with pytest.raises(InvalidInput, match="up to 11 values"):
+        parse_json(b"[1,2,3,4,5,6,7,8,9,0,1]", "x", bounds=JsonBounds(values=10))
+    with pytest.raises(InvalidInput, match="23 bytes"):
+        parse_json(b"[1,2,3,4,5,6,7,8,9,0,1]", "x", bounds=JsonBounds(size=22))
+
+
+def test_a_date_is_the_text_that_it_is() -> None:
+    assert parse_yaml("a: 2024-01-02\nb: 2024-13-45", "x") == [{"a": "2024-01-02", "b": "2024-13-45"}]
+
+
+def test_an_alias_is_good_for_a_few_values_and_not_for_a_million() -> None:
+    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "x") == [{"a": [1, 2], "b": [[1, 2], [1, 2]]}]
+    with pytest.raises(InvalidInput, match="aliases written out"):
+        parse_yaml("a: &a " + "x" * 50_000 + "\nb: [" + "*a, " * 1000 + "]", "x")
+
+
+@pytest.mark.parametrize("words", ["\x1b[2J", "\ud800", "\0", "x" * 10_000, "\u202e"])
+def test_messages_are_printable_whatever_they_quote(words: str) -> None:
+    said = str(InvalidInput(words, found=words, expected=words, remedy=words))
+    assert said.replace("\n", "").isprintable()
+    assert len(said) < 20_000
+    assert shown("plain\nwords") == "plain\nwords"
+
+
+def test_links_of_the_hubs_cache_are_read_and_others_are_not(tmp_path: Path) -> None:
+    blobs = tmp_path / "models--org--name" / "blobs"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (blobs / "1").write_text(json.dumps(CONFIG))
+    (tmp_path / "secret.json").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/1")
+    assert read_json(snapshot / "config.json") == CONFIG
+    for target in ("../../../secret.json", "../../secret.json", "../../blobs/../../secret.json"):
+        (snapshot / "other.json").unlink(missing_ok=True)
+        (snapshot / "other.json").symlink_to(target)
+        with pytest.raises(InvalidInput, match="a link to"):
+            read_json(snapshot / "other.json")
+    elsewhere = tmp_path / "snapshots" / "abc"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "config.json").symlink_to(blobs / "1")
+    with pytest.raises(InvalidInput, match="a link to"):
+        read_json(elsewhere / "config.json")
+
+
+def test_a_link_inside_the_directory_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{}")
+    (tmp_path / "b.json").symlink_to("a.json")
+    assert read_json(tmp_path / "b.json") == {}
+    assert plain_file(tmp_path / "b.json", within=tmp_path) == tmp_path / "a.json"
+
+
+def test_what_became_a_pipe_after_it_was_looked_at_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr("merge_core.parsing.files.plain_file", lambda path, within=None: path)
+    with pytest.raises(InvalidInput, match="no plain file any more"):
+        open_plain(tmp_path / "pipe")
+
+
+def test_what_became_a_link_after_it_was_looked_at_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    monkeypatch.setattr("merge_core.parsing.files.plain_file", lambda path, within=None: path)
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        open_plain(tmp_path / "link")
+
+
+def test_a_companion_that_becomes_a_link_out_does_not_travel(tmp_path: Path) -> None:
+    place = checkpoint(tmp_path / "base")
+    (place / "merges.txt").write_text("a b\n")
+    recipe = load_recipe("merge_method: passthrough\nmodels: [{model: ./base}]\n")
+    plan = plan_merge(recipe, {"./base": open_checkpoint(place)})
+    (place / "merges.txt").unlink()
+    (place / "merges.txt").symlink_to("/etc/passwd")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InvalidInput, match="a link to /etc/passwd"):
+        write_companions(plan, tmp_path / "out")
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    with suppress(InvalidInput):
+        work()
+    return time.process_time() - started
+
+
+def test_a_pickle_takes_time_as_it_has_bytes(tmp_path: Path) -> None:
+    """Marks far below a long stack: looking for them from the bottom took a second for 16 kB, four for 32 kB."""
+
+    def file(count: int) -> Path:
+        path = tmp_path / f"{count}.bin"
+        body = b"N" * count + b"(t" * count
+        path.write_bytes(torch_zip({"a/data.pkl": pickled(body)}))
+        return path
+
+    small, large = file(20_000), file(200_000)
+    quick = min(seconds(lambda: read_pickled(small)) for _ in range(3))
+    assert seconds(lambda: read_pickled(large)) < 40 * quick + 0.5
+
+
+def test_vocabularies_that_share_nothing_are_compared_at_once() -> None:
+    count = 100_000
+    one = Vocabulary({f"a{n}": n for n in range(count)})
+    other = Vocabulary({f"a{n}": n + 1 for n in range(count)} | {"b": 0})
+    assert seconds(lambda: vocabulary_differences(one, other)) < 5
+    assert len(vocabulary_differences(one, other)[0]) == count
+
+
+def test_lines_are_bounded_in_length_and_number(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"a\nbb\nccc\n")
+    assert list(read_lines(tmp_path / "x", longest=4, most=3)) == [(1, b"a\n"), (2, b"bb\n"), (3, b"ccc\n")]
+    with pytest.raises(InvalidInput, match="line 3: over 3 bytes"):
+        list(read_lines(tmp_path / "x", longest=3, most=3))
+    with pytest.raises(InvalidInput, match="over 2 lines"):
+        list(read_lines(tmp_path / "x", longest=9, most=2))
+
+
+PACKAGE = {"package/__init__.py": "", "package/inner.py": "x = 1\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "changed"),
+    [
+        ({"f.py": "import helper\n", "helper.py": "x = 1\n"}, "helper.py"),
+        ({"f.py": "from helper import x\n", "helper.py": "import deeper\n", "deeper.py": "x = 1\n"}, "deeper.py"),
+        ({"f.py": "from . import helper\n", "helper.py": "x = 1\n"}, "helper.py"),
+        ({"f.py": "def g():\n    import package.inner\n", **PACKAGE}, "package/inner.py"),
+        ({"f.py": "from package import inner\n", **PACKAGE}, "package/__init__.py"),
+    ],
+)
+def test_a_task_is_another_when_what_its_function_imports_is(
+    tmp_path: Path, files: dict[str, str], changed: str
+) -> None:
+    for name, content in {**files, "letters.jsonl": "{}\n", "beside.py": "x = 1\n"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (tmp_path / "task.yaml").write_text(TASK + "process_docs: !function f.g\n")
+    before = pin_task("task.yaml", tmp_path, HashMemo(tmp_path / "a.sqlite")).digest
+    (tmp_path / "beside.py").write_text("x = 22\n")
+    assert pin_task("task.yaml", tmp_path, HashMemo(tmp_path / "b.sqlite")).digest == before
+    (tmp_path / changed).write_text("x = 22\n")
+    assert pin_task("task.yaml", tmp_path, HashMemo(tmp_path / "c.sqlite")).digest != before
+
+
+def test_code_that_would_travel_blocks_until_it_is_accepted_by_name(tmp_path: Path) -> None:
+    for name in ("base", "other"):
+        place = checkpoint(tmp_path / name)
+        (place / "modeling_x.py").write_text("raise SystemExit\n")
+        (place / "config.json").write_text(json.dumps({**CONFIG, "auto_map": {"AutoModel": "org/far--modeling_y.Y"}}))
+        (place / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tok.Slow", null]}}')
+    recipe = load_recipe(RECIPE)
+    opened = {f"./{name}": open_checkpoint(tmp_path / name) for name in ("base", "other")}
+    plan = plan_merge(recipe, opened)
+    names = {"modeling_x.py", "org/far--modeling_y.Y", "tok.Slow"}
+    found = custom_code_findings(plan, ())
+    assert {finding.severity for finding in found} == {"block"}
+    assert all(any(name in finding.found for finding in found) for name in names)
+    assert {finding.severity for finding in custom_code_findings(plan, names)} == {"info"}
+    assert [one.severity for one in custom_code_findings(plan, names - {"tok.Slow"})].count("block") == 1
+    assert {finding.severity for finding in custom_code_findings(plan, None)} == {"warn"}
