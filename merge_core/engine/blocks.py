@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merge_core.checkpoint import DType, numbers, patterns, read_into
-from merge_core.engine.finite import count_non_finite
+from merge_core.engine.finite import PIECE_BYTES, count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.methods import Block, StoredBlock
 from merge_core.plan import RowMap, TensorJob
@@ -141,12 +141,15 @@ class JobInputs:
         counts = np.zeros(len(rows), np.int64)
         for index, (item, row, size) in enumerate(zip(self.job.inputs, rows, self._sizes, strict=True)):
             tensor = item.tensor
-            if item.rows is None:
-                read_into(self._files[tensor.file], row.data, tensor.offset + start * size, tensor.file)
-            else:
+            if item.rows is not None:
                 self._read_rows(index, item.rows, row, start, counts)
-            if look:  # At once, while it is in the cache of the core that has read it.
-                counts[index] += count_non_finite(row, tensor.dtype, fused=fused)
+                counts[index] += count_non_finite(row, tensor.dtype, fused=fused) if look else 0
+                continue
+            step = PIECE_BYTES if look else max(len(row), 1)
+            for first in range(0, len(row), step):
+                piece = row[first : first + step]
+                read_into(self._files[tensor.file], piece.data, tensor.offset + start * size + first, tensor.file)
+                counts[index] += count_non_finite(piece, tensor.dtype, fused=fused) if look else 0
         return counts
 
     def _read_rows(self, index: int, chosen: RowMap, into: Bytes, start: int, lent: NDArray[np.int64]) -> None:

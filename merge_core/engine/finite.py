@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
+# What is read, and then looked at, in one go: half of a core's second-level cache. Smaller reads cost more than they
+# save.
+PIECE_BYTES = 1 << 20
 # Without compiled kernels so many words are compared at a time, which stay in the cache.
 _TILE_WORDS = 1 << 12
 

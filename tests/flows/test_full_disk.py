@@ -18,6 +18,7 @@ from flows.cli import merge as merging
 
 RECIPE = str(PROFILES / "demo" / "recipes" / "dare_ties.yaml")
 MAIN = "from flows.cli import main; main()"
+Done = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
