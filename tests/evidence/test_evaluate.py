@@ -53,12 +53,13 @@ def task(tmp_path: Path) -> EvalTask:
 def measure(
     model: Model, task: EvalTask, *, part: tuple[int, int] | None = None, **scoring: object
 ) -> tuple[DocumentScore, ...]:
-    """Outcomes of all documents, or of a part of them, scored in this process."""
+    """Outcomes of all documents, or of a part of them, under lm-eval's own metrics, scored in this process."""
     first, last = part or (0, count_documents(task))
     settings = Scoring.model_validate(scoring)
-    return score_documents(
+    scored = score_documents(
         model, task, settings, DocumentRange(first=first, last=last), "cpu", lambda done, total: None
-    ).outcomes
+    )
+    return tuple(row for row in scored.outcomes if row.metric != "prob,none")
 
 
 def documents_of(task: EvalTask) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from merge_core.store.hashing import HashMemo
 from tasks.checkpoints import model_cache, model_process
 from tasks.checkpoints.model import Model
 from tasks.evaluation import harness, process
+from tasks.evaluation.metrics import documents_of
 from tasks.evaluation.scoring import DocumentRange, Scoring, ordered
 from tasks.evaluation.task_definition import EvalTask, pin_task
 
@@ -100,7 +101,7 @@ def test_a_death_is_explained_and_the_next_part_is_scored_all_the_same(
     assert found in caught.value.found
     assert remedy in caught.value.remedy
     assert "documents 1 to 10" in caught.value.where
-    assert len(score(model, task, 10, 20).outcomes) == 10
+    assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
 
 
 def test_a_refusal_of_the_harness_arrives_as_it_is_and_the_process_stays(tmp_path: Path, model: Model) -> None:
@@ -143,7 +144,7 @@ def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
     task = write_trap(tmp_path / "tasks", deed, at=3)
     with pytest.raises(InvalidInput, match=found):
         score(model, task, 0, 10)
-    assert len(score(model, task, 10, 20).outcomes) == 10
+    assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
 
 
 def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
@@ -211,7 +212,7 @@ def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_p
 
     with pytest.raises(KeyboardInterrupt):
         process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=10), "cpu", stop)
-    assert len(score(model, task, 10, 15).outcomes) == 5
+    assert len(documents_of(score(model, task, 10, 15).outcomes)) == 5
 
 
 def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path, model: Model) -> None:
@@ -225,13 +226,14 @@ FLOW = """
 from pathlib import Path
 from tasks.evaluation import process as evaluation_process
 from tasks.checkpoints import Model
+from tasks.evaluation.metrics import documents_of
 from tasks.evaluation.scoring import DocumentRange, Scoring, ordered
 from tasks.evaluation.task_definition import EvalTask
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
 quiet = lambda *_: None
 scored = evaluation_process.score_in_child(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu", quiet)
-print(len(scored.outcomes))
+print(len(documents_of(scored.outcomes)))
 """
 
 
