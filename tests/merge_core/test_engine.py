@@ -201,12 +201,23 @@ def test_integers_are_copied_when_they_agree_and_refused_when_not(tmp_path: Path
 
 
 @pytest.mark.parametrize("way", [{"kernels": "torch"}, {"kernels": "fused"}])
-def test_nan_in_a_parent_is_found_in_the_result(tmp_path: Path, way: dict[str, str]) -> None:
+def test_nan_in_a_parent_is_refused(tmp_path: Path, way: dict[str, str]) -> None:
     tensors = random_tensors(0)
     save_checkpoint(tmp_path / "a", tensors)
     tensors["model.norm.weight"][3] = float("nan")
     save_checkpoint(tmp_path / "b", tensors)
-    (finding,) = merge_text(LINEAR + "dtype: bfloat16", tmp_path, **way).findings
+    with pytest.raises(InvalidInput, match=r"b: model\.norm\.weight: 1 of 12 numbers"):
+        merge_text(LINEAR + "dtype: bfloat16", tmp_path, **way)
+
+
+@pytest.mark.parametrize("way", [{"kernels": "torch"}, {"kernels": "fused"}])
+def test_infinity_out_of_finite_parents_is_found_in_the_result(tmp_path: Path, way: dict[str, str]) -> None:
+    tensors = random_tensors(0)
+    tensors["model.norm.weight"][3] = 6e4  # two of them are beyond float16
+    for name in "ab":
+        save_checkpoint(tmp_path / name, tensors)
+    text = LINEAR.replace("weight: 1", "weight: 1, normalize: false") + "dtype: float16"
+    (finding,) = merge_text(text, tmp_path, **way).findings
     assert (finding.severity, finding.where) == ("block", "model.norm.weight")
     assert finding.found.startswith("1 element")
 
