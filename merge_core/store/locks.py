@@ -116,7 +116,8 @@ def _opened(path: Path, flags: int) -> int:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    make_way(path, "no file to be locked")
+    if path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK | os.W_OK):  # nobody was quicker
+        make_way(path, "no file to be locked")
     return os.open(path, ours, 0o644)
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from typing import TypeVar
 
 from merge_core.store.durable import fsync
@@ -138,27 +139,34 @@ def state_directory(path: Path, *, private: bool = False) -> Path:
         private: For its owner alone, and for its group where it has the setgid bit, as directories that a team shares
             have. One that is there already and ours is changed.
     """
+    mode = 0o700 if private else 0o777
     if not path.is_dir():
         for missing in reversed([above for above in path.parents if not above.exists()]):
-            missing.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
-        make_way(path, "no directory")
-        path.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+            missing.mkdir(mode=mode, exist_ok=True)
+        # Tried before anything is moved: others make the same directory at the same moment.
+        try:
+            path.mkdir(mode=mode, exist_ok=True)
+        except FileExistsError:
+            make_way(path, "no directory")
+            path.mkdir(mode=mode, exist_ok=True)
     if private:
         _close_to_others(path)
     return path
 
 
 def write_state(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path`` in one step, flushed to the disk. What is in the way and no file is set aside."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    """Put ``content`` at ``path`` in one step, flushed to the disk. A directory in the way is set aside."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.partial")
     try:
         with partial.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        if not _is_file(path):
-            make_way(path, "no file")
-        partial.rename(path)
+        try:
+            partial.rename(path)  # in place of a file, a link or a pipe
+        except IsADirectoryError:
+            make_way(path, "a directory, where a file should be")
+            partial.rename(path)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -190,10 +198,6 @@ def regular_files(directory: Path) -> tuple[set[str], set[str]]:
 def _is_there(path: Path) -> bool:
     """Also a link that leads nowhere."""
     return os.path.lexists(path)
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
 
 
 def _set_aside_before(place: Path) -> list[Path]:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,7 +130,30 @@ def test_what_a_link_points_to_is_left_alone(tmp_path: Path) -> None:
     write_state(tmp_path / "state", b"ours")
     assert (tmp_path / "others").read_text() == "precious"
     assert (tmp_path / "state").read_bytes() == b"ours"
-    assert names(tmp_path) == ["others", "state", "state.damaged-1"]
+    assert names(tmp_path) == ["others", "state"]
+    set_aside(tmp_path / "state")
+    (tmp_path / "state").symlink_to("others")
+    set_aside(tmp_path / "state")
+    assert (tmp_path / "others").read_text() == "precious"
+
+
+def test_many_that_make_the_same_directory_or_file_at_once_take_nothing_from_each_other(tmp_path: Path) -> None:
+    meet = threading.Barrier(8)
+
+    def makes_them(number: int) -> None:
+        for turn in range(40):
+            meet.wait(60)
+            place = state_directory(tmp_path / f"{turn}" / "inner", private=True)
+            (place / f"{number}").touch()
+            write_state(tmp_path / f"{turn}.json", b"the same")
+
+    threads = [threading.Thread(target=makes_them, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [path.name for path in tmp_path.rglob("*.damaged-*")] == []
+    assert all(len(names(tmp_path / f"{turn}" / "inner")) == 8 for turn in range(40))
 
 
 @damages
