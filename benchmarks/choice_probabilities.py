@@ -183,6 +183,42 @@ def print_measured(home: Path, reference: str) -> None:
         )
 
 
+def print_resampled(home: Path, reference: str, runs: int) -> None:
+    """Documents of a real comparison drawn anew, weighed so that a score truly falls by the margin or not at all."""
+    known, rng = scores_in(home), np.random.default_rng(0)
+    print("| merge | task | documents | equal, by acc | by prob | at the margin, by acc | by prob |")
+    print("| --- | --- " + "| --: " * 5 + "|")
+    for merge, task in sorted(one for one in known if one[0] != reference):
+        theirs, ours = known[reference, task], known[merge, task]
+        both = sorted(theirs.sure.keys() & ours.sure.keys())
+        d = np.array([theirs.marks[one] - ours.marks[one] for one in both])
+        p = np.array([theirs.sure[one] - ours.sure[one] for one in both])
+        if not p.min() < 0 < MARGIN < p.max() or not d.min() < 0 < d.max():
+            continue
+        for n in (120, 250, 500, 1000):
+            shares = []
+            for drop in (0.0, MARGIN):
+                marks = rng.choice(d, (runs, n), p=_tilted(d, drop))
+                lost, won = (marks > 0).sum(axis=1) * 1.0, (marks < 0).sum(axis=1) * 1.0
+                shares.append(float((binary_bounds(lost, won, n, CONFIDENCE)[1] <= MARGIN).mean()))
+                sure = rng.choice(p, (runs, n), p=_tilted(p, drop))
+                shares.append(float(refuted(sure, MARGIN - 1e-9, CONFIDENCE, (n,)).mean()))
+            print(f"| {merge} | {task} | {n:,} | " + " | ".join(f"{100 * share:.1f}" for share in shares) + " |")
+
+
+def _tilted(values: Array, mean: float) -> Array:
+    """Weights, summing to 1, that give ``values`` another mean and change them least (exponential tilting)."""
+    low, high = -500.0, 500.0
+    weights: Array = np.full(len(values), 1 / len(values))
+    for _ in range(80):
+        middle = (low + high) / 2
+        powers = middle * values
+        weights = np.exp(powers - powers.max())
+        weights /= weights.sum()
+        low, high = (middle, high) if float(weights @ values) < mean else (low, middle)
+    return weights
+
+
 def _explained(right: Array, sure: Array, d: Array) -> float:
     """Share of the variance of ``d`` that lies between the strata of the reference's answers."""
     quarters = np.minimum(3, (sure * 4).astype(np.int64)) + 4 * right.astype(np.int64)
@@ -223,6 +259,8 @@ def main() -> None:
         print_simulated(given.runs)
     else:
         print_measured(given.work / "home-all", "science")
+        print()
+        print_resampled(given.work / "home-all", "science", given.runs)
 
 
 if __name__ == "__main__":
