@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 
@@ -15,7 +16,8 @@ from tasks.evaluation.task_definition import read_definition
 def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Path, **options: Any) -> Path:
     """What ``lm_eval run --model hf --output_path OUT --log_samples`` writes about one model; returns ``out``.
 
-    The steps are those of its command line, without the index of the 14,000 tasks that it ships.
+    The steps are those of its command line, without the index of the 14,000 tasks that it ships, and without a list of
+    all packages, which takes longer than the models' answers.
     """
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
@@ -25,20 +27,21 @@ def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Pa
     folder = prepare(definitions, scratch)
     tasks = options.pop("tasks", None) or [read_definition(path).name for path in definitions]
     tracker = EvaluationTracker(output_path=str(out))
-    results = simple_evaluate(
-        model="hf",
-        # softmax in float32, as mergegate does: otherwise the near ties of a bf16 model may fall the other way.
-        model_args={"pretrained": str(model), "dtype": "auto", "softmax_dtype": "float32"},
-        tasks=list(tasks),
-        device="cpu",
-        batch_size=16,
-        evaluation_tracker=tracker,
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-        log_samples=True,
-        bootstrap_iters=1,
-        verbosity=None,
-        **options,
-    )
+    with mock.patch("lm_eval.evaluator.add_env_info"):
+        results = simple_evaluate(
+            model="hf",
+            # softmax in float32, as mergegate does: otherwise the near ties of a bf16 model may fall the other way.
+            model_args={"pretrained": str(model), "dtype": "auto", "softmax_dtype": "float32"},
+            tasks=list(tasks),
+            device="cpu",
+            batch_size=16,
+            evaluation_tracker=tracker,
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            log_samples=True,
+            bootstrap_iters=1,
+            verbosity=None,
+            **options,
+        )
     samples = results.pop("samples")
     tracker.save_results_aggregated(results=results, samples=samples)
     for task in results["configs"]:
