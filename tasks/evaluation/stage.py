@@ -27,6 +27,7 @@ from merge_core.errors import InvalidInput
 from merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey, keep_only_journal
 from tasks.checkpoints import Model, files_state
 from tasks.evaluation.backends import find_backend
+from tasks.evaluation.choice_probability import PROBABILITY
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, documents_of, metrics_by_leaf
 from tasks.evaluation.scoring import DocumentRange, Piece, Scoring, cover, document_ranges, mixed
@@ -61,7 +62,8 @@ class Scores(StageValue):
     data: dict[str, TaskData] = Field(default_factory=dict)  # by task: what was asked; of lm-eval's own results none
 
     def summary(self) -> str:
-        return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in self.tasks)
+        own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # what is right, not how surely
+        return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in own)
 
 
 class TaskSize(StageValue):

@@ -17,7 +17,7 @@ from merge_core.store.hashing import HashMemo
 from merge_core.store.records import JOURNAL, JournalPlace, open_journal
 from tasks.checkpoints import model_cache, model_process
 from tasks.checkpoints.memory import Capacity
-from tasks.checkpoints.model import Model
+from tasks.checkpoints.model import Model, files_state
 from tasks.checkpoints.model_process import ask_child, end_child
 from tasks.evaluation import process
 from tasks.evaluation.process import score_in_child
@@ -191,7 +191,8 @@ def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documen
     windows = WindowSettings(batch_size=4)
     value = perplexity.work(tmp_path / "out", model, documents, windows, CPU)
     rows = read_documents(tmp_path / "out")
-    place = JournalPlace(tmp_path / "out" / JOURNAL, perplexity.key(model, documents, windows, CPU))
+    key = perplexity.key(model, documents, windows, CPU) + files_state([model])
+    place = JournalPlace(tmp_path / "out" / JOURNAL, key)
     with open_journal(place) as journal:
         assert len(journal.records) == len(TEXTS) // 4
     before = place.path.read_bytes()
