@@ -41,7 +41,7 @@ SPY = """
 import hashlib, importlib.abc, importlib.util, os, sys, time
 
 def note(*words):
-    descriptor = os.open(os.environ["KILLS_NOTES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = os.open(os.environ["MERGEGATE_KILLS_NOTES"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(descriptor, (" ".join(map(str, (os.getpid(), *words))) + "\\n").encode())
     os.close(descriptor)
 
@@ -71,7 +71,7 @@ class Finder(importlib.abc.MetaPathFinder):
         spec.loader.exec_module = and_watch
         return spec
 
-if "KILLS_NOTES" in os.environ:
+if "MERGEGATE_KILLS_NOTES" in os.environ:
     sys.meta_path.insert(0, Finder())
 """
 
@@ -106,7 +106,7 @@ class Project:
         own = {
             "MERGEGATE_HOME": str(root / ".mergegate"),
             "HF_HUB_OFFLINE": "1",
-            "KILLS_NOTES": str(root / "notes"),
+            "MERGEGATE_KILLS_NOTES": str(root / "notes"),
             "PYTHONPATH": os.pathsep.join((str(root / "spy"), str(PROJECT))),
         }
         return Project(root, {**kept, **own})

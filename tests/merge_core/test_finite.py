@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -87,12 +88,11 @@ def spoil(family: Path, chosen: str, root: Path, where: dict[str, dict[int, floa
             continue
         (root / name).mkdir()
         for file in source.iterdir():
-            (root / name / file.name).symlink_to(file)
+            shutil.copy(file, root / name)
         tensors = load_file(source / "model.safetensors")
         flat = tensors[EMBEDDINGS].flatten()
         for index, value in where[name].items():
             flat[index] = value
-        (root / name / "model.safetensors").unlink()
         tensors[EMBEDDINGS] = flat.reshape(TOKENS, HIDDEN)
         save_file(tensors, root / name / "model.safetensors", {"format": "pt"})
     return root
