@@ -24,6 +24,7 @@ from merge_core.errors import InvalidInput
 from merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey
 from tasks.checkpoints import Model
 from tasks.evaluation.backends import find_backend
+from tasks.evaluation.choice_probability import PROBABILITY
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, documents_of, metrics_by_leaf
 from tasks.evaluation.scoring import DocumentRange, Scoring, document_ranges, mixed
@@ -56,7 +57,8 @@ class Scores(StageValue):
     data: dict[str, TaskData] = Field(default_factory=dict)  # by task: what was asked; of lm-eval's own results none
 
     def summary(self) -> str:
-        return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in self.tasks)
+        said = (score for score in self.tasks if score.metric.partition(",")[0] != PROBABILITY)
+        return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in said)
 
 
 class TaskSize(StageValue):

@@ -53,12 +53,14 @@ def task(tmp_path: Path) -> EvalTask:
 def measure(
     model: Model, task: EvalTask, *, part: tuple[int, int] | None = None, **scoring: object
 ) -> tuple[DocumentScore, ...]:
-    """Outcomes of all documents, or of a part of them, scored in this process."""
+    """Outcomes of all documents, or of a part of them, scored in this process; right or wrong, one a document. What
+    else choice tasks have is looked at in ``test_choice_probability``."""
     first, last = part or (0, count_documents(task))
     settings = Scoring.model_validate(scoring)
-    return score_documents(
+    found = score_documents(
         model, task, settings, DocumentRange(first=first, last=last), "cpu", lambda done, total: None
     ).outcomes
+    return tuple(outcome for outcome in found if outcome.metric != "prob,none")
 
 
 def documents_of(task: EvalTask) -> list[dict[str, Any]]:

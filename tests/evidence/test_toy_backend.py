@@ -100,7 +100,7 @@ def test_a_backend_of_another_package_scores_and_its_version_is_in_the_key(tmp_p
         return found
 
     first, again, newer = run()
-    (score,) = first.value.tasks
+    score, _ = first.value.tasks  # the second is the probability of the right answer
     assert (score.task, score.n, score.score) == ("letters", 12, sum(right) / 12)
     assert 0 < score.score < 1
     assert again.key == first.key
