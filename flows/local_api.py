@@ -39,7 +39,7 @@ from merge_core.store import (
     state_directory,
 )
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 900.0
 DEFAULT_HOME = ".mergegate"
 # How long somebody may hold the database before it is looked at no further.
 _PATIENCE_S = 10.0

@@ -135,6 +135,22 @@ def test_choices_that_stand_in_the_question_have_one_too(outcomes: dict[str, tup
     assert sum(row.metric == "prob,none" for row in rows) == 30
 
 
+def test_parts_give_what_the_whole_gives_but_for_how_batches_are_rounded(
+    model: Model, tasks: dict[str, Path], outcomes: dict[str, tuple[DocumentScore, ...]]
+) -> None:
+    task = pin_task(tasks["a text"].name, tasks["a text"].parent, HashMemo(tasks["a text"].parent / "hashes.db"))
+    found: dict[int, float] = {}
+    try:
+        for first, last in ((0, 7), (7, 30)):
+            part = DocumentRange(first=first, last=last)
+            rows = score_documents(model, task, Scoring(), part, CPU.device, lambda done, total: None).outcomes
+            found |= {row.doc_id: row.outcome for row in rows if row.metric == "prob,none"}
+    finally:
+        unload()
+    whole = {row.doc_id: row.outcome for row in outcomes["a text"] if row.metric == "prob,none"}
+    assert found == pytest.approx(whole, abs=1e-5)
+
+
 def test_a_task_that_scores_by_its_own_function_has_none_and_a_guard_on_it_says_so(
     outcomes: dict[str, tuple[DocumentScore, ...]],
 ) -> None:
