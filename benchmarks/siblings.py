@@ -193,7 +193,8 @@ def make_models(base: Path | None, data: Path, work: Path, steps: int) -> None:
     lessons = {"science": texts.science, "sums": [*texts.sums, *paragraphs]}
     for seed, (name, learnt) in enumerate(lessons.items(), start=1):
         if not (work / name).exists():
-            models.fine_tune(base, learnt, work / name, steps=steps, rate=rate, seed=seed)
+            own = steps if name == "science" else steps // 2
+            models.fine_tune(base, learnt, work / name, steps=own, rate=rate, seed=seed)
     write_recipes(work, int(json.loads((base / "config.json").read_text())["num_hidden_layers"]))
     for name in MERGES:
         if not (work / name).exists():
