@@ -88,10 +88,13 @@ def expanded(text: str) -> Path:
     """``text`` as a path, with ``~`` and ``~name`` as the home of that user.
 
     Raises:
+        InvalidInput: when no path can be written so.
         Refused: when this machine knows no such user, or not where its home is.
     """
     try:
         return Path(text).expanduser()
+    except ValueError:
+        raise InvalidInput(text, found="a character that no path can have", expected="a path") from None
     except RuntimeError:
         raise Refused(
             text,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from merge_core.checkpoint import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput
-from tasks.checkpoints import Model, TellProgress, ask_child, end_child
+from tasks.checkpoints import Model, TellProgress, ask_child
 from tasks.remote import Unreachable
 from tasks.serve import checks
 from tasks.serve.checks import ServedSubject, ServerQuestion
@@ -121,15 +121,12 @@ def smoke_url(
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
     """What transformers says to what the server will be asked, in the dtype that it is served in."""
     dtype = dtype_of(settings, checkpoint)
-    try:
-        return ask_child(
-            _make_reference,
-            (model, tuple(settings.texts), settings.prompts[0], dtype, device, longest),
-            where=f"{model.name} in transformers",
-            models=[model],
-        )
-    finally:
-        end_child()  # the server needs the memory
+    return ask_child(
+        _make_reference,
+        (model, tuple(settings.texts), settings.prompts[0], dtype, device, longest),
+        where=f"{model.name} in transformers",
+        models=[model],
+    )
 
 
 def _make_reference(

@@ -27,7 +27,7 @@ def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Pa
     folder = prepare(definitions, scratch)
     tasks = options.pop("tasks", None) or [read_definition(path).name for path in definitions]
     tracker = EvaluationTracker(output_path=str(out))
-    with mock.patch("lm_eval.evaluator.add_env_info"):
+    with mock.patch("torch.utils.collect_env.get_pretty_env_info", str):
         results = simple_evaluate(
             model="hf",
             # softmax in float32, as mergegate does: otherwise the near ties of a bf16 model may fall the other way.

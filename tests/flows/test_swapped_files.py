@@ -8,6 +8,7 @@ made again, as a run would make it, while somebody writes.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,10 +204,14 @@ def test_the_command_merge_takes_no_tokenizer_that_came_later(
     from merge_core.engine import blocks
 
     own_family(project)
-    original = blocks.read_into
+    original, one = blocks.read_into, threading.Lock()
 
     def reading(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         original(fd, buffer, offset, path)
+        with one:
+            replace(path)
+
+    def replace(path: Path) -> None:
         tokenizer = project.root / "profiles" / "demo" / "models" / "base" / "tokenizer.json"
         if path.parent == tokenizer.parent and not tokenizer.with_name("other.bin").exists():
             CHANGES["replaced"](tokenizer)

@@ -88,14 +88,14 @@ def old_shape(place: Path) -> None:
         connection.execute("INSERT INTO hashes VALUES (?, ?, ?, ?, ?)", row)
 
 
-def stamped_but_empty(place: Path) -> None:
+def another_table(place: Path) -> None:
     with closing(sqlite3.connect(place)) as connection, connection:
-        connection.execute(f"PRAGMA user_version = {hashing._SHAPE}")
+        connection.execute("CREATE TABLE hashes (name TEXT)")
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "an older table": old_shape,
-    "no table": stamped_but_empty,
+    "another table": another_table,
     "no database": lambda place: place.write_bytes(b"garbage " * 1000) and None,
     "an empty file": lambda place: place.write_bytes(b"") and None,
     "a directory": lambda place: (place / "with something in it").mkdir(parents=True),
