@@ -27,6 +27,8 @@ from tasks.merge import merge
 from tasks.stage.reading import PinnedInput, pinned_inputs
 from tasks.stage.stages import DeclaredStage, StageCall
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "model.safetensors"
 READING = {"merge", "perplexity", "ensemble", "evaluate", "explain", "answer", "serve", "measure"}
 
