@@ -75,7 +75,7 @@ def test_what_the_static_checks_would_miss_is_seen_in_the_running_server(
     breaks, _, _ = STATIC[variant]
     breaks(broken)
     monkeypatch.setattr("tasks.serve.smoke.static_checks", lambda *arguments, **options: [])
-    monkeypatch.setattr("tasks.serve.smoke.make_reference", lambda *arguments, **options: reference)
+    monkeypatch.setattr("tasks.serve.smoke._reference", lambda *arguments, **options: reference)
     verdict = smoke(broken, tmp_path / "server.log")
     name, words = LIVE[variant]
     assert words in failures(verdict).get(name, ""), failures(verdict)
