@@ -15,7 +15,7 @@ SERVED := PREFECT_HOME=$(MERGEGATE_HOME)/prefect PREFECT_API_URL=http://127.0.0.
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-slow fuzz test-peer test-serve serve-env lint format family bench bench-gpu server worker deploy clean
+.PHONY: help demo test test-slow test-damage fuzz test-peer test-serve serve-env lint format family bench bench-gpu server worker deploy clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -31,6 +31,9 @@ test-slow: $(VENV)/ready ## the longer proofs: servers, schedules, kills
 
 fuzz: $(VENV)/ready ## a million mutated files through every parser (FUZZ="--executions 10000 --only recipe" for less)
 	$(BIN)/python tests/hostile/fuzz.py $(FUZZ)
+
+test-damage: $(VENV)/ready ## every file of the state damaged in every way, a run each (an hour)
+	MERGEGATE_EVERY_DAMAGE=1 $(BIN)/pytest $(PARALLEL) -m slow tests/flows/test_damaged_state.py
 
 test-peer: $(VENV)/ready .venv-peer/ready ## the same numbers as mergekit, run beside it
 	MERGEGATE_REQUIRE_PEER=1 $(BIN)/pytest -m peer tests/peer
