@@ -23,7 +23,7 @@ BIN = Path(sys.executable).parent
 
 # Every file and every kind of damage takes a run each: an hour (``make test-damage``). Else a sample of them.
 EVERY = bool(os.environ.get("MERGEGATE_EVERY_DAMAGE"))
-FEW = 6
+FEW = 4
 
 
 def state_files(project: Project) -> list[Path]:
@@ -128,7 +128,7 @@ with local_api():
 
 
 @pytest.mark.slow  # a database from the beginning is a hundred migrations
-@pytest.mark.parametrize("kind", PREFECT if EVERY else list(PREFECT)[::3])
+@pytest.mark.parametrize("kind", PREFECT if EVERY else list(PREFECT)[::6])
 def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path, tmp_path: Path, kind: str) -> None:
     database = tmp_path / "prefect" / "prefect.db"
     database.parent.mkdir()
