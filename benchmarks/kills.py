@@ -102,6 +102,7 @@ class Project:
         for profile in (PROJECT / "profiles").glob("*.yaml"):
             shutil.copy(profile, root / "profiles")
         (root / "profiles" / "demo").symlink_to(PROJECT / "profiles" / "demo")
+        (root / "notes").touch()  # where the confined process may write, but make nothing new
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
         own = {
             "MERGEGATE_HOME": str(root / ".mergegate"),

@@ -130,6 +130,12 @@ def test_it_writes_where_it_was_told_and_nowhere_else(attempts: Try, tmp_path: P
         subprocess.run(["rm", "-r", outside], check=True)
 
 
+def test_the_hubs_cache_can_be_filled_though_the_token_lies_in_it(attempts: Try) -> None:
+    place = "os.path.expanduser('~/.cache/huggingface/datasets/new')"
+    found = attempts(f"os.makedirs({place})", f"write({place} + '/data')")
+    assert list(found.values()) == ["None", "1"]
+
+
 def test_it_reaches_nobody_unless_it_must(attempts: Try) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = f"socket.create_connection({server.getsockname()!r}, timeout=5)"

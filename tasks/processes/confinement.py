@@ -66,6 +66,8 @@ _SECRETS_OF_THE_SYSTEM = (
     *("/etc/shadow", "/etc/shadow-", "/etc/gshadow", "/etc/gshadow-", "/etc/sudoers", "/etc/sudoers.d", "/etc/ssh"),
     *("/etc/ssl/private", "/run/secrets", "/var/run/secrets", "/run/credentials"),
 )
+# Below the Hub's cache, beside the token: what is not there when a process is confined can never be made by it.
+_MADE_BEFOREHAND = ("assets", "datasets", "hub", "modules", "xet")
 _CACHES = ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TORCH_HOME")
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -165,6 +167,10 @@ def _leave_the_network() -> bool:
 
 def _restrict(wanted: Confinement, version: int, tcp: int) -> bool:
     """Landlock: read all but secrets, write where it may, see and signal no other process."""
+    hub = Path(os.environ.get("HF_HOME") or _home() / ".cache" / "huggingface")
+    for name in _MADE_BEFOREHAND:
+        with contextlib.suppress(OSError):
+            (hub / name).mkdir(parents=True, exist_ok=True)
     write = _WRITE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     handled = struct.pack("QQQ", _READ_FILE | write, tcp, _SIGNALS if version >= 6 else 0)
     handled = handled[: 8 if version < 4 else 16 if version < 6 else 24]  # as long as this kernel knows it
