@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confined_here import require_confinement
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,7 @@ Try = Callable[..., dict[str, str]]
 @pytest.fixture
 def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     """What comes of expressions in a confined process of somebody who has secrets in environment and home."""
+    require_confinement()
     home = tmp_path / "home"
     for place in (
         ".ssh/id_ed25519",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from confined_here import require_confinement
 from patience import HANG_S, LONGER_THAN_HANG_S
 from tiny_models import make_model, words, write_choices
 from traps import PROJECT, asked, ends, in_another_process, parent_of, write_trap
@@ -157,6 +158,7 @@ def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
 
 
 def test_a_task_finds_no_secret_of_ours_nobody_to_talk_to_and_nothing_to_spoil(tmp_path: Path, model: Model) -> None:
+    require_confinement()
     secret = "hf_planted_where_nobody_may_look"
     deed = """
 found = {}
