@@ -1,4 +1,4 @@
-"""Whether this system offers what confines a process. An old kernel or a container may not, and the log says so there."""
+"""Whether this system offers what confines a process: an old kernel or a container may not (the log says so)."""
 
 from __future__ import annotations
 
