@@ -12,6 +12,9 @@ SERVED := PREFECT_HOME=$(MERGEGATE_HOME)/prefect PREFECT_API_URL=http://127.0.0.
           PREFECT_API_AUTH_STRING="$$(cat $(SECRET))" PREFECT_SERVER_ANALYTICS_ENABLED=0 DO_NOT_TRACK=1 \
           MERGEGATE_ROOT=$(CURDIR)
 
+# Our environments are compiled as they are imported; an image that forbids it would have every process compile anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 

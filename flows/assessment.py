@@ -189,6 +189,8 @@ def _in_order(
         counts = (unknown_documents(task, evidence.scoring, look[task.name], each) for each in parts.values())
         missing[task.name] = sum(counts)
         known[task.name] = [part for model in models[:-1] for part in parts.get(model.name, ())]
+    if not any(missing.values()):
+        return [(task, 0) for task in tasks]  # nothing is run: the order is nobody's business
     each_takes = document_seconds(tasks, known)
     seconds = {name: count * each_takes[name] for name, count in missing.items()}
     planned = [one for one in planned_tasks(evidence, models[:-1]) if one.guard.task in missing]

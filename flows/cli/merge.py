@@ -15,10 +15,10 @@ from flows.parents import clear_recipe
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput, Refused
-from merge_core.store import HashMemo, try_open_locked
+from merge_core.store import try_open_locked
 from tasks.checkpoints import identify_files, require_same_files
 from tasks.checkpoints.hub import Snapshot, download_snapshots
-from tasks.stage import home
+from tasks.stage import store
 
 
 def merge_to(
@@ -113,8 +113,9 @@ def _fetch(snapshots: Sequence[Snapshot], console: Console) -> None:
         return
     with _bar("fetch", console) as bar:
         job = bar.add_task("fetch", total=None)
-        memo = HashMemo(home() / "store" / "hashes.sqlite")
-        come = download_snapshots(snapshots, memo, lambda done, total: bar.update(job, completed=done, total=total))
+        come = download_snapshots(
+            snapshots, store().hashes, lambda done, total: bar.update(job, completed=done, total=total)
+        )
         bar.update(job, completed=come.bytes, total=come.bytes)
 
 

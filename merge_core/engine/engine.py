@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,9 @@ from merge_core.engine.health import judge_health
 from merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
 from merge_core.engine.settings import EngineSettings
 from merge_core.engine.writer import PARTIAL, name_shards, refusing_disk_errors
-from merge_core.errors import ChangedInput, Finding, InvalidInput, MergegateError, worst_first
+from merge_core.errors import Finding, InvalidInput, MergegateError, worst_first
 from merge_core.plan import MergePlan, step_of
-from merge_core.store import FileIdentity, file_identity, remove_any, state_directory
+from merge_core.store import FileIdentity, file_identity, remove_any, require_unchanged, state_directory
 
 _log = logging.getLogger(__name__)
 
@@ -188,37 +188,24 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
 def _open_inputs(plan: MergePlan, steps: Path) -> Iterator[dict[Path, int]]:
     """Every input file of ``plan``, opened once; at the end each must still be what it was, and where it was."""
     files: dict[Path, int] = {}
-    opened: list[tuple[Path, int, FileIdentity]] = []
+    opened: list[tuple[Path, FileIdentity, int]] = []
     try:
         for path in dict.fromkeys(item.tensor.file for job in plan.jobs for item in job.inputs):
             try:
                 step = step_of(path)
                 real = steps / step / path.name if step else path
                 files[path] = os.open(real, os.O_RDONLY | os.O_CLOEXEC)
-                opened.append((real, files[path], file_identity(files[path])))
+                opened.append((real, file_identity(files[path]), files[path]))
             except OSError as error:
                 raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
         try:
             yield files
-        except MergegateError as failure:
-            _require_unchanged(opened, failure)  # It may be why a read ended early.
+        except MergegateError:
+            for one in opened:
+                require_unchanged(*one)  # It may be why a read ended early.
             raise
-        _require_unchanged(opened)
+        for one in opened:
+            require_unchanged(*one)
     finally:
         for fd in files.values():
             os.close(fd)
-
-
-def _require_unchanged(opened: Sequence[tuple[Path, int, FileIdentity]], cause: MergegateError | None = None) -> None:
-    for path, fd, identity in opened:
-        try:
-            same = file_identity(fd) == identity == file_identity(path)
-        except OSError:
-            same = False
-        if not same:
-            raise ChangedInput(
-                str(path),
-                found="it was changed or replaced while it was merged",
-                expected="the same file from the first byte to the last",
-                remedy="find out who writes there; then run again",
-            ) from cause

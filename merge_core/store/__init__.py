@@ -5,9 +5,8 @@ journals of unfinished work, and what becomes of state that is damaged and of di
 from merge_core.store.database import set_sqlite_aside, sqlite_fault
 from merge_core.store.disk import disk_refusal, is_of_disk, refusing_disk
 from merge_core.store.durable import fsync, fsync_directories
-from merge_core.store.hashing import FileIdentity, HashMemo, file_identity, sha256_file
+from merge_core.store.hashing import HASHES, FileIdentity, HashMemo, file_identity, require_unchanged, sha256_file
 from merge_core.store.inspection import (
-    HASHES,
     StateFinding,
     examine_database,
     examine_store,
@@ -73,6 +72,7 @@ __all__ = [
     "refusing_disk",
     "regular_files",
     "remove_any",
+    "require_unchanged",
     "set_aside",
     "set_sqlite_aside",
     "sha256_file",

@@ -23,9 +23,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from merge_core.errors import ChangedInput
 from merge_core.store.database import misplaced_file, set_sqlite_aside, sqlite_is_damaged
 from merge_core.store.state import state_directory
 
+HASHES = "hashes.sqlite"  # what the table of a store is called
 _CHUNK = 1 << 22
 # Longer than a tick of any clock that files are stamped with (10 ms where the kernel's timer has 100 Hz).
 _TICK_NS = 20_000_000
@@ -55,6 +57,28 @@ def file_identity(file: Path | int) -> FileIdentity:
     """
     status = file.stat() if isinstance(file, Path) else os.fstat(file)
     return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def require_unchanged(path: Path, identity: FileIdentity, descriptor: int | None = None) -> None:
+    """See that nothing was done to a file since ``identity`` was taken, and that its name still leads to it.
+
+    Args:
+        descriptor: Where it is open, too.
+
+    Raises:
+        ChangedInput: Something was.
+    """
+    try:
+        same = all(file_identity(one) == identity for one in (path, descriptor) if one is not None)
+    except OSError:
+        same = False
+    if not same:
+        raise ChangedInput(
+            str(path),
+            found="it was changed or replaced while it was merged",
+            expected="the same file from the first byte to the last",
+            remedy="find out who writes there; then run again",
+        )
 
 
 def sha256_file(path: Path) -> str:

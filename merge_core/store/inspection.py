@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Literal
 
 from merge_core.store.database import set_sqlite_aside, sqlite_fault
+from merge_core.store.hashing import HASHES
 from merge_core.store.keys import digest
 from merge_core.store.locks import try_open_locked
 from merge_core.store.state import ASIDE, Damaged, make_way, read_state, regular_files, remove_any
 from merge_core.store.store import MANIFEST, ArtifactManifest, ValueRecord
 
-HASHES = "hashes.sqlite"
 _LOCKS = "locks"
 _KEY = re.compile("[0-9a-f]{32}")
 # Unfinished work that no run has gone on with for so long belongs to inputs that nobody merges any more.

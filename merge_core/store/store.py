@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.store.durable import fsync, fsync_directories
-from merge_core.store.hashing import HashMemo
+from merge_core.store.hashing import HASHES, HashMemo
 from merge_core.store.keys import digest
 from merge_core.store.locks import locked
 from merge_core.store.records import JOURNAL
@@ -113,7 +113,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.hashes = HashMemo(root / "hashes.sqlite")
+        self.hashes = HashMemo(root / HASHES)
 
     def directory(self, stage: str, key: str) -> Path:
         """Where the artifact stands, or would stand."""
@@ -131,10 +131,17 @@ class Store:
         directory = self.directory(stage, key)
         if not os.path.lexists(directory):
             raise StoreMiss(f"{stage} {key[:12]} is not in the store")
+        found = self._open(stage, directory, value_type, deep=deep)
+        if found.key != key:
+            raise StoreMiss(f"{directory} belongs to another key")
+        return found
+
+    def _open(self, stage: str, directory: Path, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
+        """The artifact in ``directory``, whose key its manifest says. Raises as ``open``."""
         manifest = _believed(
             read_state(directory / MANIFEST, ArtifactManifest.model_validate_json), directory / MANIFEST
         )
-        if manifest.key != key:
+        if self.directory(stage, manifest.key) != directory:
             raise StoreMiss(f"{directory} belongs to another key")
         # Only what lies in the directory is looked at, whatever the manifest names.
         present, odd = regular_files(directory)
@@ -160,7 +167,7 @@ class Store:
         ):
             raise StoreMiss(f"{directory / MANIFEST} was altered")
         hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
-        return Artifact(stage, key, manifest.digest, value, directory, hashes)
+        return Artifact(stage, manifest.key, manifest.digest, value, directory, hashes)
 
     def family(
         self, stage: str, prefix: str, value_type: type[R], *, on_damage: Callable[[str], None] = log.warning
@@ -174,11 +181,7 @@ class Store:
         found = []
         for directory in self._finished(stage, prefix):
             try:
-                manifest = read_state(directory / MANIFEST, ArtifactManifest.model_validate_json)
-                key = _believed(manifest, directory / MANIFEST).key
-                if self.directory(stage, key) != directory:
-                    raise StoreMiss(f"{directory} belongs to another key")
-                found.append(self.open(stage, key, value_type))
+                found.append(self._open(stage, directory, value_type))
             except StoreMiss as miss:
                 on_damage(str(miss))
         return tuple(found)

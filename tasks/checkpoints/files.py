@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from merge_core.checkpoint import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
-from merge_core.errors import ChangedInput
 from merge_core.parsing import JsonBounds, check_entries, read_json
-from merge_core.store import FileIdentity, file_identity
+from merge_core.store import FileIdentity, file_identity, require_unchanged
 
 # Configuration, tokenizer, templates, custom code. What a merge copies is among them.
 _ALWAYS = re.compile(r"(tokenizer|vocab\.).*")
@@ -77,17 +76,7 @@ def require_same_files(looked: Mapping[Path, FileIdentity]) -> None:
         ChangedInput: Something was.
     """
     for path, identity in looked.items():
-        try:
-            same = file_identity(path) == identity
-        except OSError:
-            same = False
-        if not same:
-            raise ChangedInput(
-                str(path),
-                found="it was changed or replaced while it was merged",
-                expected="the same file from the first byte to the last",
-                remedy="find out who writes there; then run again",
-            )
+        require_unchanged(path, identity)
 
 
 def files_beside(names: Collection[str]) -> tuple[str, ...]:

@@ -37,13 +37,13 @@ from typing import Any, TypeVar, cast
 
 from merge_core.engine import has_cuda_driver
 from merge_core.errors import InvalidInput, MergegateError, Refused
-from merge_core.store import refusing_disk
+from merge_core.store import refusing_disk, state_directory
 from tasks.checkpoints.memory import system_memory
 from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
 from tasks.processes import Confinement, SupervisedProcess, environment_of_child
-from tasks.stage import also_forget, home
+from tasks.stage import also_forget, home, store
 
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
 _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one
@@ -196,6 +196,8 @@ class _ModelProcess:
 def _compile_once() -> None:
     """Import what the process will, as ourselves: where an installer has compiled nothing, the first import does; but
     the process may not write where libraries lie, and would compile them all each time it starts."""
+    if sys.dont_write_bytecode:
+        return  # nobody is to compile, so that would be in vain
     found = importlib.util.find_spec("lm_eval.models")
     for place in found.submodule_search_locations or () if found else ():
         compiled = Path(importlib.util.cache_from_source(str(Path(place) / "huggingface.py")))
@@ -221,9 +223,8 @@ def _process_for(kind: _Kind, *, any_models: bool) -> _ModelProcess:
 
 
 def _confinement(kind: _Kind) -> Confinement:
-    places = [home() / "store" / stage for stage in _JOURNALLED]
-    for place in places:  # what is not there yet cannot be allowed
-        place.mkdir(parents=True, exist_ok=True)
+    root = state_directory(store().root, private=True)
+    places = [state_directory(root / stage) for stage in _JOURNALLED]  # what is not there yet cannot be allowed
     memory = None if has_cuda_driver() else system_memory()  # a GPU's is mapped as well, however much there is
     return Confinement(
         write=tuple(map(str, places)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.checkpoints import LoadedModel, Model, load_model, unload
+from tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, unload
 
 _ANSWER = "yes"  # of an assistant, in a conversation that is rendered to see how a turn ends
 
@@ -61,13 +61,20 @@ class Reference:
 
 
 def make_reference(
-    model: Model, texts: Sequence[str], question: str, *, dtype: str, device: str, longest: int
+    model: Model,
+    texts: Sequence[str],
+    question: str,
+    dtype: str,
+    device: str,
+    longest: int,
+    on_progress: TellProgress = lambda done, total: None,
 ) -> Reference:
     """Load the model, score ``texts``, render a chat that asks ``question``, and give the memory back to the server.
 
     Args:
         dtype: Name of the torch dtype in which the server computes, too.
         longest: Tokens that the server takes; longer texts are cut.
+        on_progress: Told nothing: it takes seconds.
 
     Raises:
         InvalidInput: when transformers cannot load it, or memory does not suffice.

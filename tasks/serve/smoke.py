@@ -8,7 +8,7 @@ from pathlib import Path
 
 from merge_core.checkpoint import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput
-from tasks.checkpoints import Model, TellProgress, ask_child
+from tasks.checkpoints import Model, ask_child
 from tasks.remote import Unreachable
 from tasks.serve import checks
 from tasks.serve.checks import ServedSubject, ServerQuestion
@@ -122,23 +122,11 @@ def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, de
     """What transformers says to what the server will be asked, in the dtype that it is served in."""
     dtype = dtype_of(settings, checkpoint)
     return ask_child(
-        _make_reference,
+        make_reference,
         (model, tuple(settings.texts), settings.prompts[0], dtype, device, longest),
         where=f"{model.name} in transformers",
         models=[model],
     )
-
-
-def _make_reference(
-    model: Model,
-    texts: tuple[str, ...],
-    question: str,
-    dtype: str,
-    device: str,
-    longest: int,
-    on_progress: TellProgress,
-) -> Reference:
-    return make_reference(model, texts, question, dtype=dtype, device=device, longest=longest)
 
 
 class ServerProbe:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from merge_core.checkpoint import EXPONENTS, Checkpoint, StoredTensor, read_into, read_vocabulary
+from merge_core.engine import count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.parsing import read_json
 from merge_core.units import format_bytes
@@ -228,9 +229,8 @@ def _blocks(tensor: StoredTensor) -> Iterator[memoryview]:
 
 def _broken(block: memoryview, tensor: StoredTensor) -> int:
     """NaN and infinities in it."""
-    if (mask := EXPONENTS.get(tensor.dtype.code)) is not None:
-        patterns = np.frombuffer(block, dtype=mask.dtype)
-        return int(np.count_nonzero((patterns & mask) == mask))
+    if tensor.dtype.code in EXPONENTS:
+        return count_non_finite(np.frombuffer(block, dtype=np.uint8), tensor.dtype, fused=False)
     bits, none = _SMALL[tensor.dtype.code]
     return int(np.count_nonzero((np.frombuffer(block, dtype=np.uint8) & np.uint8(bits)) == none))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import version
 from typing import Literal
 
@@ -38,4 +39,8 @@ def device_kind() -> Literal["cpu", "cuda"]:
 
 def versions(*distributions: str) -> dict[str, str]:
     """``{'torch': '2.13.0'}``, without importing any of them. A local build tag (``+cpu``) is part of the version."""
-    return {name: version(name) for name in distributions}
+    return {name: _installed(name) for name in distributions}
+
+
+# Part of every key, and looked up in files: what is installed stays so while a process runs.
+_installed = cache(version)
