@@ -22,9 +22,9 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
         drawn = final_table(outcome.content)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
         for position, column in enumerate(drawn.columns):
-            table.add_column(
-                column, justify="left" if position in (0, len(drawn.columns) - 1) else "right", no_wrap=position > 0
-            )
+            # What is text may take several lines: where the terminal is narrow, no number and no name is lost.
+            is_text = position in (0, len(drawn.columns) - 1)
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
         for row in drawn.rows:
             *cells, verdict = row.cells
             table.add_row(*(_cell(cell) for cell in cells), Text(verdict, style=_STYLES[row.outcome]))

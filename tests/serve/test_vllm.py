@@ -31,15 +31,18 @@ SERVED = load_profile(DEMO.parent / "demo-served.yaml").serve
 assert SERVED is not None
 SETTINGS = SERVED.model_copy(update={"python": PROJECT / PYTHON, "environment": {"OMP_NUM_THREADS": "1"}})
 
-# Broken as in ``STATIC``: name of the check that sees it in the running server, and what it says.
-LIVE: dict[str, tuple[str, str]] = {
-    "NaN weight": ("finite logprobs", "not JSON compliant"),
-    "missing tensor": ("parity", "on average"),  # starts, with whatever was in that memory
-    "narrowed heads": ("parity", "on average"),  # starts, with a part of the weights
-    "more layers": ("ready", "weights were not initialized from checkpoint"),
-    "fewer layers": ("ready", "no module or parameter named 'layers.2'"),
-    "small embeddings": ("server lives", "out of bounds"),
-    "no chat template": ("chat", "you must provide a chat template"),
+# vLLM starts, with whatever was in that memory: numbers, or such as no answer can carry.
+UNINITIALISED = {"parity": "on average", "finite logprobs": "not JSON compliant"}
+
+# Broken as in ``STATIC``: name of a check that sees it in the running server, and what it says.
+LIVE: dict[str, dict[str, str]] = {
+    "NaN weight": {"finite logprobs": "not JSON compliant"},
+    "missing tensor": UNINITIALISED,
+    "narrowed heads": {"parity": "on average"},  # starts, with a part of the weights
+    "more layers": {"ready": "weights were not initialized from checkpoint"},
+    "fewer layers": {"ready": "no module or parameter named 'layers.2'"},
+    "small embeddings": {"server lives": "out of bounds"},
+    "no chat template": {"chat": "you must provide a chat template"},
 }
 
 
@@ -77,8 +80,8 @@ def test_what_the_static_checks_would_miss_is_seen_in_the_running_server(
     monkeypatch.setattr("tasks.serve.smoke.static_checks", lambda *arguments, **options: [])
     monkeypatch.setattr("tasks.serve.smoke._reference", lambda *arguments, **options: reference)
     verdict = smoke(broken, tmp_path / "server.log")
-    name, words = LIVE[variant]
-    assert words in failures(verdict).get(name, ""), failures(verdict)
+    seen = failures(verdict)
+    assert any(words in seen.get(name, "") for name, words in LIVE[variant].items()), seen
     refusal = verdict.refused()
     assert refusal is not None
     assert refusal.exit_code == 3
