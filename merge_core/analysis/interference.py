@@ -286,7 +286,7 @@ def _blocks(
 def _opened(jobs: Sequence[TensorJob]) -> Iterator[dict[Path, int]]:
     with ExitStack() as closing:
         files: dict[Path, int] = {}
-        for path in dict.fromkeys(item.tensor.file for job in jobs for item in job.inputs):
+        for path in dict.fromkeys(part.file for job in jobs for part in job.stored):
             try:
                 files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from merge_core.architecture.layers import stacks
-from merge_core.checkpoint import Checkpoint, DType, StoredTensor
+from merge_core.checkpoint import AnyTensor, Checkpoint, DType
 from merge_core.errors import InvalidInput
 
 _HEAD = re.compile(r"^(?:.*\.)?(?:lm_head|embed_out)\.weight$")
@@ -42,7 +42,7 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
     return None
 
 
-def find_tensor(checkpoint: Checkpoint, name: str) -> StoredTensor | None:
+def find_tensor(checkpoint: Checkpoint, name: str) -> AnyTensor | None:
     """The tensor of that name; for a head that is tied and not stored, the embedding it is tied to."""
     tensor = checkpoint.tensors.get(name)
     if tensor is not None or not is_head(name) or ties_embeddings(checkpoint.config) is False:

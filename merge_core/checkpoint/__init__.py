@@ -12,6 +12,7 @@ from merge_core.checkpoint.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
+from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from merge_core.checkpoint.dtypes import BY_CODE, EXPONENTS, DType, numbers, patterns, promote, recipe_dtype
 from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_into, render_header
 from merge_core.checkpoint.vocabulary import Vocabulary, read_vocabulary, vocabulary_differences
@@ -24,8 +25,12 @@ __all__ = [
     "PICKLED_INDEX_NAME",
     "PICKLED_SINGLE_NAME",
     "SINGLE_NAME",
+    "AnyTensor",
     "Checkpoint",
     "DType",
+    "DerivedTensor",
+    "ReadElements",
+    "ReadStored",
     "StoredTensor",
     "Vocabulary",
     "chosen_template",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from merge_core.checkpoint.chat_template import own_template
+from merge_core.checkpoint.derived import AnyTensor
 from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
 from merge_core.errors import InvalidInput
@@ -64,9 +65,14 @@ class Checkpoint:
 
     directory: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, AnyTensor]
     companions: tuple[str, ...] = ()
     chat_template: str | None = None
+
+    def stored(self) -> Iterator[StoredTensor]:
+        """Everything that is read where the whole checkpoint is."""
+        for tensor in self.tensors.values():
+            yield from tensor.parts
 
     @property
     def nbytes(self) -> int:

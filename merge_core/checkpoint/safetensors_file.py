@@ -59,6 +59,11 @@ class StoredTensor:
         """Number of bytes."""
         return self.numel * self.dtype.size
 
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors that it is made of: itself (see :mod:`.derived`)."""
+        return (self,)
+
 
 def read_header(path: Path, *, within: Path | None = None) -> tuple[StoredTensor, ...]:
     """Tensors of the file at ``path`` in the order of their bytes; only the header is read.

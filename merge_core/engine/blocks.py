@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import DType, numbers, patterns, read_into
+from merge_core.checkpoint import (
+    AnyTensor,
+    DerivedTensor,
+    DType,
+    ReadElements,
+    StoredTensor,
+    numbers,
+    patterns,
+    read_into,
+)
 from merge_core.engine.finite import PIECE_BYTES, count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.methods import Block, StoredBlock
@@ -92,8 +101,7 @@ def read_ahead(job: TensorJob, files: Mapping[Path, int]) -> None:
     """
     if not hasattr(os, "posix_fadvise"):
         return
-    for item in job.inputs:
-        tensor = item.tensor
+    for tensor in job.stored:
         fd, end = files[tensor.file], tensor.offset + min(tensor.nbytes, _AHEAD_BYTES)
         for start in range(tensor.offset, end, _ADVICE_BYTES):
             with suppress(OSError):  # It is advice: reading will find out what is wrong.
@@ -115,8 +123,9 @@ class JobInputs:
         self.job, self.block, self.grain = job, block, grain
         self.numel = job.output.numel
         self.count = -(-self.numel // block)
-        self._files, self._pool = files, pool
+        self._pool = pool
         self._sizes = [item.tensor.dtype.size for item in job.inputs]
+        self._read_elements = [_open_elements(item.tensor, files) for item in job.inputs]
 
     def load(self, number: int, *, look: bool = False, fused: bool = False) -> LoadedBlock:
         """Block ``number`` in memory; close it (``with``) when its numbers are no longer needed.
@@ -148,7 +157,7 @@ class JobInputs:
             step = PIECE_BYTES if look else max(len(row), 1)
             for first in range(0, len(row), step):
                 piece = row[first : first + step]
-                read_into(self._files[tensor.file], piece.data, tensor.offset + start * size + first, tensor.file)
+                self._read_elements[index](start + first // size, piece)
                 counts[index] += count_non_finite(piece, tensor.dtype, fused=fused) if look else 0
         return counts
 
@@ -175,9 +184,7 @@ class JobInputs:
                     last += 1
                     count = min(count + width, length - done)
                 part = into[done * size : (done + count) * size]
-                read_into(
-                    self._files[tensor.file], part.data, tensor.offset + (own * width + column) * size, tensor.file
-                )
+                self._read_elements[index](own * width + column, part)
             done += count
 
     def _mean_row(
@@ -191,13 +198,23 @@ class JobInputs:
             tensor = item.tensor
             width = self.numel // self.job.output.shape[0]
             part = np.empty(count * tensor.dtype.size, np.uint8)
-            offset = tensor.offset + (row * width + column) * tensor.dtype.size
-            read_into(self._files[tensor.file], part.data, offset, tensor.file)
+            self._read_elements[index](row * width + column, part)
             broken = count_non_finite(part, tensor.dtype, fused=False)
             if broken and item.rows is not None and row not in item.rows.rows:  # Else it is counted where it belongs.
                 lent[index] += broken
             total += torch.from_numpy(part).view(getattr(torch, tensor.dtype.torch_name)).double()
         return total / len(rows)
+
+
+def _open_elements(tensor: AnyTensor, files: Mapping[Path, int]) -> ReadElements:
+    """How to read elements of ``tensor``: from the file where it is stored, else as it is derived."""
+
+    def read(stored: StoredTensor, first: int, into: Bytes) -> None:
+        read_into(files[stored.file], into.data, stored.offset + first * stored.dtype.size, stored.file)
+
+    if isinstance(tensor, DerivedTensor):
+        return tensor.open(read)
+    return lambda first, into: read(tensor, first, into)
 
 
 def _stored(values: torch.Tensor, dtype: DType) -> Bytes:

@@ -190,7 +190,7 @@ def _open_inputs(plan: MergePlan, steps: Path) -> Iterator[dict[Path, int]]:
     files: dict[Path, int] = {}
     opened: list[tuple[Path, FileIdentity, int]] = []
     try:
-        for path in dict.fromkeys(item.tensor.file for job in plan.jobs for item in job.inputs):
+        for path in dict.fromkeys(part.file for job in plan.jobs for part in job.stored):
             try:
                 step = step_of(path)
                 real = steps / step / path.name if step else path

@@ -100,7 +100,7 @@ def require_finite(job: TensorJob, counts: Sequence[int] | NDArray[Any]) -> None
         return
     (item, count), *others = broken
     more = "".join(f"; in {other.model}, {number}" for other, number in others)
-    made_here = step_of(item.tensor.file) is not None
+    made_here = any(step_of(part.file) is not None for part in item.tensor.parts)
     raise InvalidInput(
         f"{item.model}: {item.tensor.name}",
         found=f"{count} of {item.tensor.numel} numbers are NaN or infinite{more}",

@@ -25,6 +25,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from merge_core.checkpoint import DerivedTensor
 from merge_core.engine.coordination import NAME
 from merge_core.engine.health import TensorHealth
 from merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
@@ -138,6 +139,12 @@ def merge_identity(plan: MergePlan, files: Mapping[Path, int], way: str) -> str:
         "recipe": plan.recipe.canonical(),
         "inputs": inputs,
         "way": way,
+        "derived": [
+            [item.model, item.tensor.name, item.tensor.identity()]
+            for job in plan.jobs
+            for item in job.inputs
+            if isinstance(item.tensor, DerivedTensor)
+        ],
         "headers": [hashlib.sha256(shard.header).hexdigest() for shard in plan.shards],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

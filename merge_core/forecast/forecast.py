@@ -205,7 +205,7 @@ def duration(needs: Needs, rates: Rates, *, cores: int) -> Duration:
 def input_files(plan: MergePlan) -> list[Path]:
     """The weight files that a merge reads, results of its own steps not among them."""
     parts = (*plan.steps, plan)
-    named = dict.fromkeys(item.tensor.file for part in parts for job in part.jobs for item in job.inputs)
+    named = dict.fromkeys(tensor.file for part in parts for job in part.jobs for tensor in job.stored)
     return [file for file in named if step_of(file) is None]
 
 

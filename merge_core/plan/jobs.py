@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from merge_core.checkpoint import Checkpoint, StoredTensor
+from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor
 from merge_core.errors import Finding
 from merge_core.methods import Method, TensorTask
 from merge_core.plan.alignment import RowMap
@@ -19,7 +19,7 @@ class Input:
     """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are."""
 
     model: str
-    tensor: StoredTensor
+    tensor: AnyTensor
     rows: RowMap | None = None
 
 
@@ -43,6 +43,11 @@ class TensorJob:
     shared: Mapping[str, Any]
     per_input: tuple[Mapping[str, Any], ...]
     mode: Literal["merge", "copy", "equal"]
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors that are read for it."""
+        return tuple(part for item in self.inputs for part in item.tensor.parts)
 
     @property
     def nbytes_in(self) -> int:

@@ -96,7 +96,7 @@ def _groups_of_donor(tensors: Sequence[OutputTensor], donor: Checkpoint) -> dict
         return None
     groups: dict[str, list[OutputTensor]] = {}
     for tensor in sorted(tensors, key=lambda tensor: order[tensor.name]):
-        groups.setdefault(donor.tensors[tensor.name].file.name, []).append(tensor)
+        groups.setdefault(donor.tensors[tensor.name].parts[0].file.name, []).append(tensor)
     return groups
 
 
@@ -115,5 +115,6 @@ def _packed(tensors: Sequence[OutputTensor], limit: int) -> dict[str, list[Outpu
 def _shard_limit(donor: Checkpoint) -> int:
     sizes: dict[str, int] = {}
     for tensor in donor.tensors.values():
-        sizes[tensor.file.name] = sizes.get(tensor.file.name, 0) + tensor.nbytes
+        file = tensor.parts[0].file.name
+        sizes[file] = sizes.get(file, 0) + tensor.nbytes
     return max(sizes.values()) if len(sizes) > 1 else max(DEFAULT_SHARD_BYTES, *sizes.values())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from merge_core.architecture import before_layers, find_tensor, is_head, is_optional, output_config, with_vocabulary
-from merge_core.checkpoint import Checkpoint, DType, StoredTensor, chosen_template, promote
+from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
 from merge_core.methods import REQUIRED
 from merge_core.plan.alignment import Alignment, align, has_vocabulary_rows
@@ -147,7 +147,7 @@ def _job(
     problems: list[Finding],
 ) -> TensorJob | None:
     method, cut = recipe.method, spec.cut
-    found: list[tuple[Source, StoredTensor]] = []
+    found: list[tuple[Source, AnyTensor]] = []
     for source, name in zip(cut.sources, spec.source_names, strict=True):
         tensor = find_tensor(checkpoints[str(source.model)], name)
         if tensor is not None:
@@ -202,7 +202,7 @@ def _job(
 
 
 def _output_dtype(
-    recipe: Recipe, name: str, found: Sequence[tuple[Source, StoredTensor]], problems: list[Finding]
+    recipe: Recipe, name: str, found: Sequence[tuple[Source, AnyTensor]], problems: list[Finding]
 ) -> DType | None:
     dtypes = {tensor.dtype for _, tensor in found}
     kinds = {dtype.kind for dtype in dtypes}
@@ -235,7 +235,7 @@ def _output_dtype(
     return tensor.dtype
 
 
-def _same_shape(name: str, found: Sequence[tuple[Source, StoredTensor]], problems: list[Finding]) -> bool:
+def _same_shape(name: str, found: Sequence[tuple[Source, AnyTensor]], problems: list[Finding]) -> bool:
     first_source, first = found[0]
     same = True
     for source, tensor in found[1:]:
@@ -262,7 +262,7 @@ def _same_shape(name: str, found: Sequence[tuple[Source, StoredTensor]], problem
 def _values(
     recipe: Recipe,
     spec: OutputSpec,
-    found: Sequence[tuple[Source, StoredTensor]],
+    found: Sequence[tuple[Source, AnyTensor]],
     has_base: bool,
 ) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
     method = recipe.method

@@ -56,7 +56,7 @@ def check_tensors(checkpoint: Checkpoint) -> list[Check]:
     transformers itself translates the names that a checkpoint has into those of the model, as it does when it loads.
     One check for each kind of disagreement: missing, of another shape, not of this model.
     """
-    pickled = [tensor for tensor in checkpoint.tensors.values() if tensor.file.suffix != ".safetensors"]
+    pickled = [tensor for tensor in checkpoint.stored() if tensor.file.suffix != ".safetensors"]
     if pickled:
         return [_tensors_failed(str(pickled[0].file), "pickled weights", "safetensors", "save it as safetensors")]
     said = ask_child(_load_on_meta, (checkpoint,), where=f"{checkpoint.directory}: its tensors")
@@ -114,7 +114,7 @@ def check_finite(checkpoint: Checkpoint) -> Check:
     """Whether every weight is a number: all are read, a block at a time."""
     broken: list[tuple[str, int]] = []
     read = 0
-    for tensor in checkpoint.tensors.values():
+    for tensor in checkpoint.stored():
         if count := sum(_broken(block, tensor) for block in _blocks(tensor)):
             broken.append((tensor.name, count))
         read += tensor.nbytes
