@@ -53,13 +53,16 @@ def card_metadata(
 
 
 def front_matter(text: str) -> dict[str, object] | None:
-    """The metadata of a card; None where there is none that can be read."""
+    """The metadata of a card, every name as text (``on:`` is a truth value in YAML); None where there is none that can
+    be read."""
     found = _FRONT_MATTER.match(text[:_LONGEST_FRONT_MATTER])
     try:
         documents = parse_yaml(found[1], "README.md", loader=_CardLoader) if found else []
     except InvalidInput:
         return None
-    return documents[0] if len(documents) == 1 and isinstance(documents[0], dict) else None
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        return None
+    return {str(name): value for name, value in documents[0].items()}
 
 
 class _CardLoader(StrictLoader):

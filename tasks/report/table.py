@@ -117,15 +117,16 @@ def final_table(content: ReportContent) -> Table:
     verdict = content.verdict
     for left_out in verdict.not_run:
         lines.append(Row((left_out.task, *("" for _ in shown), "", wording.plain(left_out.limit), left_out.word)))
+    together = "tasks run" if verdict.not_run else "all tasks"
     for suite in verdict.suites:
-        label = "all tasks" if suite is verdict.suites[0] else f"against {suite.reference}"
+        label = together if suite is verdict.suites[0] else f"against {suite.reference}"
         change, limit = wording.suite_change(suite), wording.plain(suite.max_drop)
         lines.append(Row((label, *("" for _ in shown), change, limit, suite.word), suite.outcome))
     if not verdict.suites and verdict.overall_drop is not None and len(verdict.guards) > 1:
         change = wording.number(verdict.overall_drop, 1)
         if verdict.overall_low is not None and verdict.overall_high is not None:
             change += f" {wording.interval(verdict.overall_low, verdict.overall_high, 1)}"
-        lines.append(Row(("all tasks", *("" for _ in shown), change, "", "")))
+        lines.append(Row((together, *("" for _ in shown), change, "", "")))
     if verdict.drift is not None or any(model.likelihoods for model in shown):
         lines.append(_perplexity_line(verdict.drift, shown))
     columns = ("task", *(model.name for model in shown), "drop", "limit", "verdict")

@@ -89,6 +89,8 @@ def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released
     assert result.exit_code == 3, result.output
     assert "not run: decided by shift" in result.output
     assert len(scored(project) - before) == 2  # of the merge on copy and shift, and of no parent
+    assert "\ntasks run " in result.output
+    assert "\nall tasks " not in result.output
     page = (project.home / "reports" / "early.html").read_text().replace("<wbr>", "")
     assert "not run: decided by shift" in page
     assert "800 of 1,200 documents were asked; looking at a part of them first and leaving out 1 task that" in page

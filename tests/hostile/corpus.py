@@ -604,6 +604,7 @@ RELEASES: Mapping[str, Case] = {
         Case("card-aliases", put("README.md", "---\n" + bomb() + "---\n"), 3),
         Case("card-deep", put("README.md", "---\na: " + "[" * DEEP + "\n---\n"), 3),
         Case("card-strange-types", put("README.md", "---\nbase_model: 7\nlicense: [1]\n---\n"), 3),
+        Case("card-names-no-text", put("README.md", "---\nlicense: mit\non: merge\n7: 8\n---\n"), 3),
         Case("sums-not-utf8", put("SHA256SUMS", b"\xff" * 100), 3),
         Case("sums-of-a-million-lines", put("SHA256SUMS", b"a  b\n" * 1_000_000), 3),
         Case("sums-a-pipe", pipe("SHA256SUMS"), 3),

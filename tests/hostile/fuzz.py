@@ -36,6 +36,7 @@ from honest import CONFIG, DATE, PROFILE, RECIPE, SHAPES, TASK, TOKENIZER, check
 from honest import samples as sample_lines  # noqa: E402
 from honest import weights as torch_weights  # noqa: E402
 from mutations import mutated  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
 
 from flows.profile import parse_profile  # noqa: E402
 from merge_core import load_recipe, open_checkpoint, plan_with_findings  # noqa: E402
@@ -44,6 +45,7 @@ from merge_core.checkpoint.pickled_file import parse_pickled  # noqa: E402
 from merge_core.errors import MergegateError  # noqa: E402
 from merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from merge_core.recipe import parse_reference, resolve_local  # noqa: E402
+from merge_core.store import MANIFEST, VALUE, JournalPlace, Store, StoreMiss, open_journal  # noqa: E402
 from tasks.evaluation.lm_eval_results import find_results, read_task  # noqa: E402
 from tasks.evaluation.task_code import imported_beside  # noqa: E402
 from tasks.evaluation.task_definition import read_definition  # noqa: E402
@@ -91,6 +93,17 @@ class HeldRelease:
 
     def read(self, name: str) -> bytes:
         return self.contents[name]
+
+
+class Note(BaseModel):
+    """What the stages of the state that is mutated say."""
+
+    text: str
+
+
+def _made(out: Path) -> Note:
+    (out / "file").write_bytes(b"content")
+    return Note(text="x")
 
 
 def targets(place: Path, release: Path | None) -> dict[str, Target]:
@@ -181,6 +194,30 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
     def of_release(name: str) -> Callable[[bytes], object]:
         return lambda data: check_release(HeldRelease({**held, name: data}))
 
+    kept = Store(place / "store")
+    made, said = "a" * 64, "b" * 64
+    kept.build("made", made, Note, _made)
+    kept.build_value("said", said, Note, lambda: Note(text="x"))
+
+    def of_store(file: Path, find: Callable[[], object]) -> Target:
+        def parse(data: bytes) -> object:
+            file.write_bytes(data)
+            try:
+                return find()
+            except StoreMiss:
+                return None
+
+        return Target(parse, (file.read_bytes(),))
+
+    lines = place / "journal"
+    with open_journal(JournalPlace(lines, "k")) as whole:
+        for number in range(5):
+            whole.append({"document": number, "scores": [0.5, number]})
+
+    def journal() -> object:
+        with open_journal(JournalPlace(lines, "k"), fits=lambda record: isinstance(record, dict)) as found:
+            return found.records
+
     def texts(cases: Mapping[str, str | bytes]) -> tuple[bytes, ...]:
         found = (one if isinstance(one, bytes) else one.encode() for one in cases.values())
         return tuple(one for one in found if len(one) < 20_000)
@@ -228,6 +265,10 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
         "pickle": target(description, of_one),
         "results": target(of_results("results", f"results_{DATE}.json"), result),
         "samples": target(of_results("samples", f"samples_letters_{DATE}.jsonl"), line, every_line),
+        "manifest": of_store(kept.directory("made", made) / MANIFEST, lambda: kept.open("made", made, Note)),
+        "artifact's value": of_store(kept.directory("made", made) / VALUE, lambda: kept.open("made", made, Note)),
+        "value": of_store(kept.root / "said" / f"{said[:32]}.json", lambda: kept.open_value("said", said, Note)),
+        "journal": of_store(lines, journal),
         "line": target(lambda data: parse_line(data, PLACE, 1), {"text": "a", "turns": ["b"]}),
     }
     for name in sorted(held):
