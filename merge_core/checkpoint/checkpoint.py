@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from merge_core.checkpoint.chat_template import own_template
 from merge_core.checkpoint.derived import AnyTensor
 from merge_core.checkpoint.pickled_file import read_pickled
+from merge_core.checkpoint.quantised import decode_quantised
 from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
 from merge_core.errors import InvalidInput
 from merge_core.parsing import JsonBounds, check_entries, edge, read_json
@@ -61,6 +62,7 @@ class Checkpoint:
         companions: Names of the files that belong to a model beside config and weights: tokenizer, generation
             config, chat template, processors, custom code.
         chat_template: Its chat template.
+        decoded: How its weights are quantised, where they are decoded while they are read; else empty.
     """
 
     directory: Path
@@ -68,6 +70,7 @@ class Checkpoint:
     tensors: Mapping[str, AnyTensor]
     companions: tuple[str, ...] = ()
     chat_template: str | None = None
+    decoded: str = ""
 
     def stored(self) -> Iterator[StoredTensor]:
         """Everything that is read where the whole checkpoint is."""
@@ -108,7 +111,7 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
     there = _companions(directory)
     check_entries(directory, there)
     names = tuple(name for name in there if (directory / name).is_file())
-    config = read_json(directory / "config.json")
+    config: Mapping[str, Any] = read_json(directory / "config.json")
     known = elsewhere or {}
     index_name, single_name = _names_of_weights(directory, known)
     index, single = directory / index_name, directory / single_name
@@ -127,8 +130,8 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
         tensors = _unindexed(directory, known)
     if not tensors:
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
-    tensors = _without_tied_heads(tensors, config)
-    return Checkpoint(directory, config, tensors, names, own_template(directory))
+    table, config, decoded = decode_quantised(_without_tied_heads(tensors, config), config)
+    return Checkpoint(directory, config, table, names, own_template(directory), decoded)
 
 
 def _companions(directory: Path) -> tuple[str, ...]:

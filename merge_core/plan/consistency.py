@@ -18,6 +18,14 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
     """What a checkpoint's config says that its tensors do not."""
     config = checkpoint.config
     yield from _quantised(name, checkpoint)
+    if checkpoint.decoded:
+        yield Finding(
+            "warn",
+            f"{name}: config.json: quantization_config",
+            found=f"a quantised model ({checkpoint.decoded}), decoded to bfloat16 while it is read",
+            expected="the weights that were trained",
+            remedy="nothing to do, unless they are published too: then name those",
+        )
     named, depths = layer_count(config), stacks(checkpoint.tensors)
     if named is not None and depths and named not in depths.values():
         yield Finding(
