@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import io
 import json
+import logging
 import shutil
 import signal
 import sys
@@ -351,6 +352,7 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--only", help="targets whose names begin so")
     asked = arguments.parse_args()
+    logging.disable(logging.WARNING)  # what is not believed is a miss, and each is logged
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="mergegate-fuzz-") as scratch:
         known = targets(Path(scratch) / "inputs", published(Path(scratch) / "release"))
