@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-from demo_project import Printed, Project, make_project
+from demo_project import PROFILES, Printed, Project, make_project
+from kept import digest_of, kept
+from optional_stages import run_with_everything
+
+TESTS = Path(__file__).resolve().parents[1]
+SOURCES = (PROFILES, *(TESTS.parent / floor for floor in ("flows", "tasks", "merge_core")))
 
 
 @pytest.fixture
@@ -19,18 +22,27 @@ def project(tmp_path: Path, prefect_api: None) -> Project:
 
 
 @pytest.fixture(scope="session")
-def demo_release(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Path:
-    """Where the demo has been released once for all tests, by whichever of their processes comes first."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    place = shared / "demo-release"
-    with (shared / "demo-release.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / "printed.json").exists():
-            result = make_project(place).mergegate("run", "profiles/demo.yaml")
-            (place / "printed.json").write_text(json.dumps([result.exit_code, result.output]))
-    return place
+def demo_release(request: pytest.FixtureRequest, prefect_api: None) -> Path:
+    """Where the demo has been released once for all tests, and for those of the runs after this one."""
+
+    def make(place: Path) -> None:
+        result = make_project(place).mergegate("run", "profiles/demo.yaml")
+        assert result.exit_code == 0, result.output
+        (place / "printed.json").write_text(json.dumps([result.exit_code, result.output]))
+
+    return kept(request.config, "demo-release", digest_of(SOURCES), make)
+
+
+@pytest.fixture(scope="session")
+def released_with_everything(request: pytest.FixtureRequest, demo_release: Path) -> Path:
+    """Where the demo has been released with all that a profile can ask for, too."""
+
+    def make(place: Path) -> None:
+        shutil.copytree(demo_release, place, symlinks=True)
+        result = run_with_everything(Project(place))
+        assert result.exit_code == 0, result.output
+
+    return kept(request.config, "demo-with-everything", digest_of((*SOURCES, TESTS / "judge", TESTS / "serve")), make)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,12 @@ from typing import Any
 
 import yaml
 from demo_project import Project
+from typer.testing import Result
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS / "judge"))
 
-from judge_server import Response, completion, serving  # noqa: E402, F401  # from the tests of the judge, which use it too
+from judge_server import Response, completion, serving  # noqa: E402  # from the tests of the judge, which use it too
 
 STAND_IN = TESTS / "serve" / "stand_in.py"
 
@@ -58,3 +59,14 @@ def served_by_a_stand_in(*arguments: str, version: str = "1") -> dict[str, Any]:
         "version": version,
         "parents": True,
     }
+
+
+def run_with_everything(project: Project) -> Result:
+    """The demo with the ensemble, a judge who is never decided, and a server."""
+    with serving(lambda body: says("tie")) as asked:
+        more = {
+            "judge": {**asks_a_judge(project, asked.url), "on_inconclusive": "warn"},
+            "serve": served_by_a_stand_in("--model", "{model}"),
+            "perplexity": {"ensemble": True},
+        }
+        return project.mergegate("run", profile(project, "everything", **more), "--json")

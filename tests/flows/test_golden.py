@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from demo_project import Printed, Project
-from optional_stages import asks_a_judge, profile, says, served_by_a_stand_in, serving
 
 from tasks.evaluation.stage import evaluate, excerpt
 from tasks.explain.stage import explain, flips
@@ -84,20 +83,11 @@ def test_a_stage_makes_what_its_version_promises(stage: DeclaredStage, released:
 
 
 @pytest.fixture(scope="module")
-def with_everything(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> Project:
+def with_everything(tmp_path_factory: pytest.TempPathFactory, released_with_everything: Path) -> Project:
     """The demo with all that a profile can ask for; and a merge that lost something."""
     root = tmp_path_factory.mktemp("everything") / "project"
-    shutil.copytree(demo_release, root, symlinks=True)
+    shutil.copytree(released_with_everything, root, symlinks=True)
     project = Project(root)
-    stand_in = served_by_a_stand_in("--model", "{model}")
-    with serving(lambda body: says("tie")) as asked:
-        more = {
-            "judge": {**asks_a_judge(project, asked.url), "on_inconclusive": "warn"},
-            "serve": stand_in,
-            "perplexity": {"ensemble": True},
-        }
-        result = project.mergegate("run", profile(project, "everything", **more), "--json")
-    assert result.exit_code == 0, result.output
     assert project.mergegate("run", "profiles/demo-refused.yaml").exit_code == 3
     few = project.edit(
         "demo.yaml", "evaluate:\n", "evaluate:\n  documents: 100\n  extend: false\n  on_inconclusive: pass\n"

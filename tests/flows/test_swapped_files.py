@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from demo_project import PROFILES, Project
-from optional_stages import asks_a_judge, profile, says, served_by_a_stand_in, serving
+from optional_stages import run_with_everything
 from tampering import CHANGES, HARMLESS
 
 from merge_core.errors import ChangedInput
@@ -49,9 +49,9 @@ def own_family(project: Project) -> None:
 
 
 @pytest.fixture(scope="module")
-def release(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> Release:
+def release(tmp_path_factory: pytest.TempPathFactory, released_with_everything: Path) -> Release:
     root = tmp_path_factory.mktemp("swapped") / "project"
-    shutil.copytree(demo_release, root, symlinks=True)
+    shutil.copytree(released_with_everything, root, symlinks=True)
     project = Project(root)
     own_family(project)
     calls: dict[str, tuple[DeclaredStage[Any, Any, Any], StageCall]] = {}
@@ -63,14 +63,9 @@ def release(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> Rel
             calls[stage.name] = (stage, call)  # The last one: of the merge, where there are several.
         return call
 
-    with serving(lambda body: says("tie")) as asked, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeclaredStage, "_bind", noted)
-        more = {
-            "judge": {**asks_a_judge(project, asked.url), "on_inconclusive": "warn"},
-            "serve": served_by_a_stand_in("--model", "{model}"),
-            "perplexity": {"ensemble": True},
-        }
-        result = project.mergegate("run", profile(project, "everything", **more), "--json")
+        result = run_with_everything(project)  # Nothing is made anew, but every stage is called.
     assert result.exit_code == 0, result.output
     return Release(project, calls)
 
