@@ -43,7 +43,8 @@ def digest_of(sources: Iterable[Path]) -> str:
     """Of all that decides what this project makes here: its sources and the versions of what is installed."""
     running = hashlib.sha256()
     for source in sources:
-        files = sorted(path for path in source.rglob("*") if path.is_file() and path.suffix != ".pyc")
+        inside = source.rglob("*") if source.is_dir() else [source]
+        files = sorted(path for path in inside if path.is_file() and path.suffix != ".pyc")
         for file in files:
             running.update(f"{file.relative_to(source)}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
     for installed in sorted(f"{found.name} {found.version}" for found in distributions()):

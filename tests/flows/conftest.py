@@ -12,7 +12,8 @@ from kept import digest_of, kept
 from optional_stages import run_with_everything
 
 TESTS = Path(__file__).resolve().parents[1]
-SOURCES = (PROFILES, *(TESTS.parent / floor for floor in ("flows", "tasks", "merge_core")))
+SOURCES = (PROFILES, *(TESTS.parent / floor for floor in ("flows", "tasks", "merge_core")), Path(__file__))
+SERVERS = (TESTS / "judge", TESTS / "serve", Path(__file__).with_name("optional_stages.py"))
 
 
 @pytest.fixture
@@ -41,8 +42,9 @@ def released_with_everything(request: pytest.FixtureRequest, demo_release: Path)
         shutil.copytree(demo_release, place, symlinks=True)
         result = run_with_everything(Project(place))
         assert result.exit_code == 0, result.output
+        (place / "outcome.json").write_text(result.stdout)
 
-    return kept(request.config, "demo-with-everything", digest_of((*SOURCES, TESTS / "judge", TESTS / "serve")), make)
+    return kept(request.config, "demo-with-everything", digest_of((*SOURCES, *SERVERS)), make)
 
 
 @pytest.fixture(scope="module")

@@ -20,13 +20,17 @@ def outcome(result: Result) -> dict[str, Any]:
     return found
 
 
-def test_the_report_says_how_much_of_the_ensemble_the_merge_keeps(released: Released) -> None:
-    project, _ = released
-    result = project.mergegate("run", profile(project, "together", perplexity={"ensemble": True}), "--json")
-    assert result.exit_code == 0, result.output
-    together = outcome(result)["content"]["ensemble"]
+@pytest.fixture
+def everything(released_with_everything: Path) -> tuple[Project, dict[str, Any]]:
+    """The demo released with all that a profile can ask for, and how that ended; to be looked at only."""
+    return Project(released_with_everything), json.loads((released_with_everything / "outcome.json").read_text())
+
+
+def test_the_report_says_how_much_of_the_ensemble_the_merge_keeps(everything: tuple[Project, dict[str, Any]]) -> None:
+    project, ended = everything
+    together = ended["content"]["ensemble"]
     assert together["documents"] == 600
-    assert "The mean of the parents" in Path(outcome(result)["report"]).read_text()
+    assert "The mean of the parents" in (project.home / "reports" / "everything.html").read_text()
 
 
 def test_a_judge_who_always_likes_the_first_answer_decides_nothing(released: Released) -> None:
@@ -69,23 +73,35 @@ def test_a_server_that_is_not_there_is_found_before_anything_is_merged(project: 
     assert not (project.home / "store" / "merge").exists()
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(("--model", "{model}"), 0), ((), 3)])
-def test_a_merge_is_released_only_if_its_server_answers_as_the_model_does(
-    released: Released, arguments: tuple[str, ...], code: int
+def checks_of(ended: dict[str, Any]) -> set[str]:
+    return {check["outcome"] for check in ended["content"]["served"]}
+
+
+def speeds(ended: dict[str, Any]) -> dict[str, float]:
+    return {model["name"]: model["measured"]["tokens_per_second"] for model in ended["content"]["serving"]}
+
+
+def test_a_merge_is_released_if_its_server_answers_as_the_model_does(
+    everything: tuple[Project, dict[str, Any]],
 ) -> None:
+    project, ended = everything
+    assert "fail" not in checks_of(ended)
+    assert "base" in speeds(ended)
+    assert all(speeds(ended).values())
+    assert "Tokens/s" in (project.home / "reports" / "everything.html").read_text()
+    place = project.root / "releases" / "everything"
+    (version,) = (path for path in place.iterdir() if not path.is_symlink())
+    assert "Tokens/s" not in (version / "report.html").read_text(), "a release does not change with the machine"
+
+
+def test_a_merge_whose_server_answers_otherwise_is_refused(released: Released) -> None:
     """Without a model the stand-in says canned things: what it serves is not the merge."""
     project, _ = released
-    serve = served_by_a_stand_in(*arguments, version=str(code))
-    name = f"served-{code}"
-    result = project.mergegate("run", profile(project, name, serve=serve), "--json")
-    assert result.exit_code == code, result.output
-    checks = {check["name"]: check["outcome"] for check in outcome(result)["content"]["served"]}
-    assert ("fail" in checks.values()) == (code == 3)
-    assert (project.root / "releases" / name).exists() == (code == 0)
-    serving = {model["name"]: model["measured"]["tokens_per_second"] for model in outcome(result)["content"]["serving"]}
-    assert ("base" in serving) == (code == 0), "a merge that is refused is compared with nobody"
-    assert all(serving.values())
-    assert "Tokens/s" in Path(outcome(result)["report"]).read_text()
-    if code == 0:
-        (version,) = (path for path in (project.root / "releases" / name).iterdir() if not path.is_symlink())
-        assert "Tokens/s" not in (version / "report.html").read_text(), "a release does not change with the machine"
+    result = project.mergegate("run", profile(project, "canned", serve=served_by_a_stand_in()), "--json")
+    assert result.exit_code == 3, result.output
+    ended = outcome(result)
+    assert "fail" in checks_of(ended)
+    assert not (project.root / "releases" / "canned").exists()
+    assert "base" not in speeds(ended), "a merge that is refused is compared with nobody"
+    assert all(speeds(ended).values())
+    assert "Tokens/s" in Path(ended["report"]).read_text()
