@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from merge_core.architecture import is_head, is_optional, layer_count, layer_place, stacks, vocabulary_size
+from merge_core.architecture import (
+    is_head,
+    is_optional,
+    layer_count,
+    layer_place,
+    main_depth,
+    prediction_tensors,
+    stacks,
+    vocabulary_size,
+)
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import Finding
 from merge_core.plan.jobs import MergePlan
@@ -19,7 +28,8 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
     config = checkpoint.config
     yield from _quantised(name, checkpoint)
     named, depths = layer_count(config), stacks(checkpoint.tensors)
-    if named is not None and depths and named not in depths.values():
+    main = {main_depth(checkpoint, stack) for stack in depths}
+    if named is not None and depths and named not in main:
         yield Finding(
             "block",
             f"{name}: config.json: num_hidden_layers",
@@ -79,6 +89,9 @@ def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known
             continue  # What is wrong with this model has been said.
         left = [name for name in checkpoints[model].tensors if name not in names]
         if cut:
+            # Said of the plan: a warning of its own.
+            predictions = prediction_tensors(checkpoints[model])
+            left = [name for name in left if name not in predictions]
             left = [name for name in left if layer_place(name) is None and name not in produced]
         for name in left[:5]:
             optional = is_optional(name)

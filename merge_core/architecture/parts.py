@@ -1,0 +1,117 @@
+"""Which tensors belong to the main layers, which stand before and after them, and which beside: towers for images or
+sound with what joins them to the text, and layers that predict further tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from merge_core.architecture.architecture import is_head, layer_count
+from merge_core.architecture.families import find_family, text_part
+from merge_core.architecture.layers import layer_place, stacks
+from merge_core.checkpoint import Checkpoint
+from merge_core.errors import InvalidInput
+
+Place = Literal["before", "after", "beside", "unknown"]
+
+_BEFORE = frozenset(
+    ("embed", "embeddings", "embed_tokens", "embed_in", "embed_positions", "word_embeddings", "tok_embeddings")
+    + ("word_embeddings_layernorm", "position_embeddings", "wte", "wpe", "rotary_emb")
+)
+_AFTER = frozenset(
+    ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm")
+    + ("lm_head", "embed_out", "output", "score", "classifier")
+)
+# Parts of a path that say that a stack of layers is not the text's.
+_OTHER_SENSES = ("vision", "visual", "image", "vit", "audio", "speech", "mtp")
+# In a layer that predicts further tokens: what joins the last state with the embedding of the next token.
+_JOINT = "eh_proj.weight"
+
+
+def main_stack(checkpoint: Checkpoint, where: str) -> str:
+    """The stack of layers that ``slices`` cuts.
+
+    Raises:
+        InvalidInput: The network has no layers, or several stacks of which none has the config's layer count alone.
+    """
+    depths = stacks(checkpoint.tensors)
+    candidates = list(depths)
+    if len(depths) > 1:
+        named = layer_count(checkpoint.config)
+        candidates = [stack for stack in depths if named in (depths[stack], main_depth(checkpoint, stack))]
+    if len(candidates) > 1:
+        candidates = [stack for stack in candidates if not any(sense in stack for sense in _OTHER_SENSES)]
+    if len(candidates) != 1:
+        refused = text_part(checkpoint.config).family
+        keys = f": {refused.refused[0]}" if refused and refused.refused else ""
+        raise InvalidInput(
+            f"{where}{keys}",
+            found=f"{checkpoint.directory.name} has layers in {', '.join(depths) or 'no stack'}",
+            expected="one stack of layers to cut",
+            remedy="use 'models'" if not depths or keys else "use 'modules' to say which part is meant",
+        )
+    return candidates[0]
+
+
+def main_depth(checkpoint: Checkpoint, stack: str) -> int:
+    """Number of layers of ``stack``, without those behind the last one that predict further tokens."""
+    depth = stacks(checkpoint.tensors).get(stack, 0)
+    named = layer_count(checkpoint.config)
+    if named is None or not 0 < named < depth:
+        return depth
+    text = text_part(checkpoint.config)
+    counted = [text.config.get(key) for key in (text.family.prediction_keys if text.family else ())]
+    behind = range(named, depth)
+    joined = all(f"{stack}.{index}.{_JOINT}" in checkpoint.tensors for index in behind)
+    return named if joined or depth - named in counted else depth
+
+
+def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
+    """Names of the tensors of layers that predict further tokens (multi-token prediction), wherever they stand."""
+    text, outer = text_part(checkpoint.config), find_family(checkpoint.config)
+    roots = {root for family in (text.family, outer) if family for root in family.predictions}
+    ends = {stack: main_depth(checkpoint, stack) for stack in stacks(checkpoint.tensors)}
+    found = set()
+    for name in checkpoint.tensors:
+        at = layer_place(name)
+        if roots.intersection(name.split(".")) or (at is not None and at.index >= ends[at.stack]):
+            found.add(name)
+    return frozenset(found)
+
+
+def place_outside(name: str, stack: str, checkpoint: Checkpoint) -> Place:
+    """Where a tensor that is in no layer of ``stack`` stands to it; ``unknown`` where neither name nor family says it.
+
+    What stands beside belongs together, whatever its name: the embeddings of an image, the layers that it goes
+    through, and the projection into the text.
+    """
+    text, outer = text_part(checkpoint.config), find_family(checkpoint.config)
+    words = frozenset(name.split("."))
+    if text.key is not None or _others(stack, checkpoint.tensors):
+        # A network of parts: the text's own are under its prefix, or are the head.
+        prefix = stack.rsplit(".", 1)[0] + "." if "." in stack else ""
+        others = _others(stack, checkpoint.tensors)
+        if any(name.startswith(other) for other in others) or not (name.startswith(prefix) or is_head(name)):
+            return "beside"
+    known = [family for family in (text.family, outer) if family is not None]
+    if any(words & set(family.after) for family in known):
+        return "after"
+    if words & _BEFORE or any(words & set(family.before) for family in known):
+        return "before"
+    return "after" if is_head(name) or words & _AFTER else "unknown"
+
+
+def _others(stack: str, tensors: Mapping[str, object]) -> list[str]:
+    """Prefixes of the parts of the network that hold the other stacks: ``model.vision_tower.``."""
+    own = stack.split(".")
+    found = []
+    for other in stacks(tensors):
+        if other == stack:
+            continue
+        words = other.split(".")
+        same = 0
+        while same < min(len(own), len(words)) - 1 and own[same] == words[same]:
+            same += 1
+        found.append(".".join(words[: same + 1]) + ".")
+    return found
