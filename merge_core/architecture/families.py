@@ -75,7 +75,7 @@ class Form:
         numbers: Key of a list of the numbers of those layers.
         first: Key that holds how many they are, where they are the first ones.
         period: Key of a period; with ``offset`` the key of the number that the first has.
-        also: Other keys that must hold these values for it.
+        also: Other keys, and the values that they must hold for it.
     """
 
     of: Any
@@ -83,12 +83,12 @@ class Form:
     first: str | None = None
     period: str | None = None
     offset: str | None = None
-    also: Mapping[str, Any] | None = None
+    also: tuple[tuple[str, Any], ...] = ()
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys that it writes."""
-        return tuple(key for key in (self.numbers, self.first, self.period, self.offset, *(self.also or ())) if key)
+        return tuple(key for key in (self.numbers, self.first, self.period, self.offset, *dict(self.also)) if key)
 
 
 @dataclass(frozen=True)
@@ -212,22 +212,30 @@ def _by_type() -> dict[str, Family]:
 @cache
 def _read(path: Path) -> Family:
     # Our own file: a word that is misspelt in it ends in TypeError, in the test that reads them all.
-    content = json.loads(path.read_text("utf-8"))
+    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
     text, refused = content.pop("text", None), content.pop("refused", None)
+    words: dict[str, Any] = {
+        "source": content.pop("source"),
+        "model_types": tuple(content.pop("model_types")),
+        "kinds": tuple(_kind(**kind) for kind in content.pop("kinds")),
+        "layouts": tuple(tuple((old, new) for old, new in layout) for layout in content.pop("layouts", ())),
+        **{key: tuple(value) for key, value in content.items()},
+    }
     return Family(
-        model_types=tuple(content.pop("model_types")),
-        kinds=tuple(_kind(**kind) for kind in content.pop("kinds")),
         text=(text["part"], text["model_type"]) if text else None,
         text_optional=bool(text and text.get("optional")),
-        layouts=tuple(tuple((old, new) for old, new in layout) for layout in content.pop("layouts", ())),
         refused=(refused["key"], refused["reason"]) if refused else None,
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in content.items()},
+        **words,
     )
 
 
 def _kind(rule: Sequence[Mapping[str, Any]] = (), write: Sequence[Mapping[str, Any]] = (), **rest: Any) -> LayerKind:
-    clauses, forms = (_clause(**clause) for clause in rule), (Form(**form) for form in write)
+    clauses, forms = (_clause(**clause) for clause in rule), (_form(**form) for form in write)
     return LayerKind(rule=tuple(clauses), write=tuple(forms), **rest)
+
+
+def _form(also: Mapping[str, Any] | None = None, **rest: Any) -> Form:
+    return Form(also=tuple((also or {}).items()), **rest)
 
 
 def _clause(when: Sequence[Mapping[str, Any]] = (), **rest: Any) -> Clause:

@@ -21,7 +21,7 @@ _TELLING = re.compile(
 # Those that count layers, or sound alike by chance: time steps, dropout, initialisation, tokens, sides of an image.
 _HARMLESS = re.compile(
     r"^num_(?:hidden_)?layers$|^n_layers?$|time_step|drop|init|token|vision|image|video|audio|spatial|norm_eps|^num_.*_layers$"
-    r"|mrope|quantiz|position|^use_|chunk"
+    r"|mrope|quantiz|position|^use_|chunk|label"
 )
 
 

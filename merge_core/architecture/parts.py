@@ -15,14 +15,14 @@ from merge_core.errors import InvalidInput
 
 Place = Literal["before", "after", "beside", "unknown"]
 
-_BEFORE = frozenset(
-    ("embed", "embeddings", "embed_tokens", "embed_in", "embed_positions", "word_embeddings", "tok_embeddings")
-    + ("word_embeddings_layernorm", "position_embeddings", "wte", "wpe", "rotary_emb")
-)
-_AFTER = frozenset(
-    ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm")
-    + ("lm_head", "embed_out", "output", "score", "classifier")
-)
+_BEFORE = frozenset({
+    "embed", "embeddings", "embed_tokens", "embed_in", "embed_positions", "position_embeddings", "rotary_emb",
+    "tok_embeddings", "word_embeddings", "word_embeddings_layernorm", "wpe", "wte",
+})  # fmt: skip
+_AFTER = frozenset({
+    "norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm",
+    "lm_head", "embed_out", "output", "score", "classifier",
+})  # fmt: skip
 # Parts of a path that say that a stack of layers is not the text's.
 _OTHER_SENSES = ("vision", "visual", "image", "vit", "audio", "speech", "mtp")
 # In a layer that predicts further tokens: what joins the last state with the embedding of the next token.

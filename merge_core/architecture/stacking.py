@@ -128,9 +128,10 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropp
     part = text_part(config)
     if in_place(layers) and (part.family is None or part.family.refused is not None):
         return config  # No layer has another number, so whatever depends on it is as it was.
-    families = {check_described(one.config, one.depth, one.model) for origins in layers for one in origins}
-    family = families.pop()
-    if families or family != part.family:
+    parents = {one.model: one for origins in layers for one in origins}
+    families = [check_described(one.config, one.depth, one.model) for one in parents.values()]
+    family = families[0]
+    if any(other != family for other in (*families, part.family)):
         raise InvalidInput(
             f"{where}: model_type",
             found="layers of several families",
@@ -141,6 +142,10 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropp
     changed = _with_depth(dict(part.config), family, len(layers))
     if dropped:
         changed.update({key: 0 for key in family.prediction_keys if changed.get(key)})
+    for kind in family.kinds:
+        # All that are listed come first: a rule of one kind may ask for another.
+        for candidate in _listed(changed, kind, [kinds[kind.name] for kinds in wanted]):
+            changed = candidate
     for kind in family.kinds:
         changed = _with_kind(changed, part, kind, [kinds[kind.name] for kinds in wanted], where)
     _check(TextPart(part.key, changed, family), wanted, where)
@@ -176,21 +181,26 @@ def _with_kind(
 
 
 def _candidates(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    listed = [key for key in (kind.listed_in, kind.spelt_in) if key and config.get(key)]
-    if not listed:
-        yield config
+    yield config
     if kind.listed_in is not None and None not in column:
         yield {**config, kind.listed_in: list(column)}
-    if kind.spelt_in is not None and all(isinstance(one, str) and len(one) == 1 for one in column):
-        yield {**config, kind.spelt_in: "".join(column)}
     for form in kind.write:
         for written in _forms(form, [value == form.of for value in column]):
             yield {**config, **written}
 
 
+def _listed(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """``config`` with the entries of these layers in place of those that it has; nothing where it has none."""
+    if kind.listed_in is not None and config.get(kind.listed_in) and None not in column:
+        yield {**config, kind.listed_in: list(column)}
+    letters = all(isinstance(one, str) and len(one) == 1 for one in column)
+    if kind.spelt_in is not None and config.get(kind.spelt_in) and letters:
+        yield {**config, kind.spelt_in: "".join(column)}
+
+
 def _forms(form: Form, chosen: Sequence[bool]) -> Iterator[dict[str, Any]]:
     """What could be written for "the layers with ``chosen`` are of this kind"; whether it says so is seen after."""
-    also = dict(form.also or {})
+    also = dict(form.also)
     numbers = [number for number, one in enumerate(chosen) if one]
     if form.numbers is not None:
         yield {form.numbers: numbers, **also}
