@@ -15,12 +15,18 @@ from merge_core.architecture import (
     stacks,
     vocabulary_size,
 )
-from merge_core.checkpoint import Checkpoint
+from merge_core.checkpoint import Checkpoint, StoredTensor
 from merge_core.errors import Finding
 from merge_core.plan.jobs import MergePlan
 
-# What GPTQ and AWQ, bitsandbytes, and compressed-tensors call what they pack weights into.
-_PACKED = re.compile(r"\.(qweight|qzeros|g_idx|absmax|quant_map|SCB|weight_packed|weight_scale)$|\.quant_state\.")
+# What GPTQ and AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8 call what they pack weights into.
+_PACKED = re.compile(
+    r"\.(?:qweight|qzeros|g_idx|absmax|nested_absmax|quant_map|nested_quant_map|SCB|weight_packed|weight_shape"
+    r"|weight_scale|weight_scale_inv|weight_scale_2|weight_global_scale|weight_zero_point|weight_format|input_scale"
+    r"|W_q)$|\.quant_state\.|_proj(?:_weight)?_(?:blocks|scales|scale_inv)$"
+)
+# Bytes are never weights: whole numbers of a network (positions, counters) are of 64 bits, or of one dimension.
+_BYTES = ("U8", "I8")
 
 
 def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -57,7 +63,7 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
         if said:
             method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else "unknown"
             where, found = f"config.json: {key}quantization_config", f"a quantised model ({method})"
-    packed = next((tensor for tensor in checkpoint.tensors if _PACKED.search(tensor)), None)
+    packed = next((one.name for one in checkpoint.tensors.values() if _PACKED.search(one.name) or _is_bytes(one)), None)
     if packed and not where:
         where, found = packed, "a tensor of a quantised model"
     if where:
@@ -66,8 +72,12 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             f"{name}: {where}",
             found=found,
             expected="unquantised weights",
-            remedy="merge the unquantised models, then quantise the result",
+            remedy="dequantise it, or merge the unquantised models; then quantise the result",
         )
+
+
+def _is_bytes(tensor: StoredTensor) -> bool:
+    return tensor.dtype.kind == "packed" or (tensor.dtype.code in _BYTES and len(tensor.shape) > 1)
 
 
 def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known: set[str]) -> Iterator[Finding]:

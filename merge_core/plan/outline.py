@@ -57,7 +57,7 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
     """All output tensors.
 
     Raises:
-        InvalidInput: A module or a layer that does not exist, a part that no module covers.
+        InvalidInput: A module that does not exist, a part that no module covers.
     """
     specs = []
     for module, stack, names in _parts(recipe, donor):
@@ -161,14 +161,6 @@ def _sliced(
     layer = 0
     for cut in module.slices:
         ranges = [source.layers or (0, 0) for source in cut.sources]
-        for source, (_, end) in zip(cut.sources, ranges, strict=True):
-            depth = main_depth(checkpoints[str(source.model)], stack)
-            if end > depth:
-                raise InvalidInput(
-                    f"{cut.where}: layer_range of {source.model}",
-                    found=f"end {end}",
-                    expected=f"at most {depth} layers",
-                )
         count = ranges[0][1] - ranges[0][0]
         for index in range(count):
             for part in parts[str(cut.sources[0].model)][ranges[0][0] + index]:

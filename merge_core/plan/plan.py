@@ -124,9 +124,10 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     donor = checkpoints[str(donor_reference(recipe))]
     checkpoints = {name: in_layout_of(donor, checkpoint) for name, checkpoint in checkpoints.items()}
     alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
+    structure = _structure(recipe, donor, checkpoints, problems)
     specs = outline(recipe, donor, checkpoints)
     jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
-    config = with_dtype(_structure(recipe, donor, checkpoints, problems), _bulk_dtype(jobs))
+    config = with_dtype(structure, _bulk_dtype(jobs))
     if alignment is not None:
         config = with_vocabulary(config, alignment.size, alignment.tokenizer.config)
     shards = lay_out([job.output for job in jobs], donor)

@@ -34,7 +34,8 @@ def config_of_slices(
     """The result's config where layers are cut, and what is to be said of it; None for whole models.
 
     Raises:
-        InvalidInput: The layers would mean something else in their new places, or nobody knows.
+        InvalidInput: A layer that does not exist; layers that would mean something else in their new places, or of
+            which nobody knows what they mean.
     """
     module = sliced_module(recipe, donor)
     if module is None:
@@ -82,6 +83,12 @@ def _layers(module: Module, stack: str, checkpoints: Mapping[str, Checkpoint]) -
     for cut in module.slices:
         ranges = [source.layers or (0, 0) for source in cut.sources]
         models = [str(source.model) for source in cut.sources]
+        for model, (_, end) in zip(models, ranges, strict=True):
+            depth = main_depth(checkpoints[model], stack)
+            if end > depth:
+                raise InvalidInput(
+                    f"{cut.where}: layer_range of {model}", found=f"end {end}", expected=f"at most {depth} layers"
+                )
         for index in range(ranges[0][1] - ranges[0][0]):
             yield tuple(
                 LayerOrigin(model, checkpoints[model].config, start + index, main_depth(checkpoints[model], stack))

@@ -59,6 +59,9 @@ _CLIP = {**_VISION, "image_size": 16, "patch_size": 8, "model_type": "clip_visio
 _SECTIONS = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
 
 
+_XGLM = {"vocab_size": TOKENS, "d_model": 32, "num_layers": LAYERS, "attention_heads": 4, "ffn_dim": 48}
+
+
 @dataclass(frozen=True)
 class TinyFamily:
     """How a family's tiny checkpoint is made.
@@ -100,7 +103,11 @@ def _vision(name: str, model_type: str, text: dict[str, Any], vision: dict[str, 
 
 
 _WINDOWED = {"sliding_window": WINDOW, "head_dim": 8}
-_DENSE = ("apertus", "arcee", "bitnet", "cohere", "ernie4_5", "falcon", "gemma", "glm", "glm4", "gpt_bigcode", "gpt_neox", "granite", "helium", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "stablelm", "starcoder2")  # fmt: skip
+_DENSE = (
+    *("apertus", "arcee", "bitnet", "cohere", "ernie4_5", "falcon", "gemma", "glm", "glm4", "gpt_bigcode", "gpt_neox"),
+    *("granite", "helium", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "opt"),
+    *("persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "stablelm", "starcoder2"),
+)
 _SPECIAL: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "glm": {"head_dim": 8},
@@ -383,6 +390,30 @@ FAMILIES: tuple[TinyFamily, ...] = (
         video_token_id=91,
     ),
     _vision(
+        "qwen2_vl",
+        "qwen2_vl",
+        _text("qwen2_vl_text", rope_parameters=_SECTIONS),
+        {"embed_dim": 16, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2},
+        image_token_id=90,
+        video_token_id=91,
+    ),
+    _vision(
+        "qwen3_5, vision",
+        "qwen3_5",
+        _text("qwen3_5_text", **_LINEAR, full_attention_interval=3),
+        {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
+        image_token_id=90,
+        video_token_id=91,
+    ),
+    _vision(
+        "qwen3_5_moe, vision",
+        "qwen3_5_moe",
+        _text("qwen3_5_moe_text", **_LINEAR, **_EXPERTS, shared_expert_intermediate_size=16),
+        {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
+        image_token_id=90,
+        video_token_id=91,
+    ),
+    _vision(
         "llama4, vision",
         "llama4",
         _text(
@@ -405,6 +436,8 @@ FAMILIES: tuple[TinyFamily, ...] = (
     TinyFamily("bert", "bert", {}, "AutoModelForMaskedLM"),
     TinyFamily("bert, classifier", "bert", {"num_labels": 3}, "AutoModelForSequenceClassification"),
     TinyFamily("roberta", "roberta", {"pad_token_id": 1}, "AutoModelForMaskedLM"),
+    TinyFamily("camembert", "camembert", {"pad_token_id": 1}, "AutoModelForMaskedLM"),
+    TinyFamily("xlm-roberta", "xlm-roberta", {"pad_token_id": 1}, "AutoModelForMaskedLM"),
     TinyFamily("electra", "electra", {"embedding_size": 16}, "AutoModelForMaskedLM"),
     TinyFamily(
         "whisper",
@@ -447,6 +480,8 @@ FAMILIES: tuple[TinyFamily, ...] = (
         usual=False,
     ),
     TinyFamily("diffllama", "diffllama", {}),
+    TinyFamily("minimax, which nobody has described", "minimax", {"num_local_experts": 4, "head_dim": 8}),
+    TinyFamily("xglm, which nobody has described", "xglm", _XGLM, usual=False),
 )
 
 BY_NAME = {family.name: family for family in FAMILIES}
