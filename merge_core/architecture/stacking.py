@@ -206,10 +206,11 @@ def _forms(form: Form, chosen: Sequence[bool]) -> Iterator[dict[str, Any]]:
         yield {form.numbers: numbers, **also}
     if form.first is not None:
         yield {form.first: len(numbers), **also}
-    if form.period is not None and numbers:
-        # The distance of two neighbours decides; with a single one, or none after it, any longer period will do.
-        period = numbers[1] - numbers[0] if len(numbers) > 1 else max(len(chosen), numbers[0] + 1)
-        yield {form.period: period, **({form.offset: numbers[0] % period} if form.offset else {}), **also}
+    if form.period is not None and (numbers or form.offset):
+        # Two neighbours leave one period only; a single layer, or none, any that is longer than the network.
+        first, beyond = (numbers[0], len(chosen)) if numbers else (len(chosen), len(chosen) + 1)
+        period = numbers[1] - first if len(numbers) > 1 else beyond
+        yield {form.period: period, **({form.offset: first % period} if form.offset else {}), **also}
 
 
 def _reads(part: TextPart, kind: LayerKind, column: Sequence[Any]) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from merge_core.architecture import (
+    in_layout_of,
     is_head,
     is_optional,
     layer_count,
@@ -77,7 +78,7 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _is_bytes(tensor: StoredTensor) -> bool:
-    return tensor.dtype.kind == "packed" or (tensor.dtype.code in _BYTES and len(tensor.shape) > 1)
+    return tensor.dtype.code in _BYTES and len(tensor.shape) > 1
 
 
 def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known: set[str]) -> Iterator[Finding]:
@@ -97,10 +98,11 @@ def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known
     for model, names in used.items():
         if any(finding.startswith(f"{model}: ") for finding in known):
             continue  # What is wrong with this model has been said.
-        left = [name for name in checkpoints[model].tensors if name not in names]
+        view = in_layout_of(plan.donor, checkpoints[model])
+        left = [name for name, tensor in view.tensors.items() if tensor.name not in names]
         if cut:
             # Said of the plan: a warning of its own.
-            predictions = prediction_tensors(checkpoints[model])
+            predictions = prediction_tensors(view)
             left = [name for name in left if name not in predictions]
             left = [name for name in left if layer_place(name) is None and name not in produced]
         for name in left[:5]:
