@@ -50,6 +50,8 @@ def undescribed_key(part: TextPart, depth: int) -> str | None:
     is unset, false, or a period of one says the same of every layer.
     """
     known = set(part.family.keys) if part.family else set()
+    if not part.config.get("use_sliding_window"):
+        known.add("max_window_layers")  # Written by many, read only where windows slide.
     for key, value in part.config.items():
         if key in known or key.startswith("_") or value is None or value is False or value in (0, 1) or value == []:
             continue

@@ -41,7 +41,7 @@ def main_stack(checkpoint: Checkpoint, where: str) -> str:
         named = layer_count(checkpoint.config)
         candidates = [stack for stack in depths if named in (depths[stack], main_depth(checkpoint, stack))]
     if len(candidates) > 1:
-        candidates = [stack for stack in candidates if not any(sense in stack for sense in _OTHER_SENSES)]
+        candidates = [stack for stack in candidates if not _is_beside(stack)]
     if len(candidates) != 1:
         refused = text_part(checkpoint.config).family
         keys = f": {refused.refused[0]}" if refused and refused.refused else ""
@@ -58,7 +58,7 @@ def main_depth(checkpoint: Checkpoint, stack: str) -> int:
     """Number of layers of ``stack``, without those behind the last one that predict further tokens."""
     depth = stacks(checkpoint.tensors).get(stack, 0)
     named = layer_count(checkpoint.config)
-    if named is None or not 0 < named < depth:
+    if named is None or not 0 < named < depth or _is_beside(stack):
         return depth
     text = text_part(checkpoint.config)
     counted = [text.config.get(key) for key in (text.family.prediction_keys if text.family else ())]
@@ -100,6 +100,10 @@ def place_outside(name: str, stack: str, checkpoint: Checkpoint) -> Place:
     if words & _BEFORE or any(words & set(family.before) for family in known):
         return "before"
     return "after" if is_head(name) or words & _AFTER else "unknown"
+
+
+def _is_beside(stack: str) -> bool:
+    return any(sense in stack for sense in _OTHER_SENSES)
 
 
 def _others(stack: str, tensors: Mapping[str, object]) -> list[str]:

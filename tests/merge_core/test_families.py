@@ -179,6 +179,7 @@ def test_a_key_that_may_be_about_single_layers_and_is_not_described_is_refused(k
     [
         {"rms_norm_eps": 1e-6, "eos_token_id": [1, 2, 3, 4, 5, 6], "architectures": ["LlamaForCausalLM"]},
         {"vision_feature_layer": -2, "layer_norm_eps": 1e-5, "layerdrop": 0.1, "initializer_range": 0.02},
+        {"max_window_layers": 28, "use_sliding_window": False, "attention_chunk_size": 8},
         {"attention_period": 1, "moe_layers": [], "sliding_window_pattern": None, "rope_scaling": {"factor": 2}},
     ],
 )
@@ -208,6 +209,20 @@ def test_a_configuration_that_cannot_mean_anything_is_refused_without_a_tracebac
 ) -> None:
     with pytest.raises(InvalidInput, match=where):
         stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
+
+
+def test_layers_of_parents_with_other_rhythms_keep_what_they_were() -> None:
+    second, third = ({"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window_pattern": n} for n in (2, 3))
+    layers = [(LayerOrigin("a", second, index, 6),) for index in range(3)]
+    layers += [(LayerOrigin("b", third, index, 6),) for index in range(3, 6)]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert stacked_config(second, layers, "slices")["layer_types"] == [*kinds, *kinds[::2], "full_attention"]
+
+
+def test_no_layer_of_a_kind_can_be_said_by_a_period_too() -> None:
+    config = {"model_type": "jamba", "num_hidden_layers": 8, "expert_layer_period": 1, "expert_layer_offset": 0}
+    result = stacked_config(config, origins(config, 8, [(5, 3), (5, 3)]), "slices")
+    assert AutoConfig.for_model(**result).layers_block_type == ["mamba"] * 6
 
 
 def test_layers_that_keep_their_numbers_need_no_description() -> None:
