@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.architecture.architecture import LAYER_COUNT_KEYS
+from merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
 from merge_core.architecture.families import Family, Form, LayerKind, TextPart, text_part
 from merge_core.architecture.layer_kinds import kinds_of_layer, undescribed_key
 from merge_core.errors import InvalidInput
@@ -85,6 +85,14 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
     return family
 
 
+def _is_described(parent: LayerOrigin) -> bool:
+    try:
+        check_described(parent.config, parent.depth, parent.model)
+    except InvalidInput:
+        return False
+    return True
+
+
 def _wanted_kinds(layers: Stack, where: str) -> list[dict[str, Any]]:
     """The kinds that each layer of the result must be of: those that it has in its parents, which must agree.
 
@@ -126,9 +134,10 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropp
     """
     config: dict[str, Any] = copy.deepcopy(dict(donor))
     part = text_part(config)
-    if in_place(layers) and (part.family is None or part.family.refused is not None):
-        return config  # No layer has another number, so whatever depends on it is as it was.
     parents = {one.model: one for origins in layers for one in origins}
+    same_depth = layer_count(donor) == len(layers) or any(one.config == donor for one in parents.values())
+    if in_place(layers) and same_depth and not all(map(_is_described, parents.values())):
+        return config  # No layer has another number, so whatever depends on it is as it was.
     families = [check_described(one.config, one.depth, one.model) for one in parents.values()]
     family = families[0]
     if any(other != family for other in (*families, part.family)):
@@ -147,7 +156,8 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, where: str, *, dropp
         for candidate in _listed(changed, kind, [kinds[kind.name] for kinds in wanted]):
             changed = candidate
     for kind in family.kinds:
-        changed = _with_kind(changed, part, kind, [kinds[kind.name] for kinds in wanted], where)
+        column = [kinds[kind.name] for kinds in wanted]
+        changed = _with_numbers(_with_kind(changed, part, kind, column, where), kind, column)
     _check(TextPart(part.key, changed, family), wanted, where)
     if part.key is not None:
         # Older files repeat the text's settings at the top.
@@ -180,12 +190,24 @@ def _with_kind(
     )
 
 
+def _with_numbers(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) -> dict[str, Any]:
+    """``config`` whose lists of layer numbers say what the list of kinds says, which decides: somebody may read them."""
+    stale = [form for form in kind.write if form.numbers is not None and config.get(form.numbers) is not None]
+    if kind.listed_in is None or not config.get(kind.listed_in):
+        return config
+    return {**config, **{str(form.numbers): _numbers(form, column) for form in stale}}
+
+
+def _numbers(form: Form, column: Sequence[Any]) -> list[int]:
+    return [number for number, value in enumerate(column) if value == form.of]
+
+
 def _candidates(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) -> Iterator[dict[str, Any]]:
     yield config
     if kind.listed_in is not None and None not in column:
         yield {**config, kind.listed_in: list(column)}
     for form in kind.write:
-        for written in _forms(form, [value == form.of for value in column]):
+        for written in _forms(form, _numbers(form, column), len(column)):
             yield {**config, **written}
 
 
@@ -198,17 +220,16 @@ def _listed(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) -> I
         yield {**config, kind.spelt_in: "".join(column)}
 
 
-def _forms(form: Form, chosen: Sequence[bool]) -> Iterator[dict[str, Any]]:
-    """What could be written for "the layers with ``chosen`` are of this kind"; whether it says so is seen after."""
+def _forms(form: Form, numbers: Sequence[int], depth: int) -> Iterator[dict[str, Any]]:
+    """What could be written for "these of ``depth`` layers are of this kind"; whether it says so is seen after."""
     also = dict(form.also)
-    numbers = [number for number, one in enumerate(chosen) if one]
     if form.numbers is not None:
-        yield {form.numbers: numbers, **also}
+        yield {form.numbers: list(numbers), **also}
     if form.first is not None:
         yield {form.first: len(numbers), **also}
     if form.period is not None and (numbers or form.offset):
         # Two neighbours leave one period only; a single layer, or none, any that is longer than the network.
-        first, beyond = (numbers[0], len(chosen)) if numbers else (len(chosen), len(chosen) + 1)
+        first, beyond = (numbers[0], depth) if numbers else (depth, depth + 1)
         period = numbers[1] - first if len(numbers) > 1 else beyond
         yield {form.period: period, **({form.offset: first % period} if form.offset else {}), **also}
 

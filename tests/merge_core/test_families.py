@@ -230,6 +230,26 @@ def test_layers_that_keep_their_numbers_need_no_description() -> None:
     assert stacked_config(config, origins(config, 6, [(0, 3), (3, 3)]), "slices") == config
 
 
+@pytest.mark.parametrize("family", ["llama", "unheard-of", "zamba2"])
+def test_layers_that_keep_their_numbers_keep_keys_that_nobody_knows(family: str) -> None:
+    config = {"model_type": family, "num_hidden_layers": 6, "hybrid_layer_ids": [1], "secret_pattern": "LLG"}
+    assert stacked_config(config, origins(config, 6, [(0, 6)]), "slices") == config
+
+
+def test_a_donor_of_another_depth_is_no_donor_for_layers_that_nobody_has_described() -> None:
+    config = {"model_type": "unheard-of", "num_hidden_layers": 6}
+    with pytest.raises(InvalidInput, match="model_type"):
+        stacked_config({**config, "num_hidden_layers": 4}, origins(config, 6, [(0, 6)]), "slices")
+
+
+def test_numbers_of_layers_follow_beside_a_list_that_decides() -> None:
+    kinds = ["conv", "full_attention", "conv", "conv", "full_attention", "conv"]
+    config = {"model_type": "lfm2", "num_hidden_layers": 6, "layer_types": kinds, "full_attn_idxs": [1, 4]}
+    result = stacked_config(config, origins(config, 6, [(0, 5), (1, 5)]), "slices")
+    assert result["full_attn_idxs"] == [1, 4, 5, 8]
+    assert result["layer_types"] == kinds[:5] + kinds[1:]
+
+
 def test_the_depth_of_a_text_part_that_names_none_is_written() -> None:
     config = {"model_type": "llava", "text_config": {"model_type": "llama"}}
     assert stacked_config(config, origins(config, 32, [(0, 6), (2, 6)]), "slices")["text_config"] == {
