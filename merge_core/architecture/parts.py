@@ -4,7 +4,7 @@ sound with what joins them to the text, and layers that predict further tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 from merge_core.architecture.architecture import is_head, layer_count
@@ -39,7 +39,7 @@ def main_stack(checkpoint: Checkpoint, where: str) -> str:
     candidates = list(depths)
     if len(depths) > 1:
         named = layer_count(checkpoint.config)
-        candidates = [stack for stack in depths if named in (depths[stack], main_depth(checkpoint, stack))]
+        candidates = [stack for stack in depths if named in (depths[stack], _depth(checkpoint, stack, depths[stack]))]
     if len(candidates) > 1:
         candidates = [stack for stack in candidates if not _is_beside(stack)]
     if len(candidates) != 1:
@@ -56,22 +56,14 @@ def main_stack(checkpoint: Checkpoint, where: str) -> str:
 
 def main_depth(checkpoint: Checkpoint, stack: str) -> int:
     """Number of layers of ``stack``, without those behind the last one that predict further tokens."""
-    depth = stacks(checkpoint.tensors).get(stack, 0)
-    named = layer_count(checkpoint.config)
-    if named is None or not 0 < named < depth or _is_beside(stack):
-        return depth
-    text = text_part(checkpoint.config)
-    counted = [text.config.get(key) for key in (text.family.prediction_keys if text.family else ())]
-    behind = range(named, depth)
-    joined = all(f"{stack}.{index}.{_JOINT}" in checkpoint.tensors for index in behind)
-    return named if joined or depth - named in counted else depth
+    return _depth(checkpoint, stack, stacks(checkpoint.tensors).get(stack, 0))
 
 
 def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
     """Names of the tensors of layers that predict further tokens (multi-token prediction), wherever they stand."""
     text, outer = text_part(checkpoint.config), find_family(checkpoint.config)
     roots = {root for family in (text.family, outer) if family for root in family.predictions}
-    ends = {stack: main_depth(checkpoint, stack) for stack in stacks(checkpoint.tensors)}
+    ends = {stack: _depth(checkpoint, stack, depth) for stack, depth in stacks(checkpoint.tensors).items()}
     found = set()
     for name in checkpoint.tensors:
         at = layer_place(name)
@@ -80,37 +72,52 @@ def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset(found)
 
 
-def place_outside(name: str, stack: str, checkpoint: Checkpoint) -> Place:
-    """Where a tensor that is in no layer of ``stack`` stands to it; ``unknown`` where neither name nor family says it.
+def places_outside(names: Iterable[str], stack: str, checkpoint: Checkpoint) -> dict[str, Place]:
+    """Where tensors that are in no layer of ``stack`` stand to it.
 
-    What stands beside belongs together, whatever its name: the embeddings of an image, the layers that it goes
-    through, and the projection into the text.
+    ``unknown`` where neither name nor family says it. What stands beside belongs together, whatever its name: the
+    embeddings of an image, the layers that it goes through, and the projection into the text.
     """
     text, outer = text_part(checkpoint.config), find_family(checkpoint.config)
-    words = frozenset(name.split("."))
-    if text.key is not None or _others(stack, checkpoint.tensors):
-        # A network of parts: the text's own are under its prefix, or are the head.
-        prefix = stack.rsplit(".", 1)[0] + "." if "." in stack else ""
-        others = _others(stack, checkpoint.tensors)
-        if any(name.startswith(other) for other in others) or not (name.startswith(prefix) or is_head(name)):
-            return "beside"
     known = [family for family in (text.family, outer) if family is not None]
-    if any(words & set(family.after) for family in known):
-        return "after"
-    if words & _BEFORE or any(words & set(family.before) for family in known):
-        return "before"
-    return "after" if is_head(name) or words & _AFTER else "unknown"
+    before = _BEFORE.union(*(family.before for family in known))
+    after = frozenset(word for family in known for word in family.after)
+    others = tuple(_others(stack, stacks(checkpoint.tensors)))
+    # In a network of parts the text's own tensors are under its prefix, or are the head.
+    own = stack.rsplit(".", 1)[0] + "." if "." in stack and (others or text.key is not None) else ""
+    found: dict[str, Place] = {}
+    for name in names:
+        words = frozenset(name.split("."))
+        if name.startswith(others) or not (name.startswith(own) or is_head(name)):
+            found[name] = "beside"
+        elif words & after:
+            found[name] = "after"
+        elif words & before:
+            found[name] = "before"
+        else:
+            found[name] = "after" if is_head(name) or words & _AFTER else "unknown"
+    return found
+
+
+def _depth(checkpoint: Checkpoint, stack: str, depth: int) -> int:
+    named = layer_count(checkpoint.config)
+    if named is None or not 0 < named < depth or _is_beside(stack):
+        return depth
+    text = text_part(checkpoint.config)
+    counted = [text.config.get(key) for key in (text.family.prediction_keys if text.family else ())]
+    joined = all(f"{stack}.{index}.{_JOINT}" in checkpoint.tensors for index in range(named, depth))
+    return named if joined or depth - named in counted else depth
 
 
 def _is_beside(stack: str) -> bool:
     return any(sense in stack for sense in _OTHER_SENSES)
 
 
-def _others(stack: str, tensors: Mapping[str, object]) -> list[str]:
+def _others(stack: str, known: Iterable[str]) -> list[str]:
     """Prefixes of the parts of the network that hold the other stacks: ``model.vision_tower.``."""
     own = stack.split(".")
     found = []
-    for other in stacks(tensors):
+    for other in known:
         if other == stack:
             continue
         words = other.split(".")

@@ -191,7 +191,7 @@ def _with_kind(
 
 
 def _with_numbers(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) -> dict[str, Any]:
-    """``config`` whose lists of layer numbers say what the list of kinds says, which decides: somebody may read them."""
+    """``config`` whose lists of layer numbers say what the list of kinds says, which decides; others may read them."""
     stale = [form for form in kind.write if form.numbers is not None and config.get(form.numbers) is not None]
     if kind.listed_in is None or not config.get(kind.listed_in):
         return config

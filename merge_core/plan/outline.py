@@ -17,7 +17,7 @@ from merge_core.architecture import (
     layer_place,
     main_depth,
     main_stack,
-    place_outside,
+    places_outside,
     prediction_tensors,
     stacks,
 )
@@ -152,10 +152,11 @@ def _sliced(
 ) -> list[OutputSpec]:
     first, last = module.slices[0], module.slices[-1]
     kept = [name for name in names if (at := layer_place(name)) is None or at.stack != stack]
-    if not keeps_predictions(module, stack, checkpoints):
+    whole = keeps_predictions(module, stack, checkpoints)
+    if not whole:
         predictions = prediction_tensors(donor)
         kept = [name for name in kept if name not in predictions]
-    places = {name: _place(name, module, stack, donor) for name in kept}
+    places = _places(kept, module, stack, donor)
     specs = [_outside(name, module, first) for name in kept if places[name] == "before"]
     parts = {str(source.model): _layer_parts(checkpoints[str(source.model)], stack) for source in _sources(module)}
     layer = 0
@@ -167,7 +168,7 @@ def _sliced(
                 known_as = tuple(f"{stack}.{start + index}.{part}" for start, _ in ranges)
                 specs.append(OutputSpec(f"{stack}.{layer}.{part}", module, cut, known_as, _position(index, count)))
             layer += 1
-    if keeps_predictions(module, stack, checkpoints):
+    if whole:
         behind = main_depth(donor, stack)
         for name in names:
             at = layer_place(name)
@@ -190,29 +191,34 @@ def keeps_predictions(module: Module, stack: str, checkpoints: Mapping[str, Chec
                 return False
         start, end = cut.sources[0].layers or (0, 0)
         number += end - start
-    return all(main_depth(checkpoints[str(source.model)], stack) == number for source in _sources(module))
+    models = {str(source.model) for source in _sources(module)}
+    return all(main_depth(checkpoints[model], stack) == number for model in models)
 
 
 def _outside(name: str, module: Module, cut: Slice) -> OutputSpec:
     return OutputSpec(name, module, cut, (name,) * len(cut.sources), 0.0)
 
 
-def _place(name: str, module: Module, stack: str, donor: Checkpoint) -> str:
+def _places(names: Sequence[str], module: Module, stack: str, donor: Checkpoint) -> dict[str, str]:
     """Before, after or beside the layers.
 
     Raises:
         InvalidInput: Nobody knows, and it matters: the first slice is of other models than the last.
     """
-    place = place_outside(name, stack, donor)
+    places: dict[str, str] = dict(places_outside(names, stack, donor))
     ends = {tuple(source.model for source in cut.sources) for cut in (module.slices[0], module.slices[-1])}
-    if place == "unknown" and len(ends) > 1 and not is_optional(name):
-        raise InvalidInput(
-            f"{module.slices[0].where}: {name}",
-            found="neither its name nor what is known of the family says whether it stands before or after the layers",
-            expected="a tensor of the embeddings, or of the norm and head",
-            remedy="begin and end with slices of the same models, or merge whole models ('models')",
-        )
-    return "after" if place == "unknown" else place
+    for name, place in places.items():
+        if place != "unknown":
+            continue
+        if len(ends) > 1 and not is_optional(name):
+            raise InvalidInput(
+                f"{module.slices[0].where}: {name}",
+                found="neither its name nor its family says whether it stands before or after the layers",
+                expected="a tensor of the embeddings, or of the norm and head",
+                remedy="begin and end with slices of the same models, or merge whole models ('models')",
+            )
+        places[name] = "after"
+    return places
 
 
 def _sources(module: Module) -> list[Source]:

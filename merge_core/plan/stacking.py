@@ -80,19 +80,22 @@ def differing_kinds(donor: str, first: Checkpoint, model: str, other: Checkpoint
 
 
 def _layers(module: Module, stack: str, checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[LayerOrigin, ...]]:
+    models = {str(source.model) for cut in module.slices for source in cut.sources}
+    depths = {model: main_depth(checkpoints[model], stack) for model in models}
     for cut in module.slices:
-        ranges = [source.layers or (0, 0) for source in cut.sources]
-        models = [str(source.model) for source in cut.sources]
-        for model, (_, end) in zip(models, ranges, strict=True):
-            depth = main_depth(checkpoints[model], stack)
-            if end > depth:
+        ranges = [(str(source.model), *(source.layers or (0, 0))) for source in cut.sources]
+        for model, _, end in ranges:
+            if end > depths[model]:
                 raise InvalidInput(
-                    f"{cut.where}: layer_range of {model}", found=f"end {end}", expected=f"at most {depth} layers"
+                    f"{cut.where}: layer_range of {model}",
+                    found=f"end {end}",
+                    expected=f"at most {depths[model]} layers",
                 )
-        for index in range(ranges[0][1] - ranges[0][0]):
+        _, start, end = ranges[0]
+        for index in range(end - start):
             yield tuple(
-                LayerOrigin(model, checkpoints[model].config, start + index, main_depth(checkpoints[model], stack))
-                for model, (start, _) in zip(models, ranges, strict=True)
+                LayerOrigin(model, checkpoints[model].config, first + index, depths[model])
+                for model, first, _ in ranges
             )
 
 
