@@ -23,7 +23,15 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.analysis.tally import Tally, total
-from merge_core.architecture import KINDS, TensorKind, find_tensor, layer_place, stacks, tensor_kind
+from merge_core.architecture import (
+    KINDS,
+    TensorKind,
+    find_tensor,
+    in_layout_of,
+    layer_place,
+    stacks,
+    tensor_kind,
+)
 from merge_core.checkpoint import BY_CODE, Checkpoint, numbers
 from merge_core.engine import BufferPool, JobInputs, read_ahead, usable_cores
 from merge_core.errors import InvalidInput
@@ -117,6 +125,7 @@ def measure_interference(
         InvalidInput: A file cannot be read, or no tensor can be compared.
     """
     skipped: dict[str, list[str]] = {}
+    parents = [in_layout_of(origin, parent) for parent in parents]
     if merge is not None and stacks(merge.tensors) != stacks(origin.tensors):
         skipped.setdefault("the merge has other layers than its parents", []).extend(merge.tensors)
         merge = None

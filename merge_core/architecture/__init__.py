@@ -1,4 +1,7 @@
-"""What networks do, from names and configurations alone: layers, heads, tied embeddings, kinds of tensors."""
+"""What networks do, from names and configurations alone: layers and their kinds, heads, parts beside the text, layouts.
+
+What single families do is data, in ``families/``; everything else holds for all of them.
+"""
 
 from merge_core.architecture.architecture import (
     find_tensor,
@@ -6,30 +9,45 @@ from merge_core.architecture.architecture import (
     is_head,
     is_optional,
     layer_count,
-    main_stack,
-    output_config,
     ties_embeddings,
     vocabulary_size,
+    with_dtype,
     with_vocabulary,
 )
+from merge_core.architecture.families import described_families, find_family, text_part
+from merge_core.architecture.layer_kinds import kinds_of_layer
 from merge_core.architecture.layers import before_layers, layer_place, stacks
+from merge_core.architecture.layouts import in_layout_of
+from merge_core.architecture.parts import main_depth, main_stack, places_outside, prediction_tensors
+from merge_core.architecture.stacking import LayerOrigin, in_place, stacked_config
 from merge_core.architecture.tensor_kinds import KINDS, TensorKind, tensor_kind
 
 __all__ = [
     "KINDS",
+    "LayerOrigin",
     "TensorKind",
     "before_layers",
+    "described_families",
+    "find_family",
     "find_tensor",
+    "in_layout_of",
+    "in_place",
     "is_embedding",
     "is_head",
     "is_optional",
+    "kinds_of_layer",
     "layer_count",
     "layer_place",
+    "main_depth",
     "main_stack",
-    "output_config",
+    "places_outside",
+    "prediction_tensors",
+    "stacked_config",
     "stacks",
     "tensor_kind",
+    "text_part",
     "ties_embeddings",
     "vocabulary_size",
+    "with_dtype",
     "with_vocabulary",
 ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from merge_core.architecture.layers import stacks
+from merge_core.architecture.families import text_part
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType
-from merge_core.errors import InvalidInput
 
 _HEAD = re.compile(r"^(?:.*\.)?(?:lm_head|embed_out)\.weight$")
 _EMBEDDING = re.compile(r"^(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
@@ -60,53 +59,29 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:
-    """Number of layers that a config, or its text part, names."""
-    for part in (config, config.get("text_config")):
+    """Number of layers that a config, or its text part, names or lists; without those that predict further tokens."""
+    text = text_part(config)
+    for part in (config, config.get("text_config"), text.config):
         if isinstance(part, Mapping):
             for key in LAYER_COUNT_KEYS:
                 if type(part.get(key)) is int:
                     return int(part[key])
+    for key in text.family.depth_of if text.family else ():
+        listed = text.config.get(key)
+        if isinstance(listed, (list, str)) and listed:
+            return len(listed)
     return None
 
 
-def main_stack(checkpoint: Checkpoint, where: str) -> str:
-    """The stack of layers that ``slices`` cuts.
-
-    Raises:
-        InvalidInput: The network has no layers, or several stacks of which none has the config's layer count alone.
-    """
-    depths = stacks(checkpoint.tensors)
-    named = layer_count(checkpoint.config)
-    candidates = list(depths) if len(depths) == 1 else [stack for stack in depths if depths[stack] == named]
-    if len(candidates) != 1:
-        raise InvalidInput(
-            where,
-            found=f"{checkpoint.directory.name} has layers in {', '.join(depths) or 'no stack'}",
-            expected="one stack of layers to cut",
-            remedy="use 'models'" if not depths else "use 'modules' to say which part is meant",
-        )
-    return candidates[0]
-
-
-def output_config(
-    donor: Mapping[str, Any], dtype: DType | None, layers: Sequence[tuple[Mapping[str, Any], int]] | None
-) -> dict[str, Any]:
-    """The donor's config with the result's dtype and, for a merge of slices, its layers.
-
-    Args:
-        donor: Config to start from.
-        dtype: Format of most of the output's weights.
-        layers: For every output layer the config and the layer it comes from; None when layers keep their place.
-    """
-    config: dict[str, Any] = copy.deepcopy(dict(donor))
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
+    """``config`` that names ``dtype`` as the format of most of the weights; None: as it was."""
+    changed: dict[str, Any] = copy.deepcopy(dict(config))
+    parts = [part for part in (changed, changed.get("text_config")) if isinstance(part, dict)]
     if dtype is not None:
         keys = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None]
-        for part, key in keys or [(config, "torch_dtype")]:
+        for part, key in keys or [(changed, "torch_dtype")]:
             part[key] = dtype.torch_name
-    if layers is not None:
-        _set_layers(parts, layers)
-    return config
+    return changed
 
 
 def with_vocabulary(config: Mapping[str, Any], size: int, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,24 +94,3 @@ def with_vocabulary(config: Mapping[str, Any], size: int, tokenizer: Mapping[str
         if key in tokenizer:
             changed[key] = tokenizer[key]
     return changed
-
-
-def _set_layers(parts: Sequence[dict[str, Any]], layers: Sequence[tuple[Mapping[str, Any], int]]) -> None:
-    for part in parts:
-        counted = [key for key in LAYER_COUNT_KEYS if type(part.get(key)) is int]
-        if not counted:
-            continue
-        before = part[counted[0]]
-        for key in counted:
-            part[key] = len(layers)
-        # Lists with one entry per layer (layer_types, no_rope_layers, ...) follow their layers.
-        for key, value in part.items():
-            if isinstance(value, list) and len(value) == before and "layer" in key:
-                part[key] = [_per_layer(config, key, layer, value[layer % before]) for config, layer in layers]
-
-
-def _per_layer(config: Mapping[str, Any], key: str, layer: int, fallback: Any) -> Any:
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping) and isinstance(part.get(key), list) and layer < len(part[key]):
-            return part[key][layer]
-    return fallback

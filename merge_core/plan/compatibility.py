@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core.architecture import ties_embeddings, vocabulary_size
+from merge_core.architecture import text_part, ties_embeddings, vocabulary_size
 from merge_core.checkpoint import Checkpoint, Vocabulary, read_vocabulary, vocabulary_differences
 from merge_core.errors import Finding, InvalidInput, worst_first
 from merge_core.parsing import read_json
@@ -119,7 +119,7 @@ def _compare_configs(
         )
         return
     for key in _MEANING:
-        mine, theirs = first.config.get(key), other.config.get(key)
+        mine, theirs = (_stated(checkpoint, key) for checkpoint in (first, other))
         if mine != theirs and mine is not None and theirs is not None:
             yield Finding(
                 "warn",
@@ -150,6 +150,12 @@ def _compare_configs(
                 else "its embeddings serve as its output head in the merge"
             ),
         )
+
+
+def _stated(checkpoint: Checkpoint, key: str) -> Any:
+    """What a configuration, or its text part, says under ``key``."""
+    value = checkpoint.config.get(key)
+    return text_part(checkpoint.config).config.get(key) if value is None else value
 
 
 def _compare_formats(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:

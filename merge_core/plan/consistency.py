@@ -5,13 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from merge_core.architecture import is_head, is_optional, layer_count, layer_place, stacks, vocabulary_size
-from merge_core.checkpoint import Checkpoint
+from merge_core.architecture import (
+    in_layout_of,
+    is_head,
+    is_optional,
+    layer_count,
+    layer_place,
+    main_depth,
+    prediction_tensors,
+    stacks,
+    vocabulary_size,
+)
+from merge_core.checkpoint import AnyTensor, Checkpoint
 from merge_core.errors import Finding
 from merge_core.plan.jobs import MergePlan
 
-# What GPTQ and AWQ, bitsandbytes, and compressed-tensors call what they pack weights into.
-_PACKED = re.compile(r"\.(qweight|qzeros|g_idx|absmax|quant_map|SCB|weight_packed|weight_scale)$|\.quant_state\.")
+# What GPTQ and AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8 call what they pack weights into.
+_PACKED = re.compile(
+    r"\.(?:qweight|qzeros|g_idx|absmax|nested_absmax|quant_map|nested_quant_map|SCB|weight_packed|weight_shape"
+    r"|weight_scale|weight_scale_inv|weight_scale_2|weight_global_scale|weight_zero_point|weight_format|input_scale"
+    r"|W_q)$|\.quant_state\.|_proj(?:_weight)?_(?:blocks|scales|scale_inv)$"
+)
+# Bytes are never weights: whole numbers of a network (positions, counters) are of 64 bits, or of one dimension.
+_BYTES = ("U8", "I8")
 
 
 def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -27,7 +43,8 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             remedy="nothing to do, unless they are published too: then name those",
         )
     named, depths = layer_count(config), stacks(checkpoint.tensors)
-    if named is not None and depths and named not in depths.values():
+    main = {main_depth(checkpoint, stack) for stack in depths}
+    if named is not None and depths and named not in main:
         yield Finding(
             "block",
             f"{name}: config.json: num_hidden_layers",
@@ -55,7 +72,7 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
         if said:
             method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else "unknown"
             where, found = f"config.json: {key}quantization_config", f"a quantised model ({method})"
-    packed = next((tensor for tensor in checkpoint.tensors if _PACKED.search(tensor)), None)
+    packed = next((one.name for one in checkpoint.tensors.values() if _PACKED.search(one.name) or _is_bytes(one)), None)
     if packed and not where:
         where, found = packed, "a tensor of a quantised model"
     if where:
@@ -64,8 +81,12 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             f"{name}: {where}",
             found=found,
             expected="unquantised weights",
-            remedy="merge the unquantised models, then quantise the result",
+            remedy="dequantise it, or merge the unquantised models; then quantise the result",
         )
+
+
+def _is_bytes(tensor: AnyTensor) -> bool:
+    return tensor.dtype.code in _BYTES and len(tensor.shape) > 1
 
 
 def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known: set[str]) -> Iterator[Finding]:
@@ -85,8 +106,12 @@ def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known
     for model, names in used.items():
         if any(finding.startswith(f"{model}: ") for finding in known):
             continue  # What is wrong with this model has been said.
-        left = [name for name in checkpoints[model].tensors if name not in names]
+        view = in_layout_of(plan.donor, checkpoints[model])
+        left = [name for name, tensor in view.tensors.items() if tensor.name not in names]
         if cut:
+            # Said of the plan: a warning of its own.
+            predictions = prediction_tensors(view)
+            left = [name for name in left if name not in predictions]
             left = [name for name in left if layer_place(name) is None and name not in produced]
         for name in left[:5]:
             optional = is_optional(name)

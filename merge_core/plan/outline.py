@@ -1,8 +1,9 @@
 """Which tensors the result has: their names, and the name under which each source knows them.
 
 Three cases. Whole models: the donor's tensors. Slices: layers are cut and renumbered, what stands before the layers
-(embeddings) comes from the first slice, what stands after them (norm, head) from the last. Modules: each part of the
-network is one of the two, on its own tensors.
+(embeddings) comes from the first slice, what stands after them (norm, head) from the last, and what stands beside them
+(towers for images and sound, and what joins them to the text) whole from the first. Modules: each part of the network
+is one of the two, on its own tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from merge_core.architecture import before_layers, layer_count, layer_place, main_stack, stacks
+from merge_core.architecture import (
+    is_optional,
+    layer_count,
+    layer_place,
+    main_depth,
+    main_stack,
+    places_outside,
+    prediction_tensors,
+    stacks,
+)
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput, suggest
 from merge_core.recipe import Module, Recipe, Slice, Source
@@ -47,13 +57,13 @@ def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpo
     """All output tensors.
 
     Raises:
-        InvalidInput: A module or a layer that does not exist, a part that no module covers.
+        InvalidInput: A module that does not exist, a part that no module covers.
     """
     specs = []
     for module, stack, names in _parts(recipe, donor):
         if is_sliced(module):
             chosen = stack or main_stack(donor, f"{recipe.where}: slices")
-            specs += _sliced(module, chosen, names, checkpoints)
+            specs += _sliced(module, chosen, names, donor, checkpoints)
         else:
             specs += _whole(module, names)
     return specs
@@ -138,35 +148,77 @@ def _whole(module: Module, names: Sequence[str]) -> list[OutputSpec]:
 
 
 def _sliced(
-    module: Module, stack: str, names: Sequence[str], checkpoints: Mapping[str, Checkpoint]
+    module: Module, stack: str, names: Sequence[str], donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
 ) -> list[OutputSpec]:
     first, last = module.slices[0], module.slices[-1]
-    specs = [
-        OutputSpec(name, module, first, (name,) * len(first.sources), 0.0) for name in names if before_layers(name)
-    ]
+    kept = [name for name in names if (at := layer_place(name)) is None or at.stack != stack]
+    whole = keeps_predictions(module, stack, checkpoints)
+    if not whole:
+        predictions = prediction_tensors(donor)
+        kept = [name for name in kept if name not in predictions]
+    places = _places(kept, module, stack, donor)
+    specs = [_outside(name, module, first) for name in kept if places[name] == "before"]
     parts = {str(source.model): _layer_parts(checkpoints[str(source.model)], stack) for source in _sources(module)}
     layer = 0
     for cut in module.slices:
         ranges = [source.layers or (0, 0) for source in cut.sources]
-        for source, (_, end) in zip(cut.sources, ranges, strict=True):
-            depth = len(parts[str(source.model)])
-            if end > depth:
-                raise InvalidInput(
-                    f"{cut.where}: layer_range of {source.model}",
-                    found=f"end {end}",
-                    expected=f"at most {depth} layers",
-                )
         count = ranges[0][1] - ranges[0][0]
         for index in range(count):
             for part in parts[str(cut.sources[0].model)][ranges[0][0] + index]:
                 known_as = tuple(f"{stack}.{start + index}.{part}" for start, _ in ranges)
                 specs.append(OutputSpec(f"{stack}.{layer}.{part}", module, cut, known_as, _position(index, count)))
             layer += 1
-    for name in names:
-        at = layer_place(name)
-        if not before_layers(name) and (at is None or at.stack != stack):
-            specs.append(OutputSpec(name, module, last, (name,) * len(last.sources), 0.0))
+    if whole:
+        behind = main_depth(donor, stack)
+        for name in names:
+            at = layer_place(name)
+            if at is not None and at.stack == stack and at.index >= behind:
+                specs.append(_outside(name, module, last))
+    specs += [_outside(name, module, last) for name in kept if places[name] == "after"]
+    specs += [_outside(name, module, first) for name in kept if places[name] == "beside"]
     return specs
+
+
+def keeps_predictions(module: Module, stack: str, checkpoints: Mapping[str, Checkpoint]) -> bool:
+    """Whether layers that predict further tokens fit the result: they were trained on the states of all layers before.
+
+    So they stay where every layer keeps its number, and are left out of every other stack.
+    """
+    number = 0
+    for cut in module.slices:
+        for source in cut.sources:
+            if source.layers is None or source.layers[0] != number:
+                return False
+        start, end = cut.sources[0].layers or (0, 0)
+        number += end - start
+    models = {str(source.model) for source in _sources(module)}
+    return all(main_depth(checkpoints[model], stack) == number for model in models)
+
+
+def _outside(name: str, module: Module, cut: Slice) -> OutputSpec:
+    return OutputSpec(name, module, cut, (name,) * len(cut.sources), 0.0)
+
+
+def _places(names: Sequence[str], module: Module, stack: str, donor: Checkpoint) -> dict[str, str]:
+    """Before, after or beside the layers.
+
+    Raises:
+        InvalidInput: Nobody knows, and it matters: the first slice is of other models than the last.
+    """
+    places: dict[str, str] = dict(places_outside(names, stack, donor))
+    ends = {tuple(source.model for source in cut.sources) for cut in (module.slices[0], module.slices[-1])}
+    for name, place in places.items():
+        if place != "unknown":
+            continue
+        if len(ends) > 1 and not is_optional(name):
+            raise InvalidInput(
+                f"{module.slices[0].where}: {name}",
+                found="neither its name nor its family says whether it stands before or after the layers",
+                expected="a tensor of the embeddings, or of the norm and head",
+                remedy="begin and end with slices of the same models, or merge whole models ('models')",
+            )
+        places[name] = "after"
+    return places
 
 
 def _sources(module: Module) -> list[Source]:

@@ -11,7 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from merge_core.architecture import before_layers, find_tensor, is_head, is_optional, output_config, with_vocabulary
+from merge_core.architecture import (
+    before_layers,
+    find_tensor,
+    in_layout_of,
+    is_head,
+    is_optional,
+    with_dtype,
+    with_vocabulary,
+)
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
 from merge_core.methods import REQUIRED
@@ -19,7 +27,8 @@ from merge_core.plan.alignment import Alignment, align, has_vocabulary_rows
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.jobs import Input, MergePlan, TensorJob
 from merge_core.plan.layout import OutputTensor, lay_out
-from merge_core.plan.outline import OutputSpec, outline, sliced_module
+from merge_core.plan.outline import OutputSpec, outline
+from merge_core.plan.stacking import config_of_slices, differing_kinds
 from merge_core.recipe import CheckpointRef, Parameters, Recipe, Source, value_for
 
 # Prefix of the placeholder directory of a step's result, until it is written.
@@ -113,10 +122,12 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         if str(ref) not in checkpoints:
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
     donor = checkpoints[str(donor_reference(recipe))]
+    checkpoints = {name: in_layout_of(donor, checkpoint) for name, checkpoint in checkpoints.items()}
     alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
+    structure = _structure(recipe, donor, checkpoints, problems)
     specs = outline(recipe, donor, checkpoints)
     jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
-    config = output_config(donor.config, _bulk_dtype(jobs), _layer_sources(recipe, donor, checkpoints))
+    config = with_dtype(structure, _bulk_dtype(jobs))
     if alignment is not None:
         config = with_vocabulary(config, alignment.size, alignment.tokenizer.config)
     shards = lay_out([job.output for job in jobs], donor)
@@ -304,15 +315,16 @@ def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
     return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 
 
-def _layer_sources(
-    recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
-) -> list[tuple[Mapping[str, Any], int]] | None:
-    """For every output layer the config and the layer number of its first source; None when layers keep their place."""
-    module = sliced_module(recipe, donor)
-    if module is None:
-        return None
-    return [
-        (checkpoints[str(cut.sources[0].model)].config, layer)
-        for cut in module.slices
-        for layer in range(*(cut.sources[0].layers or (0, 0)))
-    ]
+def _structure(
+    recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]
+) -> Mapping[str, Any]:
+    """The donor's config, with the layers that slices leave."""
+    sliced = config_of_slices(recipe, donor, checkpoints)
+    if sliced is not None:
+        problems += sliced[1]
+        return sliced[0]
+    giver = donor_reference(recipe)
+    for ref in recipe.own_references():
+        if ref != giver:
+            problems += differing_kinds(str(giver), donor, str(ref), checkpoints[str(ref)])
+    return donor.config

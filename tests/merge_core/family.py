@@ -58,6 +58,7 @@ def save_checkpoint(
     tokens = tensors["model.embed_tokens.weight"].shape[0]
     layers = sum("input_layernorm" in name for name in names)
     content = {
+        "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": layers,
         "vocab_size": tokens,

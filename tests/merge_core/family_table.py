@@ -1,0 +1,130 @@
+"""The table of families in ``docs/families.md``: what happens to each, found by trying it.
+
+    python tests/merge_core/family_table.py
+
+tries all of them (some minutes) and writes the table; ``test_families.py`` tries them again and compares.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from in_memory import average, stack
+from tiny_families import BY_NAME, FAMILIES, LAYERS, TinyFamily, load, logits, make
+
+from merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+WHOLE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 0.3}}, {model: b, parameters: {weight: 0.7}}]\n"
+Cut = list[tuple[str, int, int]]
+DONE, UNTRIED = "✓", "·"
+_ROW = re.compile(r"^\| (?P<name>[^|]+?) \| (?P<cells>.+) \|$")
+_COLUMNS = ("family", "whole", "slices", "vocabulary", "adapters", "experts")
+
+
+def depth(family: TinyFamily) -> int:
+    """Number of layers of its checkpoint, of each stack where there are two."""
+    return 3 if family.model_type in ("whisper", "t5") else LAYERS
+
+
+def cuts(family: TinyFamily) -> dict[str, Cut]:
+    """Two models joined; a layer left out; a layer twice."""
+    n = depth(family)
+    return {
+        "joined": [("a", 0, n - 1), ("b", 1, n)],
+        "shortened": [("a", 0, 1), ("a", 2, n)],
+        "doubled": [("a", 0, 2), ("a", 1, n)],
+    }
+
+
+def recipe_of(cut: Cut) -> str:
+    """A stack of slices."""
+    slices = "".join(f"- sources: [{{model: {model}, layer_range: [{start}, {end}]}}]\n" for model, start, end in cut)
+    return f"merge_method: passthrough\nslices:\n{slices}"
+
+
+def merge_or_refuse(text: str, root: Path, out: str) -> str | None:
+    """Merge; where the plan blocks, the key or tensor that the refusal names."""
+    recipe = load_recipe(text)
+    planned = plan_with_findings(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
+    if planned.plan is None or planned.blocking:
+        (finding, *_) = planned.blocking
+        assert finding.found, finding
+        assert finding.remedy or finding.expected, finding
+        return finding.where.rsplit(": ", 1)[-1]
+    merge_weights(planned.plan, root / out)
+    return None
+
+
+def tried(family: TinyFamily, root: Path) -> dict[str, str]:
+    """What happens to whole models and to each of :func:`cuts`: ``✓``, or the key of the refusal.
+
+    Raises:
+        AssertionError: Neither: the result does not load cleanly, or differs from the models put together in memory.
+    """
+    models = {name: load(family, make(family, root / name, seed)) for seed, name in enumerate("ab")}
+    found = {}
+    for name, text in {"whole": WHOLE, **{name: recipe_of(cut) for name, cut in cuts(family).items()}}.items():
+        refused = merge_or_refuse(text, root, name)
+        if refused is not None:
+            found[name] = refused
+            continue
+        if name == "whole":
+            expected = average([models["a"], models["b"]], [0.3, 0.7])
+        else:
+            picks = [(models[model], index) for model, start, end in cuts(family)[name] for index in range(start, end)]
+            expected = stack(picks, depth(family))
+        computed = logits(family, load(family, root / name))
+        assert torch.equal(computed, logits(family, expected)), f"{family.name}: {name}"
+        found[name] = DONE
+    return found
+
+
+def cells(found: Mapping[str, str]) -> tuple[str, str]:
+    """``whole`` and ``slices`` of a row."""
+    keys = dict.fromkeys(key for name, key in found.items() if name != "whole" and key != DONE)
+    refused = "refused: " + "; ".join(f"`{key}`" for key in keys)
+    passed = [name for name, key in found.items() if name != "whole" and key == DONE]
+    slices = DONE if not keys else f"{DONE} where the kinds allow, else {refused}" if passed else refused
+    return found["whole"] if found["whole"] == DONE else f"refused: `{found['whole']}`", slices
+
+
+def rows() -> dict[str, list[str]]:
+    """The table as it stands in the document: name → the cells behind it."""
+    found = {}
+    for line in DOCUMENT.read_text("utf-8").splitlines():
+        match = _ROW.match(line)
+        if match and match["name"] in BY_NAME:
+            found[match["name"]] = [cell.strip() for cell in match["cells"].split("|")]
+    return found
+
+
+def write(outcomes: Mapping[str, tuple[str, str]]) -> None:
+    """Put the table into the document; cells that are not ours stay."""
+    text = DOCUMENT.read_text("utf-8")
+    known = rows()
+    lines = [f"| {' | '.join(_COLUMNS)} |", f"|{' --- |' * len(_COLUMNS)}"]
+    for name, own in outcomes.items():
+        others = known.get(name, [])[2:] or [UNTRIED] * 3
+        lines.append(f"| {' | '.join((name, *own, *others))} |")
+    start, end = text.index("<!-- table -->"), text.index("<!-- end of table -->")
+    DOCUMENT.write_text(text[:start] + "<!-- table -->\n\n" + "\n".join(lines) + "\n\n" + text[end:], "utf-8")
+
+
+def main() -> None:
+    """Try all families and write the table."""
+    outcomes = {}
+    for family in FAMILIES:
+        with TemporaryDirectory() as place:
+            outcomes[family.name] = cells(tried(family, Path(place)))
+        print(family.name, *outcomes[family.name], sep="\t", file=sys.stderr)
+    write(outcomes)
+
+
+if __name__ == "__main__":
+    main()

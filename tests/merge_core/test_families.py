@@ -1,0 +1,344 @@
+"""Slices compute what the stack of layers computes, or are refused by name: for every family, and for any cut.
+
+The oracle is transformers: parents and results are loaded by it, and compared with its own modules moved about in
+memory (``in_memory.py``); for kinds of layers alone, with its own reading of the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from family_table import cells, merge_or_refuse, recipe_of, rows, tried
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from in_memory import stack
+from safetensors.torch import load_file
+from tiny_families import BY_NAME, FAMILIES, LAYERS, load, logits, make
+from transformers import AutoConfig
+
+from merge_core.architecture import LayerOrigin, described_families, stacked_config
+from merge_core.errors import InvalidInput
+
+# One of each way in which a layer's number can decide something.
+SAMPLE = ("gemma3, unlisted", "qwen3_moe", "llama4, unlisted", "lfm2", "nemotron_h", "gemma3, vision", "jamba")
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_of_families_is_stacked_bit_by_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
+    assert list(cells(tried(BY_NAME[name], tmp_path))) == rows()[name][:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.name not in SAMPLE])
+def test_every_family_is_merged_and_stacked_bit_by_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
+    assert list(cells(tried(BY_NAME[name], tmp_path))) == rows()[name][:2]
+
+
+def test_the_table_has_a_row_for_every_family_that_is_tried() -> None:
+    assert list(rows()) == [family.name for family in FAMILIES]
+
+
+def test_every_family_that_is_described_is_tried_or_refused() -> None:
+    tried_types = {family.model_type for family in FAMILIES}
+    parts = {"qwen2_vl_text", "qwen2_5_vl_text"}  # tried within the networks that have them
+    untried = {
+        name
+        for family in described_families()
+        for name in family.model_types
+        if family.refused is None and name not in tried_types | parts
+    }
+    assert untried == set()
+    assert all(family.source for family in described_families())
+
+
+SETTINGS = st.fixed_dictionaries({"depth": st.integers(2, 12), "first": st.integers(0, 4), "period": st.integers(1, 5)})
+PICKS = st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)), min_size=1, max_size=4)
+
+
+def origins(config: dict[str, Any], depth: int, picks: list[tuple[int, int]]) -> list[tuple[LayerOrigin, ...]]:
+    """Layers of a stack of slices ``(start, count)`` of one model, as far as it goes."""
+    numbers = [index for start, count in picks for index in range(start % depth, min(depth, start % depth + count))]
+    return [(LayerOrigin("a", config, index, depth),) for index in numbers]
+
+
+def of_the_library(config: dict[str, Any], index: int) -> tuple[Any, ...]:
+    """What transformers makes of layer ``index``, by its own code for each family."""
+    read: Any = AutoConfig.for_model(**config)
+    found: list[Any] = []
+    for key in ("layer_types", "layers_block_type", "no_rope_layers", "layers_num_experts", "mlp_layer_types"):
+        value = getattr(read, key, None)
+        if isinstance(value, (list, tuple)):
+            found.append(value[index])
+    if config["model_type"] == "llama4_text":
+        found.append(index in read.moe_layers)
+    if config["model_type"] in ("deepseek_v3", "glm4_moe", "deepseek_v2", "dots1"):
+        found.append(index >= read.first_k_dense_replace)
+    if config["model_type"] == "lfm2_moe":
+        found.append(index >= read.num_dense_layers)
+    if config["model_type"] in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
+        sparse = read.num_experts > 0 and (index + 1) % read.decoder_sparse_step == 0
+        found.append(index not in read.mlp_only_layers and sparse)
+    return tuple(found)
+
+
+def written(kind: str, values: dict[str, int]) -> dict[str, Any]:
+    depth, first, period = values["depth"], values["first"], values["period"]
+    periods = ["sliding_window_pattern", "full_attention_interval", "decoder_sparse_step", "no_rope_layer_interval"]
+    keys: dict[str, Any] = dict.fromkeys([*periods, "interleave_moe_layer_step"], period)
+    keys |= {"attn_layer_period": period, "attn_layer_offset": first % period}
+    keys |= {"expert_layer_period": period + 1, "expert_layer_offset": first % (period + 1)}
+    keys |= {"first_k_dense_replace": first, "num_dense_layers": first, "mlp_only_layers": [first, first + period]}
+    keys |= {"max_window_layers": first, "use_sliding_window": True, "sliding_window": 4}
+    keys |= {"full_attn_idxs": [first], "attn_layer_indices": [first], "layer_types": None}
+    if kind == "lfm2_moe":
+        keys["layer_types"] = ["conv", "full_attention"] * (depth // 2) + ["conv"] * (depth % 2)
+    owned = {key for family in described_families() if kind in family.model_types for key in family.keys}
+    return {"model_type": kind, "num_hidden_layers": depth, **{key: keys[key] for key in keys if key in owned}}
+
+
+def stacked_or_named(config: dict[str, Any], layers: list[Any], keys: list[str]) -> dict[str, Any] | None:
+    """The result's configuration; None where it is refused, with one of ``keys``."""
+    try:
+        return stacked_config(config, layers, "slices")
+    except InvalidInput as error:
+        refusal = error
+    assert any(key in refusal.where for key in keys)
+    return None
+
+
+KINDS = (
+    "gemma2 gemma3_text cohere2 olmo3 gpt_oss qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_text deepseek_v3"
+    " deepseek_v2 glm4_moe dots1 llama4_text smollm3 exaone4 jamba bamba lfm2 lfm2_moe granitemoehybrid vaultgemma"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS.split())
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(values=SETTINGS, picks=PICKS)
+def test_the_library_reads_of_the_result_what_it_read_of_the_parents(
+    kind: str, values: dict[str, int], picks: list[tuple[int, int]]
+) -> None:
+    config = written(kind, values)
+    layers = origins(config, values["depth"], picks)
+    before = json.dumps(config)
+    owned = [key for family in described_families() if kind in family.model_types for key in family.keys]
+    result = stacked_or_named(config, layers, owned)
+    if result is None:
+        return
+    assert json.dumps(config) == before
+    assert result["num_hidden_layers"] == len(layers)
+    for number, (origin,) in enumerate(layers):
+        assert of_the_library(result, number) == of_the_library(config, origin.index)
+
+
+def test_what_a_list_can_say_is_never_refused() -> None:
+    for kind in ("gemma3_text", "qwen3_next", "llama4_text", "qwen2_moe", "bamba", "lfm2"):
+        config = written(kind, {"depth": 6, "first": 1, "period": 2})
+        layers = origins(config, 6, [(3, 2), (0, 6), (5, 1), (1, 4)])
+        assert stacked_config(config, layers, "slices")["num_hidden_layers"] == len(layers)
+
+
+def test_a_period_and_a_count_of_first_layers_follow_where_they_can_say_it() -> None:
+    jamba = written("jamba", {"depth": 8, "first": 1, "period": 2}) | {
+        "expert_layer_period": 1,
+        "expert_layer_offset": 0,
+    }
+    assert stacked_config(jamba, origins(jamba, 8, [(0, 4), (2, 6)]), "slices")["attn_layer_period"] == 2
+    shifted = stacked_config(jamba, origins(jamba, 8, [(1, 6)]), "slices")
+    assert (shifted["attn_layer_period"], shifted["attn_layer_offset"]) == (2, 0)
+    deepseek = written("deepseek_v3", {"depth": 8, "first": 3, "period": 1})
+    assert stacked_config(deepseek, origins(deepseek, 8, [(1, 7)]), "slices")["first_k_dense_replace"] == 2
+    with pytest.raises(InvalidInput, match="first_k_dense_replace"):
+        stacked_config(deepseek, origins(deepseek, 8, [(0, 6), (0, 6)]), "slices")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention_pattern", "LLG"),
+        ("dense_every_n", 3),
+        ("ffn_multipliers", [1, 2, 3, 4, 5, 6]),
+        ("block_configs", [{"heads": 1}] * 6),
+        ("skip_layer_ids", [2]),
+        ("layer_types", ["full_attention"] * 6),
+    ],
+)
+def test_a_key_that_may_be_about_single_layers_and_is_not_described_is_refused(key: str, value: Any) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 6, key: value}
+    with pytest.raises(InvalidInput, match=key):
+        stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {"rms_norm_eps": 1e-6, "eos_token_id": [1, 2, 3, 4, 5, 6], "architectures": ["LlamaForCausalLM"]},
+        {"vision_feature_layer": -2, "layer_norm_eps": 1e-5, "layerdrop": 0.1, "initializer_range": 0.02},
+        {"max_window_layers": 28, "use_sliding_window": False, "attention_chunk_size": 8},
+        {"attention_period": 1, "moe_layers": [], "sliding_window_pattern": None, "rope_scaling": {"factor": 2}},
+    ],
+)
+def test_keys_that_sound_alike_are_not_refused(harmless: dict[str, Any]) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 6, **harmless}
+    assert stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")["num_hidden_layers"] == 7
+
+
+@pytest.mark.parametrize(
+    ("config", "where"),
+    [
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": "six"}, "sliding_window_pattern"),
+        ({"model_type": "gemma3_text", "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "gemma3_text", "layer_types": 7}, "layer_types"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": ["first"]}, "mlp_only_layers"),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ({"model_type": "lfm2_moe"}, "layer_types"),
+        ({"model_type": "nemotron_h"}, "layers_block_type"),
+        ({"model_type": ["llama"]}, "model_type"),
+        ({}, "model_type"),
+        ({"model_type": "llava", "text_config": {"model_type": "unheard-of"}}, "model_type"),
+    ],
+)
+def test_a_configuration_that_cannot_mean_anything_is_refused_without_a_traceback(
+    config: dict[str, Any], where: str
+) -> None:
+    with pytest.raises(InvalidInput, match=where):
+        stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
+
+
+def test_layers_of_parents_with_other_rhythms_keep_what_they_were() -> None:
+    second, third = ({"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window_pattern": n} for n in (2, 3))
+    layers = [(LayerOrigin("a", second, index, 6),) for index in range(3)]
+    layers += [(LayerOrigin("b", third, index, 6),) for index in range(3, 6)]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert stacked_config(second, layers, "slices")["layer_types"] == [*kinds, *kinds[::2], "full_attention"]
+
+
+def test_no_layer_of_a_kind_can_be_said_by_a_period_too() -> None:
+    config = {"model_type": "jamba", "num_hidden_layers": 8, "expert_layer_period": 1, "expert_layer_offset": 0}
+    result = stacked_config(config, origins(config, 8, [(5, 3), (5, 3)]), "slices")
+    assert AutoConfig.for_model(**result).layers_block_type == ["mamba"] * 6
+
+
+def test_layers_that_keep_their_numbers_need_no_description() -> None:
+    config = {"model_type": "unheard-of", "num_hidden_layers": 6, "secret_pattern": "LLG"}
+    assert stacked_config(config, origins(config, 6, [(0, 3), (3, 3)]), "slices") == config
+
+
+@pytest.mark.parametrize("family", ["llama", "unheard-of", "zamba2"])
+def test_layers_that_keep_their_numbers_keep_keys_that_nobody_knows(family: str) -> None:
+    config = {"model_type": family, "num_hidden_layers": 6, "hybrid_layer_ids": [1], "secret_pattern": "LLG"}
+    assert stacked_config(config, origins(config, 6, [(0, 6)]), "slices") == config
+
+
+def test_a_donor_of_another_depth_is_no_donor_for_layers_that_nobody_has_described() -> None:
+    config = {"model_type": "unheard-of", "num_hidden_layers": 6}
+    with pytest.raises(InvalidInput, match="model_type"):
+        stacked_config({**config, "num_hidden_layers": 4}, origins(config, 6, [(0, 6)]), "slices")
+
+
+def test_numbers_of_layers_follow_beside_a_list_that_decides() -> None:
+    kinds = ["conv", "full_attention", "conv", "conv", "full_attention", "conv"]
+    config = {"model_type": "lfm2", "num_hidden_layers": 6, "layer_types": kinds, "full_attn_idxs": [1, 4]}
+    result = stacked_config(config, origins(config, 6, [(0, 5), (1, 5)]), "slices")
+    assert result["full_attn_idxs"] == [1, 4, 5, 8]
+    assert result["layer_types"] == kinds[:5] + kinds[1:]
+
+
+def test_the_depth_of_a_text_part_that_names_none_is_written() -> None:
+    config = {"model_type": "llava", "text_config": {"model_type": "llama"}}
+    assert stacked_config(config, origins(config, 32, [(0, 6), (2, 6)]), "slices")["text_config"] == {
+        "model_type": "llama",
+        "num_hidden_layers": 12,
+    }
+
+
+# Each family once, where layers alternate in what they compute, in their tensors, in both.
+CUT = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, LAYERS - 1), st.integers(1, LAYERS)), min_size=1, max_size=3
+)
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Two checkpoints of some families, with the models; made when they are first asked for."""
+    return {}
+
+
+def pair(name: str, known: dict[str, tuple[Path, dict[str, Any]]], factory: pytest.TempPathFactory) -> Any:
+    if name not in known:
+        root = factory.mktemp("family")
+        known[name] = (
+            root,
+            {one: load(BY_NAME[name], make(BY_NAME[name], root / one, seed)) for seed, one in enumerate("ab")},
+        )
+    return known[name]
+
+
+def check_any_cut(name: str, root: Path, models: dict[str, Any], picks: list[tuple[str, int, int]]) -> None:
+    family = BY_NAME[name]
+    cut = [(model, start, min(LAYERS, start + count)) for model, start, count in picks]
+    with TemporaryDirectory(dir=root) as place:
+        for one in "ab":
+            (Path(place) / one).symlink_to(root / one)
+        if merge_or_refuse(recipe_of(cut), Path(place), "out") is not None:
+            return
+        chosen = [(models[model], index) for model, start, end in cut for index in range(start, end)]
+        expected = logits(family, stack(chosen, LAYERS))
+        assert torch.equal(logits(family, load(family, Path(place) / "out")), expected)
+
+
+def test_any_cut_of_a_family_without_lists_computes_what_the_stack_computes(
+    parents: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root, models = pair("gemma3, unlisted", parents, tmp_path_factory)
+
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(picks=CUT)
+    def check(picks: list[tuple[str, int, int]]) -> None:
+        check_any_cut("gemma3, unlisted", root, models, picks)
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next, unlisted", "llama4, unlisted", "deepseek_v3", "nemotron_h"])
+def test_any_cut_computes_what_the_stack_computes_or_is_refused(
+    name: str, parents: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root, models = pair(name, parents, tmp_path_factory)
+
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(picks=CUT)
+    def check(picks: list[tuple[str, int, int]]) -> None:
+        check_any_cut(name, root, models, picks)
+
+    check()
+
+
+def test_the_parts_for_images_come_whole_from_one_parent(
+    parents: Any, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    root, _ = pair("gemma3, vision", parents, tmp_path_factory)
+    for one in "ab":
+        (tmp_path / one).symlink_to(root / one)
+    assert merge_or_refuse(recipe_of([("a", 0, 3), ("b", 1, 4)]), tmp_path, "out") is None
+    a, b, out = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b", "out"))
+    beside = [name for name in a if "vision_tower" in name or "projector" in name]
+    assert len(beside) > 10
+    assert all(torch.equal(out[name], a[name]) for name in beside)
+    assert not any(torch.equal(a[name], b[name]) for name in beside)
+    # The text's own: embeddings of the first, norm of the last.
+    (norm,) = [
+        name
+        for name in a
+        if name.endswith("language_model.model.norm.weight") or name.endswith("language_model.norm.weight")
+    ]
+    assert torch.equal(out[norm], b[norm])
+    (embedding,) = [name for name in a if "embed_tokens" in name]
+    assert torch.equal(out[embedding], a[embedding])

@@ -1,0 +1,226 @@
+"""Checkpoints of one architecture, laid out differently: older names, layers behind the last, packed weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family import random_tensors, save_checkpoint
+from family_table import WHOLE, merge_or_refuse, recipe_of
+from in_memory import average, stack
+from safetensors.torch import load_file, save_file
+from tiny_families import BY_NAME, LAYERS, load, logits, make
+
+from merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+
+LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
+
+
+def findings(root: Path, text: str = WHOLE) -> tuple[Finding, ...]:
+    recipe = load_recipe(text)
+    return plan_with_findings(
+        recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
+    ).findings
+
+
+def rename(directory: Path, pairs: list[tuple[str, str]]) -> None:
+    """Write a checkpoint's tensors under other names: of each the first beginning that fits is replaced."""
+    path = directory / "model.safetensors"
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        old, new = next(((old, new) for old, new in pairs if name.startswith(old)), ("", ""))
+        tensors[new + name.removeprefix(old)] = tensor
+    save_file(tensors, path, {"format": "pt"})
+
+
+# What transformers 5 has in memory, and what it writes.
+_TOWERS = ("vision_tower.", "multi_modal_projector.")
+_LLAVA = [
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    *((tower, f"model.{tower}") for tower in _TOWERS),
+]
+NEWER = {
+    "gemma3, vision": _LLAVA,
+    "llava": _LLAVA,
+    "qwen2_5_vl": [("visual.", "model.visual."), ("model.", "model.language_model.")],
+}
+
+
+@pytest.mark.parametrize("renamed", ["a", "b"])
+@pytest.mark.parametrize("name", NEWER)
+def test_parents_with_older_and_newer_names_merge_as_if_they_had_one(name: str, renamed: str, tmp_path: Path) -> None:
+    family = BY_NAME[name]
+    models = [load(family, make(family, tmp_path / one, seed)) for seed, one in enumerate("ab")]
+    before = set(load_file(tmp_path / renamed / "model.safetensors"))
+    rename(tmp_path / renamed, NEWER[name])
+    assert set(load_file(tmp_path / renamed / "model.safetensors")) != before
+    assert merge_or_refuse(WHOLE, tmp_path, "out") is None
+    result = load(family, tmp_path / "out")
+    assert torch.equal(logits(family, result), logits(family, average(models, [0.3, 0.7])))
+    # The donor's layout is the result's.
+    assert set(load_file(tmp_path / "out/model.safetensors")) == set(load_file(tmp_path / "a/model.safetensors"))
+
+
+def test_slices_of_parents_with_older_and_newer_names_are_cut_from_the_same_layers(tmp_path: Path) -> None:
+    family = BY_NAME["llava"]
+    a, b = (load(family, make(family, tmp_path / one, seed)) for seed, one in enumerate("ab"))
+    rename(tmp_path / "b", NEWER["llava"])
+    assert merge_or_refuse(recipe_of([("a", 0, 4), ("b", 2, LAYERS)]), tmp_path, "out") is None
+    expected = stack([(a, 0), (a, 1), (a, 2), (a, 3), (b, 2), (b, 3), (b, 4), (b, 5)], LAYERS)
+    assert torch.equal(logits(family, load(family, tmp_path / "out")), logits(family, expected))
+
+
+def test_names_that_no_renaming_explains_are_still_missing(tmp_path: Path) -> None:
+    family = BY_NAME["llava"]
+    for seed, one in enumerate("ab"):
+        make(family, tmp_path / one, seed)
+    rename(tmp_path / "b", [("vision_tower.", "eyes.")])
+    assert any(finding.severity == "block" and "vision_tower" in finding.where for finding in findings(tmp_path))
+
+
+def with_predictions(directory: Path, seed: int, depth: int = LAYERS, *, said: bool = True) -> None:
+    """Give a checkpoint a layer behind its last one that predicts the token after the next, as its makers ship it."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(seed)
+    behind = f"model.layers.{depth}"
+    extra = {
+        name.replace(f"model.layers.{depth - 1}", behind): torch.randn(tensor.shape, generator=generator)
+        for name, tensor in tensors.items()
+        if name.startswith(f"model.layers.{depth - 1}.")
+    }
+    for part in ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight", "embed_tokens.weight"):
+        extra[f"{behind}.{part}"] = torch.randn(4, 4, generator=generator)
+    save_file({**tensors, **extra}, path, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("num_nextn_predict_layers", None)
+    config.pop("num_mtp_layers", None)
+    if said:
+        config["num_nextn_predict_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_a_layer_that_predicts_further_tokens_is_merged_with_whole_models(
+    name: str, said: bool, tmp_path: Path
+) -> None:
+    for seed, one in enumerate("ab"):
+        with_predictions(make(BY_NAME[name], tmp_path / one, seed), seed, said=said)
+    assert [one for one in findings(tmp_path) if one.severity != "info"] == []
+    assert merge_or_refuse(WHOLE, tmp_path, "out") is None
+    a, b, out = (load_file(tmp_path / one / "model.safetensors") for one in ("a", "b", "out"))
+    assert set(out) == set(a)
+    part = f"model.layers.{LAYERS}.eh_proj.weight"
+    assert torch.equal(out[part], 0.3 * a[part] + 0.7 * b[part])
+
+
+def test_a_stack_leaves_out_what_predicts_further_tokens_and_says_so(tmp_path: Path) -> None:
+    family = BY_NAME["glm4_moe"]
+    models = {}
+    for seed, one in enumerate("ab"):
+        models[one] = load(family, make(family, tmp_path / one, seed))
+        with_predictions(tmp_path / one, seed)
+    cut = [("a", 0, 4), ("b", 3, LAYERS)]
+    said = [finding for finding in findings(tmp_path, recipe_of(cut)) if "predict" in finding.found]
+    assert [finding.severity for finding in said] == ["warn", "warn"]
+    assert merge_or_refuse(recipe_of(cut), tmp_path, "out") is None
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
+    chosen = [(models[model], index) for model, start, end in cut for index in range(start, end)]
+    assert torch.equal(logits(family, load(family, tmp_path / "out")), logits(family, stack(chosen, LAYERS)))
+
+
+def test_layers_that_keep_their_numbers_keep_what_predicts_further_tokens(tmp_path: Path) -> None:
+    for seed, one in enumerate("ab"):
+        with_predictions(make(BY_NAME["glm4_moe"], tmp_path / one, seed), seed)
+    assert merge_or_refuse(recipe_of([("a", 0, 3), ("b", 3, LAYERS)]), tmp_path, "out") is None
+    b, out = (load_file(tmp_path / one / "model.safetensors") for one in ("b", "out"))
+    part = f"model.layers.{LAYERS}.eh_proj.weight"
+    assert torch.equal(out[part], b[part])
+
+
+def test_more_layers_than_the_config_names_are_still_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        save_checkpoint(tmp_path / name, random_tensors(0, layers=3), config={"num_hidden_layers": 2})
+    assert "a: config.json: num_hidden_layers" in [one.where for one in findings(tmp_path) if one.severity == "block"]
+
+
+PACKED = [
+    ("mlp.experts.gate_up_proj_blocks", torch.uint8, (2, 4, 8)),
+    ("mlp.experts.gate_up_proj_scales", torch.uint8, (2, 4)),
+    ("self_attn.q_proj.weight_scale_inv", torch.float32, (2, 2)),
+    ("self_attn.q_proj.weight_scale", torch.float32, (1,)),
+    ("self_attn.q_proj.qweight", torch.int32, (4, 4)),
+    ("self_attn.q_proj.qzeros", torch.int32, (4, 4)),
+    ("self_attn.q_proj.g_idx", torch.int32, (4,)),
+    ("self_attn.q_proj.weight.absmax", torch.float32, (4,)),
+    ("self_attn.q_proj.weight.quant_state.bitsandbytes__nf4", torch.uint8, (4,)),
+    ("self_attn.q_proj.SCB", torch.float32, (4,)),
+    ("self_attn.q_proj.weight_packed", torch.int32, (4, 4)),
+    ("self_attn.k_proj.weight", torch.uint8, (4, 4)),
+    ("self_attn.k_proj.weight", torch.int8, (4, 4)),
+]
+
+
+@pytest.mark.parametrize(("part", "dtype", "shape"), PACKED)
+def test_packed_weights_are_refused_by_name_also_where_they_are_equal_and_the_config_is_silent(
+    part: str, dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    name = f"model.layers.0.{part}"
+    for one in "ab":
+        tensors: dict[str, Any] = {**random_tensors(0), name: torch.ones(shape, dtype=dtype)}
+        save_checkpoint(tmp_path / one, tensors)
+    blocking = [one for one in findings(tmp_path, LINEAR) if one.severity == "block" and "quantised" in one.found]
+    assert {one.where for one in blocking} == {f"a: {name}", f"b: {name}"}
+    assert all("dequantise" in one.remedy for one in blocking)
+
+
+def test_numbers_that_are_no_weights_are_not_taken_for_packed_ones(tmp_path: Path) -> None:
+    for one in "ab":
+        counters = {"model.embeddings.position_ids": torch.arange(4)[None], "model.steps": torch.tensor([3])}
+        save_checkpoint(tmp_path / one, {**random_tensors(0), **counters})
+    assert [one for one in findings(tmp_path, LINEAR) if one.severity == "block"] == []
+
+
+def test_tensors_that_the_kinds_do_not_explain_are_not_moved(tmp_path: Path) -> None:
+    extra = {"model.layers.1.self_attn.gate.weight": torch.ones(4)}
+    for seed, one in enumerate("ab"):
+        save_checkpoint(tmp_path / one, {**random_tensors(seed), **extra})
+    stacked = recipe_of([("a", 0, 2), ("b", 1, 3)])
+    (finding,) = [one for one in findings(tmp_path, stacked) if one.severity == "block"]
+    assert finding.where == "a: model.layers.1.self_attn.gate.weight"
+    assert [one for one in findings(tmp_path, LINEAR) if one.severity == "block"] == []
+    assert [one for one in findings(tmp_path, recipe_of([("a", 0, 3)])) if one.severity == "block"] == []
+
+
+def test_layers_of_different_kinds_are_not_merged_into_one(tmp_path: Path) -> None:
+    for seed, one in enumerate("ab"):
+        config = {"model_type": "gemma3_text", "sliding_window_pattern": 2}
+        save_checkpoint(tmp_path / one, random_tensors(seed), config=config)
+    text = (
+        "merge_method: linear\nparameters: {weight: 1}\nslices:\n"
+        "- sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [1, 3]}]\n"
+    )
+    (finding,) = [one for one in findings(tmp_path, text) if one.severity == "block"]
+    assert "layer_types, sliding_window_pattern" in finding.found
+    assert "layer 1 of b" in finding.where
+
+
+def test_whole_models_whose_layers_look_differently_far_are_said_to(tmp_path: Path) -> None:
+    for seed, (one, pattern) in enumerate({"a": 2, "b": 3}.items()):
+        config = {"model_type": "gemma3_text", "sliding_window_pattern": pattern}
+        save_checkpoint(tmp_path / one, random_tensors(seed), config=config)
+    (finding,) = findings(tmp_path, LINEAR)
+    assert (finding.severity, finding.where) == ("warn", "b: config.json: layer_types, sliding_window_pattern")
+
+
+def test_tensors_of_unknown_place_come_from_nowhere(tmp_path: Path) -> None:
+    for seed, one in enumerate("ab"):
+        save_checkpoint(tmp_path / one, {**random_tensors(seed), "model.mystery.weight": torch.ones(3)})
+    (finding,) = [one for one in findings(tmp_path, recipe_of([("a", 0, 2), ("b", 1, 3)])) if one.severity == "block"]
+    assert finding.where.endswith("model.mystery.weight")
+    assert [one for one in findings(tmp_path, recipe_of([("a", 0, 2), ("a", 1, 3)])) if one.severity == "block"] == []
