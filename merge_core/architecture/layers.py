@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 _NUMBERED = re.compile(r"^((?:[^.]+\.)*?(?:layers|layer|h|blocks|block))\.([0-9]{1,6})\.(.+)$")
 _FIRST = re.compile(r"embed|wte|wpe|patch|tok_emb", re.IGNORECASE)
@@ -23,6 +24,8 @@ class LayerPlace:
     part: str
 
 
+# A plan asks many times; a mixture of 384 experts in 61 layers has 70,000 names.
+@lru_cache(maxsize=1 << 17)
 def layer_place(name: str) -> LayerPlace | None:
     """Place of a tensor in a stack of layers; None for embeddings, final norm, heads."""
     match = _NUMBERED.match(name)
