@@ -2,6 +2,7 @@
 
 from merge_core.architecture.architecture import (
     find_tensor,
+    has_own_head,
     is_embedding,
     is_head,
     is_optional,
@@ -9,6 +10,7 @@ from merge_core.architecture.architecture import (
     main_stack,
     output_config,
     ties_embeddings,
+    untied,
     vocabulary_size,
     with_vocabulary,
 )
@@ -20,6 +22,7 @@ __all__ = [
     "TensorKind",
     "before_layers",
     "find_tensor",
+    "has_own_head",
     "is_embedding",
     "is_head",
     "is_optional",
@@ -30,6 +33,7 @@ __all__ = [
     "stacks",
     "tensor_kind",
     "ties_embeddings",
+    "untied",
     "vocabulary_size",
     "with_vocabulary",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -60,6 +60,8 @@ class Checkpoint:
         companions: Names of the files that belong to a model beside config and weights: tokenizer, generation
             config, chat template, processors, custom code.
         chat_template: Its chat template.
+        rewritten: Of a checkpoint that is not written yet, files that will not be those of the directory, by name;
+            None: there will be none of that name.
     """
 
     directory: Path
@@ -67,6 +69,7 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     companions: tuple[str, ...] = ()
     chat_template: str | None = None
+    rewritten: Mapping[str, bytes | None] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
