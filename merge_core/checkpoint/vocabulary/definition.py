@@ -119,15 +119,14 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], where: str) 
 def given_ids(model_ids: Mapping[str, int], added: Iterable[str]) -> dict[str, int]:
     """Ids of the model's tokens and of added ones, in the order in which they are added.
 
-    An added token that the model has keeps its id. Another one gets the next after the highest added one, or the
-    *number* of the model's tokens where that is higher; so where a vocabulary has holes, an id can be given twice.
+    An added token that the model has keeps its id. The others are counted on from the *number* of the model's tokens;
+    so where a vocabulary has holes, an id can be given twice.
     """
     ids = dict(model_ids)
-    count, highest = len(model_ids), -1
+    following = len(model_ids)
     for token in added:
         if token not in ids:
-            ids[token] = max(count, highest + 1)
-        highest = max(highest, ids[token])
+            ids[token], following = following, following + 1
     return ids
 
 
