@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,13 @@ def flags(**changes: bool) -> dict[str, bool]:
     return {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True, **changes}
 
 
+def once(train: Callable[..., Tokenizer]) -> Callable[..., Tokenizer]:
+    """Training breaks ties as it comes: the same tokenizer whenever it is asked for."""
+    trained = cache(lambda *arguments: train(*arguments).to_str())
+    return lambda *arguments: Tokenizer.from_str(trained(*arguments))
+
+
+@once
 def byte_level(size: int = 340) -> Tokenizer:
     """Byte-level BPE, with two special tokens and a template that puts one in front."""
     tokenizer = Tokenizer(models.BPE())
@@ -44,6 +53,7 @@ def byte_level(size: int = 340) -> Tokenizer:
     return tokenizer
 
 
+@once
 def sentence_pieces() -> Tokenizer:
     """BPE over characters with bytes to fall back to, as SentencePiece models become."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
@@ -59,6 +69,7 @@ def sentence_pieces() -> Tokenizer:
     return tokenizer
 
 
+@once
 def unigram() -> Tokenizer:
     """A Unigram model with scores."""
     tokenizer = Tokenizer(models.Unigram())
@@ -72,6 +83,7 @@ def unigram() -> Tokenizer:
     return tokenizer
 
 
+@once
 def word_pieces() -> Tokenizer:
     """WordPiece with BERT's pipeline."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
