@@ -35,6 +35,8 @@ _BUFFER_UNIT = 1 << 20
 _AHEAD_BYTES = 128 << 20
 # Linux reads only this much for one advice, however much it names.
 _ADVICE_BYTES = 1 << 20
+# Rows up to this size are read with one call.
+_ONE_READ = 1 << 16
 
 
 class BufferPool:
@@ -174,7 +176,13 @@ class JobInputs:
         fd, view = self._files[tensor.file], into.data
         for (lender, offset, begin, end), mine in zip(parts, own.tolist(), strict=True):
             if mine:
-                read_into(fd, view[begin * size : end * size], tensor.offset + offset * size, tensor.file)
+                piece, place = view[begin * size : end * size], tensor.offset + offset * size
+                # Rows may be scattered: most are one call, and the careful reader is for all that is not.
+                if len(piece) <= _ONE_READ:
+                    with suppress(OSError):
+                        if os.preadv(fd, [piece], place) == len(piece):
+                            continue
+                read_into(fd, piece, place, tensor.file)
                 continue
             part = into[begin * size : end * size]
             self._lend(index, chosen, part, lender, offset, lent)

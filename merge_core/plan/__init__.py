@@ -9,6 +9,7 @@ from merge_core.plan.layout import OutputTensor, Shard, index_text
 from merge_core.plan.plan import plan_merge, step_of
 from merge_core.plan.rows import MEAN, SEVERAL, ZERO, RowMap
 from merge_core.plan.tokenizers import CutPair
+from merge_core.plan.transplant import plan_transplant
 
 __all__ = [
     "MEAN",
@@ -24,6 +25,7 @@ __all__ = [
     "TensorJob",
     "index_text",
     "plan_merge",
+    "plan_transplant",
     "plan_with_findings",
     "preflight",
     "step_of",

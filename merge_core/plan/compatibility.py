@@ -14,6 +14,7 @@ from pathlib import Path
 
 from merge_core.architecture import has_own_head, vocabulary_size
 from merge_core.checkpoint import Checkpoint
+from merge_core.checkpoint.vocabulary import each_read_once
 from merge_core.errors import Finding, InvalidInput, worst_first
 from merge_core.parsing import read_json
 from merge_core.plan.consistency import self_consistency, unused_tensors
@@ -83,6 +84,11 @@ def plan_with_findings(
         accepted: Differences between tokenizers that somebody has looked at and accepts, by their keys: ``merges``,
             ``pre_tokenizer``, ``chat_template``, ...
     """
+    with each_read_once():
+        return _planned(recipe, checkpoints, frozenset(accepted))
+
+
+def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]) -> PlannedMerge:
     findings: list[Finding] = []
     measurable: list[CutPair] = []
     known, plan = dict(checkpoints), None
@@ -112,7 +118,7 @@ def plan_with_findings(
                     findings += _compare_formats(donor, own[donor], name, checkpoint)
                 if not aligned:
                     findings += _compare_tokenizer_classes(donor, own[donor], name, checkpoint)
-        compared = compare_to_donor(document, own, frozenset(accepted))
+        compared = compare_to_donor(document, own, accepted)
         findings += compared.findings
         measurable += compared.pairs
     return PlannedMerge(worst_first(findings), plan, tuple(measurable))

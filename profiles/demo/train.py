@@ -131,8 +131,8 @@ def _marked_card() -> Card:
         license="apache-2.0",
         base_model="../base",
         description=(
-            "`other-tokenizer` with one special token more, `<hint>`, as a fine-tune adds them: other ids than the base,\n"
-            "and a row more. A union of the tokenizers keeps both. For demonstrations and tests only."
+            "`other-tokenizer` with one special token more, `<hint>`, as fine-tunes add them: other ids than the\n"
+            "base, and a row more. A union of the tokenizers keeps both. For demonstrations and tests only."
         ),
     )
 

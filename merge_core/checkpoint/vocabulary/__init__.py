@@ -5,7 +5,7 @@ process of its own. The ids are those that the library gives, which are not alwa
 """
 
 from merge_core.checkpoint.vocabulary.comparison import SpellingDifference, compare_tokenizers
-from merge_core.checkpoint.vocabulary.definition import TokenizerDefinition, read_tokenizer
+from merge_core.checkpoint.vocabulary.definition import TokenizerDefinition, each_read_once, read_tokenizer
 from merge_core.checkpoint.vocabulary.joining import (
     STRANGERS,
     JoinedTokenizer,
@@ -28,6 +28,7 @@ __all__ = [
     "Vocabulary",
     "combined_rows",
     "compare_tokenizers",
+    "each_read_once",
     "join_tokenizers",
     "read_tokenizer",
     "read_vocabulary",

@@ -7,7 +7,9 @@ rule is here, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +25,9 @@ SETTINGS = "tokenizer_config.json"
 _MAX_MERGES_BYTES = 64 << 20
 # Of an added token: how it is found in a text.
 FLAGS = MappingProxyType({"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False})
+
+
+_read: ContextVar[dict[Path, TokenizerDefinition | None] | None] = ContextVar("read tokenizers", default=None)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,28 @@ def read_tokenizer(directory: Path, rewritten: Mapping[str, bytes | None] | None
     Raises:
         InvalidInput: A tokenizer file that is not what its name says, or is no plain file in ``directory``.
     """
-    new = rewritten or {}
+    known = _read.get()
+    if rewritten or known is None:
+        return _read_now(directory, rewritten or {})
+    if directory not in known:
+        known[directory] = _read_now(directory, {})
+    return known[directory]
+
+
+@contextmanager
+def each_read_once() -> Iterator[None]:
+    """Inside, every tokenizer is read at most once: the largest take a second each, and a check asks several times."""
+    if _read.get() is not None:
+        yield
+        return
+    token = _read.set({})
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
+def _read_now(directory: Path, new: Mapping[str, bytes | None]) -> TokenizerDefinition | None:
     settings = _object(directory, SETTINGS, new) or {}
     content = _object(directory, NAME, new)
     if content is not None:
@@ -192,9 +218,9 @@ def _merges(listed: object, where: str) -> tuple[tuple[str, str], ...]:
     if not isinstance(listed, list):
         raise InvalidInput(where, found=f"{listed!r:.40}", expected="a list of pairs")
     pairs = []
-    for entry in listed:
-        parts = entry.split(" ") if isinstance(entry, str) else entry
-        if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+    for entry in listed:  # Half a million of them: looked at with as few calls as can be.
+        parts = entry.split(" ") if type(entry) is str else entry
+        if type(parts) is not list or len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not str:
             raise InvalidInput(where, found=f"{entry!r:.60}", expected="two tokens")
         pairs.append((parts[0], parts[1]))
     return tuple(pairs)
