@@ -135,6 +135,11 @@ def test_every_change_of_a_tokenizer_that_changes_ids_of_a_text_is_named(kind: s
     assert other > 5
 
 
+def test_a_sequence_of_nothing_is_nothing(pair: Path) -> None:
+    content = {**content_of(byte_level()), "normalizer": None}
+    assert compared(pair, content, {**content, "normalizer": {"type": "Sequence", "normalizers": []}}) == ()
+
+
 def sequence_of_one(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [content["pre_tokenizer"]]}}
 

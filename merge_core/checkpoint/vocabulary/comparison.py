@@ -31,6 +31,8 @@ _STEP_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Split": {"invert": False},
     "BertNormalizer": {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True},
 }
+# What sequences call what they consist of.
+_STEPS = ("pretokenizers", "normalizers", "processors", "decoders")
 # Offsets are no ids; the second is an older name of what another key says.
 _STEP_IGNORED = frozenset({"trim_offsets", "str_rep"})
 # Parts of a pipeline that change no id: how ids become text again, and how batches are cut and filled up.
@@ -152,9 +154,7 @@ def _scores(one: TokenizerDefinition) -> dict[str, Any]:
 def _plain_form(value: Any, key: str) -> Any:
     """One form for spellings of one meaning."""
     if isinstance(value, Mapping):
-        steps = (
-            value.get("pretokenizers") or value.get("normalizers") or value.get("processors") or value.get("decoders")
-        )
+        steps = next((value[name] for name in _STEPS if name in value), None)
         if value.get("type") == "Sequence" and isinstance(steps, list):
             plain = [form for step in steps if (form := _plain_form(step, key)) is not None]
             return plain[0] if len(plain) == 1 else plain or None
