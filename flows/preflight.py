@@ -181,15 +181,24 @@ class _Rules:
     name: str
     merging: MergeSettings
     dtypes: tuple[str, ...]  # in which the models will be loaded here to be measured
+    tokenizers: tuple[str, ...] = ()  # parts in which they may differ
     code: tuple[str, ...] | None = None  # that may travel with the release; None: nobody has said
     remedy: str = ""  # of a licence that forbids a use which was only assumed: a warning
 
     @staticmethod
     def of(profile: Profile) -> _Rules:
         settings, root = profile.checks.license, profile.root
-        table, dtypes = license_table(settings, root), profile.dtypes_to_evaluate()
+        table, dtypes, checks = license_table(settings, root), profile.dtypes_to_evaluate(), profile.checks
         return _Rules(
-            settings, table, hub_ancestors(), root, profile.name, profile.merge, dtypes, profile.checks.code.accepted
+            settings,
+            table,
+            hub_ancestors(),
+            root,
+            profile.name,
+            profile.merge,
+            dtypes,
+            tokenizers=checks.tokenizer.accepted,
+            code=checks.code.accepted,
         )
 
     @staticmethod
@@ -214,7 +223,9 @@ def _clear(
     if not _is_whole(candidate.recipe, found):
         return None  # half a family may be forbidden, but neither allowed nor compared
     with problems.noted():
-        fits = problems.ask(check_compatibility, candidate.recipe, header_digests(found), found, rules.code)
+        fits = problems.ask(
+            check_compatibility, candidate.recipe, header_digests(found), found, rules.code, rules.tokenizers
+        )
         device = numerics(rules.merging).where
         machine = this_machine(fits.value, found, device)
         lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)

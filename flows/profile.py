@@ -26,7 +26,7 @@ from tasks.gate import EvaluateSettings
 from tasks.judge import JudgeSettings
 from tasks.merge import MergeSettings
 from tasks.perplexity import PerplexitySettings
-from tasks.preflight import CodeSettings, Evidence, check_references, pin_evidence
+from tasks.preflight import CodeSettings, Evidence, TokenizerSettings, check_references, pin_evidence
 from tasks.preflight.licenses import LicenseSettings
 from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
@@ -43,6 +43,7 @@ class Checks(ProfileSection):
 
     license: LicenseSettings = LicenseSettings()
     code: CodeSettings = CodeSettings()
+    tokenizer: TokenizerSettings = TokenizerSettings()
 
 
 class Profile(ProfileSection):

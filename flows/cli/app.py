@@ -148,6 +148,25 @@ def methods_command(as_json: Json = False) -> None:
         print_methods(_console(False), as_json)
 
 
+@app.command("transplant-tokenizer")
+def transplant_command(
+    model: Annotated[str, typer.Argument(help="Whose weights: a directory, org/name@rev.")],
+    donor: Annotated[str, typer.Argument(help="Whose tokenizer; its embeddings say what its tokens mean.")],
+    out: Annotated[Path, typer.Argument(help="Directory for the new checkpoint; must not exist yet.")],
+    method: Annotated[str, typer.Option(help="How rows of new tokens are made: omp or mean.")] = "omp",
+    k: Annotated[int, typer.Option("-k", help="Of omp: shared tokens in one combination, at most.")] = 64,
+    device: Annotated[str, typer.Option(help="Where combinations are computed: cpu, cuda or cuda:N.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Give a model another one's tokenizer: shared tokens keep their rows, the others get combinations of them."""
+    with _refusals(as_json):
+        from flows.cli.transplant import transplant_to
+
+        made = transplant_to(model, donor, out, method=method, k=k, device=device, console=_console(as_json))
+        if as_json:
+            print(json.dumps(made))
+
+
 @app.command("compare")
 def compare_command(
     reference: Annotated[

@@ -84,13 +84,25 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
     return changed
 
 
-def with_vocabulary(config: Mapping[str, Any], size: int, tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` for ``size`` embedding rows and the special tokens of the config ``tokenizer``."""
+def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """``config`` for ``size`` embedding rows, in every part that names their number."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     for part in (changed, changed.get("text_config")):
         if isinstance(part, dict) and type(part.get("vocab_size")) is int:
             part["vocab_size"] = size
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if key in tokenizer:
-            changed[key] = tokenizer[key]
+    return changed
+
+
+def has_own_head(checkpoint: Checkpoint) -> bool:
+    """Whether the output projection is a table of its own: stored, and not said to be the embedding."""
+    return any(is_head(name) for name in checkpoint.tensors) and ties_embeddings(checkpoint.config) is not True
+
+
+def untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` of a model with an output projection of its own: said everywhere, whatever the class assumes."""
+    changed: dict[str, Any] = copy.deepcopy(dict(config))
+    changed["tie_word_embeddings"] = False
+    text = changed.get("text_config")
+    if isinstance(text, dict):
+        text["tie_word_embeddings"] = False
     return changed

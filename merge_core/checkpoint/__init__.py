@@ -1,4 +1,4 @@
-"""Checkpoints on disk as tables of tensors: headers, number formats, vocabularies and chat templates, no weight read.
+"""Checkpoints on disk as tables of tensors: headers, number formats and chat templates, no weight read.
 
 Everything here treats files as a stranger's: lengths are checked before they are believed, and no pickle is run.
 """
@@ -15,7 +15,6 @@ from merge_core.checkpoint.checkpoint import (
 from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from merge_core.checkpoint.dtypes import BY_CODE, EXPONENTS, DType, numbers, patterns, promote, recipe_dtype
 from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_into, render_header
-from merge_core.checkpoint.vocabulary import Vocabulary, read_vocabulary, vocabulary_differences
 
 __all__ = [
     "BY_CODE",
@@ -32,7 +31,6 @@ __all__ = [
     "ReadElements",
     "ReadStored",
     "StoredTensor",
-    "Vocabulary",
     "chosen_template",
     "fetch_header",
     "numbers",
@@ -40,8 +38,6 @@ __all__ = [
     "patterns",
     "promote",
     "read_into",
-    "read_vocabulary",
     "recipe_dtype",
     "render_header",
-    "vocabulary_differences",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -63,6 +63,8 @@ class Checkpoint:
             config, chat template, processors, custom code.
         chat_template: Its chat template.
         decoded: How its weights are quantised, where they are decoded while they are read; else empty.
+        rewritten: Of a checkpoint that is not written yet, files that will not be those of the directory, by name;
+            None: there will be none of that name.
     """
 
     directory: Path
@@ -71,6 +73,7 @@ class Checkpoint:
     companions: tuple[str, ...] = ()
     chat_template: str | None = None
     decoded: str = ""
+    rewritten: Mapping[str, bytes | None] = field(default_factory=dict, repr=False)
 
     def stored(self) -> Iterator[StoredTensor]:
         """Everything that is read where the whole checkpoint is."""

@@ -5,6 +5,7 @@ from merge_core.engine.devices import has_cuda_driver
 from merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
 from merge_core.engine.finite import count_non_finite
 from merge_core.engine.settings import EngineSettings, usable_cores
+from merge_core.engine.transplant import Transplant, transplant_tokenizer
 from merge_core.engine.writer import WAITING_BYTES
 
 __all__ = [
@@ -13,10 +14,12 @@ __all__ = [
     "EngineSettings",
     "JobInputs",
     "MergeRecord",
+    "Transplant",
     "count_non_finite",
     "has_cuda_driver",
     "merge_weights",
     "read_ahead",
     "start_or_resume",
+    "transplant_tokenizer",
     "usable_cores",
 ]

@@ -28,7 +28,7 @@ from merge_core.checkpoint import (
 from merge_core.engine.finite import PIECE_BYTES, count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.methods import Block, StoredBlock
-from merge_core.plan import RowMap, TensorJob
+from merge_core.plan import MEAN, SEVERAL, ZERO, Input, RowMap, TensorJob
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,8 @@ _BUFFER_UNIT = 1 << 20
 _AHEAD_BYTES = 128 << 20
 # Linux reads only this much for one advice, however much it names.
 _ADVICE_BYTES = 1 << 20
+# Rows up to this size are read with one call.
+_ONE_READ = 1 << 16
 
 
 class BufferPool:
@@ -123,9 +125,11 @@ class JobInputs:
         self.job, self.block, self.grain = job, block, grain
         self.numel = job.output.numel
         self.count = -(-self.numel // block)
-        self._pool = pool
+        self._files, self._pool = files, pool
         self._sizes = [item.tensor.dtype.size for item in job.inputs]
         self._read_elements = [_open_elements(item.tensor, files) for item in job.inputs]
+        self._means: dict[int, NDArray[np.float64]] = {}  # Of inputs whose table grows.
+        self._means_lock = threading.Lock()
 
     def load(self, number: int, *, look: bool = False, fused: bool = False) -> LoadedBlock:
         """Block ``number`` in memory; close it (``with``) when its numbers are no longer needed.
@@ -151,7 +155,7 @@ class JobInputs:
         for index, (item, row, size) in enumerate(zip(self.job.inputs, rows, self._sizes, strict=True)):
             tensor = item.tensor
             if item.rows is not None:
-                self._read_rows(index, item.rows, row, start, counts)
+                self._read_rows(index, item.rows, row, start, counts, fused)
                 counts[index] += count_non_finite(row, tensor.dtype, fused=fused) if look else 0
                 continue
             step = PIECE_BYTES if look else max(len(row), 1)
@@ -161,49 +165,117 @@ class JobInputs:
                 counts[index] += count_non_finite(piece, tensor.dtype, fused=fused) if look else 0
         return counts
 
-    def _read_rows(self, index: int, chosen: RowMap, into: Bytes, start: int, lent: NDArray[np.int64]) -> None:
-        """Fill ``into`` with the elements from ``start`` of the output's rows, gathered row by row."""
+    def _read_rows(
+        self, index: int, chosen: RowMap, into: Bytes, start: int, lent: NDArray[np.int64], fused: bool
+    ) -> None:
+        """Fill ``into`` with the elements from ``start`` of the output's rows, run by run (see ``RowMap``)."""
         tensor = self.job.inputs[index].tensor
-        size = tensor.dtype.size
-        width = self.numel // len(chosen.rows)
-        done, length = 0, len(into) // size
-        while done < length:
-            row, column = divmod(start + done, width)
-            count = min(width - column, length - done)
-            own = chosen.rows[row]
-            if own < 0:
-                borrowed = into[done * size : (done + count) * size]
-                borrowed[:] = _stored(self._mean_row(chosen.borrowed[row], column, count, lent), tensor.dtype)
-                lent[index] -= count_non_finite(borrowed, tensor.dtype, fused=False)  # None of it is its own.
+        size, width, starts = tensor.dtype.size, self.numel // len(chosen), chosen.starts
+        stop = start + len(into) // size
+        first = int(np.searchsorted(starts, start // width, "right")) - 1
+        last = int(np.searchsorted(starts, (stop - 1) // width, "right")) - 1
+        # Where each run begins and ends in the block, in elements of the output.
+        begins = np.maximum(starts[first : last + 1] * width, start)
+        ends = np.minimum(starts[first + 1 : last + 2] * width, stop)
+        at = starts[first : last + 1]
+        lenders, rows = chosen.lender[at], chosen.row[at]
+        offsets = rows * width + begins - at * width  # In elements of the lender's table.
+        own = lenders == chosen.own
+        parts = zip(lenders.tolist(), offsets.tolist(), (begins - start).tolist(), (ends - start).tolist(), strict=True)
+        view = into.data
+        for (lender, offset, begin, end), mine in zip(parts, own.tolist(), strict=True):
+            if mine:
+                # Rows may be scattered: most are one call, and the careful reader is for all that is not.
+                if isinstance(tensor, StoredTensor) and (end - begin) * size <= _ONE_READ:
+                    piece, place = view[begin * size : end * size], tensor.offset + offset * size
+                    with suppress(OSError):
+                        if os.preadv(self._files[tensor.file], [piece], place) == len(piece):
+                            continue
+                self._read_elements[index](offset, into[begin * size : end * size])
+                continue
+            part = into[begin * size : end * size]
+            self._lend(index, chosen, part, lender, offset, lent)
+            if broken := count_non_finite(part, tensor.dtype, fused=fused):
+                lent[index] -= broken  # None of it is its own.
+                if lender >= 0:
+                    self._blame(chosen.models[lender], part, offset, width, lent)
+
+    def _lend(self, index: int, chosen: RowMap, into: Bytes, lender: int, offset: int, lent: NDArray[np.int64]) -> None:
+        """Fill ``into`` with what a model lacks.
+
+        Args:
+            index: Of the input that lacks it.
+            chosen: Its rows.
+            into: As many bytes of one run.
+            lender: A number of ``RowMap.lender``.
+            offset: First element in the lender's table; of the mean only its column counts.
+            lent: To which the lenders' broken elements are added, where they are counted nowhere else.
+        """
+        dtype = self.job.inputs[index].tensor.dtype
+        width, count = self.numel // len(chosen), len(into) // self.job.inputs[index].tensor.dtype.size
+        if lender == ZERO:
+            into[:] = 0
+        elif lender == MEAN:
+            mean = np.tile(self._mean_row(index, width), -(-count // width) + 1)
+            into[:] = _stored(mean[offset % width : offset % width + count], dtype)
+        elif lender == SEVERAL:
+            # A run of them is one that refers to consecutive shared rows.
+            for place in range(offset // width, (offset + count - 1) // width + 1):
+                begin = max(place * width, offset)
+                part = min((place + 1) * width, offset + count) - begin
+                rows = [
+                    self._lent(chosen, number, row * width + begin - place * width, part, lent)
+                    for number, row in chosen.shared[place]
+                ]
+                done = (begin - offset) * dtype.size
+                into[done : done + part * dtype.size] = _stored(sum(rows, np.zeros(part)) / len(rows), dtype)
+        else:
+            at, lending = self._input_of(chosen.models[lender])
+            if lending.tensor.dtype == dtype:
+                self._read_elements[at](offset, into)
             else:
-                # Neighbours in the output are mostly neighbours in the file: one read for all of them.
-                last = row
-                while done + count < length and last + 1 < len(chosen.rows):
-                    if chosen.rows[last + 1] != own + last + 1 - row:
-                        break
-                    last += 1
-                    count = min(count + width, length - done)
-                part = into[done * size : (done + count) * size]
-                self._read_elements[index](own * width + column, part)
-            done += count
+                into[:] = _stored(self._lent(chosen, lender, offset, count), dtype)
 
-    def _mean_row(
-        self, rows: tuple[tuple[str, int], ...], column: int, count: int, lent: NDArray[np.int64]
-    ) -> torch.Tensor:
-        import torch
+    def _lent(
+        self, chosen: RowMap, lender: int, offset: int, count: int, lent: NDArray[np.int64] | None = None
+    ) -> NDArray[np.float64]:
+        """``count`` elements of a lender's table from ``offset``, as float64."""
+        at, lending = self._input_of(chosen.models[lender])
+        part = np.empty(count * lending.tensor.dtype.size, np.uint8)
+        self._read_elements[at](offset, part)
+        if lent is not None:
+            self._blame(chosen.models[lender], part, offset, self.numel // len(chosen), lent)
+        return _wide(part, lending.tensor.dtype)
 
-        total = torch.zeros(count, dtype=torch.float64)
-        for model, row in rows:
-            index, item = next((at, item) for at, item in enumerate(self.job.inputs) if item.model == model)
-            tensor = item.tensor
-            width = self.numel // self.job.output.shape[0]
-            part = np.empty(count * tensor.dtype.size, np.uint8)
-            self._read_elements[index](row * width + column, part)
-            broken = count_non_finite(part, tensor.dtype, fused=False)
-            if broken and item.rows is not None and row not in item.rows.rows:  # Else it is counted where it belongs.
-                lent[index] += broken
-            total += torch.from_numpy(part).view(getattr(torch, tensor.dtype.torch_name)).double()
-        return total / len(rows)
+    def _blame(self, lender: str, part: Bytes, offset: int, width: int, lent: NDArray[np.int64]) -> None:
+        """Count broken elements of lent rows for their lender, unless it reads those rows itself."""
+        index, item = self._input_of(lender)
+        dtype = item.tensor.dtype
+        if not count_non_finite(part, dtype, fused=False):
+            return
+        for row in range(offset // width, (offset + len(part) // dtype.size - 1) // width + 1):
+            begin = max(row * width, offset) - offset
+            piece = part[begin * dtype.size : ((row + 1) * width - offset) * dtype.size]
+            if item.rows is not None and not item.rows.keeps(row):  # Else it is counted where it belongs.
+                # A copy: a row may begin anywhere in the block.
+                lent[index] += count_non_finite(piece.copy(), dtype, fused=False)
+
+    def _mean_row(self, index: int, width: int) -> NDArray[np.float64]:
+        """The mean over all rows of an input's own table, in the order of its bytes: the same whatever the blocks."""
+        with self._means_lock:
+            if index not in self._means:
+                tensor = self.job.inputs[index].tensor
+                total, step = np.zeros(width), max(1, PIECE_BYTES // (width * tensor.dtype.size))
+                for first in range(0, tensor.shape[0], step):
+                    rows = min(step, tensor.shape[0] - first)
+                    part = np.empty(rows * width * tensor.dtype.size, np.uint8)
+                    self._read_elements[index](first * width, part)
+                    total += _wide(part, tensor.dtype).reshape(rows, width).sum(0)
+                self._means[index] = total / max(tensor.shape[0], 1)
+            return self._means[index]
+
+    def _input_of(self, model: str) -> tuple[int, Input]:
+        return next((at, item) for at, item in enumerate(self.job.inputs) if item.model == model)
 
 
 def _open_elements(tensor: AnyTensor, files: Mapping[Path, int]) -> ReadElements:
@@ -217,10 +289,17 @@ def _open_elements(tensor: AnyTensor, files: Mapping[Path, int]) -> ReadElements
     return lambda first, into: read(tensor, first, into)
 
 
-def _stored(values: torch.Tensor, dtype: DType) -> Bytes:
+def _wide(stored: Bytes, dtype: DType) -> NDArray[np.float64]:
     import torch
 
-    stored: Bytes = values.to(getattr(torch, dtype.torch_name)).view(torch.uint8).numpy()
+    values: NDArray[np.float64] = torch.from_numpy(stored).view(getattr(torch, dtype.torch_name)).double().numpy()
+    return values
+
+
+def _stored(values: NDArray[np.float64], dtype: DType) -> Bytes:
+    import torch
+
+    stored: Bytes = torch.from_numpy(values).to(getattr(torch, dtype.torch_name)).view(torch.uint8).numpy()
     return stored
 
 

@@ -62,11 +62,20 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
     if index is not None:
         contents[index[0]] = index[1].encode()
     for name in plan.donor.companions:
+        if name in plan.rewritten:
+            continue
         if plan.tokenizer is plan.donor or not _is_about_tokens(name):
             contents[name] = _companion(plan.donor.directory, name)
     for name in plan.tokenizer.companions:
+        if name in plan.rewritten:
+            continue
         if plan.tokenizer is not plan.donor and _is_about_tokens(name):
             contents[name] = _companion(plan.tokenizer.directory, name)
+    for name, content in plan.rewritten.items():
+        if content is None:
+            contents.pop(name, None)
+        else:
+            contents[name] = content
     if plan.chat_template is not None:
         _set_chat_template(contents, plan.chat_template)
     contents[CONFIG] = (json.dumps(dict(plan.config), indent=2, ensure_ascii=False) + "\n").encode()
@@ -106,6 +115,7 @@ def file_names(plan: MergePlan) -> set[str]:
         *(shard.name for shard in plan.shards),
         *plan.donor.companions,
         *plan.tokenizer.companions,
+        *(name for name, content in plan.rewritten.items() if content is not None),
         *([index[0]] if index else []),
         CONFIG,
         FILE,

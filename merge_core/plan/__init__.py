@@ -3,13 +3,19 @@
 A plan fixes names, shapes, dtypes and offsets of every output byte; the engine only carries it out.
 """
 
-from merge_core.plan.alignment import RowMap
 from merge_core.plan.compatibility import PlannedMerge, plan_with_findings, preflight
 from merge_core.plan.jobs import Input, MergePlan, TensorJob
 from merge_core.plan.layout import OutputTensor, Shard, index_text
 from merge_core.plan.plan import plan_merge, step_of
+from merge_core.plan.rows import MEAN, SEVERAL, ZERO, RowMap
+from merge_core.plan.tokenizers import CutPair
+from merge_core.plan.transplant import plan_transplant
 
 __all__ = [
+    "MEAN",
+    "SEVERAL",
+    "ZERO",
+    "CutPair",
     "Input",
     "MergePlan",
     "OutputTensor",
@@ -19,6 +25,7 @@ __all__ = [
     "TensorJob",
     "index_text",
     "plan_merge",
+    "plan_transplant",
     "plan_with_findings",
     "preflight",
     "step_of",

@@ -1,32 +1,43 @@
-"""Rows of embeddings and heads by token, when a recipe says whose vocabulary the result has (``tokenizer_source``).
+"""Rows of embeddings and heads by token, when a recipe says which vocabulary the result has (``tokenizer``).
 
-Output row ``r`` stands for the token that the chosen tokenizer gives the id ``r``. Each model gives its own row of that
-token, wherever that is. A model that lacks the token borrows: from the only model that has it, else from the base if
-that has it, else the mean over those that have it. Rows without a token (padding) keep their place.
+Output row ``r`` stands for the token that the result's tokenizer gives the id ``r``. Each model gives its own row of
+that token, wherever that is. A model that lacks the token borrows: what the recipe says for the token; else from the
+base if that has it, else from the only model that has it, else the mean over those that have it.
+
+Rows without a token (padding) keep their place, so the table never shrinks; where a model has none there, the row of
+the model that gives the tokenizer, and where there is none either (the table grew), the mean of the model's own rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from merge_core.architecture import is_embedding, is_head
-from merge_core.checkpoint import Checkpoint, Vocabulary, read_vocabulary
-from merge_core.errors import InvalidInput
-from merge_core.recipe import Recipe
+import numpy as np
 
+from merge_core.architecture import is_embedding, is_head, with_vocabulary
+from merge_core.checkpoint import Checkpoint
+from merge_core.checkpoint.vocabulary import (
+    JoinedTokenizer,
+    TokenizerDefinition,
+    join_tokenizers,
+    read_tokenizer,
+    rewritten_files,
+)
+from merge_core.errors import Finding, InvalidInput
+from merge_core.parsing import read_json
+from merge_core.plan.rows import MEAN, ZERO, RowMap, map_rows
+from merge_core.plan.special_ids import follow_tokens
+from merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
 
-@dataclass(frozen=True)
-class RowMap:
-    """Where a model's rows for the output come from.
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-    Args:
-        rows: The model's own row for each output row; -1 where it has none.
-        borrowed: For those, rows of other models (by reference) whose mean is taken.
-    """
-
-    rows: tuple[int, ...]
-    borrowed: Mapping[int, tuple[tuple[str, int], ...]]
+_GENERATION = "generation_config.json"
+_MARKS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NEW_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 @dataclass(frozen=True)
@@ -34,56 +45,92 @@ class Alignment:
     """How the models' vocabularies become one.
 
     Args:
-        tokenizer: The checkpoint that gives the tokenizer.
-        maps: Row maps by reference; empty when every model has the result's rows already.
+        choice: What the recipe says.
+        tokenizer: The checkpoint that gives the tokenizer's files.
+        ids: Ids of the result's tokens.
+        vocabularies: Tokenizer of each model, by reference.
+        sizes: Rows of each model's table.
+        wanted: Reference of ``tokenizer``.
+        base: Reference of the recipe's base.
         size: Number of output rows.
+        content: ``tokenizer.json`` of the result.
+        model_changed: Whether the tokenizer's model has tokens or merges that it had not.
+        rewritten: Files of the tokenizer that are otherwise than in its directory; None: left out.
+        remarks: What a person should know.
     """
 
+    choice: TokenizerChoice
     tokenizer: Checkpoint
-    maps: Mapping[str, RowMap]
+    ids: Mapping[str, int]
+    vocabularies: Mapping[str, TokenizerDefinition]
+    sizes: Mapping[str, int]
+    wanted: str
+    base: str | None
     size: int
+    content: Mapping[str, Any]
+    model_changed: bool
+    rewritten: Mapping[str, bytes | None]
+    remarks: tuple[Finding, ...]
+    _made: dict[tuple[str, ...], Mapping[str, RowMap]] = field(default_factory=dict, repr=False, compare=False)
+
+    def maps(self, models: Sequence[str]) -> Mapping[str, RowMap]:
+        """Row maps of ``models``, which are merged with each other; empty when each has the result's rows already.
+
+        Raises:
+            InvalidInput: A token that none of them has a row for.
+        """
+        names = tuple(dict.fromkeys(models))
+        if names not in self._made:
+            self._made[names] = _maps(self, names)
+        return self._made[names]
 
 
 def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> Alignment | None:
-    """Row maps for a recipe with ``tokenizer_source``; None when it has none.
+    """What becomes of the vocabularies of a recipe with ``tokenizer_source`` or ``tokenizer``; None when it has none.
 
     Raises:
-        InvalidInput: A model without readable tokenizer, tokens that no merged model has, or ``union`` of
-            vocabularies that differ.
+        InvalidInput: A model without readable tokenizer, a union that is to be refused, a token's source that does not
+            exist.
     """
-    if recipe.tokenizer is None:
+    choice = recipe.tokenizer
+    if choice is None:
         return None
-    where = recipe.tokenizer.where
-    merged = [str(s.model) for module in recipe.modules for cut in module.slices for s in cut.sources]
+    merged = list(
+        dict.fromkeys(str(s.model) for module in recipe.modules for cut in module.slices for s in cut.sources)
+    )
     names = list(dict.fromkeys([*merged, donor]))
-    wanted = donor if recipe.tokenizer.source in ("base", "union") else str(recipe.tokenizer.source)
-    vocabularies = {name: _vocabulary(name, checkpoints[name], where) for name in dict.fromkeys([*names, wanted])}
-    sizes = {name: _rows(checkpoints[name]) for name in vocabularies}
+    wanted = donor if choice.source in ("base", "union") else str(choice.source)
+    every = list(dict.fromkeys([wanted, *names]))
+    vocabularies = {name: _definition(name, checkpoints[name], choice.where) for name in every}
+    sizes = {name: _rows(checkpoints[name], name) for name in every}
     target = vocabularies[wanted]
-    if all(vocabularies[name].ids == target.ids and sizes[name] == sizes[wanted] for name in names):
-        return Alignment(checkpoints[wanted], {}, sizes[wanted])
-    if recipe.tokenizer.source == "union":
-        raise InvalidInput(
-            where,
-            found="union of vocabularies that differ",
-            expected="base, or the model whose tokenizer the result should have",
-            remedy="name the model with the largest vocabulary: it keeps the others' common tokens",
-        )
-    token_at = {number: token for token, number in target.ids.items() if number < sizes[wanted]}
-    homeless = [token for token in token_at.values() if not _owners(token, vocabularies, sizes, merged)]
-    if homeless:
-        raise InvalidInput(
-            where,
-            found=f"{len(homeless)} tokens of {wanted} that no merged model has, such as {homeless[0]!r}",
-            expected="a tokenizer whose tokens the models know",
-            remedy="choose the tokenizer of one of the merged models",
-        )
+    joined = _joined(choice, vocabularies, wanted, merged)
+    tokenizer = checkpoints[wanted]
+    ids = target.ids if joined is None else joined.ids
+    rewritten: dict[str, bytes | None] = dict(tokenizer.rewritten)
+    if joined is not None:
+        rewritten |= rewritten_files(joined, target, tokenizer.companions)
+    remarks = [
+        Finding("info", choice.where, found=text, expected="", remedy="") for text in (joined.remarks if joined else ())
+    ]
+    size = _size(choice, ids, vocabularies, sizes, merged, wanted)
     base = str(recipe.base) if recipe.base else None
-    maps = {
-        name: _row_map(name, token_at, vocabularies, sizes, wanted, list(dict.fromkeys(merged)), base)
-        for name in dict.fromkeys(merged)
-    }
-    return Alignment(checkpoints[wanted], maps, sizes[wanted])
+    for row in choice.tokens:
+        _check_origin(row.origin, merged, vocabularies, sizes, row.token, choice.where)
+    return Alignment(
+        choice=choice,
+        tokenizer=tokenizer,
+        ids=ids,
+        vocabularies=vocabularies,
+        sizes=sizes,
+        wanted=wanted,
+        base=base,
+        size=size,
+        content=target.content if joined is None else joined.content,
+        model_changed=joined is not None and joined.model_changed,
+        rewritten=rewritten,
+        remarks=tuple(remarks),
+    )
 
 
 def has_vocabulary_rows(name: str) -> bool:
@@ -91,59 +138,219 @@ def has_vocabulary_rows(name: str) -> bool:
     return is_embedding(name) or is_head(name) or name.endswith("lm_head.bias")
 
 
-def _row_map(
-    name: str,
-    token_at: Mapping[int, str],
-    vocabularies: Mapping[str, Vocabulary],
+def aligned_config(
+    config: Mapping[str, Any], alignment: Alignment, donor: str, where: str
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Configuration of the result, whose ids are those of its tokenizer; and what is wrong with it.
+
+    Marks (begin, end, padding) are those of the model that gives the tokenizer; every other id, and a mark that this
+    model does not name, follows its token.
+
+    Args:
+        config: Of the donor, otherwise finished.
+        alignment: Of the vocabularies.
+        donor: Reference of the model that gives the configuration.
+        where: What messages call the recipe.
+    """
+    giver = alignment.tokenizer
+    findings: list[Finding] = []
+    if donor == alignment.wanted:
+        return with_vocabulary(config, alignment.size), findings
+    before = {number: token for token, number in alignment.vocabularies[donor].ids.items()}
+    moved, lost = follow_tokens(config, before, alignment.ids)
+    for key in _MARKS:
+        if key in giver.config:
+            moved[key] = giver.config[key]
+    for key in lost:
+        if key in _MARKS and key in giver.config:
+            continue
+        last = key.rpartition(".")[2]
+        findings.append(
+            Finding(
+                "warn" if last in _MARKS else "block",
+                f"{donor}: config.json: {key}",
+                found="a token that the result's tokenizer lacks",
+                expected="tokens of the result",
+                remedy=f"tokenizer: {{source: union}} in {where}, or tokens: with that token",
+            )
+        )
+    return with_vocabulary(moved, alignment.size), findings
+
+
+def aligned_generation(alignment: Alignment, donor: Checkpoint, donor_name: str) -> dict[str, bytes | None]:
+    """``generation_config.json`` of a donor, where the model that gives the tokenizer has none: its ids moved along."""
+    if donor_name == alignment.wanted or _GENERATION in alignment.tokenizer.companions:
+        return {}
+    if _GENERATION not in donor.companions:
+        return {}
+    before = {number: token for token, number in alignment.vocabularies[donor_name].ids.items()}
+    moved, _ = follow_tokens(read_json(donor.directory / _GENERATION), before, alignment.ids)
+    for key in _MARKS:
+        if key in alignment.tokenizer.config:
+            moved[key] = alignment.tokenizer.config[key]
+    return {_GENERATION: (json.dumps(moved, indent=2, ensure_ascii=False) + "\n").encode()}
+
+
+def _joined(
+    choice: TokenizerChoice, vocabularies: Mapping[str, TokenizerDefinition], wanted: str, merged: Sequence[str]
+) -> JoinedTokenizer | None:
+    """The tokenizer that has to be made, if one has to."""
+    target = vocabularies[wanted]
+    others = {name: vocabularies[name] for name in merged if name != wanted} if choice.source == "union" else {}
+    more = {}
+    for row in choice.tokens:
+        if row.token not in target.ids:
+            kinds = [one.added[row.token] for one in vocabularies.values() if row.token in one.added]
+            more[row.token] = kinds[0] if kinds else _NEW_TOKEN
+    joined = join_tokenizers(target, others, choice.strangers, choice.where, more)
+    return joined if joined.new_added or joined.model_changed else None
+
+
+def _size(
+    choice: TokenizerChoice,
+    ids: Mapping[str, int],
+    vocabularies: Mapping[str, TokenizerDefinition],
     sizes: Mapping[str, int],
+    merged: Sequence[str],
     wanted: str,
-    merged: list[str],
-    base: str | None,
-) -> RowMap:
-    rows: list[int] = []
-    borrowed: dict[int, tuple[tuple[str, int], ...]] = {}
-    used = set(vocabularies[name].ids.values())
-    for row in range(sizes[wanted]):
-        token = token_at.get(row)
-        if token is None:
-            own = row if row < sizes[name] and row not in used else -1
-            rows.append(own)
-            if own < 0:
-                spare = wanted if wanted in merged else name
-                borrowed[row] = ((spare, min(row, sizes[spare] - 1)),)
-            continue
-        number = vocabularies[name].ids.get(token, -1)
-        if 0 <= number < sizes[name]:
-            rows.append(number)
-            continue
-        rows.append(-1)
-        owners = _owners(token, vocabularies, sizes, merged)
-        if base in owners:
-            owners = [str(base)]
-        borrowed[row] = tuple((owner, vocabularies[owner].ids[token]) for owner in owners)
-    return RowMap(tuple(rows), borrowed)
+) -> int:
+    """Rows of the result: never fewer than the tokenizer's model has, and one for each token that somebody has.
+
+    An id past the table of every model that knows it (tokenizers have such) needs none.
+    """
+    said = {row.token for row in choice.tokens if row.origin is not None}
+    size = sizes[wanted]
+    beyond = [(token, number) for token, number in ids.items() if number >= size]
+    for token, number in beyond:
+        owned = any(-1 < vocabularies[name].ids.get(token, -1) < sizes[name] for name in merged)
+        if owned or token in said:
+            size = max(size, number + 1)
+    multiple = choice.pad_to_multiple_of or 1
+    return -(-size // multiple) * multiple
 
 
-def _owners(
-    token: str, vocabularies: Mapping[str, Vocabulary], sizes: Mapping[str, int], merged: list[str]
-) -> list[str]:
-    return [name for name in dict.fromkeys(merged) if -1 < vocabularies[name].ids.get(token, -1) < sizes[name]]
+def _maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, RowMap]:
+    choice, sizes, size = alignment.choice, alignment.sizes, alignment.size
+    plain = not any(row.origin for row in choice.tokens)
+    known = [alignment.vocabularies[name].ids for name in names]
+    if plain and all(ids == alignment.ids for ids in known) and all(sizes[name] == size for name in names):
+        return {}
+    listed = sorted((number, token) for token, number in alignment.ids.items() if number < size)
+    places = np.fromiter((number for number, _ in listed), np.int64, len(listed))
+    rows = np.array([[ids.get(token, -1) for _, token in listed] for ids in known], np.int64).reshape(len(names), -1)
+    rows[rows >= np.array([sizes[name] for name in names])[:, None]] = -1
+    named = {row.token for row in choice.tokens}
+    said = {row.token for row in choice.tokens if row.origin is not None}
+    within = sizes[alignment.wanted]
+    homeless = [
+        listed[at][1]
+        for at in np.flatnonzero(~(rows >= 0).any(0)).tolist()
+        if (listed[at][0] < within or listed[at][1] in named) and listed[at][1] not in said
+    ]
+    homeless += [token for token in named if token not in said and alignment.ids[token] >= size]
+    if homeless:
+        raise InvalidInput(
+            choice.where,
+            found=f"{len(homeless)} tokens of {alignment.wanted} that no merged model has, such as {homeless[0]!r}",
+            expected="a tokenizer whose tokens the models know",
+            remedy="choose the tokenizer of one of the merged models, or give these tokens a source",
+        )
+    preferred = names.index(alignment.base) if alignment.base in names else None
+    maps = {}
+    for own, name in enumerate(names):
+        lender, row = np.full(size, MEAN, np.int32), np.zeros(size, np.int64)
+        _pad(lender, row, alignment, names, own, places)
+        lender[places], row[places], shared = map_rows(own, rows, preferred)
+        for token in choice.tokens:
+            place = alignment.ids[token.token]
+            if token.origin is not None and (token.force or lender[place] != own):
+                lender[place], row[place] = _origin_of(token.origin, token.token, names, alignment)
+        maps[name] = RowMap(names, own, lender, row, tuple(shared))
+    return maps
 
 
-def _vocabulary(name: str, checkpoint: Checkpoint, where: str) -> Vocabulary:
-    vocabulary = read_vocabulary(checkpoint.directory)
-    if vocabulary is None or vocabulary.digest:
+def _pad(
+    lender: NDArray[np.int32],
+    row: NDArray[np.int64],
+    alignment: Alignment,
+    names: tuple[str, ...],
+    own: int,
+    places: NDArray[np.int64],
+) -> None:
+    """Rows without a token: the model's own at that place, if it has no token there either; else the tokenizer's."""
+    free = np.ones(len(lender), bool)
+    free[places] = False
+    givers = [own] if alignment.wanted not in names else [names.index(alignment.wanted), own]
+    for number in givers:  # The last one wins: the model itself.
+        name = names[number]
+        usable = np.zeros(len(lender), bool)
+        usable[: alignment.sizes[name]] = True
+        used = np.fromiter(alignment.vocabularies[name].ids.values(), np.int64)
+        usable[used[used < len(lender)]] = False
+        spare = np.flatnonzero(free & usable)
+        lender[spare], row[spare] = number, spare
+
+
+def _check_origin(
+    origin: RowOrigin | None,
+    merged: Sequence[str],
+    vocabularies: Mapping[str, TokenizerDefinition],
+    sizes: Mapping[str, int],
+    token: str,
+    where: str,
+) -> None:
+    if origin is None or origin.model is None:
+        return
+    name, place = str(origin.model), f"{where}: tokens.{token}"
+    if name not in merged:
+        raise InvalidInput(
+            place, found=f"{name}, which is not merged", expected=f"one of {', '.join(merged)}", remedy="correct it"
+        )
+    row = _origin_row(origin, token, vocabularies[name])
+    if not 0 <= row < sizes[name]:
+        found = f"token_id {origin.token_id}" if origin.token_id is not None else f"{origin.token or token!r}"
+        raise InvalidInput(
+            place, found=f"{found}, for which {name} has no row", expected="a token of that model", remedy="correct it"
+        )
+
+
+def _origin_row(origin: RowOrigin, token: str, vocabulary: TokenizerDefinition) -> int:
+    return origin.token_id if origin.token_id is not None else vocabulary.ids.get(origin.token or token, -1)
+
+
+def _origin_of(origin: RowOrigin, token: str, names: tuple[str, ...], alignment: Alignment) -> tuple[int, int]:
+    if origin.model is None:
+        return ZERO, 0
+    name = str(origin.model)
+    if name not in names:
+        raise InvalidInput(
+            f"{alignment.choice.where}: tokens.{token}",
+            found=f"{name}, whose embeddings are not merged in this slice",
+            expected=f"one of {', '.join(names)}",
+        )
+    return names.index(name), _origin_row(origin, token, alignment.vocabularies[name])
+
+
+def _definition(name: str, checkpoint: Checkpoint, where: str) -> TokenizerDefinition:
+    definition = read_tokenizer(checkpoint.directory, checkpoint.rewritten)
+    if definition is None:
         raise InvalidInput(
             where,
             found=f"{name} has no tokenizer.json",
             expected="a readable tokenizer in every model, to match tokens",
             remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
         )
-    return vocabulary
+    return definition
 
 
-def _rows(checkpoint: Checkpoint) -> int:
-    sizes = [tensor.shape[0] for tensor in checkpoint.tensors.values() if has_vocabulary_rows(tensor.name)]
-    if not sizes:
-        raise InvalidInput(str(checkpoint.directory), found="no embeddings", expected="a model with a vocabulary")
-    return sizes[0]
+def _rows(checkpoint: Checkpoint, name: str) -> int:
+    sizes = {
+        tensor.shape[0] for tensor in checkpoint.tensors.values() if has_vocabulary_rows(tensor.name) and tensor.shape
+    }
+    if len(sizes) != 1:
+        raise InvalidInput(
+            f"{name}: embeddings",
+            found=f"tables of {', '.join(map(str, sorted(sizes)))} rows" if sizes else "no embeddings",
+            expected="one number of rows in embeddings and head",
+        )
+    return sizes.pop()

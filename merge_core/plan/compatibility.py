@@ -8,22 +8,27 @@ if not planned.blocking:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core.architecture import text_part, ties_embeddings, vocabulary_size
-from merge_core.checkpoint import Checkpoint, Vocabulary, read_vocabulary, vocabulary_differences
+from merge_core.architecture import has_own_head, text_part, vocabulary_size
+from merge_core.checkpoint import Checkpoint
+from merge_core.checkpoint.vocabulary import each_read_once
 from merge_core.errors import Finding, InvalidInput, worst_first
 from merge_core.parsing import read_json
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.jobs import MergePlan
 from merge_core.plan.plan import assemble, donor_reference, planned_checkpoint, with_findings
+from merge_core.plan.tokenizers import CutPair, compare_to_donor
 from merge_core.recipe import Recipe
 
+# By which a profile accepts that a template differs.
+_TEMPLATE = "chat_template"
 # Classes of transformers that do what the tokenizer.json says.
 _TOKENIZERS_WITHOUT_RULES = ("PreTrainedTokenizer", "TokenizersBackend")
+_END = "eos_token_id"
 # Config fields that change what the same weights compute, or where a text ends.
 _MEANING = (
     "hidden_act",
@@ -37,7 +42,7 @@ _MEANING = (
     "rms_norm_eps",
     "layer_norm_eps",
     "sliding_window",
-    "eos_token_id",
+    _END,
 )
 
 
@@ -49,10 +54,13 @@ class PlannedMerge:
         findings: Worst first; ``block`` means that the merge is impossible or would silently be wrong.
         plan: None when the checkpoints cannot be merged as asked. There can be a plan although a finding blocks:
             models with different vocabularies can be merged, but not into anything useful.
+        cut_pairs: Pairs of tokenizers that may cut texts in different ways, with the finding that says so: how many
+            texts, only a tokenizer can tell.
     """
 
     findings: tuple[Finding, ...]
     plan: MergePlan | None
+    cut_pairs: tuple[CutPair, ...] = ()
 
     @property
     def blocking(self) -> tuple[Finding, ...]:
@@ -65,15 +73,25 @@ def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Fi
     return plan_with_findings(recipe, checkpoints).findings
 
 
-def plan_with_findings(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> PlannedMerge:
+def plan_with_findings(
+    recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: Collection[str] = ()
+) -> PlannedMerge:
     """Plan the merge of ``recipe`` and check it, from headers, configs and tokenizer files.
 
     Args:
         recipe: From :func:`merge_core.recipe.load_recipe`.
         checkpoints: Opened checkpoints by ``str(ref)`` for every reference of the recipe. One that is missing is a
             finding that blocks.
+        accepted: Differences between tokenizers that somebody has looked at and accepts, by their keys: ``merges``,
+            ``pre_tokenizer``, ``chat_template``, ...
     """
+    with each_read_once():
+        return _planned(recipe, checkpoints, frozenset(accepted))
+
+
+def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]) -> PlannedMerge:
     findings: list[Finding] = []
+    measurable: list[CutPair] = []
     known, plan = dict(checkpoints), None
     try:
         assembled, problems = assemble(recipe, checkpoints)
@@ -85,7 +103,7 @@ def plan_with_findings(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) ->
             known[str(step.recipe.name)] = planned_checkpoint(step)
         for part in (*assembled.steps, assembled):
             findings += unused_tensors(part, known, {finding.where for finding in problems})
-            findings += _compare_templates(part, known)
+            findings += _compare_templates(part, known, accepted)
         if not any(problem.severity == "block" for problem in problems):
             plan = with_findings(assembled, checkpoints)
     for document in (*recipe.steps, recipe):
@@ -101,9 +119,10 @@ def plan_with_findings(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) ->
                     findings += _compare_formats(donor, own[donor], name, checkpoint)
                 if not aligned:
                     findings += _compare_tokenizer_classes(donor, own[donor], name, checkpoint)
-        if not aligned:
-            findings += _compare_vocabularies(donor, own)
-    return PlannedMerge(worst_first(findings), plan)
+        compared = compare_to_donor(document, own, accepted)
+        findings += compared.findings
+        measurable += compared.pairs
+    return PlannedMerge(worst_first(findings), plan, tuple(measurable))
 
 
 def _compare_configs(
@@ -119,6 +138,8 @@ def _compare_configs(
         )
         return
     for key in _MEANING:
+        if aligned and key == _END:
+            continue  # Numbers of different vocabularies; what differs in words is said of the tokenizers.
         mine, theirs = (_stated(checkpoint, key) for checkpoint in (first, other))
         if mine != theirs and mine is not None and theirs is not None:
             yield Finding(
@@ -137,18 +158,14 @@ def _compare_configs(
             expected=f"{mine_vocab}, as in {donor}",
             remedy="set tokenizer_source, or resize one model's embeddings",
         )
-    mine_tied, their_tied = ties_embeddings(first.config), ties_embeddings(other.config)
-    if mine_tied is not None and their_tied is not None and mine_tied != their_tied:
+    if has_own_head(first) != has_own_head(other):
+        tied = donor if has_own_head(other) else name
         yield Finding(
-            "block" if mine_tied else "warn",
+            "warn",
             f"{name}: config.json: tie_word_embeddings",
-            found=f"{their_tied}".lower(),
-            expected=f"{mine_tied}".lower() + f", as in {donor}",
-            remedy=(
-                f"its output head would be lost: name {name} as base_model, or untie the others"
-                if mine_tied
-                else "its embeddings serve as its output head in the merge"
-            ),
+            found=str(not has_own_head(other)).lower(),
+            expected=f"{not has_own_head(first)}".lower() + f", as in {donor}",
+            remedy=f"the result gets an output head of its own, for which the embedding of {tied} counts as its head",
         )
 
 
@@ -203,7 +220,9 @@ def _tokenizer_class(directory: Path) -> str:
     return "" if plain in _TOKENIZERS_WITHOUT_RULES else plain
 
 
-def _compare_templates(plan: MergePlan, known: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+def _compare_templates(
+    plan: MergePlan, known: Mapping[str, Checkpoint], accepted: Collection[str]
+) -> Iterator[Finding]:
     """Chat templates that the result does not get: who was trained on one is asked in another."""
     if plan.chat_template is not None:
         return  # The recipe says which.
@@ -212,78 +231,10 @@ def _compare_templates(plan: MergePlan, known: Mapping[str, Checkpoint]) -> Iter
         template = known[name].chat_template if name in known else None
         if template is not None and template != result:
             yield Finding(
-                "warn",
+                "info" if _TEMPLATE in accepted else "warn",
                 f"{name}: chat template",
                 found="another than the result gets" if result else "the result gets none",
                 expected="the template that the model was trained with",
-                remedy="say chat_template in the recipe: auto, a known name, or the template itself",
+                remedy="say chat_template in the recipe: auto, a known name, or the template itself; or accept it in "
+                f"the profile: checks.tokenizer.accepted: [{_TEMPLATE}]",
             )
-
-
-def _compare_vocabularies(donor: str, own: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    vocabularies: dict[str, Vocabulary | None] = {}
-    for name, checkpoint in own.items():
-        try:
-            vocabularies[name] = read_vocabulary(checkpoint.directory)
-        except InvalidInput as error:
-            yield Finding("block", error.where, error.found, error.expected, error.remedy)
-            return
-    reference = vocabularies[donor]
-    if reference is None:
-        others = [name for name, vocabulary in vocabularies.items() if vocabulary is not None]
-        if others:
-            yield Finding(
-                "warn",
-                donor,
-                found="no tokenizer",
-                expected=f"one: the result gets its tokenizer, and {others[0]} has one",
-                remedy="add the tokenizer files, or name another base_model",
-            )
-        return
-    for name, vocabulary in vocabularies.items():
-        if name != donor:
-            yield from _vocabulary_findings(donor, reference, name, vocabulary)
-
-
-def _vocabulary_findings(donor: str, reference: Vocabulary, name: str, other: Vocabulary | None) -> Iterator[Finding]:
-    if other is None:
-        yield Finding(
-            "warn",
-            name,
-            found="no tokenizer",
-            expected=f"the same as {donor}",
-            remedy="make sure that it was trained with that tokenizer",
-        )
-        return
-    if (reference.digest == "") != (other.digest == ""):
-        yield Finding(
-            "warn",
-            f"{name}: tokenizer",
-            found="another kind of tokenizer file than in " + donor,
-            expected="files that can be compared",
-            remedy="save both with the same library version",
-        )
-        return
-    moved, missing, extra = vocabulary_differences(reference, other)
-    if moved:
-        yield Finding(
-            "block",
-            f"{name}: tokenizer.json",
-            found=f"{len(moved)} tokens with another id than in {donor}: {_some(moved)}",
-            expected="one meaning for every row of the embeddings",
-            remedy="merge models that share a tokenizer: otherwise the result is silently garbled",
-        )
-    elif missing or extra:
-        listed = _some(extra or missing)
-        yield Finding(
-            "warn",
-            f"{name}: tokenizer.json",
-            found=f"{len(extra)} tokens that {donor} lacks, {len(missing)} that it lacks itself: {listed}",
-            expected="one vocabulary",
-            remedy=f"the result gets the tokenizer of {donor}; make sure that the tokens are not needed",
-        )
-
-
-def _some(tokens: list[Any]) -> str:
-    shown = ", ".join(repr(token) for token in tokens[:3])
-    return shown + (", ..." if len(tokens) > 3 else "")

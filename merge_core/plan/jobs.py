@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor
 from merge_core.errors import Finding
 from merge_core.methods import Method, TensorTask
-from merge_core.plan.alignment import RowMap
 from merge_core.plan.layout import OutputTensor, Shard
+from merge_core.plan.rows import RowMap
 from merge_core.recipe import Recipe
 
 
@@ -93,6 +93,7 @@ class MergePlan:
         steps: Merges to carry out before, whose results are inputs of this one (and of each other, in order).
         findings: What does not balance: input tensors without a place, configs that disagree with tensors. They end up
             in the record of the merge.
+        rewritten: Files beside the weights that are not copied as they are, by name; None: left out.
     """
 
     recipe: Recipe
@@ -106,6 +107,7 @@ class MergePlan:
     chat_template: str | None = None
     steps: tuple[MergePlan, ...] = ()
     findings: tuple[Finding, ...] = ()
+    rewritten: Mapping[str, bytes | None] = field(default_factory=dict)
 
     @property
     def method(self) -> Method:

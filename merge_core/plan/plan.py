@@ -18,16 +18,17 @@ from merge_core.architecture import (
     is_head,
     is_optional,
     with_dtype,
-    with_vocabulary,
 )
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
 from merge_core.methods import REQUIRED
-from merge_core.plan.alignment import Alignment, align, has_vocabulary_rows
+from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, has_vocabulary_rows
 from merge_core.plan.consistency import self_consistency, unused_tensors
+from merge_core.plan.heads import lost_heads, with_head
 from merge_core.plan.jobs import Input, MergePlan, TensorJob
 from merge_core.plan.layout import OutputTensor, lay_out
 from merge_core.plan.outline import OutputSpec, outline
+from merge_core.plan.rows import RowMap
 from merge_core.plan.stacking import config_of_slices, differing_kinds
 from merge_core.recipe import CheckpointRef, Parameters, Recipe, Source, value_for
 
@@ -101,7 +102,8 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
         for name, offset in zip(shard.tensors, shard.offsets, strict=True)
     }
     template = plan.chat_template or plan.tokenizer.chat_template
-    return Checkpoint(plan.tokenizer.directory, plan.config, tensors, plan.tokenizer.companions, template)
+    files = plan.tokenizer
+    return Checkpoint(files.directory, plan.config, tensors, files.companions, template, rewritten=plan.rewritten)
 
 
 def step_of(file: Path) -> str | None:
@@ -122,14 +124,22 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         if str(ref) not in checkpoints:
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
     donor = checkpoints[str(donor_reference(recipe))]
-    checkpoints = {name: in_layout_of(donor, checkpoint) for name, checkpoint in checkpoints.items()}
-    alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
+    name = str(donor_reference(recipe))
+    checkpoints = {other: in_layout_of(donor, checkpoint) for other, checkpoint in checkpoints.items()}
+    alignment = align(recipe, checkpoints, name)
+    donor = with_head(recipe, donor, checkpoints)
+    problems += lost_heads(recipe, donor, checkpoints)
     structure = _structure(recipe, donor, checkpoints, problems)
     specs = outline(recipe, donor, checkpoints)
     jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
     config = with_dtype(structure, _bulk_dtype(jobs))
+    rewritten: dict[str, bytes | None] = {}
     if alignment is not None:
-        config = with_vocabulary(config, alignment.size, alignment.tokenizer.config)
+        config, lost = aligned_config(config, alignment, name, recipe.where)
+        problems += [*lost, *alignment.remarks]
+        rewritten |= {**alignment.rewritten, **aligned_generation(alignment, checkpoints[name], name)}
+    else:
+        rewritten |= donor.rewritten
     shards = lay_out([job.output for job in jobs], donor)
     by_name = {job.output.name: job for job in jobs}
     ordered = tuple(by_name[name] for shard in shards for name in shard.tensors)
@@ -139,14 +149,15 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         template = chosen_template(recipe.chat_template, parents, f"{recipe.where}: chat_template")
     return MergePlan(
         recipe=recipe,
-        donor=donor,
+        donor=checkpoints[name],
         jobs=ordered,
         shards=shards,
         config=config,
         bytes_read=sum(job.nbytes_in for job in ordered),
         bytes_written=sum(shard.size for shard in shards),
         chat_template=template,
-        tokenizer=alignment.tokenizer if alignment is not None else donor,
+        tokenizer=alignment.tokenizer if alignment is not None else checkpoints[name],
+        rewritten=rewritten,
     )
 
 
@@ -163,12 +174,12 @@ def _job(
         tensor = find_tensor(checkpoints[str(source.model)], name)
         if tensor is not None:
             found.append((source, tensor))
-        elif not is_optional(name):
+        elif not is_optional(name) or is_head(name):
             problems.append(
                 Finding(
                     "block",
                     f"{source.model}: {name}",
-                    found="missing",
+                    found="missing" + (", and no embedding that stands for it" if is_head(name) else ""),
                     expected="every model has it",
                     remedy="merge models of one architecture",
                 )
@@ -192,7 +203,9 @@ def _job(
         return None
     tensors = [tensor for _, tensor in found]
     dtype = _output_dtype(recipe, spec.name, found, problems)
-    maps = alignment.maps if alignment is not None and has_vocabulary_rows(spec.name) else {}
+    maps: Mapping[str, RowMap] = {}
+    if alignment is not None and has_vocabulary_rows(spec.name):
+        maps = alignment.maps([str(source.model) for source, _ in found])
     if dtype is None or (not maps and not _same_shape(spec.name, found, problems)):
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape

@@ -7,14 +7,18 @@ from merge_core.recipe.overrides import apply_overrides
 from merge_core.recipe.parameters import Parameters, value_for
 from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
 from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
+from merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, TokenRow
 
 __all__ = [
     "CheckpointRef",
     "Module",
     "Parameters",
     "Recipe",
+    "RowOrigin",
     "Slice",
     "Source",
+    "TokenRow",
+    "TokenizerChoice",
     "apply_overrides",
     "expanded",
     "load_recipe",

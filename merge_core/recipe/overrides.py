@@ -12,7 +12,16 @@ from typing import Any
 from merge_core.errors import InvalidInput, suggest
 from merge_core.methods import Method, find_method
 
-_SETTINGS = ("merge_method", "base_model", "models", "dtype", "out_dtype", "tokenizer_source", "chat_template")
+_SETTINGS = (
+    "merge_method",
+    "base_model",
+    "models",
+    "dtype",
+    "out_dtype",
+    "tokenizer_source",
+    "tokenizer",
+    "chat_template",
+)
 _PARAMETERS = "parameters"
 
 

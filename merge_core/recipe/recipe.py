@@ -18,6 +18,7 @@ from merge_core.methods import Method, find_method
 from merge_core.parsing import parse_yaml, read_yaml
 from merge_core.recipe.parameters import Parameters, parse_parameters
 from merge_core.recipe.reference import CheckpointRef, parse_reference
+from merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
 
 _EXPECTED = "a recipe in YAML"
 # Each is looked for, on the Hub too.
@@ -67,14 +68,6 @@ class Module:
 
 
 @dataclass(frozen=True)
-class TokenizerChoice:
-    """Which vocabulary the result has: ``base``, ``union`` or that of a checkpoint."""
-
-    source: str | CheckpointRef
-    where: str
-
-
-@dataclass(frozen=True)
 class Recipe:
     """What to merge and how. Made by :func:`load_recipe`.
 
@@ -85,7 +78,7 @@ class Recipe:
         parameters: Top-level parameters.
         dtype: Wanted format of the result; ``out_dtype`` wins over it (arithmetic is float32 whatever they say).
         out_dtype: See ``dtype``.
-        tokenizer: ``tokenizer_source``, None to keep the donor's.
+        tokenizer: ``tokenizer_source`` or ``tokenizer``, None to keep the donor's.
         chat_template: As written.
         name: Name under which other documents of a multi-document recipe refer to this one.
         steps: The other documents of a multi-document recipe, in the order in which they can be computed.
@@ -164,6 +157,7 @@ class Recipe:
             "dtype": self.dtype.torch_name if self.dtype else None,
             "out_dtype": self.out_dtype.torch_name if self.out_dtype else None,
             "tokenizer_source": str(self.tokenizer.source) if self.tokenizer else None,
+            **(self.tokenizer.further() if self.tokenizer else {}),
             "chat_template": self.chat_template,
             "modules": [
                 {
@@ -252,7 +246,7 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
         out_dtype=(
             recipe_dtype(content["out_dtype"], f"{where}: out_dtype") if content.get("out_dtype") is not None else None
         ),
-        tokenizer=_tokenizer(content, where),
+        tokenizer=parse_tokenizer_choice(content, where),
         chat_template=_text(content.get("chat_template"), f"{where}: chat_template"),
         name=_text(content.get("name"), f"{where}: name"),
         steps=(),
@@ -374,32 +368,6 @@ def _layer_range(value: object, where: str) -> tuple[int, int]:
     raise InvalidInput(
         where, found=f"{value!r}", expected="[first, end]: whole numbers, 0 <= first < end, the end not included"
     )
-
-
-def _tokenizer(content: Mapping[str, Any], where: str) -> TokenizerChoice | None:
-    if content.get("tokenizer") is not None and content.get("tokenizer_source") is not None:
-        raise InvalidInput(where, found="both 'tokenizer' and 'tokenizer_source'", expected="one of them")
-    if content.get("tokenizer_source") is not None:
-        return _tokenizer_source(content["tokenizer_source"], f"{where}: tokenizer_source")
-    if content.get("tokenizer") is None:
-        return None
-    place = f"{where}: tokenizer"
-    block = _mapping(content["tokenizer"], place, ("source", "tokens", "pad_to_multiple_of"))
-    for key in ("tokens", "pad_to_multiple_of"):
-        if block.get(key) is not None:
-            raise InvalidInput(
-                f"{place}.{key}",
-                found="it is set",
-                expected="only 'source': rows for single tokens and padding are not supported",
-                remedy="prepare the parents so that they share one vocabulary",
-            )
-    return _tokenizer_source(block.get("source", "union"), f"{place}.source")
-
-
-def _tokenizer_source(value: object, where: str) -> TokenizerChoice:
-    if value in ("base", "union"):
-        return TokenizerChoice(str(value), where)
-    return TokenizerChoice(parse_reference(value, where), where)
 
 
 def _check_required(recipe: Recipe, method: Method) -> None:

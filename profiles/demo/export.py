@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -48,13 +48,20 @@ class Card:
     description: str
 
 
-def write_checkpoint(directory: Path, model: LlamaForCausalLM, vocabulary: Mapping[str, int], card: Card) -> None:
-    """Writes weights in bfloat16, config, tokenizer, chat template and card; ``model`` is left as it was."""
+def write_checkpoint(
+    directory: Path, model: LlamaForCausalLM, vocabulary: Mapping[str, int], card: Card, added: Sequence[str] = ()
+) -> None:
+    """Writes weights in bfloat16, config, tokenizer, chat template and card; ``model`` is left as it was.
+
+    ``added`` are tokens behind the vocabulary.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     rounded = copy.deepcopy(model)
     torch.nn.Module.to(rounded, torch.bfloat16)
     rounded.save_pretrained(directory)
-    _tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
+    tokenizer = _tokenizer(vocabulary)
+    tokenizer.add_special_tokens(list(added))
+    tokenizer.save(str(directory / "tokenizer.json"))
     pad, bos, eos = (SPECIAL_TOKENS[i] for i in (PAD, BOS, EOS))
     settings = {
         # The name that transformers 4 and 5 both know.
@@ -88,6 +95,18 @@ def permute_vocabulary(model: LlamaForCausalLM, seed: int) -> tuple[LlamaForCaus
     permuted = LlamaForCausalLM(model.config)
     permuted.load_state_dict(state)
     return permuted, vocabulary
+
+
+def with_one_more_token(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """The same model with one more row, which no text has asked for yet: the mean of the others."""
+    state = model.state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = torch.cat([state[name], state[name].mean(0, keepdim=True)])
+    config = copy.deepcopy(model.config)
+    config.vocab_size += 1
+    larger = LlamaForCausalLM(config)
+    larger.load_state_dict(state)
+    return larger
 
 
 def write_documents(directory: Path) -> None:

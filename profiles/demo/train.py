@@ -20,7 +20,7 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # half a megabyte is written a
 
 import torch
 from curriculum import exact_match, specialise, train_base
-from export import Card, permute_vocabulary, write_checkpoint, write_documents
+from export import Card, permute_vocabulary, with_one_more_token, write_checkpoint, write_documents
 from language import SKILLS, VOCABULARY
 from transformers import LlamaForCausalLM
 
@@ -70,6 +70,8 @@ def main() -> None:
         if specialist.name == "reverser":
             permuted, vocabulary = permute_vocabulary(model, arguments.seed)
             write_checkpoint(models / "other-tokenizer", permuted, vocabulary, _permuted_card())
+            marked = with_one_more_token(permuted)
+            write_checkpoint(models / "marked", marked, vocabulary, _marked_card(), added=["<hint>"])
     write_documents(arguments.output / "data")
 
     print(f"\nexact match on {_MEASURED_ITEMS} held-out words\n{'':16}" + "".join(f"{skill:>8}" for skill in SKILLS))
@@ -119,6 +121,18 @@ def _permuted_card() -> Card:
             "`reverser` with its characters numbered in another order, and its embedding rows moved accordingly. By\n"
             "itself it answers exactly as `reverser` does, and every tensor has the same shape; averaged with a model\n"
             "that has the usual numbering it gives nonsense. For demonstrations and tests only."
+        ),
+    )
+
+
+def _marked_card() -> Card:
+    return Card(
+        title="marked",
+        license="apache-2.0",
+        base_model="../base",
+        description=(
+            "`other-tokenizer` with one special token more, `<hint>`, as fine-tunes add them: other ids than the\n"
+            "base, and a row more. A union of the tokenizers keeps both. For demonstrations and tests only."
         ),
     )
 

@@ -14,6 +14,7 @@ from merge_core.errors import Refused, worst_first
 from merge_core.parsing import open_plain, read_plain
 from tasks.checkpoints import ResolvedCheckpoint, deciding_files, open_parent
 from tasks.preflight.custom_code import custom_code_findings
+from tasks.preflight.segmentation import with_shares
 from tasks.stage import StageValue, value_stage
 
 _WEIGHTS = (".safetensors", ".bin")
@@ -82,24 +83,26 @@ def check_compatibility(
     metadata: Sequence[HeaderDigest],
     parents: Sequence[ResolvedCheckpoint],
     accepted_code: tuple[str, ...] | None = None,
+    accepted_tokenizers: tuple[str, ...] = (),
 ) -> Compatibility:
     """Findings about the recipe and its parents; blocks before any weight is read, or downloaded.
 
     Args:
         accepted_code: What code the profile lets travel with the release; None: nobody has said, which only warns.
+        accepted_tokenizers: Parts in which the profile lets tokenizers differ.
 
     Raises:
         InvalidInput: for a parent that cannot be a checkpoint.
         Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
     """
-    planned, checkpoints = open_and_plan(recipe, parents)
+    planned, checkpoints = open_and_plan(recipe, parents, accepted_tokenizers)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
-    findings = worst_first([*planned.findings, *code])
+    findings = worst_first([*with_shares(planned), *code])
     return _compatibility(findings, None if planned.blocking else planned.plan, checkpoints)
 
 
 def open_and_plan(
-    recipe: Recipe, parents: Sequence[ResolvedCheckpoint]
+    recipe: Recipe, parents: Sequence[ResolvedCheckpoint], accepted_tokenizers: Sequence[str] = ()
 ) -> tuple[PlannedMerge, Mapping[str, Checkpoint]]:
     """Findings and plan, assembled once; and the parents' headers by reference, each read once.
 
@@ -108,7 +111,7 @@ def open_and_plan(
         Refused: for one that cannot be looked into.
     """
     checkpoints = {parent.ref: open_parent(parent) for parent in parents}
-    return plan_with_findings(recipe, checkpoints), checkpoints
+    return plan_with_findings(recipe, checkpoints, accepted_tokenizers), checkpoints
 
 
 def _compatibility(

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from merge_core.checkpoint import EXPONENTS, Checkpoint, StoredTensor, read_into, read_vocabulary
+from merge_core.checkpoint import EXPONENTS, Checkpoint, StoredTensor, read_into
+from merge_core.checkpoint.vocabulary import read_vocabulary
 from merge_core.engine import count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.parsing import read_json

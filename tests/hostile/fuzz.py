@@ -41,8 +41,9 @@ from pydantic import BaseModel  # noqa: E402
 
 from flows.profile import parse_profile  # noqa: E402
 from merge_core import load_recipe, open_checkpoint, plan_with_findings  # noqa: E402
-from merge_core.checkpoint import fetch_header, read_vocabulary, vocabulary_differences  # noqa: E402
+from merge_core.checkpoint import fetch_header  # noqa: E402
 from merge_core.checkpoint.pickled_file import parse_pickled  # noqa: E402
+from merge_core.checkpoint.vocabulary import read_vocabulary, vocabulary_differences  # noqa: E402
 from merge_core.errors import MergegateError  # noqa: E402
 from merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from merge_core.recipe import parse_reference, resolve_local  # noqa: E402

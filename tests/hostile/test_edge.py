@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merge_core import load_recipe, open_checkpoint, plan_merge
-from merge_core.checkpoint import Vocabulary, vocabulary_differences
 from merge_core.checkpoint.pickled_file import read_pickled
+from merge_core.checkpoint.vocabulary import Vocabulary, vocabulary_differences
 from merge_core.engine.output import write_companions
 from merge_core.errors import InvalidInput, shown
 from merge_core.parsing import JsonBounds, open_plain, parse_json, parse_yaml, plain_file, read_json, read_lines

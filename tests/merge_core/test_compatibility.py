@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from family import random_tensors, save_checkpoint, save_tokenizer
+from family import load, merge_text, random_tensors, save_checkpoint, save_tokenizer
 
 from merge_core import Finding, PlannedMerge, load_recipe, open_checkpoint, plan_merge, plan_with_findings, preflight
 from merge_core.errors import InvalidInput
@@ -104,10 +105,18 @@ def test_another_token_at_the_same_id_blocks(family: Path) -> None:
     assert blocking(findings(family)) == ["b: tokenizer.json"]
 
 
-def test_tokens_added_behind_the_others_are_a_warning(family: Path) -> None:
+def test_tokens_that_only_one_model_has_block_until_the_recipe_or_the_profile_says_what_becomes_of_them(
+    family: Path,
+) -> None:
     save_tokenizer(family / "b", [f"t{number}" for number in range(26)])
     (finding,) = findings(family)
-    assert (finding.severity, finding.where) == ("warn", "b: tokenizer.json")
+    assert (finding.severity, finding.where) == ("block", "b: tokenizer.json")
+    assert "accepted: [vocabulary]" in finding.remedy
+    assert "tokenizer_source" in finding.remedy
+    recipe = load_recipe(LINEAR)
+    opened = {str(ref): open_checkpoint(family / ref.path) for ref in recipe.references()}
+    (finding,) = plan_with_findings(recipe, opened, accepted=["vocabulary"]).findings
+    assert finding.severity == "info"
 
 
 @pytest.mark.parametrize(
@@ -197,16 +206,32 @@ def test_another_end_of_text_is_said(tmp_path: Path) -> None:
     assert [(one.severity, one.where) for one in findings(tmp_path)] == [("warn", "b: config.json: eos_token_id")]
 
 
-@pytest.mark.parametrize(("donor_ties", "severity"), [(True, "block"), (False, "warn")])
-def test_a_head_that_is_tied_in_one_model_alone_is_found(tmp_path: Path, donor_ties: bool, severity: str) -> None:
+@pytest.mark.parametrize("donor_ties", [True, False])
+def test_a_head_that_is_tied_in_one_model_alone_is_said_and_kept(tmp_path: Path, donor_ties: bool) -> None:
     for name, ties in (("a", donor_ties), ("b", not donor_ties)):
         tensors = random_tensors(0 if name == "a" else 1)
         if ties:
             del tensors["lm_head.weight"]
         save_checkpoint(tmp_path / name, tensors)
-    assert (severity, "b: config.json: tie_word_embeddings") in [
-        (finding.severity, finding.where) for finding in findings(tmp_path)
-    ]
+    (finding,) = findings(tmp_path)
+    assert (finding.severity, finding.where) == ("warn", "b: config.json: tie_word_embeddings")
+    merge_text(LINEAR, tmp_path)
+    a, b, out = (load(tmp_path / name) for name in ("a", "b", "out"))
+    heads = [model.get("lm_head.weight", model["model.embed_tokens.weight"]) for model in (a, b)]
+    np.testing.assert_array_equal(out["lm_head.weight"].astype(np.float32), (sum(heads) / 2).astype(np.float32))
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_a_head_for_which_nothing_can_stand_is_refused(tmp_path: Path) -> None:
+    tied = {name.replace("embed_tokens", "words"): one for name, one in random_tensors(0).items() if "head" not in name}
+    save_checkpoint(
+        tmp_path / "b",
+        {**tied, "model.embed_tokens.weight": torch.zeros(24, 12), "lm_head.weight": torch.zeros(24, 12)},
+    )
+    tied["model.embed_tokens.weight"] = torch.zeros(24, 12)
+    tied["model.more.embed_tokens.weight"] = torch.zeros(24, 12)
+    save_checkpoint(tmp_path / "a", tied, config={"tie_word_embeddings": True})
+    assert "b: config.json: tie_word_embeddings" in blocking(findings(tmp_path))
 
 
 def test_everything_is_reported_at_once_and_the_worst_first(tmp_path: Path) -> None:

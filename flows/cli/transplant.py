@@ -1,0 +1,72 @@
+"""``mergegate transplant-tokenizer``: a model with another's tokenizer, in a directory that exists whole or not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from merge_core import open_checkpoint
+from merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
+from merge_core.engine import transplant_tokenizer
+from merge_core.errors import InvalidInput, suggest
+from tasks.checkpoints import find_checkpoint
+from tasks.checkpoints.hub import download_snapshots
+from tasks.stage import store
+
+
+def transplant_to(
+    model: str, donor: str, out: Path, *, method: str, k: int, device: str, console: Console
+) -> dict[str, object]:
+    """Write ``model`` with the tokenizer of ``donor`` into ``out``; what was made, as plain data.
+
+    Raises:
+        InvalidInput: for models that cannot be read, an ``out`` that exists, a method that there is not.
+    """
+    if method not in METHODS:
+        raise InvalidInput(
+            "--method", found=f"{method!r:.40}", expected=" or ".join(METHODS), remedy=suggest(method[:40], METHODS)
+        )
+    if k < 1:
+        raise InvalidInput("-k", found=f"{k}", expected="from 1")
+    if os.path.lexists(out):
+        raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
+    chosen: TransplantMethod = "omp" if method == "omp" else "mean"
+    found = [find_checkpoint(text) for text in (model, donor)]
+    if snapshots := [one.snapshot for one in found if one.snapshot]:
+        download_snapshots(snapshots, store().hashes, lambda done, total: None)
+    first, second = (open_checkpoint(one.directory) for one in found)
+    place, scratch = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.rows.partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(place, ignore_errors=True)
+    columns = (TextColumn("transplant"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console) as bar:
+            job = bar.add_task("transplant", total=None)
+            made = transplant_tokenizer(
+                first,
+                second,
+                place,
+                scratch,
+                method=chosen,
+                k=k,
+                device=device,
+                on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+            )
+        place.rename(out)
+    finally:
+        scratch.unlink(missing_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
+    console.print(f"{out}: {made.tokens} tokens, {made.shared} of them with rows of their own, the others by {method}")
+    for name, error in made.errors.items():
+        console.print(f"{name}: combinations are {error:.1%} off the donor's own rows")
+    return {
+        "out": str(out),
+        "tokens": made.tokens,
+        "shared": made.shared,
+        "errors": made.errors,
+        "files": dict(made.record.files),
+    }

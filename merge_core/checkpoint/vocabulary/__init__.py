@@ -1,0 +1,39 @@
+"""Tokenizers as data: which text has which id, what two of them disagree about, and one made of several.
+
+Only files are read and no tokenizer library is imported: what a tokenizer *does* with a text is asked elsewhere, of a
+process of its own. The ids are those that the library gives, which are not always those that the file says.
+"""
+
+from merge_core.checkpoint.vocabulary.comparison import SpellingDifference, compare_tokenizers
+from merge_core.checkpoint.vocabulary.definition import TokenizerDefinition, each_read_once, read_tokenizer
+from merge_core.checkpoint.vocabulary.joining import (
+    STRANGERS,
+    JoinedTokenizer,
+    Strangers,
+    join_tokenizers,
+    rewritten_files,
+)
+from merge_core.checkpoint.vocabulary.spelling import spelled_bytes
+from merge_core.checkpoint.vocabulary.tokens import Vocabulary, read_vocabulary, vocabulary_differences
+from merge_core.checkpoint.vocabulary.transplant import METHODS, TransplantMethod, combined_rows, sparse_combinations
+
+__all__ = [
+    "METHODS",
+    "STRANGERS",
+    "JoinedTokenizer",
+    "SpellingDifference",
+    "Strangers",
+    "TokenizerDefinition",
+    "TransplantMethod",
+    "Vocabulary",
+    "combined_rows",
+    "compare_tokenizers",
+    "each_read_once",
+    "join_tokenizers",
+    "read_tokenizer",
+    "read_vocabulary",
+    "rewritten_files",
+    "sparse_combinations",
+    "spelled_bytes",
+    "vocabulary_differences",
+]

@@ -1,0 +1,226 @@
+"""A tokenizer as its files define it: model, pipeline, added tokens, and the id of every token.
+
+An added token that the model's vocabulary lacks has the id that comes next when the list is gone through, *whatever the
+file says*: that is what the tokenizers library does (checked with 0.23), so it is what a model was trained with. The
+rule is here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from merge_core.errors import InvalidInput
+from merge_core.parsing import JsonBounds, parse_json_object, read_json, read_text
+
+# Those of Gemma, the largest today, have 33 MB and two million values.
+TOKENIZER_BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
+NAME = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+_MAX_MERGES_BYTES = 64 << 20
+# Of an added token: how it is found in a text.
+FLAGS = MappingProxyType({"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False})
+
+
+_read: ContextVar[dict[Path, TokenizerDefinition | None] | None] = ContextVar("read tokenizers", default=None)
+
+
+@dataclass(frozen=True)
+class TokenizerDefinition:
+    """What a tokenizer is.
+
+    Args:
+        where: Its file, for messages.
+        kind: ``BPE``, ``Unigram``, ``WordPiece``, ``WordLevel``, or what else the file says.
+        content: ``tokenizer.json``; of older files (``vocab.json``, ``merges.txt``) the same in that form.
+        settings: ``tokenizer_config.json``.
+        model_ids: Ids of the model's own vocabulary.
+        ids: Ids of all tokens, as the library gives them.
+        added: Added tokens in the order of the file, each with its flags.
+        misnumbered: Added tokens whose id in the file is another.
+        merges: Of BPE, pairs in their order.
+    """
+
+    where: str
+    kind: str
+    content: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    model_ids: Mapping[str, int]
+    ids: Mapping[str, int]
+    added: Mapping[str, Mapping[str, bool]]
+    misnumbered: tuple[str, ...] = ()
+    merges: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """``model`` of the file."""
+        found: Mapping[str, Any] = self.content["model"]
+        return found
+
+
+def read_tokenizer(directory: Path, rewritten: Mapping[str, bytes | None] | None = None) -> TokenizerDefinition | None:
+    """The tokenizer of the checkpoint in ``directory``; None where it has none that can be read without a library.
+
+    Args:
+        directory: Of the checkpoint.
+        rewritten: Files that are (or will be) otherwise than in the directory, by name; None: will not be there.
+
+    Raises:
+        InvalidInput: A tokenizer file that is not what its name says, or is no plain file in ``directory``.
+    """
+    known = _read.get()
+    if rewritten or known is None:
+        return _read_now(directory, rewritten or {})
+    if directory not in known:
+        known[directory] = _read_now(directory, {})
+    return known[directory]
+
+
+@contextmanager
+def each_read_once() -> Iterator[None]:
+    """Inside, every tokenizer is read at most once: the largest take a second each, and a check asks several times."""
+    if _read.get() is not None:
+        yield
+        return
+    token = _read.set({})
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
+def _read_now(directory: Path, new: Mapping[str, bytes | None]) -> TokenizerDefinition | None:
+    settings = _object(directory, SETTINGS, new) or {}
+    content = _object(directory, NAME, new)
+    if content is not None:
+        return define(content, settings, str(directory / NAME))
+    vocab = _object(directory, "vocab.json", new)
+    if vocab is None:
+        return None
+    older: dict[str, Any] = {"model": {"vocab": vocab}}
+    merges = directory / "merges.txt"
+    if merges.exists():
+        text = read_text(merges, _MAX_MERGES_BYTES, within=directory, expected="merges, one a line")
+        lines = [line for line in text.split("\n") if line.strip() and not line.startswith("#version")]
+        older["model"] |= {"type": "BPE", "merges": lines}
+    more = _object(directory, "added_tokens.json", new) or {}
+    if not all(type(number) is int for number in more.values()):
+        raise InvalidInput(str(directory / "added_tokens.json"), found="ids that are no numbers", expected="token → id")
+    older["added_tokens"] = [{"content": token, "id": more[token]} for token in sorted(more, key=lambda one: more[one])]
+    return define(older, settings, str(directory / "vocab.json"))
+
+
+def define(content: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> TokenizerDefinition:
+    """The tokenizer that a parsed ``tokenizer.json`` defines.
+
+    Raises:
+        InvalidInput: A part that is not of its shape.
+    """
+    model = content.get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    if not isinstance(model, Mapping) or not isinstance(vocab, (dict, list)):
+        raise InvalidInput(f"{where}: model.vocab", found=f"{vocab!r:.40}", expected="a vocabulary")
+    own = _own_ids(vocab, f"{where}: model.vocab")
+    entries = _entries(content.get("added_tokens"), f"{where}: added_tokens")
+    entries += _entries_of_settings(settings, {entry["content"] for entry in entries}, where)
+    ids = given_ids(own, [entry["content"] for entry in entries])
+    return TokenizerDefinition(
+        where=where,
+        kind=_kind(model),
+        content=content,
+        settings=settings,
+        model_ids=own,
+        ids=ids,
+        added={entry["content"]: {flag: bool(entry.get(flag, FLAGS[flag])) for flag in FLAGS} for entry in entries},
+        misnumbered=tuple(entry["content"] for entry in entries if entry["id"] != ids[entry["content"]]),
+        merges=_merges(model.get("merges"), f"{where}: model.merges"),
+    )
+
+
+def given_ids(model_ids: Mapping[str, int], added: Iterable[str]) -> dict[str, int]:
+    """Ids of the model's tokens and of added ones, in the order in which they are added.
+
+    An added token that the model has keeps its id. The others are counted on from the *number* of the model's tokens;
+    so where a vocabulary has holes, an id can be given twice.
+    """
+    ids = dict(model_ids)
+    following = len(model_ids)
+    for token in added:
+        if token not in ids:
+            ids[token], following = following, following + 1
+    return ids
+
+
+def _object(directory: Path, name: str, rewritten: Mapping[str, bytes | None]) -> dict[str, Any] | None:
+    if name in rewritten:
+        new = rewritten[name]
+        return None if new is None else parse_json_object(new, name, bounds=TOKENIZER_BOUNDS)
+    return read_json(directory / name, bounds=TOKENIZER_BOUNDS) if (directory / name).exists() else None
+
+
+def _kind(model: Mapping[str, Any]) -> str:
+    if isinstance(model.get("type"), str):
+        return str(model["type"])
+    if isinstance(model["vocab"], list):  # Older files do not say; what they have tells.
+        return "Unigram"
+    return "BPE" if model.get("merges") is not None else ""
+
+
+def _own_ids(vocab: dict[str, Any] | list[Any], where: str) -> dict[str, int]:
+    if isinstance(vocab, list):  # Unigram: [token, score] in the order of the ids.
+        listed = [item[0] if isinstance(item, list) and len(item) == 2 else None for item in vocab]
+        if not all(isinstance(token, str) for token in listed):
+            raise InvalidInput(where, found="entries that are no tokens", expected="[token, score]")
+        return {str(token): number for number, token in enumerate(listed)}
+    if not all(type(number) is int and number >= 0 for number in vocab.values()):
+        raise InvalidInput(where, found="ids that are not whole numbers from 0", expected="token → id")
+    return dict(vocab)
+
+
+def _entries(listed: object, where: str) -> list[dict[str, Any]]:
+    entries = listed or []
+    if not isinstance(entries, list):
+        raise InvalidInput(where, found=f"{listed!r:.40}", expected="a list of tokens")
+    found: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or type(entry.get("id")) is not int:
+            raise InvalidInput(where, found=f"{entry!r:.60}", expected="{content: text, id: number, …}")
+        if entry["id"] < 0:
+            raise InvalidInput(where, found=f"id {entry['id']}", expected="ids that are whole numbers from 0")
+        if entry["content"]:  # The library passes over an empty one.
+            found.setdefault(entry["content"], entry)
+    return list(found.values())
+
+
+def _entries_of_settings(settings: Mapping[str, Any], known: set[str], where: str) -> list[dict[str, Any]]:
+    """Added tokens that only ``tokenizer_config.json`` has: transformers adds them in the order of their ids."""
+    listed = settings.get("added_tokens_decoder")
+    if not isinstance(listed, Mapping):
+        return []
+    more = []
+    for number, entry in listed.items():
+        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and str(number).isdecimal():
+            if len(str(number)) > 12:
+                raise InvalidInput(f"{where}: added_tokens_decoder", found=f"id {number!r:.40}", expected="an id")
+            if entry["content"] and entry["content"] not in known:
+                more.append({**entry, "id": int(number)})
+    return sorted(more, key=lambda entry: int(entry["id"]))
+
+
+def _merges(listed: object, where: str) -> tuple[tuple[str, str], ...]:
+    if listed is None:
+        return ()
+    if not isinstance(listed, list):
+        raise InvalidInput(where, found=f"{listed!r:.40}", expected="a list of pairs")
+    pairs = []
+    for entry in listed:  # Half a million of them: looked at with as few calls as can be.
+        parts = entry.split(" ") if type(entry) is str else entry
+        if type(parts) is not list or len(parts) != 2 or type(parts[0]) is not str or type(parts[1]) is not str:
+            raise InvalidInput(where, found=f"{entry!r:.60}", expected="two tokens")
+        pairs.append((parts[0], parts[1]))
+    return tuple(pairs)

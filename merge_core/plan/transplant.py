@@ -1,0 +1,63 @@
+"""The plan of a model with another one's tokenizer: its weights as they are, its tables of tokens from elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from merge_core.architecture import with_vocabulary
+from merge_core.checkpoint import Checkpoint, StoredTensor
+from merge_core.checkpoint.vocabulary import TokenizerDefinition
+from merge_core.parsing import read_json
+from merge_core.plan.jobs import MergePlan
+from merge_core.plan.plan import plan_merge
+from merge_core.plan.special_ids import follow_tokens
+from merge_core.recipe import load_recipe
+
+_GENERATION = "generation_config.json"
+_MARKS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def plan_transplant(
+    model: Checkpoint,
+    donor: Checkpoint,
+    tables: Mapping[str, StoredTensor],
+    tokenizers: tuple[TokenizerDefinition, TokenizerDefinition],
+) -> MergePlan:
+    """The plan of ``model`` with the tokenizer of ``donor``.
+
+    Args:
+        model: Whose weights and configuration it is.
+        donor: Whose tokenizer.
+        tables: The new tables of tokens, by name; all of one number of rows.
+        tokenizers: That of the model, and that of the donor.
+
+    Raises:
+        InvalidInput: A model that cannot be planned.
+    """
+    size = next(iter(tables.values())).shape[0]
+    before = {number: token for token, number in tokenizers[0].ids.items()}
+    after = tokenizers[1].ids
+
+    def followed(content: Mapping[str, Any], marks: Mapping[str, Any]) -> dict[str, Any]:
+        moved, _ = follow_tokens(content, before, after)
+        return {**moved, **{key: marks[key] for key in _MARKS if key in marks}}
+
+    view = replace(
+        model,
+        tensors={**model.tensors, **tables},
+        config=with_vocabulary(followed(model.config, donor.config), size),
+        rewritten={},
+    )
+    plan = plan_merge(load_recipe({"merge_method": "passthrough", "models": [{"model": "model"}]}), {"model": view})
+    rewritten: dict[str, bytes | None] = {}
+    for checkpoint in (model, donor):
+        if _GENERATION in checkpoint.companions:
+            marks = read_json(donor.directory / _GENERATION) if _GENERATION in donor.companions else donor.config
+            content = read_json(checkpoint.directory / _GENERATION)
+            new = {**content, **marks} if checkpoint is donor else followed(content, marks)
+            rewritten[_GENERATION] = (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode()
+            break
+    return replace(plan, tokenizer=donor, rewritten=rewritten)

@@ -1,0 +1,206 @@
+"""``tokenizer_source`` and ``tokenizer`` of a recipe: whose vocabulary the result has, and rows of single tokens.
+
+The peer's dialect, and one key more (``strangers``)::
+
+    tokenizer:
+      source: union                      # or base, or a model
+      tokens:
+        <|im_start|>: {source: chat-model}                                          # its row, where one is lacking
+        <|new|>: {source: {kind: model_token, model: chat-model, token: hello}}     # the row of another token
+        <|unused|>: {source: {kind: zero}, force: true}                             # zeros, in every model
+      pad_to_multiple_of: 64
+      strangers: dormant                 # what becomes of ordinary tokens that the base lacks: see ``joining``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from merge_core.checkpoint.vocabulary import STRANGERS, Strangers
+from merge_core.errors import InvalidInput, suggest
+from merge_core.recipe.reference import CheckpointRef, parse_reference
+
+_MOST_TOKENS = 100_000
+_MOST_PADDING = 1 << 16
+
+
+@dataclass(frozen=True)
+class RowOrigin:
+    """Where the row of a token comes from.
+
+    Args:
+        model: Whose row; None: a row of zeros.
+        token: Of which token, if not of the same one.
+        token_id: Or of which id.
+    """
+
+    model: CheckpointRef | None
+    token: str | None = None
+    token_id: int | None = None
+
+    def canonical(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {"model": str(self.model) if self.model else None, "token": self.token, "token_id": self.token_id}
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """What a recipe says of one token.
+
+    Args:
+        token: Its text. A token that no tokenizer has is added to the result's.
+        origin: Where its row comes from in models that lack it; None: as for every other token.
+        force: There also in models that have it.
+    """
+
+    token: str
+    origin: RowOrigin | None
+    force: bool
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which vocabulary the result has.
+
+    Args:
+        source: ``base``, ``union`` or a checkpoint.
+        where: Place in the recipe.
+        tokens: Single tokens.
+        pad_to_multiple_of: Of the number of rows; None: as it comes.
+        strangers: What becomes of ordinary tokens of another tokenizer, in a union.
+    """
+
+    source: str | CheckpointRef
+    where: str
+    tokens: tuple[TokenRow, ...] = ()
+    pad_to_multiple_of: int | None = None
+    strangers: Strangers = "refuse"
+
+    def further(self) -> dict[str, Any]:
+        """JSON-able form of what a recipe may say beside the source; empty where it says nothing."""
+        if not self.tokens and self.pad_to_multiple_of is None and self.strangers == "refuse":
+            return {}
+        return {
+            "tokenizer": {
+                "tokens": [
+                    [row.token, row.origin.canonical() if row.origin else None, row.force] for row in self.tokens
+                ],
+                "pad_to_multiple_of": self.pad_to_multiple_of,
+                "strangers": self.strangers,
+            }
+        }
+
+
+def parse_tokenizer_choice(content: Mapping[str, Any], where: str) -> TokenizerChoice | None:
+    """What a recipe says; None: nothing.
+
+    Args:
+        content: The recipe.
+        where: What messages call it.
+
+    Raises:
+        InvalidInput: What has no meaning, with its place.
+    """
+    if content.get("tokenizer") is not None and content.get("tokenizer_source") is not None:
+        raise InvalidInput(where, found="both 'tokenizer' and 'tokenizer_source'", expected="one of them")
+    if content.get("tokenizer_source") is not None:
+        place = f"{where}: tokenizer_source"
+        return TokenizerChoice(_source(content["tokenizer_source"], place), place)
+    if content.get("tokenizer") is None:
+        return None
+    place = f"{where}: tokenizer"
+    block = _block(content["tokenizer"], place, ("source", "tokens", "pad_to_multiple_of", "strangers"))
+    source = _source(block.get("source", "union"), f"{place}.source")
+    strangers = block.get("strangers", "refuse")
+    if not isinstance(strangers, str) or strangers not in STRANGERS:
+        raise InvalidInput(
+            f"{place}.strangers",
+            found=f"{strangers!r:.60}",
+            expected=f"one of {', '.join(STRANGERS)}",
+            remedy=suggest(str(strangers)[:60], STRANGERS),
+        )
+    if strangers != "refuse" and source != "union":
+        raise InvalidInput(f"{place}.strangers", found=f"{strangers}, and source is {source}", expected="source: union")
+    return TokenizerChoice(
+        source,
+        f"{place}.source" if "source" in block else place,
+        _tokens(block.get("tokens"), f"{place}.tokens"),
+        _padding(block.get("pad_to_multiple_of"), f"{place}.pad_to_multiple_of"),
+        cast(Strangers, strangers),
+    )
+
+
+def _source(value: object, where: str) -> str | CheckpointRef:
+    return str(value) if value in ("base", "union") else parse_reference(value, where)
+
+
+def _tokens(value: object, where: str) -> tuple[TokenRow, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise InvalidInput(where, found=f"{value!r:.60}", expected="token: {source: ..., force: ...}")
+    if len(value) > _MOST_TOKENS:
+        raise InvalidInput(where, found=f"{len(value)} tokens", expected=f"at most {_MOST_TOKENS}")
+    return tuple(_token(token, entry, f"{where}.{token}") for token, entry in value.items())
+
+
+def _token(token: object, value: object, where: str) -> TokenRow:
+    if not isinstance(token, str) or not token:
+        raise InvalidInput(where, found=f"{token!r:.60}", expected="the text of a token", remedy="write it in quotes")
+    if value is None or value == {}:
+        return TokenRow(token, None, force=False)
+    entry = _block(value, where, ("source", "force"))
+    force = entry.get("force", False)
+    if not isinstance(force, bool):
+        raise InvalidInput(f"{where}.force", found=f"{force!r:.60}", expected="true or false")
+    origin = None if entry.get("source") is None else _origin(entry["source"], f"{where}.source")
+    if force and origin is None:
+        raise InvalidInput(f"{where}.force", found="true, and no source", expected="a source for the row")
+    return TokenRow(token, origin, force)
+
+
+def _origin(value: object, where: str) -> RowOrigin:
+    if not isinstance(value, Mapping) or "kind" not in value:
+        return RowOrigin(parse_reference(value, where))
+    kind = value["kind"]
+    if kind == "zero":
+        _block(value, where, ("kind",))
+        return RowOrigin(None)
+    if kind != "model_token":
+        raise InvalidInput(f"{where}.kind", found=f"{kind!r:.60}", expected="zero or model_token")
+    entry = _block(value, where, ("kind", "model", "token", "token_id"))
+    if "model" not in entry:
+        raise InvalidInput(where, found="no 'model'", expected="{kind: model_token, model: ..., token: ...}")
+    token, number = entry.get("token"), entry.get("token_id")
+    if (token is None) == (number is None):
+        found = "both" if token is not None else "neither"
+        raise InvalidInput(where, found=f"{found} of token and token_id", expected="exactly one of them")
+    if token is not None and not isinstance(token, str):
+        raise InvalidInput(f"{where}.token", found=f"{token!r:.60}", expected="the text of a token")
+    if number is not None and (type(number) is not int or number < 0):
+        raise InvalidInput(f"{where}.token_id", found=f"{number!r:.60}", expected="a whole number from 0")
+    return RowOrigin(parse_reference(entry["model"], f"{where}.model"), token, number)
+
+
+def _padding(value: object, where: str) -> int | None:
+    if value is None:
+        return None
+    if type(value) is not int or not 1 <= value <= _MOST_PADDING:
+        raise InvalidInput(where, found=f"{value!r:.60}", expected=f"a whole number from 1 to {_MOST_PADDING}")
+    return value
+
+
+def _block(value: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not value:
+        raise InvalidInput(where, found=f"{value!r:.60}", expected="a mapping")
+    for key in value:
+        if key not in known:
+            raise InvalidInput(
+                f"{where}.{key}",
+                found=f"unknown key {str(key)!r:.60}",
+                expected=f"one of {', '.join(known)}",
+                remedy=suggest(str(key)[:60], known),
+            )
+    return value

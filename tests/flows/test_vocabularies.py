@@ -1,0 +1,72 @@
+"""Tokenizers that differ, through the command line: named with the share of a text, accepted by name, or joined."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from demo_project import PROFILES, Printed, Project
+from tokenizers import Tokenizer
+
+MODELS = PROFILES / "demo" / "models"
+Released = tuple[Project, Printed]
+
+
+def with_another_cut(project: Project) -> Path:
+    """A recipe of the base and a model of the same ids whose tokenizer makes capitals small; where it is."""
+    place = project.root / "models"
+    for name in ("base", "shifter"):
+        shutil.copytree(MODELS / name, place / name)
+    path = place / "shifter" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    path.write_text(json.dumps(content))
+    recipe = {"merge_method": "linear", "parameters": {"weight": 0.5}}
+    recipe["models"] = [{"model": str(place / name)} for name in ("base", "shifter")]
+    profile = {
+        "name": "lower",
+        "recipe": recipe,
+        "checks": {"license": {"purpose": "commercial", "visibility": "public"}},
+    }
+    path = project.root / "lower.yaml"
+    path.write_text(yaml.safe_dump(profile))
+    return path
+
+
+def test_a_tokenizer_that_cuts_in_another_way_is_refused_with_the_share_and_accepted_by_name(project: Project) -> None:
+    profile = with_another_cut(project)
+    refused = project.mergegate("check", str(profile), "--json")
+    assert refused.exit_code == 3
+    (remark,) = [one for one in json.loads(refused.stdout)["remarks"] if "normalizer" in one["where"]]
+    assert remark["severity"] == "block"
+    assert "tokens of shifter in a sample text are cut otherwise" in remark["found"].replace(
+        str(project.root / "models") + "/", ""
+    )
+    content = yaml.safe_load(profile.read_text())
+    content["checks"]["tokenizer"] = {"accepted": ["normalizer"]}
+    profile.write_text(yaml.safe_dump(content))
+    accepted = project.mergegate("check", str(profile), "--json")
+    assert accepted.exit_code == 0, accepted.output
+    (remark,) = [one for one in json.loads(accepted.stdout)["remarks"] if "normalizer" in one["where"]]
+    assert remark["severity"] == "info"
+
+
+@pytest.mark.slow
+def test_the_union_of_the_demo_keeps_both_skills_and_the_token_of_one_parent(released: Released) -> None:
+    project, _ = released
+    planned = project.mergegate("plan", "profiles/demo-union.yaml", "--no-probe")
+    assert planned.exit_code == 0, planned.output
+    result = project.mergegate("run", "profiles/demo-union.yaml", "--json")
+    assert result.exit_code == 0, result.output
+    outcome = json.loads(result.stdout)
+    assert outcome["status"] == "released"
+    release = Path(outcome["location"])
+    union = Tokenizer.from_file(str(release / "tokenizer.json"))
+    base = Tokenizer.from_file(str(MODELS / "base" / "tokenizer.json"))
+    assert union.get_vocab() == {**base.get_vocab(), "<hint>": 34}
+    assert json.loads((release / "config.json").read_text())["vocab_size"] == 35
+    guards = {guard["task"]: guard["outcome"] for guard in outcome["content"]["verdict"]["guards"]}
+    assert guards == {"copy": "pass", "reverse": "pass", "shift": "pass"}

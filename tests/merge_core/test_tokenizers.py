@@ -1,0 +1,283 @@
+"""Tokenizers are compared part by part: what gives a text other ids is named. The oracle is the tokenizers library."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family import random_tensors, save_checkpoint
+from tokenizer_samples import TEXTS, byte_level, content_of, sentence_pieces, unigram, word_pieces, write_tokenizer
+from tokenizers import Tokenizer
+
+from merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+from merge_core.checkpoint.vocabulary import read_tokenizer
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte-level": byte_level,
+    "sentence-pieces": sentence_pieces,
+    "unigram": unigram,
+    "word-pieces": word_pieces,
+}
+LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
+
+Path_ = tuple[Any, ...]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of equal shapes whose tokenizers are written by each test."""
+    root = tmp_path_factory.mktemp("pair")
+    for seed, name in enumerate("ab"):
+        save_checkpoint(root / name, random_tensors(seed, tokens=512))
+    return root
+
+
+def compared(root: Path, first: dict[str, Any], other: dict[str, Any], *accepted: str) -> tuple[Finding, ...]:
+    write_tokenizer(root / "a", first)
+    write_tokenizer(root / "b", other)
+    recipe = load_recipe(LINEAR)
+    opened = {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
+    return plan_with_findings(recipe, opened, accepted).findings
+
+
+def ids(content: dict[str, Any]) -> list[list[int]] | None:
+    """Ids that the library gives the texts; None where it does not take the file."""
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(content))
+        return [tokenizer.encode(text).ids for text in TEXTS]
+    except BaseException:  # Rust's panics are no exceptions
+        return None
+
+
+def leaves(value: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Places of all values in the file, of long lists the first, one in the middle and the last."""
+    if isinstance(value, dict):
+        keys = list(value)
+        for key in keys if len(keys) < 40 else [keys[0], keys[60], keys[len(keys) // 2], keys[-1]]:
+            yield from leaves(value[key], (*path, key))
+    elif isinstance(value, list):
+        for place in sorted({0, len(value) // 2, len(value) - 1} if value else ()):
+            yield from leaves(value[place], (*path, place))
+    yield path
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """Other values of the same place."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield value + 1
+    elif isinstance(value, float):
+        yield value + 3.0
+    elif isinstance(value, str):
+        yield value + "e"
+    elif value is None:
+        yield from (True, {"type": "Lowercase"}, {"type": "Whitespace"}, "e", 0.5)
+    elif isinstance(value, list) and len(value) > 1:
+        yield value[::-1]
+        yield value[:-1]
+        yield value[1:]
+    elif isinstance(value, dict):
+        yield None
+
+
+def mutations(content: dict[str, Any]) -> Iterator[tuple[Path_, dict[str, Any]]]:
+    for path in leaves(content):
+        if not path:
+            continue
+        holder = content
+        for step in path[:-1]:
+            holder = holder[step]
+        for new in changed(holder[path[-1]]):
+            mutated = copy.deepcopy(content)
+            place = mutated
+            for step in path[:-1]:
+                place = place[step]
+            place[path[-1]] = new
+            yield path, mutated
+
+
+SWITCHES = [
+    ("model", "byte_fallback", True),
+    ("model", "ignore_merges", True),
+    ("model", "fuse_unk", True),
+    ("model", "dropout", 0.9),
+    ("model", "unk_token", "e"),
+    ("model", "continuing_subword_prefix", "##"),
+    ("model", "end_of_word_suffix", "e"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_change_of_a_tokenizer_that_changes_ids_of_a_text_is_named(kind: str, pair: Path) -> None:
+    content = content_of(KINDS[kind]())
+    expected = ids(content)
+    assert compared(pair, content, content) == ()
+    cases = list(mutations(content))
+    cases += [((part, key), {**content, part: {**content[part], key: new}}) for part, key, new in SWITCHES]
+    tried = other = 0
+    for path, mutated in cases:
+        found = ids(mutated)
+        if found is None:
+            continue
+        tried += 1
+        if found != expected:
+            other += 1
+            named = compared(pair, content, mutated)
+            assert any(finding.where.startswith("b: tokenizer.json") for finding in named), path
+            if path[0] not in ("padding", "truncation"):
+                assert any(finding.severity == "block" for finding in named), (path, named)
+    assert tried > 20
+    assert other > 5
+
+
+def test_a_sequence_of_nothing_is_nothing(pair: Path) -> None:
+    content = {**content_of(byte_level()), "normalizer": None}
+    assert compared(pair, content, {**content, "normalizer": {"type": "Sequence", "normalizers": []}}) == ()
+
+
+def sequence_of_one(content: dict[str, Any]) -> dict[str, Any]:
+    return {**content, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [content["pre_tokenizer"]]}}
+
+
+def merges_as_text(content: dict[str, Any]) -> dict[str, Any]:
+    return {**content, "model": {**content["model"], "merges": [" ".join(one) for one in content["model"]["merges"]]}}
+
+
+def without_defaults(content: dict[str, Any]) -> dict[str, Any]:
+    kept = {"type", "vocab", "merges"}
+    model = {key: value for key, value in content["model"].items() if key in kept}
+    step = {key: value for key, value in content["pre_tokenizer"].items() if key != "use_regex"}
+    return {**content, "model": model, "pre_tokenizer": step}
+
+
+@pytest.mark.parametrize("spelling", [sequence_of_one, merges_as_text, without_defaults])
+def test_two_spellings_of_one_meaning_are_no_difference(
+    spelling: Callable[[dict[str, Any]], dict[str, Any]], pair: Path
+) -> None:
+    content = content_of(byte_level())
+    other = spelling(content)
+    assert ids(other) == ids(content)
+    assert compared(pair, content, other) == ()
+
+
+def exchanged(content: dict[str, Any]) -> dict[str, Any]:
+    merges = content["model"]["merges"]
+    return {**content, "model": {**content["model"], "merges": [*reversed(merges[:10]), *merges[10:]]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (exchanged, "merges"),
+        (lambda one: {**one, "normalizer": {"type": "Lowercase"}}, "normalizer"),
+        (lambda one: {**one, "pre_tokenizer": {**one["pre_tokenizer"], "add_prefix_space": True}}, "pre_tokenizer"),
+        (lambda one: {**one, "post_processor": None}, "post_processor"),
+    ],
+)
+def test_another_cut_with_the_same_ids_blocks_and_is_accepted_by_name(
+    change: Callable[[dict[str, Any]], dict[str, Any]], key: str, pair: Path
+) -> None:
+    content = content_of(byte_level())
+    found = compared(pair, content, change(content))
+    assert [(one.severity, one.where) for one in found] == [("block", f"b: tokenizer.json: {key}")]
+    assert f"accepted: [{key}]" in found[0].remedy
+    assert [one.severity for one in compared(pair, content, change(content), key)] == ["info"]
+
+
+def test_what_changes_no_id_warns(pair: Path) -> None:
+    content = content_of(byte_level())
+    padded = {
+        **content,
+        "padding": {
+            "strategy": {"Fixed": 8},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<s>",
+        },
+    }
+    assert [(one.severity, one.where) for one in compared(pair, content, padded)] == [
+        ("warn", "b: tokenizer.json: padding")
+    ]
+    plain = {**content, "decoder": {"type": "Fuse"}}
+    assert [(one.severity, one.where) for one in compared(pair, content, plain)] == [
+        ("warn", "b: tokenizer.json: decoder")
+    ]
+
+
+def test_special_tokens_of_the_settings_are_compared(pair: Path) -> None:
+    content = content_of(byte_level())
+    assert compared(pair, content, content) == ()
+    write_tokenizer(pair / "a", content, eos_token="</s>", add_bos_token=True)
+    write_tokenizer(pair / "b", content, eos_token={"content": "<|x|>"}, add_bos_token=False)
+    recipe = load_recipe(LINEAR)
+    opened = {str(ref): open_checkpoint(pair / ref.path) for ref in recipe.references()}
+    found = plan_with_findings(recipe, opened).findings
+    assert [(one.severity, one.where) for one in found] == [
+        ("block", "b: tokenizer_config.json: add_bos_token"),
+        ("warn", "b: tokenizer_config.json: eos_token"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "added", [[("X", 3), ("Y", 5)], [("Y", 4), ("X", 3)], [("b", 9), ("X", 3)], [("", 3), ("X", 4)]]
+)
+@pytest.mark.parametrize("vocab", [{"u": 0, "a": 1, "b": 2}, {"u": 0, "a": 1, "b": 7}])
+def test_ids_are_those_that_the_library_gives_whatever_the_file_says(
+    tmp_path: Path, vocab: dict[str, int], added: list[tuple[str, int]]
+) -> None:
+    entries = [
+        {
+            "id": number,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for token, number in added
+    ]
+    content = {
+        "version": "1.0",
+        "added_tokens": entries,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "u"},
+    }
+    content |= dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    write_tokenizer(tmp_path, content)
+    definition = read_tokenizer(tmp_path)
+    assert definition is not None
+    library = Tokenizer.from_str(json.dumps(content))
+    assert definition.ids == library.get_vocab(with_added_tokens=True)
+    assert set(definition.misnumbered) == {
+        token for token, number in added if token and library.token_to_id(token) != number
+    }
+
+
+def test_ids_that_are_not_given_so_are_said(pair: Path) -> None:
+    content = content_of(byte_level())
+    wrong = copy.deepcopy(content)
+    wrong["added_tokens"][-1]["id"] += 7
+    assert [(one.severity, one.where) for one in compared(pair, content, wrong)] == [
+        ("warn", "b: tokenizer.json: added_tokens")
+    ]
+
+
+def test_files_of_older_tokenizers_are_compared_with_their_merges(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        place = save_checkpoint(tmp_path / name, random_tensors(seed, tokens=4))
+        (place / "tokenizer.json").unlink()
+        (place / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "ba": 3}))
+        merges = ["a b", "b a"] if name == "a" else ["b a", "a b"]
+        (place / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    recipe = load_recipe(LINEAR)
+    opened = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
+    assert [(one.severity, one.where) for one in plan_with_findings(recipe, opened).findings] == [
+        ("block", "b: tokenizer.json: merges")
+    ]

@@ -1,0 +1,436 @@
+"""``tokenizer:`` in a recipe: unions keep every token's text and every model's rows; what cannot be kept is refused.
+
+The oracles are the tokenizers library for texts and ids, and numpy for rows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from family import load, merge_text, random_tensors, save_checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizer_samples import (
+    TEXTS,
+    WORDS,
+    byte_level,
+    content_of,
+    sentence_pieces,
+    unigram,
+    with_added,
+    word_pieces,
+    write_tokenizer,
+)
+from tokenizers import AddedToken, Tokenizer, models
+
+from merge_core import load_recipe, open_checkpoint, plan_merge, plan_with_findings
+from merge_core.errors import InvalidInput
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
+Array = np.ndarray
+
+
+def model(
+    root: Path, name: str, tokenizer: Tokenizer | dict[str, Any], *, seed: int, rows: int | None = None, **config: Any
+) -> Path:
+    library = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.from_str(json.dumps(tokenizer))
+    size = rows or 1 + max(library.get_vocab().values())
+    place = save_checkpoint(root / name, random_tensors(seed, tokens=size), config=config)
+    write_tokenizer(place, tokenizer)
+    return place
+
+
+def result(root: Path) -> tuple[Tokenizer, Mapping[str, Array], dict[str, Any]]:
+    out = root / "out"
+    return Tokenizer.from_file(str(out / "tokenizer.json")), load(out), json.loads((out / "config.json").read_text())
+
+
+def moved(tokenizer: Tokenizer, order: random.Random) -> dict[str, Any]:
+    """The same model with its ids in another order."""
+    content = content_of(tokenizer)
+    vocab = content["model"]["vocab"]
+    numbers = list(vocab.values())
+    order.shuffle(numbers)
+    content["model"]["vocab"] = dict(zip(vocab, numbers, strict=True))
+    for entry in content["added_tokens"]:
+        entry["id"] = content["model"]["vocab"].get(entry["content"], entry["id"])
+    content["post_processor"] = None
+    return content
+
+
+def require_union(root: Path, tables: Mapping[str, Tokenizer]) -> Tokenizer:
+    """Every token of every model is in the result under one id, its row the mean of the owners' rows."""
+    union, out, config = result(root)
+    vocab = union.get_vocab()
+    assert sorted(set(vocab.values())) == sorted(vocab.values())
+    assert config["vocab_size"] == len(out[EMBED]) == len(out[HEAD]) >= 1 + max(vocab.values())
+    for name in (EMBED, HEAD):
+        rows = {model: load(root / model)[name] for model in tables}
+        for token, number in vocab.items():
+            own = [
+                rows[model][place]
+                for model, one in tables.items()
+                if (place := one.token_to_id(token)) is not None and place < len(rows[model])
+            ]
+            assert own, token
+            lacking = [np.mean(own, 0)] * (len(tables) - len(own))
+            np.testing.assert_allclose(out[name][number], np.mean([*own, *lacking], 0), rtol=1e-6, atol=1e-7)
+    for one in tables.values():
+        assert one.get_vocab().keys() <= vocab.keys()
+    return union
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_union_of_siblings_keeps_every_token_and_every_row_and_every_cut(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    root = tmp_path_factory.mktemp("siblings")
+    kind = data.draw(st.sampled_from([byte_level, sentence_pieces, word_pieces, unigram]))
+    names = st.lists(st.sampled_from([f"<|{n}|>" for n in range(6)]), max_size=4, unique=True)
+    first = with_added(kind(), *data.draw(names))
+    second = with_added(kind(), *data.draw(names))
+    if kind is not unigram:
+        second = Tokenizer.from_str(json.dumps(moved(second, random.Random(data.draw(st.integers(0, 9))))))
+    third = with_added(kind(), *data.draw(names), special=False)
+    more = data.draw(st.integers(0, 9))
+    tables = {"a": first, "b": second, "c": third}
+    for seed, (name, one) in enumerate(tables.items()):
+        model(root, name, one, seed=seed, rows=1 + max(one.get_vocab().values()) + (more if name == "a" else 0))
+    text = LINEAR.replace("{model: b}", "{model: b}, {model: c}") + "tokenizer: {source: union}\n"
+    merge_text(text, root)
+    union = require_union(root, tables)
+    for text in TEXTS:
+        for one in tables.values():
+            assert (
+                union.encode(text, add_special_tokens=False).tokens == one.encode(text, add_special_tokens=False).tokens
+            )
+    for token, number in first.get_vocab().items():  # Ids of the base stay.
+        assert union.token_to_id(token) == number
+
+
+def test_a_special_token_that_the_base_has_as_an_ordinary_one_becomes_one(tmp_path: Path) -> None:
+    first = content_of(byte_level())
+    first["model"]["vocab"]["<|y|>"] = 340
+    first["added_tokens"] = [one for one in first["added_tokens"] if one["content"] != "<|x|>"]
+    model(tmp_path, "a", first, seed=0)
+    model(tmp_path, "b", with_added(byte_level(), "<|y|>"), seed=1)
+    merge_text(LINEAR + "tokenizer_source: union", tmp_path)
+    union, _, _ = result(tmp_path)
+    assert union.encode("the<|y|>").tokens[-1] == "<|y|>"
+    assert union.token_to_id("<|y|>") == 340
+
+
+def test_padding_rows_stay_and_more_come_where_they_are_asked_for(tmp_path: Path) -> None:
+    a = model(tmp_path, "a", byte_level(), seed=0, rows=400)
+    model(tmp_path, "b", with_added(byte_level(), "<|new|>"), seed=1)
+    merge_text(LINEAR + "tokenizer: {source: union, pad_to_multiple_of: 64}", tmp_path)
+    union, out, config = result(tmp_path)
+    assert config["vocab_size"] == len(out[EMBED]) == 448
+    number = union.token_to_id("<|new|>")
+    before, other = load(a)[EMBED], load(tmp_path / "b")[EMBED]
+    np.testing.assert_allclose(out[EMBED][number], other[-1], rtol=1e-6)
+    spare = [row for row in range(341, 400) if row != number]
+    np.testing.assert_allclose(out[EMBED][spare], before[spare], rtol=1e-6)
+    means = (before.mean(0) + other.mean(0)) / 2
+    np.testing.assert_allclose(out[EMBED][400:], np.tile(means, (48, 1)), rtol=1e-5, atol=1e-6)
+    first = (tmp_path / "out/model.safetensors").read_bytes()
+    merge_text(
+        LINEAR + "tokenizer: {source: union, pad_to_multiple_of: 64}", tmp_path, "2", block_elements=16384, threads=1
+    )
+    assert (tmp_path / "2/model.safetensors").read_bytes() == first
+
+
+def test_ids_past_the_table_need_no_row(tmp_path: Path) -> None:
+    model(tmp_path, "a", with_added(byte_level(), "<|past|>"), seed=0, rows=341)
+    model(tmp_path, "b", with_added(byte_level(), "<|past|>", "<|more|>"), seed=1, rows=341)
+    for source in ("a", "b", "base", "union"):
+        merge_text(LINEAR + f"tokenizer_source: {source}", tmp_path, f"of-{source}")
+        assert len(load(tmp_path / f"of-{source}")[EMBED]) == 341
+
+
+def test_an_id_past_the_table_of_one_model_gets_the_row_of_another(tmp_path: Path) -> None:
+    model(tmp_path, "a", with_added(byte_level(), "<|past|>"), seed=0, rows=341)
+    b = model(tmp_path, "b", with_added(byte_level(), "<|past|>"), seed=1)
+    merge_text(LINEAR + "tokenizer_source: union", tmp_path)
+    _, out, config = result(tmp_path)
+    assert config["vocab_size"] == 342
+    np.testing.assert_allclose(out[EMBED][341], load(b)[EMBED][341], rtol=1e-6)
+
+
+TOKENS = """tokenizer:
+  source: base
+  tokens:
+    <|zero|>: {source: {kind: zero}}
+    <|like-the|>: {source: {kind: model_token, model: b, token: Ġthe}}
+    <|by-id|>: {source: {kind: model_token, model: a, token_id: 7}}
+    "</s>": {source: b, force: true}
+    <|x|>: {source: {kind: zero}}
+"""
+
+
+def test_rows_of_single_tokens_are_those_that_the_recipe_says(tmp_path: Path) -> None:
+    model(tmp_path, "a", byte_level(), seed=0)
+    model(tmp_path, "b", byte_level(), seed=1)
+    merge_text(LINEAR + TOKENS, tmp_path)
+    union, out, _ = result(tmp_path)
+    a, b = (load(tmp_path / name)[EMBED] for name in "ab")
+    expected = {
+        "<|zero|>": np.zeros(12),
+        "<|like-the|>": b[byte_level().token_to_id("Ġthe")],
+        "<|by-id|>": a[7],
+        "</s>": b[byte_level().token_to_id("</s>")],
+        "<|x|>": (a[340] + b[340]) / 2,  # Both have it, and nothing is forced.
+        "Ġthe": (a + b)[byte_level().token_to_id("Ġthe")] / 2,
+    }
+    for token, row in expected.items():
+        np.testing.assert_allclose(out[EMBED][union.token_to_id(token)], row, rtol=1e-6, err_msg=token)
+
+
+@pytest.mark.parametrize(
+    ("block", "match"),
+    [
+        ("tokens: {<|n|>: {}}", "no merged model has"),
+        ("tokens: {<|n|>: {source: c}}", "which is not merged"),
+        ("tokens: {<|n|>: {source: b}}", "has no row"),
+        ("tokens: {<|n|>: {source: {kind: model_token, model: b, token_id: 9999}}}", "has no row"),
+        ("tokens: {<|n|>: {source: {kind: model_token, model: b}}}", "exactly one"),
+        ("tokens: {<|n|>: {source: {kind: model_token, model: b, token: a, token_id: 1}}}", "exactly one"),
+        ("tokens: {<|n|>: {source: {kind: model_token, token: a}}}", "no 'model'"),
+        ("tokens: {<|n|>: {source: {kind: one}}}", "zero or model_token"),
+        ("tokens: {<|n|>: {source: {kind: zero, model: b}}}", "unknown key 'model'"),
+        ("tokens: {<|n|>: {force: true}}", "no source"),
+        ("tokens: {<|n|>: {source: b, force: 1}}", "true or false"),
+        ("tokens: {<|n|>: {sourse: b}}", "did you mean 'source'"),
+        ("tokens: [a]", "token: {source"),
+        ("pad_to_multiple_of: 0", "from 1"),
+        ("pad_to_multiple_of: true", "from 1"),
+        ("strangers: dormand", "did you mean 'dormant'"),
+        ("source: a, strangers: dormant", "source: union"),
+        ("tokns: {}", "did you mean 'tokens'"),
+    ],
+)
+def test_what_a_recipe_cannot_mean_is_refused_with_its_place(tmp_path: Path, block: str, match: str) -> None:
+    model(tmp_path, "a", byte_level(), seed=0)
+    model(tmp_path, "b", byte_level(), seed=1)
+    with pytest.raises(InvalidInput, match=match) as caught:
+        merge_text(LINEAR + f"tokenizer: {{{block}}}", tmp_path)
+    assert "tokenizer" in caught.value.where
+
+
+def strangers(root: Path, **changes: Any) -> tuple[Tokenizer, Tokenizer]:
+    """Two byte-level tokenizers that were trained on different texts."""
+    first, second = byte_level(300), byte_level(330)
+    content = content_of(second)
+    content["model"] |= changes
+    base = content_of(first)
+    base["model"] |= changes
+    one, two = (Tokenizer.from_str(json.dumps(item)) for item in (base, content))
+    model(root, "a", one, seed=0)
+    model(root, "b", two, seed=1)
+    return one, two
+
+
+def test_strangers_are_refused_unless_the_recipe_says_what_becomes_of_them(tmp_path: Path) -> None:
+    strangers(tmp_path)
+    with pytest.raises(InvalidInput, match="union of strangers") as caught:
+        merge_text(LINEAR + "tokenizer_source: union", tmp_path)
+    for way in ("specials", "dormant", "appended", "transplant-tokenizer"):
+        assert way in caught.value.remedy
+
+
+@pytest.mark.parametrize("way", ["specials", "dormant", "appended"])
+def test_strangers_come_into_the_vocabulary_in_the_way_that_is_named(tmp_path: Path, way: str) -> None:
+    one, two = strangers(tmp_path)
+    text = LINEAR + f"tokenizer: {{source: union, strangers: {way}}}"
+    merge_text(text, tmp_path)
+    union, out, config = result(tmp_path)
+    assert config["vocab_size"] == len(out[EMBED]) == 1 + max(union.get_vocab().values())
+    for token, number in one.get_vocab().items():
+        assert union.token_to_id(token) == number
+    cuts = [[t.encode(text).tokens for text in (*TEXTS, WORDS)] for t in (one, two, union)]
+    if way == "appended":  # The first has the first merges of the second: so it now cuts as that.
+        assert cuts[2] == cuts[1] != cuts[0]
+    else:
+        assert cuts[2] == cuts[0] != cuts[1]
+    new = two.get_vocab().keys() - one.get_vocab().keys()
+    assert len(new) == 30
+    assert (new <= union.get_vocab().keys()) == (way != "specials")
+    if way != "specials":
+        rows = load(tmp_path / "b")[EMBED]
+        for token in new:
+            assert union.decode([union.token_to_id(token)]) == two.decode([two.token_to_id(token)])
+            np.testing.assert_allclose(out[EMBED][union.token_to_id(token)], rows[two.token_to_id(token)], rtol=1e-6)
+
+
+def test_a_tokenizer_that_needs_no_merges_has_no_dormant_tokens(tmp_path: Path) -> None:
+    strangers(tmp_path, ignore_merges=True)
+    with pytest.raises(InvalidInput, match="ignore_merges"):
+        merge_text(LINEAR + "tokenizer: {source: union, strangers: dormant}", tmp_path)
+
+
+@pytest.mark.parametrize("way", ["dormant", "appended"])
+def test_scores_of_two_models_are_not_put_side_by_side(tmp_path: Path, way: str) -> None:
+    model(tmp_path, "a", unigram(), seed=0)
+    other = content_of(unigram())
+    other["model"]["vocab"][5][1] -= 1.0
+    other["model"]["vocab"].append(["zz", -9.0])
+    model(tmp_path, "b", other, seed=1)
+    with pytest.raises(InvalidInput, match="specials"):
+        merge_text(LINEAR + f"tokenizer: {{source: union, strangers: {way}}}", tmp_path)
+    merge_text(LINEAR + "tokenizer: {source: union, strangers: specials}", tmp_path)
+
+
+@pytest.mark.parametrize("way", ["dormant", "appended"])
+def test_tokens_that_are_written_in_another_way_are_refused(tmp_path: Path, way: str) -> None:
+    model(tmp_path, "a", byte_level(), seed=0)
+    model(tmp_path, "b", sentence_pieces(), seed=1)
+    with pytest.raises(InvalidInput, match="writes its tokens in another way"):
+        merge_text(LINEAR + f"tokenizer: {{source: union, strangers: {way}}}", tmp_path)
+
+
+def test_single_characters_cannot_be_dormant_and_are_left_out(tmp_path: Path) -> None:
+    pairs = []
+    for name, vocab, merges in (("a", "ab", []), ("b", "abc", [("a", "b")])):
+        words = {token: number for number, token in enumerate([*vocab, *["".join(pair) for pair in merges]])}
+        one = Tokenizer(models.BPE(words, merges, unk_token="a"))
+        model(tmp_path, name, one, seed=len(vocab))
+        pairs.append(one)
+    text = LINEAR + "tokenizer: {source: union, strangers: dormant}"
+    merge_text(text, tmp_path)
+    union, _, _ = result(tmp_path)
+    assert union.get_vocab() == {"a": 0, "b": 1, "ab": 2}
+    assert union.encode("abc").tokens == pairs[0].encode("abc").tokens
+    recipe = load_recipe(text)
+    found = plan_with_findings(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"}).findings
+    assert any("single characters" in one.found for one in found)
+
+
+def test_special_ids_follow_their_tokens_into_both_configurations(tmp_path: Path) -> None:
+    base = with_added(byte_level(), "<|end|>", "<|image|>")
+    other = with_added(byte_level(), "<|image|>", "<|end|>", "<|call|>")
+    ids, after = base.get_vocab(), other.get_vocab()
+    a = model(
+        tmp_path,
+        "a",
+        base,
+        seed=0,
+        eos_token_id=[ids["<|end|>"], ids["</s>"]],
+        image_token_index=ids["<|image|>"],
+        pad_token_id=-1,
+        text_config={"image_token_id": ids["<|image|>"], "vocab_size": 343},
+    )
+    generation = {"eos_token_id": ids["<|end|>"], "suppress_tokens": [ids["<|image|>"], ids["<s>"]], "top_p": 0.9}
+    (a / "generation_config.json").write_text(json.dumps(generation))
+    model(tmp_path, "b", other, seed=1)
+    merge_text(LINEAR + "tokenizer_source: b", tmp_path)
+    _, _, config = result(tmp_path)
+    assert config["eos_token_id"] == [after["<|end|>"], after["</s>"]]
+    assert config["image_token_index"] == config["text_config"]["image_token_id"] == after["<|image|>"]
+    assert config["pad_token_id"] == -1
+    assert config["vocab_size"] == config["text_config"]["vocab_size"] == 344
+    written = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert written == {
+        "eos_token_id": after["<|end|>"],
+        "suppress_tokens": [after["<|image|>"], after["<s>"]],
+        "top_p": 0.9,
+    }
+    merge_text(LINEAR + "tokenizer_source: union", tmp_path, "union")
+    config = json.loads((tmp_path / "union/config.json").read_text())
+    assert config["eos_token_id"] == [ids["<|end|>"], ids["</s>"]]
+    assert json.loads((tmp_path / "union/generation_config.json").read_text()) == generation
+
+
+def test_a_special_token_that_the_result_lacks_blocks(tmp_path: Path) -> None:
+    base = with_added(byte_level(), "<|image|>")
+    model(tmp_path, "a", base, seed=0, image_token_index=base.token_to_id("<|image|>"))
+    model(tmp_path, "b", byte_level(), seed=1)
+    recipe = load_recipe(LINEAR + "tokenizer_source: b")
+    with pytest.raises(InvalidInput, match="image_token_index"):
+        plan_merge(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"})
+
+
+def test_files_of_the_tokenizer_agree_with_each_other(tmp_path: Path) -> None:
+    first, second = byte_level(), with_added(byte_level(), "<|call|>")
+    a = model(tmp_path, "a", first, seed=0)
+    model(tmp_path, "b", second, seed=1)
+    listed = {
+        str(number): {"content": token.content, "special": token.special}
+        for number, token in first.get_added_tokens_decoder().items()
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": listed, "eos_token": "</s>"}
+    (a / "tokenizer_config.json").write_text(json.dumps(settings))
+    (a / "added_tokens.json").write_text(json.dumps({"<|x|>": 340}))
+    merge_text(LINEAR + "tokenizer_source: union", tmp_path)
+    union, _, _ = result(tmp_path)
+    number = union.token_to_id("<|call|>")
+    written = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert written["added_tokens_decoder"][str(number)]["content"] == "<|call|>"
+    assert written["eos_token"] == "</s>"
+    assert json.loads((tmp_path / "out/added_tokens.json").read_text())["<|call|>"] == number
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded.get_vocab() == union.get_vocab()
+    assert loaded("the <|call|> theory")["input_ids"] == union.encode("the <|call|> theory").ids
+
+
+def test_a_step_with_a_union_is_the_input_of_another(tmp_path: Path) -> None:
+    tables = {
+        "a": with_added(byte_level(), "<|a|>"),
+        "b": with_added(byte_level(), "<|b|>"),
+        "c": with_added(byte_level(), "<|c|>", "<|b|>"),
+    }
+    for seed, (name, one) in enumerate(tables.items()):
+        model(tmp_path, name, one, seed=seed)
+    text = (
+        "name: both\n" + LINEAR + "tokenizer_source: union\n---\nmerge_method: linear\n"
+        "models: [{model: both}, {model: c}]\nparameters: {weight: [2, 1]}\ntokenizer_source: union\n"
+    ).replace("weight: [2, 1]", "weight: 1")
+    merge_text(text, tmp_path)
+    union, out, _ = result(tmp_path)
+    rows = {name: load(tmp_path / name)[EMBED] for name in tables}
+    assert union.get_vocab().keys() >= {"<|a|>", "<|b|>", "<|c|>"}
+    place = {name: one.token_to_id("<|b|>") for name, one in tables.items()}
+    expected = (rows["b"][place["b"]] + rows["c"][place["c"]]) / 2
+    np.testing.assert_allclose(out[EMBED][union.token_to_id("<|b|>")], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["slerp", "ties", "task_arithmetic", "dare_linear"])
+def test_every_method_gets_the_rows_of_the_union(tmp_path: Path, method: str) -> None:
+    """Equal to a merge of models whose tables were put in order beforehand."""
+    tables = {"a": byte_level(), "b": with_added(byte_level(), "<|b|>")}
+    for seed, (name, one) in enumerate(tables.items()):
+        model(tmp_path, name, one, seed=seed)
+    told = "parameters: {t: 0.3}" if method == "slerp" else "parameters: {weight: 0.7, density: 0.5}"
+    told = told.replace(", density: 0.5", "") if method == "task_arithmetic" else told
+    text = f"merge_method: {method}\nbase_model: a\nmodels: [{{model: b}}]\n{told}\n"
+    merge_text(text + "tokenizer_source: union", tmp_path)
+    ready = tmp_path / "ready"
+    first, second = (dict(random_tensors(seed, tokens=341 + seed)) for seed in (0, 1))
+    import torch
+
+    for name in (EMBED, HEAD):
+        first[name] = torch.cat([first[name], second[name][341:]])
+    for name, tensors in (("a", first), ("b", second)):
+        write_tokenizer(save_checkpoint(ready / name, tensors), tables["b"])
+    merge_text(text, ready)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (ready / "out/model.safetensors").read_bytes()
+
+
+def test_added_tokens_with_other_flags_are_said(tmp_path: Path) -> None:
+    other = Tokenizer.from_str(byte_level().to_str())
+    first = with_added(byte_level(), "<|y|>")
+    other.add_tokens([AddedToken("<|y|>", lstrip=True, special=True, normalized=False)])
+    model(tmp_path, "a", first, seed=0)
+    model(tmp_path, "b", other, seed=1)
+    recipe = load_recipe(LINEAR + "tokenizer_source: union")
+    found = plan_with_findings(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"}).findings
+    assert [(one.severity, one.where) for one in found] == [("warn", "b: tokenizer.json: added_tokens.flags")]
