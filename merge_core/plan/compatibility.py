@@ -19,7 +19,7 @@ from merge_core.errors import Finding, InvalidInput, worst_first
 from merge_core.parsing import read_json
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.jobs import MergePlan
-from merge_core.plan.plan import assemble, donor_reference, planned_checkpoint, with_findings
+from merge_core.plan.plan import assemble, donor_reference, planned_checkpoint, single_experts, with_findings
 from merge_core.recipe import Recipe
 
 # Classes of transformers that do what the tokenizer.json says.
@@ -74,7 +74,7 @@ def plan_with_findings(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) ->
             finding that blocks.
     """
     findings: list[Finding] = []
-    known, plan = dict(checkpoints), None
+    known, plan = single_experts(checkpoints), None
     try:
         assembled, problems = assemble(recipe, checkpoints)
     except InvalidInput as error:

@@ -14,9 +14,11 @@ from typing import Any, Literal
 from merge_core.architecture import before_layers, find_tensor, is_head, is_optional, output_config, with_vocabulary
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
+from merge_core.experts import by_expert
 from merge_core.methods import REQUIRED
 from merge_core.plan.alignment import Alignment, align, has_vocabulary_rows
 from merge_core.plan.consistency import self_consistency, unused_tensors
+from merge_core.plan.filters import lost_filters
 from merge_core.plan.jobs import Input, MergePlan, TensorJob
 from merge_core.plan.layout import OutputTensor, lay_out
 from merge_core.plan.outline import OutputSpec, outline, sliced_module
@@ -50,12 +52,17 @@ def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Mer
 
 
 def _imbalances(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    known = {**checkpoints, **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
+    known = {**single_experts(checkpoints), **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
     for part in (*plan.steps, plan):
         findings = [*unused_tensors(part, known, set()), *self_consistency("the result", planned_checkpoint(part))]
         for ref in part.recipe.own_references():
             findings += self_consistency(str(ref), known[str(ref)])
         yield from (finding for finding in findings if finding.severity != "info")
+
+
+def single_experts(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
+    """The tables that a merge is planned from: fused experts one by one, so that the layout on disk decides nothing."""
+    return {name: by_expert(checkpoint) for name, checkpoint in checkpoints.items()}
 
 
 def donor_reference(recipe: Recipe) -> CheckpointRef:
@@ -70,7 +77,7 @@ def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Mer
         InvalidInput: Only for what makes a plan meaningless: a reference without checkpoint, a required parameter
             without value.
     """
-    known, steps = dict(checkpoints), []
+    known, steps = single_experts(checkpoints), []
     problems: list[Finding] = []
     for step in recipe.steps:
         plan = _assemble_one(step, known, problems)
@@ -84,15 +91,15 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
 
     Its files lie in the placeholder directory ``step:<name>``; see :func:`step_of`.
     """
-    outputs = {job.output.name: job.output for job in plan.jobs}
     directory = Path(f"{_STEP}{plan.recipe.name}")
-    tensors = {
-        name: StoredTensor(name, directory / shard.name, outputs[name].dtype, outputs[name].shape, offset)
-        for shard in plan.shards
-        for name, offset in zip(shard.tensors, shard.offsets, strict=True)
-    }
+    tensors: dict[str, AnyTensor] = {}
+    for shard in plan.shards:
+        begins = dict(zip(shard.tensors, shard.offsets, strict=True))
+        for tensor in shard.stored:
+            offset = begins[tensor.pieces[0]]
+            tensors[tensor.name] = StoredTensor(tensor.name, directory / shard.name, tensor.dtype, tensor.shape, offset)
     template = plan.chat_template or plan.tokenizer.chat_template
-    return Checkpoint(plan.tokenizer.directory, plan.config, tensors, plan.tokenizer.companions, template)
+    return by_expert(Checkpoint(plan.tokenizer.directory, plan.config, tensors, plan.tokenizer.companions, template))
 
 
 def step_of(file: Path) -> str | None:
@@ -116,12 +123,14 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
     specs = outline(recipe, donor, checkpoints)
     jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
+    problems += lost_filters(recipe, jobs)
     config = output_config(donor.config, _bulk_dtype(jobs), _layer_sources(recipe, donor, checkpoints))
     if alignment is not None:
         config = with_vocabulary(config, alignment.size, alignment.tokenizer.config)
     shards = lay_out([job.output for job in jobs], donor)
     by_name = {job.output.name: job for job in jobs}
-    ordered = tuple(by_name[name] for shard in shards for name in shard.tensors)
+    dtypes = {name: dtype for shard in shards for name, dtype in shard.dtypes().items()}
+    ordered = tuple(by_name[name].written_as(dtypes[name]) for shard in shards for name in shard.tensors)
     template = None
     if recipe.chat_template is not None:
         parents = [checkpoints[str(ref)].chat_template for ref in recipe.own_references()]
