@@ -1,10 +1,18 @@
 """Experts of a mixture: one by one whatever the checkpoint's layout, matched across models, made of dense ones."""
 
+from merge_core.experts.given import GivenTensor, given
+from merge_core.experts.outputs import OUTPUT_FAMILIES, OutputFamily, choose_output, mixture_config
 from merge_core.experts.pieces import DiskTensor, by_expert, disk_name, on_disk
 
 __all__ = [
+    "OUTPUT_FAMILIES",
     "DiskTensor",
+    "GivenTensor",
+    "OutputFamily",
     "by_expert",
+    "choose_output",
     "disk_name",
+    "given",
+    "mixture_config",
     "on_disk",
 ]

@@ -96,7 +96,8 @@ def plan_with_findings(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) ->
         for name, checkpoint in own.items():
             findings += self_consistency(name, checkpoint)
             if name != donor:
-                findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
+                if document.mixture is None:  # Of its experts a mixture takes one part only, which it compares itself.
+                    findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
                 if document.dtype is None and document.out_dtype is None:
                     findings += _compare_formats(donor, own[donor], name, checkpoint)
                 if not aligned:

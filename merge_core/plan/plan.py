@@ -21,6 +21,7 @@ from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.filters import lost_filters
 from merge_core.plan.jobs import Input, MergePlan, TensorJob
 from merge_core.plan.layout import OutputTensor, lay_out
+from merge_core.plan.mixture import plan_mixture
 from merge_core.plan.outline import OutputSpec, outline, sliced_module
 from merge_core.recipe import CheckpointRef, Parameters, Recipe, Source, value_for
 
@@ -120,6 +121,9 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         if str(ref) not in checkpoints:
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
     donor = checkpoints[str(donor_reference(recipe))]
+    if recipe.mixture is not None:
+        mixture = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
+        return _laid_out(recipe, donor, donor, mixture.jobs, mixture.config, checkpoints)
     alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
     specs = outline(recipe, donor, checkpoints)
     jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
@@ -127,6 +131,19 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     config = output_config(donor.config, _bulk_dtype(jobs), _layer_sources(recipe, donor, checkpoints))
     if alignment is not None:
         config = with_vocabulary(config, alignment.size, alignment.tokenizer.config)
+    tokenizer = alignment.tokenizer if alignment is not None else donor
+    return _laid_out(recipe, donor, tokenizer, jobs, config, checkpoints)
+
+
+def _laid_out(
+    recipe: Recipe,
+    donor: Checkpoint,
+    tokenizer: Checkpoint,
+    jobs: Sequence[TensorJob],
+    config: Mapping[str, Any],
+    checkpoints: Mapping[str, Checkpoint],
+) -> MergePlan:
+    """The plan of ``jobs``, each with its place in the output files."""
     shards = lay_out([job.output for job in jobs], donor)
     by_name = {job.output.name: job for job in jobs}
     dtypes = {name: dtype for shard in shards for name, dtype in shard.dtypes().items()}
@@ -144,7 +161,7 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         bytes_read=sum(job.nbytes_in for job in ordered),
         bytes_written=sum(shard.size for shard in shards),
         chat_template=template,
-        tokenizer=alignment.tokenizer if alignment is not None else donor,
+        tokenizer=tokenizer,
     )
 
 
