@@ -16,8 +16,9 @@ from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store import try_open_locked
-from tasks.checkpoints import identify_files, require_same_files
+from tasks.checkpoints import identify_files, pin_checkpoints, require_same_files
 from tasks.checkpoints.hub import Snapshot, download_snapshots
+from tasks.merge import with_gates
 from tasks.stage import store
 
 
@@ -47,6 +48,8 @@ def _merge_to(
     for finding in findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
     _fetch([parent.snapshot for parent in found if parent.snapshot], console)
+    by_ref = {parent.ref: parent for parent in found}
+    recipe = with_gates(recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     looked = identify_files(parent.directory for parent in found)
     plan = plan_merge(recipe, {parent.ref: open_checkpoint(parent.directory) for parent in found})
     place = out if share else out.with_name(f"{out.name}.partial")

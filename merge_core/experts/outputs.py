@@ -252,9 +252,9 @@ def mixture_config(
         config["sliding_window"] = window
     if family.model_type == "qwen3_moe":
         config["attention_bias"] = bool(full.get("attention_bias", False))
-    for key in (width, shared_width):
-        if key is not None:
-            config[key] = full["intermediate_size"]
+    for said_as in (width, shared_width):
+        if said_as is not None:
+            config[said_as] = full["intermediate_size"]
     if not config.get("rope_parameters"):
         config.setdefault("rope_theta", _ROPE_THETA)
     if "partial_rotary_factor" in family.says:

@@ -87,7 +87,7 @@ def plan_with_findings(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) ->
             findings += unused_tensors(part, known, {finding.where for finding in problems})
             findings += _compare_templates(part, known)
         if not any(problem.severity == "block" for problem in problems):
-            plan = with_findings(assembled, checkpoints)
+            plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):
         own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
         donor, aligned = str(donor_reference(document)), document.tokenizer is not None

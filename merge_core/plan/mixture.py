@@ -13,14 +13,17 @@ from typing import Any
 
 from merge_core.architecture import find_tensor, is_head, is_optional, layer_place, output_config, ties_embeddings
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType, promote
-from merge_core.errors import Finding
+from merge_core.errors import Finding, InvalidInput
 from merge_core.experts import OutputFamily, choose_output, given, mixture_config
 from merge_core.plan.jobs import Input, TensorJob
 from merge_core.plan.layout import OutputTensor
-from merge_core.recipe import Expert, Mixture, Recipe
+from merge_core.recipe import Expert, GateRows, Mixture, Recipe
 
 _FEED_FORWARD = re.compile(r"^mlp\.(?:gate_proj|up_proj|down_proj)\.weight$")
 _STACK = "model.layers"
+# Rows of length one whose cosine is above are nearly one row.
+_ALIKE = 0.999
+_MOST_NEAR = 5
 _DENSE = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -51,6 +54,13 @@ def plan_mixture(
         where=recipe.where,
     )
     config = mixture_config(base.config, family, len(mixture.experts), mixture.per_token, reference)
+    gates, wanted = mixture.gates, (config["num_hidden_layers"], len(mixture.everybody), config["hidden_size"])
+    if gates is not None and (gates.layers, gates.rows, gates.width) != wanted:
+        raise InvalidInput(
+            f"{recipe.where}: router rows",
+            found=f"[layers, rows, width] = {[gates.layers, gates.rows, gates.width]}",
+            expected=f"{list(wanted)}, as config.json of {reference} and the recipe say",
+        )
     problems += _misfits(reference, base, mixture, family, checkpoints)
     builder = _Builder(recipe, mixture, family, checkpoints, base, config["num_hidden_layers"], config["hidden_size"])
     jobs = list(builder.jobs(problems))
@@ -76,8 +86,8 @@ class _Builder:
         for layer in range(self.layers):
             for part in self.family.carried:
                 name = f"{_STACK}.{layer}.{part}"
-                if (tensor := find_tensor(self.base, name)) is not None:
-                    yield self._copied(name, reference, tensor)
+                if (own := find_tensor(self.base, name)) is not None:
+                    yield self._copied(name, reference, own)
                 elif not (part.endswith(".bias") or "_norm." in part):
                     problems.append(_missing(reference, name))
             yield from self._biases(layer)
@@ -253,6 +263,31 @@ def _misfits(
                     remedy="make the mixture of models of one family and depth",
                 )
     yield from _same_twice(mixture)
+    if mixture.gates is not None:
+        yield from _near_rows(mixture, mixture.gates)
+
+
+def _near_rows(mixture: Mixture, gates: GateRows) -> Iterator[Finding]:
+    """Layers where two experts have nearly one row: a token then goes to both of them, or to neither."""
+    import numpy as np
+
+    count = len(mixture.experts)
+    near: dict[tuple[int, int], list[int]] = {}
+    for layer in range(gates.layers):
+        rows = np.frombuffer(gates.of(layer, 0, count), "<f4").reshape(count, gates.width).astype(np.float64)
+        cosines = np.triu(rows @ rows.T, 1)
+        for one, other in zip(*np.nonzero(cosines > _ALIKE), strict=True):
+            near.setdefault((int(one), int(other)), []).append(layer)
+    for (one, other), layers in list(near.items())[:_MOST_NEAR]:
+        if mixture.experts[one].positive == mixture.experts[other].positive:
+            continue  # That is said already.
+        yield Finding(
+            "warn",
+            mixture.experts[other].where,
+            found=f"in {len(layers)} of {gates.layers} layers nearly the router row of experts[{one}]",
+            expected="prompts that the base tells apart, in every layer by their last tokens",
+            remedy="let prompts end differently, or set gate_mode: hidden_avg",
+        )
 
 
 def _same_twice(mixture: Mixture) -> Iterator[Finding]:

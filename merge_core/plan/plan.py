@@ -44,12 +44,13 @@ def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePl
     blocking = [problem for problem in problems if problem.severity == "block"]
     if blocking:
         raise blocking[0].error()
-    return with_findings(plan, checkpoints)
+    return with_findings(plan, checkpoints, problems)
 
 
-def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
-    """``plan`` with what does not balance in it, for the record of the merge."""
-    return replace(plan, findings=tuple(_imbalances(plan, checkpoints)))
+def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], problems: Sequence[Finding]) -> MergePlan:
+    """``plan`` with what was odd while it was made and what does not balance in it, for the record of the merge."""
+    odd = (problem for problem in problems if problem.severity == "warn")
+    return replace(plan, findings=(*odd, *_imbalances(plan, checkpoints)))
 
 
 def _imbalances(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:

@@ -230,6 +230,15 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
     places = [where if len(documents) == 1 else f"{where} (document {index + 1})" for index in range(len(documents))]
     recipes = [_document(item, place, directory) for item, place in zip(documents, places, strict=True)]
     recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, where)
+    made = {step.name for step in recipe.steps}
+    for document in (*recipe.steps, recipe):
+        if document.mixture is not None and document.mixture.asks_prompts and str(document.base) in made:
+            raise InvalidInput(
+                f"{document.where}: base_model",
+                found=f"{document.base}, the result of a step",
+                expected="a model that can be asked before anything is merged: gate_mode makes router rows of prompts",
+                remedy="set gate_mode: random, or make the base first and name its directory",
+            )
     if (count := len(recipe.references())) > _MAX_MODELS:
         raise InvalidInput(where, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
     return recipe
