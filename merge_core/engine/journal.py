@@ -34,7 +34,7 @@ from merge_core.store import ASIDE, LineChain, remove_any, try_open_locked
 
 # To be raised whenever the engine would write other bytes for the same plan, or other lines into a journal: what an
 # older engine left is not continued.
-ENGINE = 4
+ENGINE = 5
 _SUFFIX = f".journal{PARTIAL}"
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from merge_core.checkpoint import BY_CODE, DerivedTensor, ReadElements, ReadStored, StoredTensor
-from merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,24 +19,20 @@ class GivenTensor(DerivedTensor):
 
     Args:
         values: Little-endian; None: zeros.
-        missing: What must be done before they are known; empty when they are.
     """
 
     values: bytes | None = field(default=None, repr=False)
-    missing: str = ""
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:
         return ()
 
     def identity(self) -> Any:
-        return hashlib.sha256(self.values).hexdigest() if self.values is not None else self.missing
+        return hashlib.sha256(self.values).hexdigest() if self.values is not None else None
 
     def open(self, read: ReadStored) -> ReadElements:
         import numpy as np
 
-        if self.missing:
-            raise InvalidInput(self.name, found="numbers that are not known yet", expected=self.missing)
         stored = np.frombuffer(self.values, np.uint8) if self.values is not None else None
 
         def elements(first: int, into: NDArray[np.uint8]) -> None:
@@ -47,6 +42,6 @@ class GivenTensor(DerivedTensor):
         return elements
 
 
-def given(name: str, shape: tuple[int, ...], values: bytes | None = None, missing: str = "") -> GivenTensor:
+def given(name: str, shape: tuple[int, ...], values: bytes | None = None) -> GivenTensor:
     """A tensor of ``values``, or of zeros."""
-    return GivenTensor(name, BY_CODE["F32"], shape, values, missing)
+    return GivenTensor(name, BY_CODE["F32"], shape, values)

@@ -151,7 +151,10 @@ def _fused_modules(tensors: Mapping[str, AnyTensor]) -> dict[str, _Module]:
     for module, parts in found.items():
         sizes = {tensor.shape[0] for tensor in parts.values() if len(tensor.shape) == 3}
         if len(sizes) == 1 and 0 < (experts := sizes.pop()) <= MOST_EXPERTS:
-            of_each = {part: tensor for part, tensor in parts.items() if tensor.shape[:1] == (experts,)}
+            # One number for each expert is a part of the router, and is called so in both layouts.
+            of_each = {
+                part: tensor for part, tensor in parts.items() if len(tensor.shape) > 1 and tensor.shape[0] == experts
+            }
             modules[module] = _Module(of_each, experts)
     return modules
 

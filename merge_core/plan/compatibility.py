@@ -19,7 +19,7 @@ from merge_core.errors import Finding, InvalidInput, worst_first
 from merge_core.parsing import read_json
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.jobs import MergePlan
-from merge_core.plan.plan import assemble, donor_reference, planned_checkpoint, single_experts, with_findings
+from merge_core.plan.plan import assemble, planned_checkpoint, single_experts, with_findings
 from merge_core.recipe import Recipe
 
 # Classes of transformers that do what the tokenizer.json says.
@@ -90,7 +90,7 @@ def plan_with_findings(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) ->
             plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):
         own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
-        donor, aligned = str(donor_reference(document)), document.tokenizer is not None
+        donor, aligned = str(document.donor), document.tokenizer is not None
         if donor not in own:
             continue
         for name, checkpoint in own.items():

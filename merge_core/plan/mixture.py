@@ -180,9 +180,8 @@ class _Builder:
             uniform = self.mixture.gate_mode == "uniform_random"
             noise, draw = (self.width**-0.5, "uniform") if uniform else (1.0, "normal")
             return _job(name, dtype, _GIVEN, given(name, shape), 1.0, noise, draw)
-        if gates is None:
-            missing = "router rows, computed from the prompts before the merge"
-            return _job(name, dtype, _GIVEN, given(name, shape, missing=missing))
+        if gates is None:  # A plan tells sizes before; the engine asks whether they are known.
+            return _job(name, dtype, _GIVEN, given(name, shape))
         return _job(name, dtype, _GIVEN, given(name, shape, gates.of(layer, first, count)))
 
     def _given(self, name: str, shape: tuple[int, ...], dtype: DType | None) -> TensorJob:

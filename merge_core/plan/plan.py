@@ -23,7 +23,7 @@ from merge_core.plan.jobs import Input, MergePlan, TensorJob
 from merge_core.plan.layout import OutputTensor, lay_out
 from merge_core.plan.mixture import plan_mixture
 from merge_core.plan.outline import OutputSpec, outline, sliced_module
-from merge_core.recipe import CheckpointRef, Parameters, Recipe, Source, value_for
+from merge_core.recipe import Parameters, Recipe, Source, value_for
 
 # Prefix of the placeholder directory of a step's result, until it is written.
 _STEP = "step:"
@@ -65,11 +65,6 @@ def _imbalances(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Itera
 def single_experts(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
     """The tables that a merge is planned from: fused experts one by one, so that the layout on disk decides nothing."""
     return {name: by_expert(checkpoint) for name, checkpoint in checkpoints.items()}
-
-
-def donor_reference(recipe: Recipe) -> CheckpointRef:
-    """Who gives config, tokenizer and layout: the base, else the first model."""
-    return recipe.base or recipe.modules[0].slices[0].sources[0].model
 
 
 def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[MergePlan, list[Finding]]:
@@ -121,11 +116,11 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
             )
         if str(ref) not in checkpoints:
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
-    donor = checkpoints[str(donor_reference(recipe))]
+    donor = checkpoints[str(recipe.donor)]
     if recipe.mixture is not None:
         mixture = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
         return _laid_out(recipe, donor, donor, mixture.jobs, mixture.config, checkpoints)
-    alignment = align(recipe, checkpoints, str(donor_reference(recipe)))
+    alignment = align(recipe, checkpoints, str(recipe.donor))
     specs = outline(recipe, donor, checkpoints)
     jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
     problems += lost_filters(recipe, jobs)

@@ -94,6 +94,7 @@ class Recipe:
         directory: Where relative paths are sought first (None for inline text).
         where: File or place for messages.
         align_experts: Whether experts of mixtures are renumbered so that they correspond to those of the donor.
+        experts_in_order: Whether that has been done, see :func:`merge_core.experts.match_experts`.
         mixture: How dense models become a mixture of experts; None where models are merged. Then the sources are the
             base and all experts, and ``merge_method`` is that of :data:`merge_core.methods.UPCYCLING`.
     """
@@ -111,6 +112,7 @@ class Recipe:
     directory: Path | None
     where: str
     align_experts: bool = False
+    experts_in_order: bool = False
     mixture: Mixture | None = None
 
     @property
@@ -119,6 +121,26 @@ class Recipe:
         if self.mixture is not None:
             return UPCYCLING
         return find_method(self.merge_method, f"{self.where}: merge_method")
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All sources of this document, in order."""
+        return tuple(source for module in self.modules for cut in module.slices for source in cut.sources)
+
+    @property
+    def donor(self) -> CheckpointRef:
+        """Who gives config, tokenizer and layout: the base, else the first model."""
+        return self.base or self.sources[0].model
+
+    def unprepared(self) -> str:
+        """What must be found out from weights before the merge, and has not been; empty when nothing is missing."""
+        for document in (*self.steps, self):
+            if document.align_experts and not document.experts_in_order:
+                return "align_experts: the experts have not been matched"
+            mixture = document.mixture
+            if mixture is not None and mixture.asks_prompts and mixture.gates is None:
+                return f"gate_mode {mixture.gate_mode}: the router rows have not been computed from the prompts"
+        return ""
 
     def own_references(self) -> tuple[CheckpointRef, ...]:
         """Every model this document names, in order; base and tokenizer last when they are not among the sources."""

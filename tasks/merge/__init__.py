@@ -4,13 +4,14 @@
 """
 
 from tasks.merge.gates import with_gates
-from tasks.merge.stage import MERGED, Merged, MergeSettings, Numerics, merge, merged_model, numerics
+from tasks.merge.stage import MERGED, Merged, MergeSettings, Numerics, RouterDistance, merge, merged_model, numerics
 
 __all__ = [
     "MERGED",
     "MergeSettings",
     "Merged",
     "Numerics",
+    "RouterDistance",
     "merge",
     "merged_model",
     "numerics",

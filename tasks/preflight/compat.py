@@ -76,7 +76,7 @@ def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest,
     return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 
-@value_stage("compat", version=3)
+@value_stage("compat", version=4)
 def check_compatibility(
     recipe: Recipe,
     metadata: Sequence[HeaderDigest],

@@ -18,6 +18,7 @@ from pydantic.alias_generators import to_camel
 
 from merge_core import CheckpointRef, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
 from merge_core.errors import InvalidInput, Refused
+from merge_core.experts import match_experts
 from merge_core.store import HashMemo
 from tasks.checkpoints import Model, checkpoint_digest
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
@@ -72,7 +73,8 @@ def rebuild_release(
     starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
     parents = _parents(recipe.references(), digests, starts, hashes)
     recipe = with_gates(recipe, lambda ref: Model(name=ref, digest=digests[ref].sha256, directory=parents[ref]))
-    plan = plan_merge(recipe, {ref: open_checkpoint(place) for ref, place in parents.items()})
+    matched = match_experts(recipe, {ref: open_checkpoint(place) for ref, place in parents.items()})
+    plan = plan_merge(matched.recipe, matched.checkpoints)
     made_by = build.internal_parameters
     device = _device(made_by.device) if device == "auto" else device
     record = merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)

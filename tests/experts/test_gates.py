@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,29 +33,25 @@ def rows(mode: str, *pairs: PromptPair) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def entering() -> Iterator[dict[str, tuple[list[torch.Tensor], torch.Tensor]]]:
+def entering() -> dict[str, tuple[list[torch.Tensor], torch.Tensor]]:
     """Of each prompt: what entered each layer, seen by hooks; and the embeddings of its tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO / "base")
     network = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "base", dtype="auto").eval()
     seen: dict[str, tuple[list[torch.Tensor], torch.Tensor]] = {}
     for prompt in (*POSITIVE, *NEGATIVE):
         states: list[torch.Tensor] = []
-        hooks = [
-            layer.register_forward_pre_hook(
-                lambda _, given, keywords: states.append(
-                    (given[0] if given else keywords["hidden_states"])[0].double()
-                ),
-                with_kwargs=True,
-            )
-            for layer in network.model.layers
-        ]
+
+        def note(_: object, given: tuple[Any, ...], keywords: dict[str, Any], into: list[Any] = states) -> None:
+            into.append((given[0] if given else keywords["hidden_states"])[0].double())
+
+        hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in network.model.layers]
         ids = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]
         with torch.no_grad():
             network(torch.tensor([ids]))
         for hook in hooks:
             hook.remove()
         seen[prompt] = states, network.model.embed_tokens.weight[ids].detach().double()
-    yield seen
+    return seen
 
 
 def unit(vector: torch.Tensor) -> torch.Tensor:

@@ -307,5 +307,5 @@ def test_without_its_router_rows_a_mixture_is_planned_but_not_made(models: Path,
     experts = [{"source_model": name, "positive_prompts": [name]} for name in ("llama", "llama-b")]
     plan = planned(models, {**document("llama", experts), "gate_mode": "hidden"})
     assert plan.bytes_written > 0
-    with pytest.raises(InvalidInput, match="not known yet"):
+    with pytest.raises(InvalidInput, match="router rows have not been computed"):
         merge_weights(plan, tmp_path / "out")
