@@ -3,7 +3,7 @@
 ``stage.py`` is the stage. ``gates.py`` makes the router rows of a mixture of experts out of its prompts.
 """
 
-from tasks.merge.gates import with_gates
+from tasks.merge.gates import router_rows, with_gates
 from tasks.merge.stage import MERGED, Merged, MergeSettings, Numerics, RouterDistance, merge, merged_model, numerics
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "merge",
     "merged_model",
     "numerics",
+    "router_rows",
     "with_gates",
 ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,6 +27,7 @@ from merge_core.architecture import is_embedding
 from merge_core.checkpoint import numbers, open_checkpoint, patterns, read_into
 from merge_core.errors import InvalidInput
 from merge_core.recipe import GateRows, Mixture
+from merge_core.store import StoredValue
 from tasks.checkpoints import Model, TellProgress, ask_child, load_model
 from tasks.stage import Runtime, StageValue, advance, runtime, value_stage
 
@@ -70,25 +71,29 @@ class RouterRows(StageValue):
         return f"{self.rows} rows of {self.width} in {self.layers} layers"
 
 
-def with_gates(recipe: Recipe, find: Callable[[str], Model]) -> Recipe:
+Ask: TypeAlias = "Callable[[Model, GateQuestion, Runtime], StoredValue[RouterRows]]"
+
+
+def with_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | None = None) -> Recipe:
     """``recipe`` with the router rows that its prompts ask for, in every document of it.
 
     Args:
         find: The pinned model of a reference. Asked of bases only, and only where rows are to be computed.
+        ask: :func:`router_rows`, as a task of a flow; None: the same without Prefect.
 
     Raises:
         InvalidInput: when the base cannot be loaded, or prompts leave nothing that tells an expert from nothing.
     """
-    steps = tuple(_with_own_gates(step, find) for step in recipe.steps)
-    own = _with_own_gates(recipe, find)
+    steps = tuple(_with_own_gates(step, find, ask) for step in recipe.steps)
+    own = _with_own_gates(recipe, find, ask)
     return recipe if own is recipe and steps == recipe.steps else replace(own, steps=steps)
 
 
-def _with_own_gates(recipe: Recipe, find: Callable[[str], Model]) -> Recipe:
+def _with_own_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | None) -> Recipe:
     mixture = recipe.mixture
     if mixture is None or not mixture.asks_prompts or mixture.gates is not None:
         return recipe
-    said = router_rows.build(find(str(recipe.base)), _question(mixture), runtime()).value
+    said = (ask or router_rows.build)(find(str(recipe.base)), _question(mixture), runtime()).value
     gates = GateRows(said.layers, said.rows, said.width, base64.b64decode(said.data))
     _require_rows(gates, len(mixture.everybody), str(recipe.base))
     return replace(recipe, mixture=replace(mixture, gates=gates))
