@@ -152,7 +152,10 @@ _UNSAID_BY_TYPE: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
 }
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
 _ROPE_THETA = 10000.0
 # Keys that mean something else, or nothing, in the result.
 _DROPPED = (
@@ -232,11 +235,11 @@ def mixture_config(
     unsaid = {**_UNSAID, **_UNSAID_BY_TYPE[kind]}
     said = {key: value for key, value in base.items() if value is not None}
     full = {**unsaid, **said}
-    for key in _SIZES:
+    full.setdefault("num_key_value_heads", full.get("num_attention_heads"))
+    for key in (*_SIZES, *(["head_dim"] if "head_dim" in full else [])):
         if type(full.get(key)) is not int or full[key] < 1:
             raise _misfit(where, key, f"{full.get(key)!r:.40}", "a whole number, from 1")
     heads = full["num_attention_heads"]
-    full.setdefault("num_key_value_heads", heads)
     head_dim = full.get("head_dim", full["hidden_size"] // heads)
     window = _window(base, kind, full, where)
     if window is not None and family.model_type != "mixtral":

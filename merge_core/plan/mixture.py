@@ -78,7 +78,8 @@ class _Builder:
     width: int
 
     def jobs(self, problems: list[Finding]) -> Iterator[TensorJob]:
-        reference = str(self.recipe.base)
+        """All jobs; those of no further layer after one with which something is wrong."""
+        reference, before = str(self.recipe.base), len(problems)
         for name, tensor in self.base.tensors.items():
             kept = ties_embeddings(self.base.config) is not True if is_head(name) else not is_optional(name)
             if layer_place(name) is None and kept:
@@ -92,6 +93,8 @@ class _Builder:
                     problems.append(_missing(reference, name))
             yield from self._biases(layer)
             yield from self._feed_forward(layer, problems)
+            if len(problems) > before:  # A config may name any number of layers.
+                return
 
     def _copied(self, name: str, reference: str, tensor: AnyTensor) -> TensorJob:
         dtype = self.recipe.out_dtype or self.recipe.dtype or tensor.dtype
@@ -111,6 +114,18 @@ class _Builder:
         module = f"{_STACK}.{layer}.{self.family.module}"
         tensors = [self._dense(expert, layer, problems) for expert in self.mixture.everybody]
         if any(len(one) < len(_DENSE) for one in tensors):
+            return
+        sizes, said = tensors[0][0].shape, (self.base.config.get("intermediate_size"), self.width)
+        if sizes != said:
+            problems.append(
+                Finding(
+                    "block",
+                    f"{self.recipe.base}: config.json: intermediate_size, hidden_size",
+                    found=f"{list(said)}",
+                    expected=f"{list(sizes)}, as {tensors[0][0].name} of {self.mixture.experts[0].model} has",
+                    remedy="make the mixture of models of one size, or repair the config",
+                )
+            )
             return
         dtype = self._format([tensor for one in tensors for tensor in one])
         if dtype is None:

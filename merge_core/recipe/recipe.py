@@ -254,11 +254,13 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
     recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, where)
     made = {step.name for step in recipe.steps}
     for document in (*recipe.steps, recipe):
-        if document.mixture is not None and document.mixture.asks_prompts and str(document.base) in made:
+        if document.mixture is None or document.base is None or not document.mixture.asks_prompts:
+            continue
+        if document.base.adapter or str(document.base) in made:
             raise InvalidInput(
                 f"{document.where}: base_model",
-                found=f"{document.base}, the result of a step",
-                expected="a model that can be asked before anything is merged: gate_mode makes router rows of prompts",
+                found=f"{document.base}, {'with an adapter' if document.base.adapter else 'the result of a step'}",
+                expected="a whole model that can be asked before the merge: gate_mode makes router rows of prompts",
                 remedy="set gate_mode: random, or make the base first and name its directory",
             )
     if (count := len(recipe.references())) > _MAX_MODELS:

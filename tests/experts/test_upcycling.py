@@ -96,7 +96,7 @@ def made(root: Path, content: dict[str, Any], out: Path, *, seed: int = 0, **set
     return out
 
 
-@pytest.mark.parametrize("per_token", [1, 2, 4])
+@pytest.mark.parametrize("per_token", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(("name", "output"), PAIRS)
 def test_equal_experts_compute_what_the_dense_model_computes(
     models: Path, tmp_path: Path, name: str, output: str, per_token: int
@@ -275,6 +275,36 @@ def test_models_of_another_size_are_refused(models: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9),
+        ("num_hidden_layers", "2"),
+        ("hidden_size", 10**12),
+        ("head_dim", "8"),
+        ("max_position_embeddings", "many"),
+        ("num_attention_heads", 0),
+        ("intermediate_size", 41),
+        ("auto_map", {"AutoModel": "x.Y"}),
+        ("rope_parameters", [1]),
+        ("model_type", ["llama"]),
+    ],
+)
+def test_a_config_of_a_stranger_ends_in_a_refusal(models: Path, tmp_path: Path, key: str, value: object) -> None:
+    """At once, whatever it says; or in a plan, where what it says is not needed."""
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/model.safetensors").write_bytes((models / "llama/model.safetensors").read_bytes())
+    said = json.loads((models / "llama/config.json").read_text())
+    (tmp_path / "odd/config.json").write_text(json.dumps({**said, key: value}))
+    for output in ("Mixtral", "GLM-4 MoE"):
+        try:
+            plan = planned(tmp_path, of("odd", output))
+        except InvalidInput:
+            continue
+        assert key == "rope_parameters"
+        assert plan.bytes_written < 1 << 20
+
+
+@pytest.mark.parametrize(
     ("change", "where"),
     [
         ({"gate_mode": "hiden"}, "gate_mode"),
@@ -285,6 +315,15 @@ def test_models_of_another_size_are_refused(models: Path, tmp_path: Path) -> Non
         ({"gate_mode": "hidden"}, r"experts\[0\].positive_prompts"),
         ({"expert": 1}, "expert"),
         ({"base_model": None}, "recipe"),
+        (
+            {
+                "base_model": "llama+adapter",
+                "gate_mode": "hidden",
+                "experts_per_token": 1,
+                "experts": [{"source_model": "llama", "positive_prompts": "x"}],
+            },
+            "with an adapter",
+        ),
         ({"shared_experts": [{"source_model": "a"}, {"source_model": "b"}]}, "shared_experts"),
     ],
 )
