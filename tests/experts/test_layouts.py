@@ -160,6 +160,26 @@ def test_blocks_and_threads_change_no_byte(parents: Path, tmp_path: Path) -> Non
     assert_same(usual, merged(home, text, tmp_path / "small", block_elements=1 << 8, threads=3))
 
 
+def test_a_killed_merge_goes_on_in_the_middle_of_a_fused_tensor(parents: Path, tmp_path: Path) -> None:
+    home = parents / "qwen3_moe"
+    recipe = load_recipe(recipe_of("ties", ("base-fused", "a", "b-fused")))
+    opened = {str(ref): open_checkpoint(home / ref.path) for ref in recipe.references()}
+    plan = plan_merge(recipe, opened)
+
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_weights(plan, tmp_path / "out", before_sealing=killed)
+    (journal,) = (tmp_path / "out").glob("*.journal.partial")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    pieces = [at for at, line in enumerate(lines) if b".experts." in line]
+    journal.write_bytes(b"".join(lines[: pieces[len(pieces) // 2]]))  # Some experts of a tensor are done, others not.
+    record = merge_weights(plan, tmp_path / "out")
+    assert 0 < record.bytes_resumed < record.bytes_written
+    assert record.files == merge_weights(plan, tmp_path / "fresh").files
+
+
 def test_a_stack_is_written_in_the_layout_of_its_donor(parents: Path, tmp_path: Path) -> None:
     cuts = "[{sources: [{model: a-fused, layer_range: [0, 2]}]}, {sources: [{model: b, layer_range: [0, 2]}]}]"
     tensors = merged(parents / "mixtral", f"merge_method: passthrough\nslices: {cuts}", tmp_path / "out")
