@@ -5,10 +5,13 @@ The oracle is transformers: it writes both layouts of one model, and reads what 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import mixtures
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +20,7 @@ from mixtures import FAMILIES, build, logits, related, save
 from safetensors.torch import load_file, save_file
 
 from merge_core import load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge, plan_with_findings
-from merge_core.checkpoint import StoredTensor
+from merge_core.checkpoint import DerivedTensor, StoredTensor
 from merge_core.engine import EngineSettings
 from merge_core.errors import InvalidInput
 from merge_core.experts import by_expert, disk_name
@@ -137,6 +140,45 @@ def test_each_expert_is_a_vector_of_its_own(parents: Path, tmp_path: Path, famil
             assert torch.equal(tensor[1:], changed[name][1:])
 
 
+@dataclass(frozen=True)
+class Doubled(DerivedTensor):
+    """Twice a stored float32 tensor, computed while it is read."""
+
+    source: StoredTensor
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return (self.source,)
+
+    def identity(self) -> Any:
+        return 2
+
+    def open(self, read: Any) -> Any:
+        def elements(first: int, into: Any) -> None:
+            read(self.source, first, into)
+            into.view(np.float32)[:] *= 2
+
+        return elements
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_fused_tensor_that_is_computed_is_taken_apart_as_well(parents: Path, tmp_path: Path, family: str) -> None:
+    """As that of a model with an adapter on its fused experts is."""
+    recipe = load_recipe(recipe_of("ties", ("base", "a-fused", "b-fused")))
+    opened = {str(ref): open_checkpoint(parents / family / ref.path) for ref in recipe.references()}
+    one = opened["a-fused"]
+    doubled = {name: Doubled(name, tensor.dtype, tensor.shape, tensor) for name, tensor in one.tensors.items()}
+    small = EngineSettings(block_elements=64)
+    asked = plan_merge(recipe, {**opened, "a-fused": replace(one, tensors=doubled)})
+    found = merge_weights(asked, tmp_path / "computed", settings=small)
+    (tmp_path / "twice").mkdir()
+    (tmp_path / "twice/config.json").write_text((one.directory / "config.json").read_text())
+    weights = {name: 2 * tensor for name, tensor in load_file(one.directory / "model.safetensors").items()}
+    save_file(weights, tmp_path / "twice/model.safetensors")
+    stored = plan_merge(recipe, {**opened, "a-fused": open_checkpoint(tmp_path / "twice")})
+    assert found.files == merge_weights(stored, tmp_path / "stored").files
+
+
 def test_no_byte_of_a_fused_tensor_is_left_out(parents: Path) -> None:
     for family in FAMILIES:
         checkpoint = open_checkpoint(parents / family / "a-fused")
@@ -223,15 +265,13 @@ def test_a_filter_that_only_names_the_fused_layout_is_refused(parents: Path, wor
 )  # fmt: skip
 def test_shapes_alone_tell_the_two_forms_apart(experts: int, hidden: int, wide: int, transposed: bool) -> None:
     """For any sizes, also where the hidden size is that of both projections together."""
-    from dataclasses import replace as changed
-
     from merge_core.checkpoint import BY_CODE, Checkpoint
 
     up, down = (experts, 2 * wide, hidden), (experts, hidden, wide)
     if transposed:
         up, down = (experts, hidden, 2 * wide), (experts, wide, hidden)
     one = StoredTensor("model.layers.0.mlp.experts.gate_up_proj", Path("f"), BY_CODE["F32"], up, 8)
-    two = changed(one, name="model.layers.0.mlp.experts.down_proj", shape=down, offset=8 + one.nbytes)
+    two = replace(one, name="model.layers.0.mlp.experts.down_proj", shape=down, offset=8 + one.nbytes)
     table = by_expert(Checkpoint(Path("x"), {}, {one.name: one, two.name: two})).tensors
     assert len(table) == (2 if transposed else 3) * experts
     first = next(iter(table.values()))
