@@ -51,7 +51,7 @@ def candidate_recipes(own: Written, remedies: Sequence[Written], root: Path, whe
         place = f"{where}: remedies[{position}]"
         if isinstance(remedy, Path):
             found.append(_candidate(remedy, str(remedy), root, place))
-        elif "merge_method" in remedy and ({"models", "slices", "modules"} & remedy.keys()):
+        elif "experts" in remedy or ("merge_method" in remedy and ({"models", "slices", "modules"} & remedy.keys())):
             found.append(_candidate(remedy, "another recipe", root, place))
         else:
             if first.document is None:

@@ -163,6 +163,7 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         explanation=_with_untried(attempt, earlier),
         attempts=tuple(_tried(one) for one in (*earlier, attempt)) if earlier else (),
         judge=_reported(attempt.evidence_of(JudgeVerdict)),
+        experts=merged.value.experts,
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
         **_serving(attempt.evidence_of(ServedModels)),
         artifacts=_artifacts(attempt),

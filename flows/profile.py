@@ -142,7 +142,7 @@ def _profile_once(file: Path, source: Path, identity: tuple[int, ...]) -> Profil
 
 def _read_profile(source: Path) -> Profile:
     data = _mapping_in(source)
-    if "merge_method" in data:
+    if _means_recipe(data):
         raise InvalidInput(
             str(source),
             found="a recipe",
@@ -153,13 +153,18 @@ def _read_profile(source: Path) -> Profile:
 
 
 def is_recipe(file: Path) -> bool:
-    """Whether the file holds a recipe rather than a profile: only recipes say ``merge_method``, or several things.
+    """Whether the file holds a recipe rather than a profile, which says one thing, and not ``merge_method``.
 
     Raises:
         InvalidInput: as ``load_profile``.
     """
     documents = _documents_in(file)
-    return len(documents) > 1 or (isinstance(documents[0], Mapping) and "merge_method" in documents[0])
+    return len(documents) > 1 or (isinstance(documents[0], Mapping) and _means_recipe(documents[0]))
+
+
+def _means_recipe(document: Mapping[str, object]) -> bool:
+    """Only recipes say ``merge_method``, or, for a mixture, ``experts``."""
+    return "merge_method" in document or "experts" in document
 
 
 def parse_profile(data: Mapping[str, object], where: str) -> Profile:

@@ -37,7 +37,7 @@ from merge_core.store import refusing_disk
 from tasks.checkpoints import PinnedRecipe, fetch_weights, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
-from tasks.merge import merge, merged_model, numerics
+from tasks.merge import merge, merged_model, numerics, router_rows, with_gates
 from tasks.preflight import Evidence
 from tasks.publish import publish
 from tasks.releases import find_anchor, find_champion
@@ -121,7 +121,9 @@ def make_attempt(
     """Fetch what is not here, merge, measure, judge, explain."""
     recipe = cleared.candidate.recipe
     fetch_weights(cleared.found, store().hashes)
-    pinned = PinnedRecipe(recipe, pin_checkpoints(cleared.found, store().hashes))
+    parents = pin_checkpoints(cleared.found, store().hashes)
+    by_ref = {parent.ref: parent for parent in parents}
+    pinned = PinnedRecipe(with_gates(recipe, by_ref.__getitem__, router_rows), parents)
     try:
         merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
     except (ChangedInput, DiskRefused):

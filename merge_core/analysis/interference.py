@@ -35,6 +35,7 @@ from merge_core.architecture import (
 from merge_core.checkpoint import BY_CODE, Checkpoint, numbers
 from merge_core.engine import BufferPool, JobInputs, read_ahead, usable_cores
 from merge_core.errors import InvalidInput
+from merge_core.experts import by_expert
 from merge_core.methods import StoredBlock
 from merge_core.plan import Input, OutputTensor, TensorJob
 
@@ -125,7 +126,9 @@ def measure_interference(
         InvalidInput: A file cannot be read, or no tensor can be compared.
     """
     skipped: dict[str, list[str]] = {}
+    origin, parents = by_expert(origin), [by_expert(parent) for parent in parents]
     parents = [in_layout_of(origin, parent) for parent in parents]
+    merge = by_expert(merge) if merge is not None else None
     if merge is not None and stacks(merge.tensors) != stacks(origin.tensors):
         skipped.setdefault("the merge has other layers than its parents", []).extend(merge.tensors)
         merge = None

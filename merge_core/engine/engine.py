@@ -86,11 +86,13 @@ def merge_weights(
             an unfinished merge.
 
     Raises:
-        InvalidInput: An input file is not what its header said; it holds NaN or infinity; integer tensors differ;
-            ``out`` is not empty.
+        InvalidInput: The recipe asks for what has not been prepared; an input file is not what its header said; it
+            holds NaN or infinity; integer tensors differ; ``out`` is not empty.
         ChangedInput: An input file was changed or replaced while it was read.
         Refused: The disk is full or fails.
     """
+    if missing := plan.recipe.unprepared():
+        raise InvalidInput(plan.recipe.where, found=missing, expected="a recipe that was prepared before its plan")
     began = time.monotonic()
     devices, settings = choose_devices(device), settings or EngineSettings()
     parts = (*plan.steps, plan)

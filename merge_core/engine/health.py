@@ -88,7 +88,7 @@ def _judge(tensor: TensorHealth, may_zero: bool) -> Iterator[Finding]:
             expected="weights" if low > 0 else "weights, as in some of its parents",
             remedy="compare with the parents, and check weights and densities",
         )
-    elif not tensor.zero and (tensor.rms > _FAR * high or tensor.rms * _FAR < low):
+    elif not tensor.zero and high > 0 and (tensor.rms > _FAR * high or tensor.rms * _FAR < low):
         yield Finding(
             "warn",
             tensor.name,

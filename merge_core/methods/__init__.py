@@ -27,10 +27,12 @@ from merge_core.methods.contract import (
 )
 from merge_core.methods.masks import mask_key
 from merge_core.methods.registry import find_method, merge_methods
+from merge_core.methods.upcycling import UPCYCLING
 
 __all__ = [
     "GRAIN",
     "REQUIRED",
+    "UPCYCLING",
     "Block",
     "ConflictRemedy",
     "Costs",

@@ -20,7 +20,7 @@ from merge_core.errors import Finding, InvalidInput, worst_first
 from merge_core.parsing import read_json
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.jobs import MergePlan
-from merge_core.plan.plan import assemble, donor_reference, planned_checkpoint, with_findings
+from merge_core.plan.plan import assemble, planned_checkpoint, single_experts, with_findings
 from merge_core.plan.tokenizers import CutPair, compare_to_donor
 from merge_core.recipe import Recipe
 
@@ -92,7 +92,7 @@ def plan_with_findings(
 def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]) -> PlannedMerge:
     findings: list[Finding] = []
     measurable: list[CutPair] = []
-    known, plan = dict(checkpoints), None
+    known, plan = single_experts(checkpoints), None
     try:
         assembled, problems = assemble(recipe, checkpoints)
     except InvalidInput as error:
@@ -105,16 +105,17 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
             findings += unused_tensors(part, known, {finding.where for finding in problems})
             findings += _compare_templates(part, known, accepted)
         if not any(problem.severity == "block" for problem in problems):
-            plan = with_findings(assembled, checkpoints)
+            plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):
         own = {str(ref): known[str(ref)] for ref in document.own_references() if str(ref) in known}
-        donor, aligned = str(donor_reference(document)), document.tokenizer is not None
+        donor, aligned = str(document.donor), document.tokenizer is not None
         if donor not in own:
             continue
         for name, checkpoint in own.items():
             findings += self_consistency(name, checkpoint)
             if name != donor:
-                findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
+                if document.mixture is None:  # Of its experts a mixture takes one part only, which it compares itself.
+                    findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
                 if document.dtype is None and document.out_dtype is None:
                     findings += _compare_formats(donor, own[donor], name, checkpoint)
                 if not aligned:

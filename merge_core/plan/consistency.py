@@ -97,6 +97,8 @@ def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known
         checkpoints: Its inputs by reference.
         known: Places of findings that have been made; models named there are left out.
     """
+    if plan.recipe.mixture is not None:
+        return  # Each model gives a part of itself, see plan_mixture.
     used: dict[str, set[str]] = {}
     for job in plan.jobs:
         for item in job.inputs:

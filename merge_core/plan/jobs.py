@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor
+from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor
 from merge_core.errors import Finding
 from merge_core.methods import Method, TensorTask
 from merge_core.plan.layout import OutputTensor, Shard
@@ -43,6 +43,12 @@ class TensorJob:
     shared: Mapping[str, Any]
     per_input: tuple[Mapping[str, Any], ...]
     mode: Literal["merge", "copy", "equal"]
+
+    def written_as(self, dtype: DType) -> TensorJob:
+        """The job with a result in that format."""
+        if dtype == self.output.dtype:
+            return self
+        return replace(self, output=replace(self.output, dtype=dtype))
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:

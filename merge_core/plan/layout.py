@@ -1,7 +1,8 @@
 """Where every output byte will lie, decided before the first input byte is read.
 
 The result keeps the donor's division into files when it has the donor's tensors; otherwise tensors are packed in their
-order into files no larger than the donor's largest.
+order into files no larger than the donor's largest. What is one tensor in the donor's files is one in the result's,
+also where several jobs compute it (one an expert, see :mod:`merge_core.experts`): each fills a part of its bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from merge_core.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, DType, render_header
+from merge_core.experts import DiskTensor, disk_name, on_disk
 
 # Hugging Face's long-standing default, used when the donor is a single file and the result needs several.
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -19,7 +21,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """Name, format and shape of a tensor that will be written."""
+    """Name, format and shape of a tensor that will be written: alone, or as a part of one of a file."""
 
     name: str
     dtype: DType
@@ -43,9 +45,10 @@ class Shard:
     Args:
         name: File name.
         header: Its first bytes: length prefix and JSON header.
-        tensors: Names of its tensors in the order of their bytes.
+        tensors: Names of what is computed for it, in the order of their bytes.
         offsets: Where each begins, from the start of the file.
         size: Bytes of the whole file.
+        stored: Its tensors as its header has them, in the same order, each of one or several of ``tensors``.
     """
 
     name: str
@@ -53,13 +56,24 @@ class Shard:
     tensors: tuple[str, ...]
     offsets: tuple[int, ...]
     size: int
+    stored: tuple[DiskTensor, ...]
+
+    def dtypes(self) -> dict[str, DType]:
+        """Format of each of ``tensors``."""
+        return {piece: tensor.dtype for tensor in self.stored for piece in tensor.pieces}
 
 
 def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, ...]:
-    """Shards for ``tensors``, each in the order of the donor's bytes (new tensors in the order given)."""
-    groups = _groups_of_donor(tensors, donor)
+    """Shards for ``tensors``, each in the order of the donor's bytes (new tensors in the order given).
+
+    Args:
+        tensors: What is computed.
+        donor: Whose layout the result gets; its experts one by one (:func:`merge_core.experts.by_expert`).
+    """
+    stored = on_disk({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
+    groups = _groups_of_donor(stored, donor)
     if groups is None:
-        groups = _packed(tensors, _shard_limit(donor))
+        groups = _packed(stored, _shard_limit(donor))
     if len(groups) == 1:
         names = [SINGLE_NAME]
     elif all(name.endswith(".safetensors") for name in groups):
@@ -73,35 +87,38 @@ def index_text(shards: Sequence[Shard]) -> tuple[str, str] | None:
     """Name and content of the index, None when a single file needs none."""
     if len(shards) == 1:
         return None
-    weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+    weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.stored}
     total = sum(shard.size - len(shard.header) for shard in shards)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return INDEX_NAME, json.dumps(content, indent=2) + "\n"
 
 
-def _shard(name: str, tensors: Sequence[OutputTensor]) -> Shard:
+def _shard(name: str, tensors: Sequence[DiskTensor]) -> Shard:
     header = render_header(
         [(tensor.name, tensor.dtype.code, tensor.shape, tensor.nbytes) for tensor in tensors], {"format": "pt"}
     )
-    offsets, position = [], len(header)
+    pieces, offsets, position = [], [], len(header)
     for tensor in tensors:
-        offsets.append(position)
-        position += tensor.nbytes
-    return Shard(name, header, tuple(tensor.name for tensor in tensors), tuple(offsets), position)
+        for piece in tensor.pieces:
+            pieces.append(piece)
+            offsets.append(position)
+            position += tensor.nbytes // len(tensor.pieces)
+    return Shard(name, header, tuple(pieces), tuple(offsets), position, tuple(tensors))
 
 
-def _groups_of_donor(tensors: Sequence[OutputTensor], donor: Checkpoint) -> dict[str, list[OutputTensor]] | None:
-    order = {name: position for position, name in enumerate(donor.tensors)}
-    if any(tensor.name not in order for tensor in tensors):
+def _groups_of_donor(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[DiskTensor]] | None:
+    own = {disk_name(tensor): tensor.parts for tensor in donor.tensors.values()}
+    order = {name: position for position, name in enumerate(own)}
+    if any(not own.get(tensor.name) for tensor in tensors):
         return None
-    groups: dict[str, list[OutputTensor]] = {}
+    groups: dict[str, list[DiskTensor]] = {}
     for tensor in sorted(tensors, key=lambda tensor: order[tensor.name]):
-        groups.setdefault(donor.tensors[tensor.name].parts[0].file.name, []).append(tensor)
+        groups.setdefault(own[tensor.name][0].file.name, []).append(tensor)
     return groups
 
 
-def _packed(tensors: Sequence[OutputTensor], limit: int) -> dict[str, list[OutputTensor]]:
-    groups: list[list[OutputTensor]] = []
+def _packed(tensors: Sequence[DiskTensor], limit: int) -> dict[str, list[DiskTensor]]:
+    groups: list[list[DiskTensor]] = []
     filled = limit + 1
     for tensor in tensors:
         if filled + tensor.nbytes > limit:
@@ -115,6 +132,8 @@ def _packed(tensors: Sequence[OutputTensor], limit: int) -> dict[str, list[Outpu
 def _shard_limit(donor: Checkpoint) -> int:
     sizes: dict[str, int] = {}
     for tensor in donor.tensors.values():
+        if not tensor.parts:
+            continue
         file = tensor.parts[0].file.name
         sizes[file] = sizes.get(file, 0) + tensor.nbytes
-    return max(sizes.values()) if len(sizes) > 1 else max(DEFAULT_SHARD_BYTES, *sizes.values())
+    return max(sizes.values()) if len(sizes) > 1 else max(DEFAULT_SHARD_BYTES, *sizes.values(), 0)

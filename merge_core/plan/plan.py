@@ -21,16 +21,19 @@ from merge_core.architecture import (
 )
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
+from merge_core.experts import by_expert
 from merge_core.methods import REQUIRED
 from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, has_vocabulary_rows
 from merge_core.plan.consistency import self_consistency, unused_tensors
+from merge_core.plan.filters import lost_filters
 from merge_core.plan.heads import lost_heads, with_head
 from merge_core.plan.jobs import Input, MergePlan, TensorJob
 from merge_core.plan.layout import OutputTensor, lay_out
+from merge_core.plan.mixture import plan_mixture
 from merge_core.plan.outline import OutputSpec, outline
 from merge_core.plan.rows import RowMap
 from merge_core.plan.stacking import config_of_slices, differing_kinds
-from merge_core.recipe import CheckpointRef, Parameters, Recipe, Source, value_for
+from merge_core.recipe import Parameters, Recipe, Source, value_for
 
 # Prefix of the placeholder directory of a step's result, until it is written.
 _STEP = "step:"
@@ -51,16 +54,17 @@ def plan_merge(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> MergePl
     blocking = [problem for problem in problems if problem.severity == "block"]
     if blocking:
         raise blocking[0].error()
-    return with_findings(plan, checkpoints)
+    return with_findings(plan, checkpoints, problems)
 
 
-def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> MergePlan:
-    """``plan`` with what does not balance in it, for the record of the merge."""
-    return replace(plan, findings=tuple(_imbalances(plan, checkpoints)))
+def with_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], problems: Sequence[Finding]) -> MergePlan:
+    """``plan`` with what was odd while it was made and what does not balance in it, for the record of the merge."""
+    odd = (problem for problem in problems if problem.severity == "warn")
+    return replace(plan, findings=(*odd, *_imbalances(plan, checkpoints)))
 
 
 def _imbalances(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    known = {**checkpoints, **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
+    known = {**single_experts(checkpoints), **{str(step.recipe.name): planned_checkpoint(step) for step in plan.steps}}
     for part in (*plan.steps, plan):
         findings = [*unused_tensors(part, known, set()), *self_consistency("the result", planned_checkpoint(part))]
         for ref in part.recipe.own_references():
@@ -68,9 +72,9 @@ def _imbalances(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> Itera
         yield from (finding for finding in findings if finding.severity != "info")
 
 
-def donor_reference(recipe: Recipe) -> CheckpointRef:
-    """Who gives config, tokenizer and layout: the base, else the first model."""
-    return recipe.base or recipe.modules[0].slices[0].sources[0].model
+def single_experts(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoint]:
+    """The tables that a merge is planned from: fused experts one by one, so that the layout on disk decides nothing."""
+    return {name: by_expert(checkpoint) for name, checkpoint in checkpoints.items()}
 
 
 def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[MergePlan, list[Finding]]:
@@ -80,7 +84,7 @@ def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Mer
         InvalidInput: Only for what makes a plan meaningless: a reference without checkpoint, a required parameter
             without value.
     """
-    known, steps = dict(checkpoints), []
+    known, steps = single_experts(checkpoints), []
     problems: list[Finding] = []
     for step in recipe.steps:
         plan = _assemble_one(step, known, problems)
@@ -94,16 +98,18 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
 
     Its files lie in the placeholder directory ``step:<name>``; see :func:`step_of`.
     """
-    outputs = {job.output.name: job.output for job in plan.jobs}
     directory = Path(f"{_STEP}{plan.recipe.name}")
-    tensors = {
-        name: StoredTensor(name, directory / shard.name, outputs[name].dtype, outputs[name].shape, offset)
-        for shard in plan.shards
-        for name, offset in zip(shard.tensors, shard.offsets, strict=True)
-    }
+    tensors: dict[str, AnyTensor] = {}
+    for shard in plan.shards:
+        begins = dict(zip(shard.tensors, shard.offsets, strict=True))
+        for tensor in shard.stored:
+            offset = begins[tensor.pieces[0]]
+            tensors[tensor.name] = StoredTensor(tensor.name, directory / shard.name, tensor.dtype, tensor.shape, offset)
     template = plan.chat_template or plan.tokenizer.chat_template
     files = plan.tokenizer
-    return Checkpoint(files.directory, plan.config, tensors, files.companions, template, rewritten=plan.rewritten)
+    return by_expert(
+        Checkpoint(files.directory, plan.config, tensors, files.companions, template, rewritten=plan.rewritten)
+    )
 
 
 def step_of(file: Path) -> str | None:
@@ -123,8 +129,11 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
             )
         if str(ref) not in checkpoints:
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
-    donor = checkpoints[str(donor_reference(recipe))]
-    name = str(donor_reference(recipe))
+    name = str(recipe.donor)
+    donor = checkpoints[name]
+    if recipe.mixture is not None:
+        mixture = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
+        return _laid_out(recipe, donor, donor, mixture.jobs, mixture.config, donor.rewritten, checkpoints)
     checkpoints = {other: in_layout_of(donor, checkpoint) for other, checkpoint in checkpoints.items()}
     alignment = align(recipe, checkpoints, name)
     donor = with_head(recipe, donor, checkpoints)
@@ -132,31 +141,45 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     structure = _structure(recipe, donor, checkpoints, problems)
     specs = outline(recipe, donor, checkpoints)
     jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
+    problems += lost_filters(recipe, jobs)
     config = with_dtype(structure, _bulk_dtype(jobs))
-    rewritten: dict[str, bytes | None] = {}
+    tokenizer, rewritten = checkpoints[name], dict(donor.rewritten)
     if alignment is not None:
         config, lost = aligned_config(config, alignment, name, recipe.where)
         problems += [*lost, *alignment.remarks]
-        rewritten |= {**alignment.rewritten, **aligned_generation(alignment, checkpoints[name], name)}
-    else:
-        rewritten |= donor.rewritten
+        tokenizer = alignment.tokenizer
+        rewritten = {**alignment.rewritten, **aligned_generation(alignment, checkpoints[name], name)}
+    return _laid_out(recipe, donor, tokenizer, jobs, config, rewritten, checkpoints)
+
+
+def _laid_out(
+    recipe: Recipe,
+    donor: Checkpoint,
+    tokenizer: Checkpoint,
+    jobs: Sequence[TensorJob],
+    config: Mapping[str, Any],
+    rewritten: Mapping[str, bytes | None],
+    checkpoints: Mapping[str, Checkpoint],
+) -> MergePlan:
+    """The plan of ``jobs``, each with its place in the output files."""
     shards = lay_out([job.output for job in jobs], donor)
     by_name = {job.output.name: job for job in jobs}
-    ordered = tuple(by_name[name] for shard in shards for name in shard.tensors)
+    dtypes = {name: dtype for shard in shards for name, dtype in shard.dtypes().items()}
+    ordered = tuple(by_name[name].written_as(dtypes[name]) for shard in shards for name in shard.tensors)
     template = None
     if recipe.chat_template is not None:
         parents = [checkpoints[str(ref)].chat_template for ref in recipe.own_references()]
         template = chosen_template(recipe.chat_template, parents, f"{recipe.where}: chat_template")
     return MergePlan(
         recipe=recipe,
-        donor=checkpoints[name],
+        donor=checkpoints[str(recipe.donor)],
         jobs=ordered,
         shards=shards,
         config=config,
         bytes_read=sum(job.nbytes_in for job in ordered),
         bytes_written=sum(shard.size for shard in shards),
         chat_template=template,
-        tokenizer=alignment.tokenizer if alignment is not None else checkpoints[name],
+        tokenizer=tokenizer,
         rewritten=rewritten,
     )
 
@@ -336,7 +359,7 @@ def _structure(
     if sliced is not None:
         problems += sliced[1]
         return sliced[0]
-    giver = donor_reference(recipe)
+    giver = recipe.donor
     for ref in recipe.own_references():
         if ref != giver:
             problems += differing_kinds(str(giver), donor, str(ref), checkpoints[str(ref)])

@@ -3,6 +3,7 @@
 A recipe is parsed once, strictly; after that nothing is validated again.
 """
 
+from merge_core.recipe.mixture import Expert, GateRows, Mixture
 from merge_core.recipe.overrides import apply_overrides
 from merge_core.recipe.parameters import Parameters, value_for
 from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
@@ -11,6 +12,9 @@ from merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, Token
 
 __all__ = [
     "CheckpointRef",
+    "Expert",
+    "GateRows",
+    "Mixture",
     "Module",
     "Parameters",
     "Recipe",

@@ -42,6 +42,13 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], where
     """
     if not changes:
         raise InvalidInput(where, found="nothing", expected="a change of the recipe")
+    if "experts" in recipe:
+        raise InvalidInput(
+            where,
+            found="changes of a mixture of experts",
+            expected="changes of a merge of models",
+            remedy="name a whole recipe",
+        )
     method = find_method(changes.get("merge_method", recipe.get("merge_method")), f"{where}: merge_method")
     settings = {name: value for name, value in changes.items() if name in _SETTINGS}
     new = {**_parameters_in(changes, where), **{k: v for k, v in changes.items() if k not in (*_SETTINGS, _PARAMETERS)}}

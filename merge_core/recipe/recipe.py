@@ -14,8 +14,9 @@ from typing import Any
 
 from merge_core.checkpoint import DType, recipe_dtype
 from merge_core.errors import InvalidInput, suggest
-from merge_core.methods import Method, find_method
+from merge_core.methods import UPCYCLING, Method, find_method
 from merge_core.parsing import parse_yaml, read_yaml
+from merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
 from merge_core.recipe.parameters import Parameters, parse_parameters
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 from merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
@@ -36,6 +37,7 @@ _TOP = (
     "tokenizer",
     "chat_template",
     "name",
+    "align_experts",
 )
 
 
@@ -84,6 +86,10 @@ class Recipe:
         steps: The other documents of a multi-document recipe, in the order in which they can be computed.
         directory: Where relative paths are sought first (None for inline text).
         where: File or place for messages.
+        align_experts: Whether experts of mixtures are renumbered so that they correspond to those of the donor.
+        experts_in_order: Whether that has been done, see :func:`merge_core.experts.match_experts`.
+        mixture: How dense models become a mixture of experts; None where models are merged. Then the sources are the
+            base and all experts, and ``merge_method`` is that of :data:`merge_core.methods.UPCYCLING`.
     """
 
     merge_method: str
@@ -98,11 +104,36 @@ class Recipe:
     steps: tuple[Recipe, ...]
     directory: Path | None
     where: str
+    align_experts: bool = False
+    experts_in_order: bool = False
+    mixture: Mixture | None = None
 
     @property
     def method(self) -> Method:
         """The method itself."""
+        if self.mixture is not None:
+            return UPCYCLING
         return find_method(self.merge_method, f"{self.where}: merge_method")
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All sources of this document, in order."""
+        return tuple(source for module in self.modules for cut in module.slices for source in cut.sources)
+
+    @property
+    def donor(self) -> CheckpointRef:
+        """Who gives config, tokenizer and layout: the base, else the first model."""
+        return self.base or self.sources[0].model
+
+    def unprepared(self) -> str:
+        """What must be found out from weights before the merge, and has not been; empty when nothing is missing."""
+        for document in (*self.steps, self):
+            if document.align_experts and not document.experts_in_order:
+                return "align_experts: the experts have not been matched"
+            mixture = document.mixture
+            if mixture is not None and mixture.asks_prompts and mixture.gates is None:
+                return f"gate_mode {mixture.gate_mode}: the router rows have not been computed from the prompts"
+        return ""
 
     def own_references(self) -> tuple[CheckpointRef, ...]:
         """Every model this document names, in order; base and tokenizer last when they are not among the sources."""
@@ -137,6 +168,9 @@ class Recipe:
     def summary(self) -> str:
         """``ties of 2 over llama-base``."""
         models = {source.model for module in self.modules for cut in module.slices for source in cut.sources}
+        if self.mixture is not None:
+            shared = f" and {len(self.mixture.shared)} shared" if self.mixture.shared else ""
+            return f"mixture of {len(self.mixture.experts)} experts{shared} over {self.base.name if self.base else ''}"
         others = models - {self.base} if self.base else models
         base = f" over {self.base.name}" if self.base and self.method.base in ("required", "optional") else ""
         cuts = sum(len(module.slices) for module in self.modules)
@@ -150,7 +184,12 @@ class Recipe:
 
     def canonical(self) -> dict[str, Any]:
         """JSON-able form of everything that decides the result; equal for recipes that mean the same text."""
+        # Keys that came later are there where they say something: what was made before keeps its name.
+        later: dict[str, Any] = {"align_experts": True} if self.align_experts else {}
+        if self.mixture is not None:
+            later["mixture"] = self.mixture.canonical()
         return {
+            **later,
             "merge_method": self.merge_method,
             "base_model": str(self.base) if self.base else None,
             "parameters": self.parameters.canonical(),
@@ -207,12 +246,25 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
     places = [where if len(documents) == 1 else f"{where} (document {index + 1})" for index in range(len(documents))]
     recipes = [_document(item, place, directory) for item, place in zip(documents, places, strict=True)]
     recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, where)
+    made = {step.name for step in recipe.steps}
+    for document in (*recipe.steps, recipe):
+        if document.mixture is None or document.base is None or not document.mixture.asks_prompts:
+            continue
+        if document.base.adapter or str(document.base) in made:
+            raise InvalidInput(
+                f"{document.where}: base_model",
+                found=f"{document.base}, {'with an adapter' if document.base.adapter else 'the result of a step'}",
+                expected="a whole model that can be asked before the merge: gate_mode makes router rows of prompts",
+                remedy="set gate_mode: random, or make the base first and name its directory",
+            )
     if (count := len(recipe.references())) > _MAX_MODELS:
         raise InvalidInput(where, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
     return recipe
 
 
 def _document(value: object, where: str, directory: Path | None) -> Recipe:
+    if isinstance(value, Mapping) and "experts" in value and "merge_method" not in value:
+        return _mixture_of(value, where, directory)
     content = _mapping(value, where, _TOP, separator=": ")
     if "merge_method" not in content:
         raise InvalidInput(where, found="no 'merge_method'", expected="the name of a merge method")
@@ -242,19 +294,59 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
         modules=modules,
         base=base,
         parameters=parse_parameters(content.get("parameters"), method, f"{where}: parameters", per_model=False),
-        dtype=recipe_dtype(content["dtype"], f"{where}: dtype") if content.get("dtype") is not None else None,
-        out_dtype=(
-            recipe_dtype(content["out_dtype"], f"{where}: out_dtype") if content.get("out_dtype") is not None else None
-        ),
+        dtype=_format(content, "dtype", where),
+        out_dtype=_format(content, "out_dtype", where),
         tokenizer=parse_tokenizer_choice(content, where),
         chat_template=_text(content.get("chat_template"), f"{where}: chat_template"),
         name=_text(content.get("name"), f"{where}: name"),
         steps=(),
         directory=directory,
         where=where,
+        align_experts=_switch(content.get("align_experts", False), f"{where}: align_experts"),
     )
     _check_required(recipe, method)
     return recipe
+
+
+def _mixture_of(value: Mapping[str, Any], where: str, directory: Path | None) -> Recipe:
+    """A document that makes a mixture of experts: its sources are the base and all experts, each once."""
+    content = _mapping(value, where, MIXTURE_KEYS, separator=": ")
+    if content.get("base_model") is None:
+        raise InvalidInput(
+            where,
+            found="no 'base_model'",
+            expected="the dense model that gives attention, norms, embeddings and tokenizer",
+            remedy="name it",
+        )
+    base = parse_reference(content["base_model"], f"{where}: base_model")
+    mixture = parse_mixture(content, where)
+    models = dict.fromkeys([base, *(expert.model for expert in mixture.everybody)])
+    sources = tuple(Source(model, None, Parameters()) for model in models)
+    return Recipe(
+        merge_method=UPCYCLING.name,
+        modules=(Module(None, (Slice(sources, base, Parameters(), f"{where}: experts"),), Parameters()),),
+        base=base,
+        parameters=Parameters(),
+        dtype=_format(content, "dtype", where),
+        out_dtype=_format(content, "out_dtype", where),
+        tokenizer=None,
+        chat_template=_text(content.get("chat_template"), f"{where}: chat_template"),
+        name=_text(content.get("name"), f"{where}: name"),
+        steps=(),
+        directory=directory,
+        where=where,
+        mixture=mixture,
+    )
+
+
+def _format(content: Mapping[str, Any], key: str, where: str) -> DType | None:
+    return recipe_dtype(content[key], f"{where}: {key}") if content.get(key) is not None else None
+
+
+def _switch(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidInput(where, found=f"{value!r:.60}", expected="true or false")
+    return value
 
 
 def _module(name: str, value: object, method: Method, base: CheckpointRef | None, where: str) -> Module:

@@ -18,9 +18,11 @@ from pydantic.alias_generators import to_camel
 
 from merge_core import CheckpointRef, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
 from merge_core.errors import InvalidInput, Refused
+from merge_core.experts import match_experts
 from merge_core.store import HashMemo
-from tasks.checkpoints import checkpoint_digest
+from tasks.checkpoints import Model, checkpoint_digest
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
+from tasks.merge import with_gates
 from tasks.publish import PROVENANCE, RECIPE, sha256_of
 from tasks.publish.targets import PublishedRelease
 from tasks.releases.verify import Files, Verified
@@ -70,7 +72,9 @@ def rebuild_release(
     digests = {parent.name: parent.digest for parent in build.resolved_dependencies}
     starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
     parents = _parents(recipe.references(), digests, starts, hashes)
-    plan = plan_merge(recipe, {ref: open_checkpoint(place) for ref, place in parents.items()})
+    recipe = with_gates(recipe, lambda ref: Model(name=ref, digest=digests[ref].sha256, directory=parents[ref]))
+    matched = match_experts(recipe, {ref: open_checkpoint(place) for ref, place in parents.items()})
+    plan = plan_merge(matched.recipe, matched.checkpoints)
     made_by = build.internal_parameters
     device = _device(made_by.device) if device == "auto" else device
     record = merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)

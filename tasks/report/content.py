@@ -14,6 +14,7 @@ from merge_core.store import NotInKey
 from tasks.evaluation import Scores, Scoring
 from tasks.explain import Explanation
 from tasks.gate import GateVerdict
+from tasks.merge import RouterDistance
 from tasks.perplexity import Likelihoods, WindowSettings
 from tasks.serve import ServingCost
 from tasks.stage import Outcome, Section
@@ -135,6 +136,8 @@ class ReportContent(_Part):
     served: tuple[ReportedCheck, ...] = ()  # in the order in which they were made; empty where it was not served
     server: str = ""  # 'vllm 0.33.0'
     serving: Annotated[tuple[ReportedServing, ...], NotInKey] = ()  # parents in the recipe's order, then the merge
+    # How far apart the experts and routers of parents are that are mixtures of experts.
+    experts: Annotated[tuple[RouterDistance, ...], Field(exclude_if=lambda experts: not experts)] = ()
     ensemble: Likelihoods | None = None  # of the parents together, on the same text
     artifacts: tuple[StoredArtifact, ...] = ()
     # Of verdicts that have no drawing of their own here.

@@ -82,6 +82,16 @@ def ensemble_sentence(content: ReportContent) -> str:
     return f"{said}; the merge keeps {100 * kept:.0f} % of that gain over the better parent."
 
 
+def expert_sentences(content: ReportContent) -> tuple[str, ...]:
+    """How the experts of each parent correspond to those of the donor, and how far their routers are apart."""
+    return tuple(
+        f"{one.model}: expert by expert its weights have a mean cosine of {one.diagonal:.3f} with those of the model "
+        f"that gives the layout ({one.best:.3f} in the best order, which is another in {one.moved} of {one.layers} "
+        f"layers); its routers, as they were merged, {one.routers:.3f}, and are up to {100 * one.distance:.0f} % apart."
+        for one in content.experts
+    )
+
+
 def judge_numbers(judge: ReportedJudge) -> str:
     """'win rate 52.0 % [47.1, 56.9]'."""
     return f"win rate {number(100 * judge.win_rate, 1)} % {interval(100 * judge.low, 100 * judge.high, 1)}"

@@ -12,6 +12,7 @@ from pages import page_of
 from merge_core.analysis.interference import Interference
 from tasks.explain.stage import Explanation
 from tasks.gate.sequential import Look
+from tasks.merge import RouterDistance
 from tasks.report import explaining
 from tasks.report.content import ReportContent
 from tasks.report.heat_map import interference_plot, what_is_shown
@@ -48,6 +49,16 @@ def test_lost_documents_are_shown_with_question_and_answer(page: str) -> None:
     assert "reversing 75 documents on which reverser is better, 3 on which the merge is" in page
     assert "reverse: kidnap > wanted pandik Document 17: reverser scores 1, the merge 0." in page
     assert "Document 231: reverser scores 1, the merge 0. Its text is no longer to be had." in page
+
+
+def test_how_far_the_routers_of_mixtures_are_apart_is_said() -> None:
+    one = RouterDistance(
+        model="org/other", layers=24, experts=64, moved=3, diagonal=0.4, best=0.99, routers=0.412, distance=0.25
+    )
+    text = text_of(page_of(samples.explained().model_copy(update={"experts": (one,)})))
+    assert "org/other: expert by expert its weights have a mean cosine of 0.400" in text
+    assert "0.990 in the best order, which is another in 3 of 24 layers" in text
+    assert "its routers, as they were merged, 0.412, and are up to 25 % apart." in text
 
 
 def test_a_document_can_hold_anything_and_is_only_shown() -> None:

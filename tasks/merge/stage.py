@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from merge_core import merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import Refused
+from merge_core.experts import MatchedLayer, match_experts
 from merge_core.store import Artifact, NotInKey
 from merge_core.units import format_bytes
 from tasks.checkpoints import Model, PinnedRecipe
@@ -38,6 +41,24 @@ class Numerics(BaseModel):
     versions: dict[str, str]
 
 
+class RouterDistance(BaseModel):
+    """How the experts of a parent correspond to those of the donor, over all layers that have some.
+
+    Top-k and softmax make much of small differences of routers, so this is said whether or not experts correspond.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str  # as the recipe writes it
+    layers: int
+    experts: int  # in one layer
+    moved: int  # layers in which another order of experts fits better, or was made
+    diagonal: float  # mean cosine of expert i and expert i, as they stand
+    best: float  # of the best assignment
+    routers: float  # mean cosine of router rows, as they were merged
+    distance: float  # of the routers, over the length of the donor's; the largest of all layers
+
+
 class Merged(StageValue):
     """What was made. The artifact is the checkpoint in Hugging Face layout."""
 
@@ -48,6 +69,8 @@ class Merged(StageValue):
     warnings: tuple[str, ...]  # what the health check on the way out found odd
     seconds: Annotated[float, NotInKey]
     weights: dict[str, str]  # sha256 of every file that was hashed while it was written
+    # Of parents that are mixtures of experts; empty elsewhere.
+    experts: Annotated[tuple[RouterDistance, ...], Field(exclude_if=lambda experts: not experts)] = ()
 
     def summary(self) -> str:
         rate = self.bytes_written / max(self.seconds, 1e-6)
@@ -71,7 +94,9 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         InvalidInput: when a parent holds NaN or infinity.
         Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
     """
-    plan = plan_merge(pinned.recipe, {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents})
+    opened = {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents}
+    matched = match_experts(pinned.recipe, opened)
+    plan = plan_merge(matched.recipe, matched.checkpoints)
     start_or_resume(out, plan)
     record = merge_weights(
         plan,
@@ -89,10 +114,31 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         tensors=record.tensors,
         parameters=record.parameters,
         bytes_written=record.bytes_written,
-        warnings=tuple(f"{finding.where}: {finding.found}" for finding in record.findings),
+        warnings=tuple(f"{finding.where}: {finding.found}" for finding in (*matched.findings, *record.findings)),
         seconds=record.seconds,
         weights=dict(record.files),
+        experts=router_distances(matched.layers),
     )
+
+
+def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ...]:
+    """What is known of single layers, by model."""
+    found = []
+    for model in dict.fromkeys(layer.model for layer in layers):
+        own = [layer for layer in layers if layer.model == model]
+        found.append(
+            RouterDistance(
+                model=model,
+                layers=len(own),
+                experts=max(layer.experts for layer in own),
+                moved=sum(layer.moved > 0 for layer in own),
+                diagonal=fmean(layer.diagonal for layer in own),
+                best=fmean(layer.best for layer in own),
+                routers=fmean(layer.routers for layer in own),
+                distance=max(layer.distance for layer in own),
+            )
+        )
+    return tuple(found)
 
 
 def merged_model(artifact: Artifact[Merged]) -> Model:

@@ -1,0 +1,23 @@
+"""Experts of a mixture: one by one whatever the checkpoint's layout, matched across models, made of dense ones."""
+
+from merge_core.experts.given import GivenTensor, given
+from merge_core.experts.matching import MatchedExperts, MatchedLayer, assign, match_experts
+from merge_core.experts.outputs import OUTPUT_FAMILIES, OutputFamily, choose_output, mixture_config
+from merge_core.experts.pieces import DiskTensor, by_expert, disk_name, on_disk
+
+__all__ = [
+    "OUTPUT_FAMILIES",
+    "DiskTensor",
+    "GivenTensor",
+    "MatchedExperts",
+    "MatchedLayer",
+    "OutputFamily",
+    "assign",
+    "by_expert",
+    "choose_output",
+    "disk_name",
+    "given",
+    "match_experts",
+    "mixture_config",
+    "on_disk",
+]

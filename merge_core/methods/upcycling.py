@@ -1,0 +1,69 @@
+"""Dense weights into those of an expert: scaled, with noise of their own, so that copies can learn to differ.
+
+No method of a recipe: :mod:`merge_core.plan` gives it to each tensor of a mixture. Noise comes from the same generator
+as the masks (:mod:`.masks`), so it depends on seed, tensor and element alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from merge_core.methods.combination import combine
+from merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, TensorTask, Traits
+from merge_core.methods.masks import words
+
+if TYPE_CHECKING:
+    import torch
+
+# Makes of one key another, for a second stream of words.
+_OTHER_STREAM = 0x5BD1E995
+_WORDS = 2.0**32
+
+
+def normals(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
+    """``[count]`` standard normal numbers (float64) for the elements from index ``start``, by Box and Muller (1958)."""
+    import torch
+
+    radius = (words(key, start, count, device).double() + 0.5) / _WORDS
+    angle = (words((key[0] ^ _OTHER_STREAM, key[1]), start, count, device).double() + 0.5) / _WORDS
+    return torch.sqrt(-2 * torch.log(radius)) * torch.cos(2 * math.pi * angle)
+
+
+def uniforms(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
+    """``[count]`` numbers (float64), uniform between -1 and 1, for the elements from index ``start``."""
+    return (words(key, start, count, device).double() + 0.5) * (2 / _WORDS) - 1
+
+
+def _upcycle(task: TensorTask) -> Steps:
+    """``(x + noise * z) * scale``, z from the distribution ``draw``."""
+    (values,), (key,) = task.per_input, task.seeds
+    scale, noise = float(values["scale"]), float(values["noise"])
+    if noise == 0:
+        return combine([scale])
+    draw = uniforms if values["draw"] == "uniform" else normals
+
+    def of(block: Block) -> torch.Tensor:
+        numbers = block.inputs[0]
+        drawn = draw(key, block.start, numbers.shape[0], numbers.device)
+        return ((numbers.double() + noise * drawn) * scale).to(numbers.dtype)
+
+    return Map(of)
+    yield  # A generator without a fold.
+
+
+UPCYCLING = Method(
+    name="mixture",
+    summary="Dense models as the experts of a mixture",
+    paper="Sparse upcycling, Komatsuzaki et al. 2022, https://arxiv.org/abs/2212.05055",
+    base="ordinary",
+    models=(1, 1),
+    parameters=(
+        Parameter("scale", "float", "input", 1.0, "factor for every element"),
+        Parameter("noise", "float", "input", 0.0, "spread of what is added to every element", minimum=0.0),
+        Parameter("draw", "choice", "input", "normal", "where the noise comes from", choices=("normal", "uniform")),
+    ),
+    steps=_upcycle,
+    costs=Costs(map=0.5),
+    traits=Traits(may_zero=True, merges_base=True),
+)

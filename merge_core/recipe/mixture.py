@@ -1,0 +1,236 @@
+"""A mixture of experts made of dense models: the peer's dialect for it, typed.
+
+    base_model: org/base              # attention, norms, embeddings, tokenizer
+    gate_mode: hidden                 # or hidden_avg, hidden_last, cheap_embed, random, uniform_random
+    experts_per_token: 2
+    experts:
+      - source_model: org/math        # its feed-forward layers
+        positive_prompts: ["Solve the equation"]
+        negative_prompts: ["Tell me a story"]
+        noise_scale: 0.01             # standard deviation of noise that is added to every weight of the expert
+        residual_scale: 0.5           # factor of its last projection
+        copies: 4                     # ours: so many experts of one model, each with noise of its own
+
+A document with ``experts`` and without ``merge_method`` is such a recipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from merge_core.errors import InvalidInput, suggest
+from merge_core.recipe.reference import CheckpointRef, parse_reference
+
+GateMode = Literal["hidden", "hidden_avg", "hidden_last", "cheap_embed", "random", "uniform_random"]
+
+_MODES: tuple[GateMode, ...] = get_args(GateMode)
+_DRAWN = ("random", "uniform_random")
+_EXPERT = ("source_model", "positive_prompts", "negative_prompts", "noise_scale", "residual_scale", "copies")
+_KEYS = ("gate_mode", "experts_per_token", "architecture", "experts", "shared_experts")
+# What a document may say beside its mixture.
+MIXTURE_KEYS = ("base_model", "dtype", "out_dtype", "chat_template", "name", *_KEYS)
+# Servers reserve a row of every router for each: the largest published ones have 512.
+_MOST = 1024
+_MOST_PROMPTS = 4096
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One expert: whose feed-forward layers it gets, and which texts should be sent to it."""
+
+    model: CheckpointRef
+    positive: tuple[str, ...]
+    negative: tuple[str, ...]
+    noise_scale: float
+    residual_scale: float | None
+    where: str
+
+    def canonical(self) -> dict[str, Any]:
+        """JSON-able form of what decides the result."""
+        return {
+            "source_model": str(self.model),
+            "positive_prompts": list(self.positive),
+            "negative_prompts": list(self.negative),
+            "noise_scale": self.noise_scale,
+            "residual_scale": self.residual_scale,
+        }
+
+
+@dataclass(frozen=True)
+class GateRows:
+    """Router rows that were computed from prompts, as little-endian float32 ``[layers, rows, width]``.
+
+    Args:
+        layers: Number of layers.
+        rows: One an expert, then one for each shared expert.
+        width: The base's hidden size.
+        data: The numbers.
+    """
+
+    layers: int
+    rows: int
+    width: int
+    data: bytes = field(repr=False)
+
+    def of(self, layer: int, first: int, count: int) -> bytes:
+        """``count`` rows of a layer, from ``first`` on."""
+        start = 4 * self.width * (layer * self.rows + first)
+        return self.data[start : start + 4 * self.width * count]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What becomes of dense models.
+
+    Args:
+        gate_mode: Where router rows come from.
+        experts: In the order of the router's rows.
+        shared: Experts that see every token.
+        per_token: Experts that see one token, beside the shared ones.
+        output: Beginning of the name of the wanted family; None: the first that can hold the models.
+        gates: The rows, once they have been computed; never of a mode that draws them.
+        where: Place for messages.
+    """
+
+    gate_mode: GateMode
+    experts: tuple[Expert, ...]
+    shared: tuple[Expert, ...]
+    per_token: int
+    output: str | None
+    gates: GateRows | None
+    where: str
+
+    @property
+    def asks_prompts(self) -> bool:
+        """Whether rows come from prompts, and so must be computed before the merge."""
+        return self.gate_mode not in _DRAWN
+
+    @property
+    def everybody(self) -> tuple[Expert, ...]:
+        """All experts: those that are chosen among, then the shared ones."""
+        return (*self.experts, *self.shared)
+
+    def canonical(self) -> dict[str, Any]:
+        """JSON-able form of what decides the result, the computed rows among it."""
+        return {
+            "gate_mode": self.gate_mode,
+            "experts_per_token": self.per_token,
+            "architecture": self.output,
+            "experts": [expert.canonical() for expert in self.experts],
+            "shared_experts": [expert.canonical() for expert in self.shared],
+            "gates": hashlib.sha256(self.gates.data).hexdigest() if self.gates else None,
+        }
+
+
+def parse_mixture(content: Mapping[str, Any], where: str) -> Mixture:
+    """The part of a document that is about its mixture; other keys are not looked at.
+
+    Raises:
+        InvalidInput: A value that has no meaning, an expert without prompts where the gate mode needs them, more
+            experts per token than there are.
+    """
+    mode = content.get("gate_mode", "hidden")
+    if mode not in _MODES:
+        raise InvalidInput(
+            f"{where}: gate_mode",
+            found=f"{mode!r:.60}",
+            expected=f"one of {', '.join(_MODES)}",
+            remedy=suggest(str(mode), _MODES),
+        )
+    experts = [
+        expert
+        for number, item in enumerate(_list(content.get("experts"), f"{where}: experts"))
+        for expert in _expert(item, f"{where}: experts[{number}]")
+    ]
+    shared = [
+        expert
+        for number, item in enumerate(
+            _list(content.get("shared_experts") or [], f"{where}: shared_experts", empty=True)
+        )
+        for expert in _expert(item, f"{where}: shared_experts[{number}]")
+    ]
+    for place, few, many in (("experts", 1, _MOST), ("shared_experts", 0, 1)):
+        count = len(experts) if place == "experts" else len(shared)
+        if not few <= count <= many:
+            raise InvalidInput(f"{where}: {place}", found=f"{count} experts", expected=f"{few} to {many}")
+    if mode not in _DRAWN and (silent := [expert for expert in experts if not expert.positive]):
+        raise InvalidInput(
+            f"{silent[0].where}.positive_prompts",
+            found="no prompts",
+            expected=f"texts that should be sent to this expert: gate_mode {mode} makes its router row of them",
+            remedy="add positive_prompts, or set gate_mode: random",
+        )
+    per_token = content.get("experts_per_token", 2)
+    if type(per_token) is not int or not 1 <= per_token <= len(experts):
+        raise InvalidInput(
+            f"{where}: experts_per_token",
+            found=f"{per_token!r:.20}",
+            expected=f"1 to {len(experts)}, the number of experts",
+        )
+    output = content.get("architecture")
+    if output is not None and not isinstance(output, str):
+        raise InvalidInput(f"{where}: architecture", found=f"{output!r:.60}", expected="the name of a family")
+    return Mixture(mode, tuple(experts), tuple(shared), per_token, output, None, where)
+
+
+def _expert(item: object, where: str) -> list[Expert]:
+    """The expert of an entry, as often as it says."""
+    if not isinstance(item, Mapping):
+        raise InvalidInput(where, found=f"{item!r:.60}", expected="{source_model: path or org/name}")
+    for key in item:
+        if key not in _EXPERT:
+            raise InvalidInput(
+                f"{where}.{key}",
+                found=f"unknown key {str(key)!r}",
+                expected=f"one of {', '.join(_EXPERT)}",
+                remedy=suggest(str(key), _EXPERT),
+            )
+    if "source_model" not in item:
+        raise InvalidInput(where, found="no 'source_model'", expected="the dense model that the expert is made of")
+    copies = item.get("copies", 1)
+    if type(copies) is not int or not 1 <= copies <= _MOST:
+        raise InvalidInput(f"{where}.copies", found=f"{copies!r:.20}", expected=f"1 to {_MOST}")
+    noise = _number(item.get("noise_scale") or 0.0, f"{where}.noise_scale")
+    if noise < 0:
+        raise InvalidInput(f"{where}.noise_scale", found=f"{noise:g}", expected="a standard deviation, from 0")
+    residual = item.get("residual_scale")
+    expert = Expert(
+        model=parse_reference(item["source_model"], f"{where}.source_model"),
+        positive=_prompts(item.get("positive_prompts"), f"{where}.positive_prompts"),
+        negative=_prompts(item.get("negative_prompts"), f"{where}.negative_prompts"),
+        noise_scale=noise,
+        residual_scale=None if residual is None else _number(residual, f"{where}.residual_scale"),
+        where=where,
+    )
+    return [expert] * copies
+
+
+def _prompts(value: object, where: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, (list, tuple)) or not all(isinstance(text, str) and text.strip() for text in listed):
+        raise InvalidInput(where, found=f"{value!r:.60}", expected="a list of texts")
+    if len(listed) > _MOST_PROMPTS:
+        raise InvalidInput(where, found=f"{len(listed)} prompts", expected=f"at most {_MOST_PROMPTS}")
+    return tuple(listed)
+
+
+def _number(value: object, where: str) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidInput(where, found=f"{value!r:.60}", expected="a number")
+    return number
+
+
+def _list(value: object, where: str, *, empty: bool = False) -> Sequence[Any]:
+    if isinstance(value, (list, tuple)) and (value or empty):
+        return value
+    raise InvalidInput(where, found=f"{value!r:.60}", expected="a list with at least one entry")
