@@ -13,7 +13,7 @@ from merge_core.architecture.layers import layer_place, stacks
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput
 
-Place = Literal["before", "after", "beside", "unknown"]
+Side = Literal["before", "after", "beside", "unknown"]
 
 _BEFORE = frozenset({
     "embed", "embeddings", "embed_tokens", "embed_in", "embed_positions", "position_embeddings", "rotary_emb",
@@ -72,7 +72,7 @@ def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
     return frozenset(found)
 
 
-def places_outside(names: Iterable[str], stack: str, checkpoint: Checkpoint) -> dict[str, Place]:
+def places_outside(names: Iterable[str], stack: str, checkpoint: Checkpoint) -> dict[str, Side]:
     """Where tensors that are in no layer of ``stack`` stand to it.
 
     ``unknown`` where neither name nor family says it. What stands beside belongs together, whatever its name: the
@@ -85,7 +85,7 @@ def places_outside(names: Iterable[str], stack: str, checkpoint: Checkpoint) -> 
     others = tuple(_others(stack, stacks(checkpoint.tensors)))
     # In a network of parts the text's own tensors are under its prefix, or are the head.
     own = stack.rsplit(".", 1)[0] + "." if "." in stack and (others or text.key is not None) else ""
-    found: dict[str, Place] = {}
+    found: dict[str, Side] = {}
     for name in names:
         words = frozenset(name.split("."))
         if name.startswith(others) or not (name.startswith(own) or is_head(name)):

@@ -49,7 +49,7 @@ _NUMBER = re.compile(r"\.experts\.([0-9]{1,4})\.")
 
 
 @dataclass(frozen=True)
-class Place:
+class DiskPlace:
     """Where a piece lies.
 
     Args:
@@ -66,7 +66,7 @@ class Place:
 class StoredPiece(StoredTensor):
     """A run of a stored tensor under a name of its own."""
 
-    place: Place
+    place: DiskPlace
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class DerivedPiece(DerivedTensor):
         start: Its first element there.
     """
 
-    place: Place
+    place: DiskPlace
     whole: DerivedTensor
     start: int
 
@@ -119,7 +119,7 @@ def by_expert(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=table)
 
 
-def place_of(tensor: AnyTensor) -> Place | None:
+def place_of(tensor: AnyTensor) -> DiskPlace | None:
     """Where a piece lies; None for a tensor that lies on disk as it is."""
     return tensor.place if isinstance(tensor, StoredPiece | DerivedPiece) else None
 
@@ -166,13 +166,13 @@ def _pieces(
     module = fused.get(at[0]) if at else None
     if at is None or module is None or at[1] not in module.tensors or not _is_plain(tensor):
         name = _renamed(tensor.name, names)
-        yield tensor if name == tensor.name else _piece(tensor, name, tensor.shape, 0, Place(tensor.name, (name,)))
+        yield tensor if name == tensor.name else _piece(tensor, name, tensor.shape, 0, DiskPlace(tensor.name, (name,)))
         return
     parts = _parts(at[1], module, names, hidden)
     prefix = _renamed(f"{at[0]}.experts.", names)
     form = tuple(f"{prefix}*.{part}" for part in parts)
     shape = (tensor.shape[1] // len(parts), *tensor.shape[2:]) if len(parts) > 1 else tensor.shape[1:]
-    place, size = Place(tensor.name, form), math.prod(shape)
+    place, size = DiskPlace(tensor.name, form), math.prod(shape)
     for expert in range(module.experts):
         for number, name in enumerate(form):
             start = (expert * len(form) + number) * size
@@ -203,7 +203,7 @@ def _sizes(tensor: AnyTensor) -> tuple[int, int]:
     return (tensor.shape[1], tensor.shape[2]) if len(tensor.shape) == 3 else (0, 0)
 
 
-def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, place: Place) -> Piece:
+def _piece(tensor: AnyTensor, name: str, shape: tuple[int, ...], start: int, place: DiskPlace) -> Piece:
     if isinstance(tensor, DerivedTensor):
         return DerivedPiece(name, tensor.dtype, shape, place, tensor, start)
     return StoredPiece(name, tensor.file, tensor.dtype, shape, tensor.offset + start * tensor.dtype.size, place)
@@ -268,11 +268,11 @@ def on_disk(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor: Checkpo
     return found
 
 
-def _fused(name: str, place: Place, outputs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> DiskTensor | None:
+def _fused(name: str, place: DiskPlace, outputs: Mapping[str, tuple[DType, tuple[int, ...]]]) -> DiskTensor | None:
     """The tensor that holds ``name``, if all that belongs into it is there."""
     at, own = layer_place(name), place
     if at is not None:  # The same part of another layer.
-        own = Place(_in_layer(place.whole, at.index), tuple(_in_layer(part, at.index) for part in place.form))
+        own = DiskPlace(_in_layer(place.whole, at.index), tuple(_in_layer(part, at.index) for part in place.form))
     dtype, shape = outputs[name]
     if "*" not in own.form[0]:
         return DiskTensor(own.whole, dtype, shape, own.form) if own.form == (name,) else None
@@ -290,8 +290,8 @@ def _fused(name: str, place: Place, outputs: Mapping[str, tuple[DType, tuple[int
     return DiskTensor(own.whole, promote(dtypes), (experts, *rows), tuple(pieces))
 
 
-def _forms(tensors: Iterable[AnyTensor]) -> dict[tuple[str, str], Place]:
-    forms: dict[tuple[str, str], Place] = {}
+def _forms(tensors: Iterable[AnyTensor]) -> dict[tuple[str, str], DiskPlace]:
+    forms: dict[tuple[str, str], DiskPlace] = {}
     for tensor in tensors:
         if (place := place_of(tensor)) is not None:
             forms.setdefault(_key(tensor.name), place)
