@@ -14,7 +14,8 @@ from merge_core.checkpoint.checkpoint import (
 )
 from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from merge_core.checkpoint.dtypes import BY_CODE, EXPONENTS, DType, numbers, patterns, promote, recipe_dtype
-from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_into, render_header
+from merge_core.checkpoint.pickled_file import read_pickled
+from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_header, read_into, render_header
 from merge_core.checkpoint.vocabulary import Vocabulary, read_vocabulary, vocabulary_differences
 
 __all__ = [
@@ -39,7 +40,9 @@ __all__ = [
     "open_checkpoint",
     "patterns",
     "promote",
+    "read_header",
     "read_into",
+    "read_pickled",
     "read_vocabulary",
     "recipe_dtype",
     "render_header",
