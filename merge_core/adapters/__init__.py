@@ -3,7 +3,15 @@
 ``apply_adapter(base, adapter)`` is a checkpoint like any other: a table whose tensors are computed while they are read.
 """
 
-from merge_core.adapters.adapter import CONFIG_FILE, PICKLED_FILE, WEIGHTS_FILE, Adapter, adapter_files, is_adapter, open_adapter
+from merge_core.adapters.adapter import (
+    CONFIG_FILE,
+    PICKLED_FILE,
+    WEIGHTS_FILE,
+    Adapter,
+    adapter_files,
+    is_adapter,
+    open_adapter,
+)
 from merge_core.adapters.applying import adapter_findings, apply_adapter
 
 __all__ = [

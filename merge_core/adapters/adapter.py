@@ -125,7 +125,9 @@ def _sorted_out(directory: Path, config: AdapterConfig, tensors: Sequence[Stored
     for tensor in tensors:
         where = f"{tensor.file}: {tensor.name}"
         if not tensor.name.startswith(PREFIX):
-            raise InvalidInput(where, found=f"not called {PREFIX}…", expected="names as PEFT writes them", remedy=_LEFT_OUT)
+            raise InvalidInput(
+                where, found=f"not called {PREFIX}…", expected="names as PEFT writes them", remedy=_LEFT_OUT
+            )
         if tensor.dtype.code not in _NUMBERS:
             raise InvalidInput(where, found=tensor.dtype.code, expected=", ".join(_NUMBERS))
         if not tensor.numel:

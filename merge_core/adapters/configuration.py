@@ -41,17 +41,49 @@ _REFUSED = {
 }
 # About training, bookkeeping, or said again by the tensors themselves.
 _WITHOUT_EFFECT = frozenset(
-    """
-    auto_mapping base_model_class parent_library inference_mode lora_dropout target_modules exclude_modules
-    modules_to_save modules_to_tie target_modules_to_tie layers_to_transform layers_pattern megatron_core loftq_config
-    eva_config corda_config lora_ga_config qalora_group_size runtime_config peft_version ensure_weight_tying
-    """.split()
+    [
+        "auto_mapping",
+        "base_model_class",
+        "parent_library",
+        "inference_mode",
+        "lora_dropout",
+        "target_modules",
+        "exclude_modules",
+        "modules_to_save",
+        "modules_to_tie",
+        "target_modules_to_tie",
+        "layers_to_transform",
+        "layers_pattern",
+        "megatron_core",
+        "loftq_config",
+        "eva_config",
+        "corda_config",
+        "lora_ga_config",
+        "qalora_group_size",
+        "runtime_config",
+        "peft_version",
+        "ensure_weight_tying",
+    ]
 )
 _READ = frozenset(
-    """
-    peft_type r lora_alpha rank_pattern alpha_pattern use_rslora use_dora fan_in_fan_out bias lora_bias
-    init_lora_weights trainable_token_indices target_parameters base_model_name_or_path revision task_type
-    """.split()
+    [
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "fan_in_fan_out",
+        "bias",
+        "lora_bias",
+        "init_lora_weights",
+        "trainable_token_indices",
+        "target_parameters",
+        "base_model_name_or_path",
+        "revision",
+        "task_type",
+    ]
 )
 _MERGE_IN_PEFT = "apply it with PEFT (merge_and_unload), save the model, and name that"
 
@@ -138,7 +170,8 @@ def parse_adapter_config(content: Mapping[str, Any], where: str) -> AdapterConfi
         rank=_whole(content.get("r", 8), f"{where}: r"),
         alpha=_number(content.get("lora_alpha", 8), f"{where}: lora_alpha"),
         rank_pattern={
-            key: _whole(value, f"{where}: rank_pattern.{key}") for key, value in _patterns(content, "rank_pattern", where)
+            key: _whole(value, f"{where}: rank_pattern.{key}")
+            for key, value in _patterns(content, "rank_pattern", where)
         },
         alpha_pattern={
             key: _number(value, f"{where}: alpha_pattern.{key}")
@@ -159,9 +192,7 @@ def parse_adapter_config(content: Mapping[str, Any], where: str) -> AdapterConfi
 def _require_lora(content: Mapping[str, Any], where: str) -> None:
     kind = content.get("peft_type")
     if kind != "LORA":
-        raise InvalidInput(
-            f"{where}: peft_type", found=f"{kind!r:.60}", expected="LORA", remedy=_MERGE_IN_PEFT
-        )
+        raise InvalidInput(f"{where}: peft_type", found=f"{kind!r:.60}", expected="LORA", remedy=_MERGE_IN_PEFT)
     for key, why in _REFUSED.items():
         # Not by truth: [] and {} are set, too.
         if content.get(key) is not None and content[key] is not False:

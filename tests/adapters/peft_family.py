@@ -87,9 +87,7 @@ def _gemma3_vision(**more: Any) -> Any:
         "patch_size": 14,
     }
     return Gemma3ForConditionalGeneration(
-        Gemma3Config(
-            text_config={**SMALL, "sliding_window": 8}, vision_config=vision, mm_tokens_per_image=4, **more
-        )
+        Gemma3Config(text_config={**SMALL, "sliding_window": 8}, vision_config=vision, mm_tokens_per_image=4, **more)
     )
 
 
