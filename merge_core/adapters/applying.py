@@ -24,31 +24,12 @@ _CONV1D_PARTS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 # Mixtures whose fused experts PEFT knows to be [experts, in, out]; all others it takes for [experts, out, in].
 _TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
 _STRAIGHT_EXPERTS = frozenset(
-    [
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-        "qwen3_next",
-        "qwen3_5_moe",
-        "olmoe",
-        "glm4_moe",
-        "deepseek_v2",
-        "deepseek_v3",
-        "llama4",
-        "llama4_text",
-        "granitemoe",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "jamba",
-        "minimax",
-        "ernie4_5_moe",
-        "dots1",
-        "hunyuan_v1_moe",
-        "lfm2_moe",
-        "phimoe",
-    ]
-)
-_FACTORS = {"a", "b", "embedding_a", "embedding_b", "magnitude"}
+    (
+        "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "glm4_moe", "deepseek_v2",
+        "deepseek_v3", "llama4", "llama4_text", "granitemoe", "granitemoehybrid", "granitemoeshared", "jamba",
+        "minimax", "ernie4_5_moe", "dots1", "hunyuan_v1_moe", "lfm2_moe", "phimoe",
+    )
+)  # fmt: skip
 
 
 def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
@@ -293,7 +274,7 @@ class _Applying:
     def _form(
         self, name: str, places: tuple[ExpertPlace, ...], a: StoredTensor, b: StoredTensor
     ) -> tuple[int, bool] | None:
-        """How many experts the factors are for, and whether the parameter is stored as [in, out]; None: they do not fit.
+        """How many experts the factors are for, and whether the parameter is stored as [in, out]; None: no fit.
 
         Raises:
             InvalidInput: Square experts of a family that is not known: both would fit, one would be wrong.

@@ -134,7 +134,7 @@ def add_product(
     """``source`` with the product added.
 
     Args:
-        round_change: Whether the change is rounded to the format of the weight before it is added, and not only the sum.
+        round_change: Whether the change is rounded to the format of the weight before it is added, not the sum alone.
     """
 
     def changed(first: int, into: Any) -> None:

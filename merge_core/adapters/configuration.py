@@ -41,50 +41,20 @@ _REFUSED = {
 }
 # About training, bookkeeping, or said again by the tensors themselves.
 _WITHOUT_EFFECT = frozenset(
-    [
-        "auto_mapping",
-        "base_model_class",
-        "parent_library",
-        "inference_mode",
-        "lora_dropout",
-        "target_modules",
-        "exclude_modules",
-        "modules_to_save",
-        "modules_to_tie",
-        "target_modules_to_tie",
-        "layers_to_transform",
-        "layers_pattern",
-        "megatron_core",
-        "loftq_config",
-        "eva_config",
-        "corda_config",
-        "lora_ga_config",
-        "qalora_group_size",
-        "runtime_config",
-        "peft_version",
-        "ensure_weight_tying",
-    ]
-)
+    (
+        "auto_mapping", "base_model_class", "parent_library", "inference_mode", "lora_dropout", "target_modules",
+        "exclude_modules", "modules_to_save", "modules_to_tie", "target_modules_to_tie", "layers_to_transform",
+        "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+        "qalora_group_size", "runtime_config", "peft_version", "ensure_weight_tying",
+    )
+)  # fmt: skip
 _READ = frozenset(
-    [
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "rank_pattern",
-        "alpha_pattern",
-        "use_rslora",
-        "use_dora",
-        "fan_in_fan_out",
-        "bias",
-        "lora_bias",
-        "init_lora_weights",
-        "trainable_token_indices",
-        "target_parameters",
-        "base_model_name_or_path",
-        "revision",
-        "task_type",
-    ]
-)
+    (
+        "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
+        "fan_in_fan_out", "bias", "lora_bias", "init_lora_weights", "trainable_token_indices",
+        "target_parameters", "base_model_name_or_path", "revision", "task_type",
+    )
+)  # fmt: skip
 _MERGE_IN_PEFT = "apply it with PEFT (merge_and_unload), save the model, and name that"
 
 
@@ -276,7 +246,7 @@ def _rows(value: object, where: str) -> tuple[int, ...]:
 
 
 def _patterns(content: Mapping[str, Any], key: str, where: str) -> list[tuple[str, object]]:
-    """Pairs of pattern and value. A pattern is a stranger's regular expression: one that may take forever is refused."""
+    """Pattern and value. A pattern is a stranger's regular expression: one that may take forever is refused."""
     table = content.get(key)
     if table is None:
         return []

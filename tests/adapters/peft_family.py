@@ -1,4 +1,4 @@
-"""Tiny models and trained-looking adapters on them, both written by the libraries themselves; and what PEFT makes of them."""
+"""Tiny models and adapters on them, both written by the libraries themselves; and what PEFT makes of the two."""
 
 from __future__ import annotations
 
