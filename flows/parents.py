@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from merge_core import Finding, MergePlan, Recipe, plan_merge, plan_with_findings
-from tasks.checkpoints import ResolvedCheckpoint, open_parent, resolve_all_parents
+from tasks.checkpoints import ResolvedCheckpoint, adapter_remarks, open_parent, resolve_all_parents
 
 
 def find_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
@@ -43,4 +43,4 @@ def clear_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[
     planned = plan_with_findings(recipe, {parent.ref: open_parent(parent) for parent in found})
     if planned.blocking:
         raise planned.blocking[0].refusal()
-    return found, planned.findings
+    return found, (*planned.findings, *adapter_remarks(found))

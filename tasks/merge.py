@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core import merge_weights, open_checkpoint, plan_merge
+from merge_core import merge_weights, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import Refused
 from merge_core.store import Artifact, NotInKey
@@ -71,7 +71,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         InvalidInput: when a parent holds NaN or infinity.
         Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
     """
-    plan = plan_merge(pinned.recipe, {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents})
+    plan = plan_merge(pinned.recipe, {parent.ref: parent.open() for parent in pinned.parents})
     start_or_resume(out, plan)
     record = merge_weights(
         plan,

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from flows.parents import clear_recipe
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from merge_core import load_recipe, merge_weights, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store import try_open_locked
-from tasks.checkpoints import identify_files, require_same_files
+from tasks.checkpoints import identify_parents, open_parent, require_same_files
 from tasks.checkpoints.hub import Snapshot, download_snapshots
 from tasks.stage import store
 
@@ -46,9 +46,9 @@ def _merge_to(
     found, findings = clear_recipe(recipe)
     for finding in findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
-    _fetch([parent.snapshot for parent in found if parent.snapshot], console)
-    looked = identify_files(parent.directory for parent in found)
-    plan = plan_merge(recipe, {parent.ref: open_checkpoint(parent.directory) for parent in found})
+    _fetch([one for parent in found for one in parent.snapshots], console)
+    looked = identify_parents(found)
+    plan = plan_merge(recipe, {parent.ref: open_parent(parent) for parent in found})
     place = out if share else out.with_name(f"{out.name}.partial")
     if not share:
         start_or_resume(place, plan)

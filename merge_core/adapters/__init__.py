@@ -13,15 +13,23 @@ from merge_core.adapters.adapter import (
     open_adapter,
 )
 from merge_core.adapters.applying import adapter_findings, apply_adapter
+from merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
+from merge_core.adapters.writing import NewAdapter, write_adapter
 
 __all__ = [
     "CONFIG_FILE",
     "PICKLED_FILE",
     "WEIGHTS_FILE",
     "Adapter",
+    "Extracted",
+    "ExtractionSettings",
+    "ModuleError",
+    "NewAdapter",
     "adapter_files",
     "adapter_findings",
     "apply_adapter",
+    "extract_adapter",
     "is_adapter",
     "open_adapter",
+    "write_adapter",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from merge_core.adapters.adapter import AdaptedModule, Adapter
 from merge_core.adapters.names import ExpertPlace, StoredNames
@@ -50,6 +51,11 @@ def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     for chain in _chains(adapter):
         applying.adapt(chain)
     return applying.result()
+
+
+def is_conv1d(config: Mapping[str, Any], module: str) -> bool:
+    """Whether a module of a model keeps its weight as [in, out]."""
+    return config.get("model_type") in _CONV1D_MODELS and module.rpartition(".")[2] in _CONV1D_PARTS
 
 
 def adapter_findings(base: str, adapter: Adapter) -> Iterator[Finding]:
@@ -143,7 +149,7 @@ class _Applying:
             raise InvalidInput(f"{stray.file}: {stray.name}", found="beside lora_A", expected="one kind of factors")
         weight = self._weight(module, a)
         self._require_rank(module.name, a, a.shape[0], b.shape[-1])
-        transposed = bool(self._kinds & _CONV1D_MODELS) and module.name.rpartition(".")[2] in _CONV1D_PARTS
+        transposed = is_conv1d(self._base.config, module.name)
         product = (b.shape[0], a.shape[1])
         self._require_shape(b, product[::-1] if transposed else product, weight.shape, weight)
         self._put(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from merge_core.checkpoint import AnyTensor, Checkpoint
+from merge_core.errors import InvalidInput
 
 # Containers around a text model that layouts have or have not. Towers of images and sound keep their names.
 _CONTAINERS = frozenset({"model", "language_model", "transformer"})
@@ -37,6 +38,43 @@ class ExpertPlace:
     tensor: AnyTensor
     experts: int | None = None
     first_row: int = 0
+
+
+# Layouts on disk of models with a tower beside the text model: prefix on disk → prefix in memory, by family.
+_WITH_TOWERS = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+_QWEN_VISION = {"visual.": "model.visual.", "model.": "model.language_model."}
+_PREFIXES: Mapping[str, Mapping[str, str]] = {
+    **dict.fromkeys(("gemma3", "llava", "mistral3"), _WITH_TOWERS),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN_VISION),
+}
+
+
+def memory_name(name: str, checkpoint: Checkpoint) -> str:
+    """The name in memory of a stored tensor of ``checkpoint``.
+
+    Raises:
+        InvalidInput: A model of several parts whose names in memory are not known here.
+    """
+    kind = checkpoint.config.get("model_type")
+    parts = [key for key in checkpoint.config if key.endswith("_config") and key != "quantization_config"]
+    table = _PREFIXES.get(kind) if isinstance(kind, str) else None
+    if table is None:
+        if "text_config" in parts:
+            raise InvalidInput(
+                f"{checkpoint.directory.name}: config.json: model_type",
+                found=f"{kind!r:.60}, a model of several parts",
+                expected="a text model, or one of " + ", ".join(sorted(_PREFIXES)),
+            )
+        found = ".".join(_SAME_PART.get(part, part) for part in name.split("."))
+        return found
+    if name.startswith(("model.language_model.", "model.visual.", "model.vision_tower.", "lm_head.")):
+        return name
+    return next((new + name.removeprefix(old) for old, new in table.items() if name.startswith(old)), name)
 
 
 class StoredNames:

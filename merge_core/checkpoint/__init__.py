@@ -13,13 +13,23 @@ from merge_core.checkpoint.checkpoint import (
     open_checkpoint,
 )
 from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
-from merge_core.checkpoint.dtypes import BY_CODE, EXPONENTS, DType, numbers, patterns, promote, recipe_dtype
+from merge_core.checkpoint.dtypes import (
+    BY_CODE,
+    BY_TORCH_NAME,
+    EXPONENTS,
+    DType,
+    numbers,
+    patterns,
+    promote,
+    recipe_dtype,
+)
 from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_header, read_into, render_header
 from merge_core.checkpoint.vocabulary import Vocabulary, read_vocabulary, vocabulary_differences
 
 __all__ = [
     "BY_CODE",
+    "BY_TORCH_NAME",
     "EXPONENTS",
     "FILE",
     "INDEX_NAME",

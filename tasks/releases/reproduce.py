@@ -16,10 +16,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from merge_core import CheckpointRef, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
+from merge_core import Checkpoint, CheckpointRef, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
+from merge_core.adapters import apply_adapter, open_adapter
 from merge_core.errors import InvalidInput, Refused
+from merge_core.recipe import parse_reference
 from merge_core.store import HashMemo
-from tasks.checkpoints import checkpoint_digest
+from tasks.checkpoints import adapted_digest, adapter_digest, checkpoint_digest
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
 from tasks.publish import PROVENANCE, RECIPE, sha256_of
 from tasks.publish.targets import PublishedRelease
@@ -67,10 +69,10 @@ def rebuild_release(
     build = _build(release, verified)
     text = release.read(RECIPE)
     recipe = load_recipe(text.decode(), where=f"{release.where}: {RECIPE}")
-    digests = {parent.name: parent.digest for parent in build.resolved_dependencies}
+    digests = {parent.name: parent for parent in build.resolved_dependencies}
     starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
     parents = _parents(recipe.references(), digests, starts, hashes)
-    plan = plan_merge(recipe, {ref: open_checkpoint(place) for ref, place in parents.items()})
+    plan = plan_merge(recipe, parents)
     made_by = build.internal_parameters
     device = _device(made_by.device) if device == "auto" else device
     record = merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)
@@ -94,9 +96,18 @@ class _Digest(_ProvenancePart):
     git_commit: str | None = None
 
 
+class _Adapter(_ProvenancePart):
+    git_commit: str | None = None
+
+
+class _Annotations(_ProvenancePart):
+    adapter: _Adapter = _Adapter()
+
+
 class _Dependency(_ProvenancePart):
     name: str
     digest: _Digest
+    annotations: _Annotations = _Annotations()
 
 
 class _Seeds(_ProvenancePart):
@@ -163,25 +174,25 @@ def _remedy(made_by: _BuildParameters, device: str) -> str:
 
 def _parents(
     references: Sequence[CheckpointRef],
-    digests: Mapping[str, _Digest],
+    dependencies: Mapping[str, _Dependency],
     starts: Sequence[Path],
     hashes: HashMemo,
-) -> dict[str, Path]:
-    """The directory of every parent, by its name in the recipe, each compared with the provenance."""
-    found: dict[str, Path] = {}
+) -> dict[str, Checkpoint]:
+    """Every parent, by its name in the recipe, each compared with the provenance."""
+    found: dict[str, Checkpoint] = {}
     for reference in references:
         name = str(reference)
-        digest = digests.get(name)
-        if digest is None:
+        dependency = dependencies.get(name)
+        if dependency is None:
             raise InvalidInput(name, found="the provenance does not name it", expected="every parent of the recipe")
-        if commit := digest.git_commit:
-            places: Iterator[Path] = iter([_download(reference.path, commit, hashes)])
-        else:
-            places = _local(reference, starts)
-        seen = None
-        for place in places:
-            if (seen := checkpoint_digest(place, hashes)) == digest.sha256:
-                found[name] = place
+        digest, seen = dependency.digest, None
+        for place, adapter in _places(reference, dependency, starts, hashes):
+            seen = checkpoint_digest(place, hashes)
+            if adapter is not None:
+                seen = adapted_digest(seen, adapter_digest(adapter, hashes))
+            if seen == digest.sha256:
+                model = open_checkpoint(place)
+                found[name] = model if adapter is None else apply_adapter(model, open_adapter(adapter))
                 break
         else:
             raise InvalidInput(
@@ -191,6 +202,28 @@ def _parents(
                 remedy="say with --parents what the recipe's paths are relative to, and bring back what was merged",
             )
     return found
+
+
+def _places(
+    reference: CheckpointRef, dependency: _Dependency, starts: Sequence[Path], hashes: HashMemo
+) -> Iterator[tuple[Path, Path | None]]:
+    """Where a parent may lie, with its adapter, if it has one."""
+    models = _downloaded_or_local(reference, dependency.digest.git_commit, starts, hashes, is_adapter=False)
+    if not reference.adapter:
+        yield from ((model, None) for model in models)
+        return
+    named, commit = parse_reference(reference.adapter, str(reference)), dependency.annotations.adapter.git_commit
+    adapters = list(_downloaded_or_local(named, commit, starts, hashes, is_adapter=True))
+    yield from ((model, adapter) for model in models for adapter in adapters)
+
+
+def _downloaded_or_local(
+    reference: CheckpointRef, commit: str | None, starts: Sequence[Path], hashes: HashMemo, *, is_adapter: bool
+) -> Iterator[Path]:
+    if commit:
+        yield _download(reference.path, commit, hashes, is_adapter)
+    else:
+        yield from _local(reference, starts)
 
 
 def _local(reference: CheckpointRef, starts: Sequence[Path]) -> Iterator[Path]:
@@ -216,8 +249,8 @@ def _beside_same(recipe: bytes) -> Iterator[Path]:
                 yield place
 
 
-def _download(repo: str, commit: str, hashes: HashMemo) -> Path:
+def _download(repo: str, commit: str, hashes: HashMemo, is_adapter: bool) -> Path:
     """The files that count of a parent on the Hub, at this commit, each as the Hub lists it."""
-    snapshot = find_snapshot(repo, commit)
+    snapshot = find_snapshot(repo, commit, adapter=is_adapter)
     download_snapshots([snapshot], hashes)
     return snapshot.directory
