@@ -13,6 +13,7 @@ from merge_core.adapters.adapter import (
     open_adapter,
 )
 from merge_core.adapters.applying import adapter_findings, apply_adapter
+from merge_core.adapters.combination import Combined, combine_adapters
 from merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
 from merge_core.adapters.writing import NewAdapter, write_adapter
 
@@ -21,6 +22,7 @@ __all__ = [
     "PICKLED_FILE",
     "WEIGHTS_FILE",
     "Adapter",
+    "Combined",
     "Extracted",
     "ExtractionSettings",
     "ModuleError",
@@ -28,6 +30,7 @@ __all__ = [
     "adapter_files",
     "adapter_findings",
     "apply_adapter",
+    "combine_adapters",
     "extract_adapter",
     "is_adapter",
     "open_adapter",

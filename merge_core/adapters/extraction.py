@@ -105,7 +105,7 @@ def extract_adapter(
     _require_alike(tuned, base)
     work = _Extraction(tuned, base, settings)
     total, done = tuned.nbytes, 0
-    with _open_files(tuned, base) as read:
+    with opened_files() as read:
         for name, tensor in tuned.tensors.items():
             if name in base.tensors:
                 work.compare(name, _values(tensor, read), _values(base.tensors[name], read))
@@ -271,8 +271,8 @@ def _values(tensor: AnyTensor, read: Callable[[StoredTensor, int, Any], None]) -
 
 
 @contextmanager
-def _open_files(*checkpoints: Checkpoint) -> Iterator[Callable[[StoredTensor, int, Any], None]]:
-    """How to read stored tensors of the checkpoints; each file is opened once."""
+def opened_files() -> Iterator[Callable[[StoredTensor, int, Any], None]]:
+    """How to read stored tensors; each file is opened once."""
     files: dict[Path, int] = {}
 
     def read(tensor: StoredTensor, first: int, into: Any) -> None:

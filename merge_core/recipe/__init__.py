@@ -3,12 +3,14 @@
 A recipe is parsed once, strictly; after that nothing is validated again.
 """
 
+from merge_core.recipe.adapter_output import AdapterOutput
 from merge_core.recipe.overrides import apply_overrides
 from merge_core.recipe.parameters import Parameters, value_for
 from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
 from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
 
 __all__ = [
+    "AdapterOutput",
     "CheckpointRef",
     "Module",
     "Parameters",

@@ -16,6 +16,7 @@ from merge_core.checkpoint import DType, recipe_dtype
 from merge_core.errors import InvalidInput, suggest
 from merge_core.methods import Method, find_method
 from merge_core.parsing import parse_yaml, read_yaml
+from merge_core.recipe.adapter_output import AdapterOutput, parse_output
 from merge_core.recipe.parameters import Parameters, parse_parameters
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 
@@ -35,6 +36,8 @@ _TOP = (
     "tokenizer",
     "chat_template",
     "name",
+    "output",
+    "rank",
 )
 
 
@@ -91,6 +94,7 @@ class Recipe:
         steps: The other documents of a multi-document recipe, in the order in which they can be computed.
         directory: Where relative paths are sought first (None for inline text).
         where: File or place for messages.
+        output: What is made instead of a model: an adapter of adapters on one base.
     """
 
     merge_method: str
@@ -105,6 +109,7 @@ class Recipe:
     steps: tuple[Recipe, ...]
     directory: Path | None
     where: str
+    output: AdapterOutput | None = None
 
     @property
     def method(self) -> Method:
@@ -149,7 +154,8 @@ class Recipe:
         cuts = sum(len(module.slices) for module in self.modules)
         slices = f" in {cuts} slices" if cuts > len(self.modules) else ""
         steps = f" after {len(self.steps)} steps" if self.steps else ""
-        return f"{self.merge_method} of {len(others) if base else len(models)}{base}{slices}{steps}"
+        made = " adapters" if self.output else ""
+        return f"{self.merge_method} of {len(others) if base else len(models)}{made}{base}{slices}{steps}"
 
     def content_key(self) -> dict[str, Any]:
         """What counts of a recipe in a key."""
@@ -157,7 +163,8 @@ class Recipe:
 
     def canonical(self) -> dict[str, Any]:
         """JSON-able form of everything that decides the result; equal for recipes that mean the same text."""
-        return {
+        made = {} if self.output is None else {"output": self.output.canonical()}
+        return made | {
             "merge_method": self.merge_method,
             "base_model": str(self.base) if self.base else None,
             "parameters": self.parameters.canonical(),
@@ -260,7 +267,9 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
         where=where,
     )
     _check_required(recipe, method)
-    return recipe
+    models = [source.model for cut in modules[0].slices for source in cut.sources]
+    output = parse_output(content, method.name, base, models, f"{where}: ")
+    return recipe if output is None else replace(recipe, output=output)
 
 
 def _module(name: str, value: object, method: Method, base: CheckpointRef | None, where: str) -> Module:
