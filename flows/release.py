@@ -35,7 +35,7 @@ from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
 from merge_core.errors import ChangedInput, DiskRefused, MergegateError, Refused
 from merge_core.store import refusing_disk
-from tasks.checkpoints import PinnedRecipe, fetch_weights, loadable, pin_checkpoints
+from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
 from tasks.merge import merge, merged_model, numerics
@@ -129,7 +129,7 @@ def make_attempt(
         raise  # It says nothing about the recipe: no remedy of it helps.
     except Refused as refusal:
         return FailedMerge(cleared, refusal)
-    model = merged_model(merged)
+    model = merged_model(merged, pinned)
     champion = anchor = None
     if needs_champion(evidence.guards):
         champion = find_champion(profile.publish, profile.root, model, store().hashes)
@@ -140,6 +140,7 @@ def make_attempt(
         anchor = anchor if anchor and anchor.digest != champion.digest else None
     # The merge reads adapters as they are; what loads a model needs it whole.
     parents = loadable(pinned.parents)
+    model = loadable([model])[0] if isinstance(model, PinnedCheckpoint) else model
     assessment = assess_merge(model, parents, champion, evidence, anchor)
     gate = assessment.verdict.value
     whole = replace(pinned, parents=parents)

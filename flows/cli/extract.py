@@ -35,7 +35,8 @@ def extract_to(
     looked = identify_parents(found)
     with console.status("reading headers") as status:
         made = extract_adapter(
-            *(open_parent(parent) for parent in found),
+            open_parent(found[0]),
+            open_parent(found[1]),
             base,
             settings,
             lambda done, total: status.update(f"factoring: {done / max(total, 1):.0%}"),

@@ -3,17 +3,10 @@
 ``apply_adapter(base, adapter)`` is a checkpoint like any other: a table whose tensors are computed while they are read.
 """
 
-from merge_core.adapters.adapter import (
-    CONFIG_FILE,
-    PICKLED_FILE,
-    WEIGHTS_FILE,
-    Adapter,
-    adapter_files,
-    is_adapter,
-    open_adapter,
-)
+from merge_core.adapters.adapter import PICKLED_FILE, WEIGHTS_FILE, Adapter, adapter_files, is_adapter, open_adapter
 from merge_core.adapters.applying import adapter_findings, apply_adapter
-from merge_core.adapters.combination import Combined, combine_adapters
+from merge_core.adapters.combination import Combined, combine_adapters, require_products
+from merge_core.adapters.configuration import CONFIG_FILE
 from merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
 from merge_core.adapters.writing import NewAdapter, write_adapter
 
@@ -34,5 +27,6 @@ __all__ = [
     "extract_adapter",
     "is_adapter",
     "open_adapter",
+    "require_products",
     "write_adapter",
 ]

@@ -5,7 +5,8 @@ makes of ``Δ₁`` and ``Δ₂`` over a base of zeros. So the engine merges the 
 thresholds, and the result is cut to the wanted rank. A plain sum of products is never multiplied out: stacked factors
 are the sum itself (:mod:`.factoring`).
 
-What is not a product of two factors (DoRA, whole modules, experts) is refused by its name.
+Tensors that adapters bring along whole (norms, biases) are merged as they are, and brought along whole again. What is
+neither that nor a product of two factors (DoRA, experts) is refused by its name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from merge_core.adapters.applying import apply_adapter
 from merge_core.adapters.arithmetic import elements_of, read_whole
 from merge_core.adapters.extraction import ModuleError, opened_files
 from merge_core.adapters.factoring import Factored, factor_change, factor_sum
-from merge_core.adapters.tensors import AdaptedWeight, BroughtTensor
+from merge_core.adapters.names import memory_name
+from merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTensor
 from merge_core.adapters.writing import NewAdapter
 from merge_core.checkpoint import BY_CODE, AnyTensor, Checkpoint, DerivedTensor, ReadElements, ReadStored, StoredTensor
 from merge_core.checkpoint import open_checkpoint as open_merged
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 _F32 = BY_CODE["F32"]
-_EXPECTED = "products of two factors in every adapter"
+_EXPECTED = "products of two factors in every adapter, or the same tensors brought along whole"
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,13 @@ def combine_adapters(
         InvalidInput: Adapters that do not fit the base, or hold more than factors; weights that are no average.
     """
     assert recipe.output is not None  # the caller's reason to be here
-    changes = {ref: _changes(ref, base, adapter) for ref, adapter in adapters.items()}
+    parts = {ref: _changes(ref, base, adapter) for ref, adapter in adapters.items()}
+    changes = {ref: products for ref, (products, _) in parts.items()}
     names = [name for name in base.tensors if any(name in of_one for of_one in changes.values())]
+    whole = _merged_whole(recipe, base, {ref: brought for ref, (_, brought) in parts.items()}, names, scratch, seed)
     modules = _modules(names, changes)
     tables = _tables(recipe, base, names, changes)
-    whole = replace(recipe, output=None, dtype=_F32, out_dtype=None)
-    plan = plan_merge(whole, tables)
+    plan = plan_merge(replace(recipe, output=None, dtype=_F32, out_dtype=None), tables)
     kept_as = _format(recipe)
     if recipe.output.is_sum:
         jobs = {job.output.name: job for job in plan.jobs}
@@ -119,7 +122,7 @@ def combine_adapters(
                 name: _cut(merged.tensors[name], modules[name], recipe.output.rank, kept_as, read) for name in names
             }
         shutil.rmtree(scratch, ignore_errors=True)
-    return _result(recipe, adapters, names, modules, found)
+    return _result(recipe, base, adapters, names, modules, found, whole)
 
 
 @dataclass(frozen=True)
@@ -131,21 +134,66 @@ class _Module:
     transposed: bool
 
 
-def _changes(ref: str, base: Checkpoint, adapter: Adapter) -> dict[str, AdaptedWeight]:
-    """What an adapter changes, by name on disk."""
+def require_products(ref: str, base: Checkpoint, adapter: Adapter) -> None:
+    """See from headers that an adapter can be combined with others.
+
+    Raises:
+        InvalidInput: It does not fit the base, or holds more than products of two factors.
+    """
+    _changes(ref, base, adapter, are_here=False)
+
+
+def _changes(
+    ref: str, base: Checkpoint, adapter: Adapter, *, are_here: bool = True
+) -> tuple[dict[str, AdaptedWeight], dict[str, AnyTensor]]:
+    """What an adapter adds to, and what it brings along whole, by name on disk.
+
+    Args:
+        are_here: Whether weights may be read: an embedding may lie beside its factors, if it is the base's own.
+    """
     applied = apply_adapter(base, adapter)
-    found = {}
+    products, brought = dict[str, AdaptedWeight](), dict[str, AnyTensor]()
     for name, tensor in applied.tensors.items():
-        if tensor is base.tensors.get(name):
-            continue
         own = base.tensors.get(name)
-        if not isinstance(tensor, AdaptedWeight) or not (tensor.source is own or _is_copy(tensor.source, own)):
+        if tensor is own:
+            continue
+        if own is not None and len(own.shape) == 1 and isinstance(tensor, BroughtTensor | AdaptedBias):
+            brought[name] = tensor
+            continue
+        if not isinstance(tensor, AdaptedWeight) or not (
+            tensor.source is own or not are_here or _is_copy(tensor.source, own)
+        ):
             raise InvalidInput(f"{ref}: {name}", found="it is replaced, not added to", expected=_EXPECTED)
         if tensor.magnitude is not None:
             raise InvalidInput(f"{ref}: {name}", found="DoRA", expected=_EXPECTED)
         if tensor.experts != 1 or len(tensor.shape) != 2:
             raise InvalidInput(f"{ref}: {name}", found="factors of experts", expected=_EXPECTED)
-        found[name] = tensor
+        products[name] = tensor
+    return products, brought
+
+
+def _merged_whole(
+    recipe: Recipe,
+    base: Checkpoint,
+    brought: Mapping[str, Mapping[str, AnyTensor]],
+    products: list[str],
+    scratch: Path,
+    seed: int,
+) -> dict[str, torch.Tensor]:
+    """What the recipe makes of the tensors that adapters bring along whole, by name on disk."""
+    names = [name for name in base.tensors if any(name in of_one for of_one in brought.values())]
+    if not names:
+        return {}
+    tables = {str(recipe.base): replace(base, tensors={name: base.tensors[name] for name in names})}
+    for ref, of_one in brought.items():
+        tables[ref] = replace(base, tensors={name: of_one.get(name, base.tensors[name]) for name in names})
+    shutil.rmtree(scratch, ignore_errors=True)
+    plan = plan_merge(replace(recipe, output=None, dtype=None, out_dtype=None), tables)
+    merge_weights(plan, scratch, seed=seed, device="cpu")
+    merged = open_merged(scratch)
+    with opened_files() as read:
+        found = {name: read_whole(one, elements_of(one, read)).view(one.shape) for name, one in merged.tensors.items()}
+    shutil.rmtree(scratch, ignore_errors=True)
     return found
 
 
@@ -221,12 +269,32 @@ def _cut(tensor: AnyTensor, module: _Module, rank: int, kept_as: torch.dtype, re
     return factor_change(change.T if module.transposed else change, rank, kept_as=kept_as)
 
 
+def _biases(base: Checkpoint, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Biases among what is brought along, by module in memory."""
+    named = {memory_name(name, base): tensor for name, tensor in whole.items()}
+    return {name.removesuffix(".bias"): tensor for name, tensor in named.items() if name.endswith(".bias")}
+
+
+def _saved(
+    base: Checkpoint, whole: Mapping[str, torch.Tensor], factors: Mapping[str, object]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """What is brought along of modules without factors."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in whole.items():
+        module, _, leaf = memory_name(name, base).rpartition(".")
+        if module not in factors:
+            found.setdefault(module, {})[leaf] = tensor
+    return found
+
+
 def _result(
     recipe: Recipe,
+    base: Checkpoint,
     adapters: Mapping[str, Adapter],
     names: list[str],
     modules: Mapping[str, _Module],
     found: Mapping[str, Factored],
+    whole: Mapping[str, torch.Tensor],
 ) -> Combined:
     configs = [adapter.config for adapter in adapters.values()]
     bases = dict.fromkeys(config.base for config in configs if config.base)
@@ -239,6 +307,8 @@ def _result(
         base=next(iter(bases)) if len(bases) == 1 else first.path,
         factors=factors,
         embeddings=tables,
+        biases={module: bias for module, bias in _biases(base, whole).items() if module in factors},
+        whole=_saved(base, whole, factors),
         transposed=any(modules[name].transposed for name in names if not modules[name].is_embedding),
         task=next(iter(tasks)) if len(tasks) == 1 else "CAUSAL_LM",
     )

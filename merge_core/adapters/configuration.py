@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from merge_core.errors import InvalidInput
 from merge_core.parsing import edge, read_json
 
 CONFIG_FILE = "adapter_config.json"
+
+_Number = TypeVar("_Number", int, float)
 
 _MOST_RANK = 1 << 16
 _MOST_TOKENS = 1 << 20
@@ -271,5 +273,5 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
-def _by_pattern(table: Mapping[str, Any], module: str, default: Any) -> Any:
+def _by_pattern(table: Mapping[str, _Number], module: str, default: _Number) -> _Number:
     return next((value for pattern, value in table.items() if _compiled(pattern).match(module)), default)

@@ -118,9 +118,9 @@ def extract_adapter(
 def _require_alike(tuned: Checkpoint, base: Checkpoint) -> None:
     for name in sorted(tuned.tensors.keys() ^ base.tensors.keys()):
         if not is_optional(name):
-            one = tuned if name in tuned.tensors else base
+            owner = tuned if name in tuned.tensors else base
             raise InvalidInput(
-                f"{one.directory.name}: {name}",
+                f"{owner.directory.name}: {name}",
                 found="the other model has no such tensor",
                 expected="a fine-tune and its base",
                 remedy="name the model that the fine-tune was made from",

@@ -44,7 +44,7 @@ class NewAdapter:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By the names that they have in the file."""
-        named = {}
+        named: dict[str, torch.Tensor] = {}
         for module, (a, b) in self.factors.items():
             named |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
         for module, (a, b) in self.embeddings.items():

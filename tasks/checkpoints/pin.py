@@ -18,6 +18,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
+from merge_core.adapters import require_products
 from merge_core.errors import Finding, InvalidInput, MergegateError
 from merge_core.recipe import expanded, parse_reference
 from merge_core.store import FileIdentity, HashMemo, NotInKey, file_identity, merkle
@@ -185,6 +186,21 @@ def adapter_remarks(found: Sequence[ResolvedCheckpoint]) -> tuple[Finding, ...]:
     """
     adapted = [(parent.ref, parent.adapter) for parent in found if parent.adapter]
     return tuple(one for ref, adapter in adapted for one in adapter.findings(ref.partition("+")[0]))
+
+
+def require_combinable(recipe: Recipe, found: Sequence[ResolvedCheckpoint]) -> None:
+    """See from headers that adapters of a recipe whose result is an adapter can be combined.
+
+    Raises:
+        InvalidInput: naming the first that cannot.
+        Refused: as :func:`open_parent`.
+    """
+    if recipe.output is None:
+        return
+    for parent in found:
+        if parent.adapter:
+            base = open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
+            require_products(parent.ref, base, parent.adapter.open())
 
 
 def pin_checkpoints(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:

@@ -13,7 +13,7 @@ from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, pla
 from merge_core.errors import Refused, worst_first
 from merge_core.parsing import open_plain, read_plain
 from merge_core.store import digest
-from tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, adapter_remarks, open_parent
+from tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, adapter_remarks, open_parent, require_combinable
 from tasks.preflight.custom_code import custom_code_findings
 from tasks.stage import StageValue, value_stage
 
@@ -93,6 +93,7 @@ def check_compatibility(
         InvalidInput: for a parent that cannot be a checkpoint.
         Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
     """
+    require_combinable(recipe, parents)
     planned, checkpoints = open_and_plan(recipe, parents)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
     findings = worst_first([*planned.findings, *adapter_remarks(parents), *code])

@@ -9,6 +9,7 @@ provenance names, where this machine has one.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from merge_core.recipe import parse_reference
 from merge_core.store import HashMemo
 from tasks.checkpoints import adapted_digest, adapter_digest, checkpoint_digest
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
+from tasks.merge import combine_parents
 from tasks.publish import PROVENANCE, RECIPE, sha256_of
 from tasks.publish.targets import PublishedRelease
 from tasks.releases.verify import Files, Verified
@@ -71,18 +73,24 @@ def rebuild_release(
     recipe = load_recipe(text.decode(), where=f"{release.where}: {RECIPE}")
     digests = {parent.name: parent for parent in build.resolved_dependencies}
     starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
-    parents = _parents(recipe.references(), digests, starts, hashes)
-    plan = plan_merge(recipe, parents)
+    places = _parents(recipe.references(), digests, starts, hashes)
     made_by = build.internal_parameters
     device = _device(made_by.device) if device == "auto" else device
-    record = merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)
+    began = time.monotonic()
+    if recipe.output:
+        adapters = [(ref, model, adapter) for ref, (model, adapter) in places.items() if adapter]
+        combine_parents(recipe, adapters, out, seed=made_by.seeds.merge, on_progress=on_progress or _no_progress)
+    else:
+        plan = plan_merge(recipe, {ref: _opened(*place) for ref, place in places.items()})
+        merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)
+    seconds = time.monotonic() - began
     made = {
         path.relative_to(out).as_posix(): (path.stat().st_size, hashes.sha256(path, trust=False))
         for path in sorted(out.rglob("*"))
         if path.is_file()
     }
     _require_equal(verified, made, made_by, device)
-    return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), record.seconds, device)
+    return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), seconds, device)
 
 
 class _ProvenancePart(BaseModel):
@@ -177,9 +185,9 @@ def _parents(
     dependencies: Mapping[str, _Dependency],
     starts: Sequence[Path],
     hashes: HashMemo,
-) -> dict[str, Checkpoint]:
-    """Every parent, by its name in the recipe, each compared with the provenance."""
-    found: dict[str, Checkpoint] = {}
+) -> dict[str, tuple[Path, Path | None]]:
+    """The directory of every parent, and of its adapter, by its name in the recipe; compared with the provenance."""
+    found: dict[str, tuple[Path, Path | None]] = {}
     for reference in references:
         name = str(reference)
         dependency = dependencies.get(name)
@@ -191,8 +199,7 @@ def _parents(
             if adapter is not None:
                 seen = adapted_digest(seen, adapter_digest(adapter, hashes))
             if seen == digest.sha256:
-                model = open_checkpoint(place)
-                found[name] = model if adapter is None else apply_adapter(model, open_adapter(adapter))
+                found[name] = place, adapter
                 break
         else:
             raise InvalidInput(
@@ -202,6 +209,15 @@ def _parents(
                 remedy="say with --parents what the recipe's paths are relative to, and bring back what was merged",
             )
     return found
+
+
+def _opened(model: Path, adapter: Path | None) -> Checkpoint:
+    opened = open_checkpoint(model)
+    return opened if adapter is None else apply_adapter(opened, open_adapter(adapter))
+
+
+def _no_progress(done: int, total: int) -> None:
+    """Nobody watches."""
 
 
 def _places(

@@ -30,6 +30,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_adapter(base, place / "table", torch.float32, seed=3, target_modules=["embed_tokens", "q_proj"])
     make_adapter(base, place / "dora", torch.float32, target_modules=LINEAR, use_dora=True)
     make_adapter(base, place / "norms", torch.float32, target_modules=LINEAR, modules_to_save=["norm"])
+    moe = make_base(place / "moe", "mixtral", torch.float32)
+    make_adapter(moe, place / "experts", torch.float32, target_parameters=["mlp.experts.down_proj"])
     gpt2 = make_base(place / "gpt2", "gpt2", torch.float32)
     for seed, name in enumerate(("three", "four"), start=3):
         make_adapter(gpt2, place / name, torch.float32, seed=seed, target_modules=["c_attn"], fan_in_fan_out=True)
@@ -169,10 +171,23 @@ def test_a_recipe_that_cannot_have_an_adapter_for_its_result_is_refused(changes:
         load_recipe(written("ties", "one", "two") | changes)
 
 
-@pytest.mark.parametrize(("name", "words"), [("dora", "DoRA"), ("norms", "norm.weight: it is replaced")])
+@pytest.mark.parametrize(("name", "words"), [("dora", "DoRA"), ("experts", "experts")])
 def test_what_is_no_product_is_refused_by_name(family: Path, tmp_path: Path, name: str, words: str) -> None:
+    base = "moe" if name == "experts" else "base"
     with pytest.raises(InvalidInput, match=words):
-        combined(family, written("task_arithmetic", "one", name, output="adapter"), tmp_path / "adapter")
+        combined(family, written("task_arithmetic", name, base=base, output="adapter"), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("method", ["linear", "task_arithmetic", "ties"])
+def test_norms_that_adapters_bring_along_are_merged_by_the_same_method(
+    family: Path, tmp_path: Path, method: str
+) -> None:
+    recipe = written(method, "one", "norms", output="adapter", rank=64)
+    combined(family, recipe, tmp_path / "adapter")
+    theirs = unloaded_by_peft(family / "base", tmp_path / "adapter", tmp_path / "theirs", torch.float32)
+    whole, before = merged_whole(family, recipe, tmp_path / "whole"), read_all(family / "base")
+    assert torch.equal(theirs["model.norm.weight"], whole["model.norm.weight"])
+    assert not torch.equal(theirs["model.norm.weight"], before["model.norm.weight"])
 
 
 def test_weights_that_are_no_average_are_refused(family: Path, tmp_path: Path) -> None:
