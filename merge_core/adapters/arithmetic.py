@@ -7,8 +7,9 @@ another order: so each tile has the same bits as the whole product would have th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,8 +112,15 @@ class Product:
         first, end = first + self.first_row, end + self.first_row
         left, right = self.left[unit], self.right[unit]
         product = left @ right[:, first:end] if self.transposed else left[first:end] @ right
-        product.mul_(self.scale)
+        if self.scale != 1:
+            product.mul_(self.scale)
         return product.T if self.transposed else product
+
+    def with_exact_scale(self) -> Product:
+        """The same numbers with less to do: a power of two goes into a factor without any rounding."""
+        if abs(math.frexp(self.scale)[0]) != 0.5 or not 2**-24 <= abs(self.scale) <= 2**24:
+            return self
+        return replace(self, left=self.left * self.scale, scale=1.0)
 
 
 def column_norms(source: AnyTensor, elements: ReadElements, product: Product, grid: Grid) -> torch.Tensor:
@@ -145,8 +153,11 @@ def add_product(
             start = (unit * grid.rows + top) * grid.width
             change = product.rows(unit, top, bottom).reshape(-1)
             low, high = max(first, start), min(end, start + len(change))
-            part = change[low - start : high - start]
-            values[low - first : high - first].add_(part.to(values.dtype) if round_change else part)
+            part, there = change[low - start : high - start], values[low - first : high - first]
+            if round_change or there.dtype == part.dtype:
+                there.add_(part.to(there.dtype))
+            else:  # One rounding, of the sum. An addition of two formats does the same in smaller steps.
+                there.copy_(there.to(part.dtype).add_(part))
 
     return changed
 

@@ -90,7 +90,7 @@ class AdaptedWeight(DerivedTensor):
     def open(self, read: ReadStored) -> ReadElements:
         elements, numeric = elements_of(self.source, read), high_format(self.dtype)
         left, right = self._factors(read, numeric)
-        product = Product(left, right, self.scale, self.transposed, self.first_row)
+        product = Product(left, right, self.scale, self.transposed, self.first_row).with_exact_scale()
         units = len(left)
         grid = Grid(units, self.shape[-2], self.shape[-1])
         if self.magnitude is None:
