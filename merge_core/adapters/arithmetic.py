@@ -8,6 +8,7 @@ another order: so each tile has the same bits as the whole product would have th
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # A tile stays in the cache of a core; and has at least so many rows, also the last one.
 _TILE_ELEMENTS = 1 << 16
 _FEWEST_ROWS = 16
+_scratch = threading.local()
 
 
 def elements_of(tensor: AnyTensor, read: ReadStored) -> ReadElements:
@@ -57,6 +59,16 @@ def high_format(dtype: DType) -> torch.dtype:
     import torch
 
     return torch.float64 if dtype.code == "F64" else torch.float32
+
+
+def scratch(use: str, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Memory of this thread for ``count`` numbers, until the next call for the same use gives it again."""
+    import torch
+
+    held: dict[tuple[str, torch.dtype], torch.Tensor] = _scratch.__dict__.setdefault("held", {})
+    if (use, dtype) not in held or len(held[use, dtype]) < count:
+        held[use, dtype] = torch.empty(count, dtype=dtype)
+    return held[use, dtype][:count]
 
 
 @dataclass(frozen=True)
@@ -108,10 +120,18 @@ class Product:
     first_row: int = 0
 
     def rows(self, unit: int, first: int, end: int) -> torch.Tensor:
-        """Rows ``first`` to ``end`` of the change of one unit, ``[end - first, width]``."""
+        """Rows ``first`` to ``end`` of the change of one unit, ``[end - first, width]``, until the next call."""
+        import torch
+
         first, end = first + self.first_row, end + self.first_row
         left, right = self.left[unit], self.right[unit]
-        product = left @ right[:, first:end] if self.transposed else left[first:end] @ right
+        if self.transposed:
+            right = right[:, first:end]
+        else:
+            left = left[first:end]
+        # Fresh memory would cost more than the product.
+        product = scratch("product", left.dtype, len(left) * right.shape[1]).view(len(left), -1)
+        torch.mm(left, right, out=product)
         if self.scale != 1:
             product.mul_(self.scale)
         return product.T if self.transposed else product
@@ -157,7 +177,8 @@ def add_product(
             if round_change or there.dtype == part.dtype:
                 there.add_(part.to(there.dtype))
             else:  # One rounding, of the sum. An addition of two formats does the same in smaller steps.
-                there.copy_(there.to(part.dtype).add_(part))
+                wide = scratch("wide", part.dtype, len(part))
+                there.copy_(wide.copy_(there).add_(part))
 
     return changed
 

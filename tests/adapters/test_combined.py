@@ -74,7 +74,15 @@ def merged_whole(family: Path, recipe: dict[str, Any], out: Path) -> dict[str, t
 
 @pytest.mark.parametrize(
     "method",
-    ["linear", "task_arithmetic", "ties", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs"],
+    [
+        "linear",
+        "ties",
+        "dare_ties",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("task_arithmetic", "dare_linear", "della", "della_linear", "breadcrumbs")
+        ),
+    ],
 )
 def test_without_a_limit_it_is_the_merge_of_the_whole_models(family: Path, tmp_path: Path, method: str) -> None:
     """The same masks, signs and thresholds: the method sees the same differences."""
