@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # A tile stays in the cache of a core; and has at least so many rows, also the last one.
 _TILE_ELEMENTS = 1 << 16
 _FEWEST_ROWS = 16
+_REMEMBERED_BYTES = 64 << 20
 _scratch = threading.local()
 
 
@@ -141,6 +142,26 @@ class Product:
         if abs(math.frexp(self.scale)[0]) != 0.5 or not 2**-24 <= abs(self.scale) <= 2**24:
             return self
         return replace(self, left=self.left * self.scale, scale=1.0)
+
+
+def remembered(tensor: DerivedTensor, elements: ReadElements) -> ReadElements:
+    """The same elements, computed once: methods that look at a tensor in several passes read the second from memory.
+
+    Of tensors up to a size; a larger one is computed again, so that memory does not grow with the model.
+    """
+    if not 0 < tensor.nbytes <= _REMEMBERED_BYTES:
+        return elements
+    kept: dict[int, Any] = {}  # first element → its piece; pieces are the same in every pass
+
+    def once(first: int, into: Any) -> None:
+        piece = kept.get(first)
+        if piece is not None and len(piece) == len(into):
+            into[:] = piece
+            return
+        elements(first, into)
+        kept[first] = into.copy()
+
+    return once
 
 
 def column_norms(source: AnyTensor, elements: ReadElements, product: Product, grid: Grid) -> torch.Tensor:

@@ -18,6 +18,7 @@ from merge_core.adapters.arithmetic import (
     high_format,
     read_factor,
     read_whole,
+    remembered,
     scale_directions,
 )
 from merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor
@@ -94,9 +95,9 @@ class AdaptedWeight(DerivedTensor):
         units = len(left)
         grid = Grid(units, self.shape[-2], self.shape[-1])
         if self.magnitude is None:
-            return add_product(self.source, elements, product, grid, round_change=self.round_change)
+            return remembered(self, add_product(self.source, elements, product, grid, round_change=self.round_change))
         magnitude = read_factor(self.magnitude, read, numeric).reshape(-1)
-        return scale_directions(self.source, elements, product, grid, magnitude)
+        return remembered(self, scale_directions(self.source, elements, product, grid, magnitude))
 
     def _factors(self, read: ReadStored, numeric: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """``[units, out, rank]`` and ``[units, rank, in]``."""
