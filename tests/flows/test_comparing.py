@@ -133,7 +133,7 @@ def test_a_broken_checkpoint_is_not_worth_its_tasks(compared: Compared) -> None:
         (
             [str(MODELS / "base"), f"{MODELS / 'base'}+{MODELS / 'base'}"],
             "profiles/demo.yaml",
-            "no adapter_config.json",
+            "no adapter",
         ),
         ([str(MODELS / "base"), "org/never-was@main"], "profiles/demo.yaml", "no such directory here"),
         ([str(MODELS / "base"), str(MODELS / "reverser")], "nowhere.yaml", "No such file"),
