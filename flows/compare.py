@@ -24,7 +24,14 @@ from flows.assessment import Assessment, assess_merge
 from flows.outcome import RunOutcome, reported_outcome, show_in_prefect, stopped_outcome
 from flows.profile import Profile, load_profile
 from merge_core.errors import InvalidInput, MergegateError
-from tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint, fetch_weights, find_checkpoint, pin_checkpoints
+from tasks.checkpoints import (
+    PinnedCheckpoint,
+    ResolvedCheckpoint,
+    fetch_weights,
+    find_checkpoint,
+    loadable,
+    pin_checkpoints,
+)
 from tasks.evaluation import join_parts, pin_data
 from tasks.gate import distinct_guards
 from tasks.preflight import Evidence
@@ -60,7 +67,7 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
     against, judged_one = (model.name for model in found)
     evidence = pin_against(profile, found[0])
     fetch_weights(found, store().hashes)
-    models = pin_checkpoints(found, store().hashes)
+    models = loadable(pin_checkpoints(found, store().hashes))
 
     measured = assess_merge(models[1], models[:1], None, evidence)
     verdict = measured.verdict.value

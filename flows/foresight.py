@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasks.checkpoints import Model, PinnedCheckpoint, ResolvedCheckpoint, pinned_before
+from tasks.checkpoints import Model, PinnedCheckpoint, ResolvedCheckpoint, loadable_before, pinned_before
 from tasks.evaluation import EvalTask, known_scores, looks
 from tasks.gate import ANCHOR, GatePower, PlannedTask, gate_power, known_discordance
 from tasks.preflight import Evidence
@@ -49,6 +49,6 @@ def night_power(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attem
     Args:
         parents: Of the merge. Scores are looked up of those whose files were hashed before.
     """
-    known = pinned_before(parents, store().hashes)
+    known = loadable_before(pinned_before(parents, store().hashes))
     planned = [one for one in planned_tasks(evidence, known) if one.guard.guarded_by != ANCHOR]
     return gate_power(planned, evidence.rule.for_attempt(1, attempts)) if planned else None

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from merge_core import Finding, MergePlan, Recipe, plan_merge, plan_with_findings
-from tasks.checkpoints import ResolvedCheckpoint, open_parent, resolve_all_parents
+from tasks.checkpoints import (
+    ResolvedCheckpoint,
+    adapter_remarks,
+    open_parent,
+    require_combinable,
+    resolve_all_parents,
+)
 
 
 def find_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
@@ -40,6 +46,7 @@ def clear_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[
         Refused: for parents that do not fit each other, or cannot be looked into.
     """
     (found,) = find_parents([recipe])
+    require_combinable(recipe, found)
     planned = plan_with_findings(recipe, {parent.ref: open_parent(parent) for parent in found})
     findings = planned.findings
     if planned.cut_pairs:  # Asking tokenizers takes a process, and only where they differ.
@@ -48,4 +55,4 @@ def clear_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[
         findings = with_shares(planned)
     if blocking := [finding for finding in findings if finding.severity == "block"]:
         raise blocking[0].refusal()
-    return found, findings
+    return found, (*findings, *adapter_remarks(found))

@@ -21,7 +21,7 @@ from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_fi
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, search_parents
 from tasks.evaluation import CountLimit, count_task, data_revisions
-from tasks.gate import power_finding
+from tasks.gate import needs_champion, power_finding
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
     Compatibility,
@@ -133,6 +133,13 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
     cleared = []
     for candidate, found in zip(candidates, parents, strict=True):
         with problems.noted(of_the_profile=True):
+            if candidate.recipe.output and evidence and needs_champion(evidence.guards):
+                raise InvalidInput(
+                    f"profile {profile.name}: evaluate.tasks",
+                    found="a guard by the champion, of a recipe whose result is an adapter",
+                    expected="guards by parents",
+                    remedy="compare with the base or with one of the adapters: guarded_by: base+adapter",
+                )
             if _is_whole(candidate.recipe, found):
                 profile.check_references(found)
         cleared.append(_clear(candidate, found, rules, problems))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from prefect import flow, get_run_logger
@@ -34,7 +35,7 @@ from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
 from merge_core.errors import ChangedInput, DiskRefused, MergegateError, Refused
 from merge_core.store import refusing_disk
-from tasks.checkpoints import PinnedRecipe, fetch_weights, pin_checkpoints
+from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
 from tasks.merge import merge, merged_model, numerics, router_rows, with_gates
@@ -130,7 +131,7 @@ def make_attempt(
         raise  # It says nothing about the recipe: no remedy of it helps.
     except Refused as refusal:
         return FailedMerge(cleared, refusal)
-    model = merged_model(merged)
+    model = merged_model(merged, pinned)
     champion = anchor = None
     if needs_champion(evidence.guards):
         champion = find_champion(profile.publish, profile.root, model, store().hashes)
@@ -139,14 +140,18 @@ def make_attempt(
     if champion:
         anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
-    assessment = assess_merge(model, pinned.parents, champion, evidence, anchor)
+    # The merge reads adapters as they are; what loads a model needs it whole.
+    parents = loadable(pinned.parents)
+    model = loadable([model])[0] if isinstance(model, PinnedCheckpoint) else model
+    assessment = assess_merge(model, parents, champion, evidence, anchor)
     gate = assessment.verdict.value
-    explanation = explain_merge(pinned, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks)
-    together = ensemble_of(pinned.parents, evidence)
+    whole = replace(pinned, parents=parents)
+    explanation = explain_merge(whole, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks)
+    together = ensemble_of(parents, evidence)
     verdicts = [gate.as_verdict()]
     for judgement in judgements:
         if all(verdict.publishable for verdict in verdicts):
-            verdict = judgement(JudgedMerge(profile, evidence, model, pinned.parents))
+            verdict = judgement(JudgedMerge(profile, evidence, model, parents))
             verdicts += [verdict] if verdict else []
     return Attempt(
         cleared,

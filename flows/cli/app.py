@@ -99,6 +99,30 @@ def check_command(
     raise typer.Exit(code)
 
 
+@app.command("extract-lora")
+def extract_lora_command(
+    finetuned: Annotated[str, typer.Argument(help="The fine-tune: a directory, or org/name@revision.")],
+    base: Annotated[str, typer.Argument(help="The model that it was made from.")],
+    rank: Annotated[int, typer.Option(help="The largest rank of a factor.")],
+    out: Annotated[Path, typer.Option(help="Directory for the adapter; must not exist yet.")] = Path("adapter"),
+    epsilon: Annotated[float, typer.Option(help="Leave out directions with singular values up to this.")] = 0.0,
+    save_module: Annotated[
+        list[str] | None, typer.Option(help="End of a module's name that is saved whole (lm_head); repeatable.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Format of the factors: float32, bfloat16 or float16.")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Make a LoRA adapter of a fine-tune and its base, and say what it leaves out."""
+    with _refusals(as_json):
+        from flows.cli.extract import extract_to
+        from merge_core.adapters import ExtractionSettings
+
+        settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
+        record = extract_to(finetuned, base, out, settings, console=_console(as_json))
+        if as_json:
+            print(json.dumps(record))
+
+
 @app.command("plan")
 def plan_command(
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect), or a profile.")],

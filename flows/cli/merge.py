@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -12,14 +12,20 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from flows.parents import clear_recipe
-from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput, Refused
 from merge_core.experts import match_experts
-from merge_core.store import try_open_locked
-from tasks.checkpoints import identify_files, pin_checkpoints, require_same_files
+from merge_core.store import FileIdentity, try_open_locked
+from tasks.checkpoints import (
+    ResolvedCheckpoint,
+    identify_parents,
+    open_parent,
+    pin_checkpoints,
+    require_same_files,
+)
 from tasks.checkpoints.hub import Snapshot, download_snapshots
-from tasks.merge import with_gates
+from tasks.merge import combine_parents, with_gates
 from tasks.stage import store
 
 
@@ -48,11 +54,13 @@ def _merge_to(
     found, findings = clear_recipe(recipe)
     for finding in findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
-    _fetch([parent.snapshot for parent in found if parent.snapshot], console)
+    _fetch([one for parent in found for one in parent.snapshots], console)
     by_ref = {parent.ref: parent for parent in found}
     recipe = with_gates(recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
-    looked = identify_files(parent.directory for parent in found)
-    matched = match_experts(recipe, {parent.ref: open_checkpoint(parent.directory) for parent in found})
+    looked = identify_parents(found)
+    if recipe.output:
+        return _combine(recipe, found, looked, out, seed=seed, console=console)
+    matched = match_experts(recipe, {parent.ref: open_parent(parent) for parent in found})
     plan = plan_merge(matched.recipe, matched.checkpoints)
     place = out if share else out.with_name(f"{out.name}.partial")
     if not share:
@@ -86,6 +94,39 @@ def _merge_to(
         "seconds": record.seconds,
         "files": dict(record.files),
         "findings": [f"{finding.severity}: {finding.where}: {finding.found}" for finding in odd],
+    }
+
+
+def _combine(
+    recipe: Recipe,
+    found: Sequence[ResolvedCheckpoint],
+    looked: Mapping[Path, FileIdentity],
+    out: Path,
+    *,
+    seed: int,
+    console: Console,
+) -> dict[str, object]:
+    """Merge adapters into an adapter."""
+    place = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(place, ignore_errors=True)
+    parents = [(one.ref, one.directory, one.adapter.directory) for one in found if one.adapter]
+    with _bar(recipe.summary(), console) as bar:
+        job = bar.add_task("merge", total=None)
+        made = combine_parents(
+            recipe,
+            parents,
+            place,
+            seed=seed,
+            on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+        )
+    require_same_files(looked)
+    place.rename(out)
+    console.print(f"{out}: an adapter of {len(made.errors)} modules; {made.error:.2%} of the change is left out")
+    return {
+        "out": str(out),
+        "method": recipe.merge_method,
+        "error": made.error,
+        "modules": {one.module: {"rank": one.rank, "error": one.error} for one in made.errors},
     }
 
 

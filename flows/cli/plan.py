@@ -109,7 +109,7 @@ def plan_file(
     recipe = profile.candidates()[0].recipe if profile else load_recipe(file)
     with console.status("reading headers"):
         found, plan = plan_recipe(recipe)
-    snapshots = {parent.directory: parent.snapshot for parent in found if parent.snapshot}
+    snapshots = {one.directory: one for parent in found for one in parent.snapshots}
     coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
     forecast = make_forecast(plan, coming, out, device, named, probe)
     if profile:

@@ -12,7 +12,7 @@ from rich.text import Text
 from flows.profile import load_profile
 from merge_core.errors import InvalidInput
 from merge_core.store import digest
-from tasks.checkpoints import Model, find_checkpoint
+from tasks.checkpoints import Model, find_checkpoint, loadable_alone, pin_checkpoints
 from tasks.checkpoints.hub import download_snapshots
 from tasks.serve import STEPS, ServeSettings, ServeVerdict, find_server, smoke_checkpoint, smoke_url
 from tasks.stage import device_kind, home, store
@@ -83,8 +83,10 @@ def smoke_target(
 def _local(reference: str) -> Model:
     """The checkpoint as a model; one on the Hub is downloaded."""
     found = find_checkpoint(reference)
-    if found.snapshot:
-        download_snapshots([found.snapshot], store().hashes)
+    if found.snapshots:
+        download_snapshots(found.snapshots, store().hashes)
+    if found.adapter:
+        return loadable_alone(pin_checkpoints([found], store().hashes))[0]
     # Nothing is cached here, so the place is identity enough.
     return Model(name=found.name, digest=digest(str(found.directory)), directory=found.directory)
 

@@ -13,11 +13,22 @@ from merge_core.checkpoint.checkpoint import (
     open_checkpoint,
 )
 from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
-from merge_core.checkpoint.dtypes import BY_CODE, EXPONENTS, DType, numbers, patterns, promote, recipe_dtype
-from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_into, render_header
+from merge_core.checkpoint.dtypes import (
+    BY_CODE,
+    BY_TORCH_NAME,
+    EXPONENTS,
+    DType,
+    numbers,
+    patterns,
+    promote,
+    recipe_dtype,
+)
+from merge_core.checkpoint.pickled_file import read_pickled
+from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_header, read_into, render_header
 
 __all__ = [
     "BY_CODE",
+    "BY_TORCH_NAME",
     "EXPONENTS",
     "FILE",
     "INDEX_NAME",
@@ -37,7 +48,9 @@ __all__ = [
     "open_checkpoint",
     "patterns",
     "promote",
+    "read_header",
     "read_into",
+    "read_pickled",
     "recipe_dtype",
     "render_header",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import numbers, patterns
+from merge_core.checkpoint import DerivedTensor, numbers, patterns
 from merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
 from merge_core.engine.devices import SingleThreadedTorch, device_type
 from merge_core.engine.finite import look_through, require_finite
@@ -83,6 +83,8 @@ class TensorRun:
         job, context = self.job, self.context
         grain = context.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
         block = max(1, context.settings.block_elements // grain) * grain
+        if any(isinstance(item.tensor, DerivedTensor) for item in job.inputs):
+            context.torch.use()  # They may be computed with it while they are read.
         self.inputs = JobInputs(job, context.files, block=block, grain=grain, pool=context.pool)
         self.squares = np.zeros(1 + len(job.inputs))
         self.broken = np.zeros(len(job.inputs), np.int64)  # NaN and infinite elements, of each input.

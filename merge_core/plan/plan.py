@@ -120,13 +120,6 @@ def step_of(file: Path) -> str | None:
 
 def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]) -> MergePlan:
     for ref in recipe.own_references():
-        if ref.adapter:
-            raise InvalidInput(
-                str(ref),
-                found="an adapter",
-                expected="a full checkpoint",
-                remedy="merge the adapter into its model first",
-            )
         if str(ref) not in checkpoints:
             raise InvalidInput(str(ref), found="no checkpoint was opened for it", expected="one for every reference")
     name = str(recipe.donor)

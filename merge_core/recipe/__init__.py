@@ -3,6 +3,7 @@
 A recipe is parsed once, strictly; after that nothing is validated again.
 """
 
+from merge_core.recipe.adapter_output import AdapterOutput
 from merge_core.recipe.mixture import Expert, GateRows, Mixture
 from merge_core.recipe.overrides import apply_overrides
 from merge_core.recipe.parameters import Parameters, value_for
@@ -11,6 +12,7 @@ from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference
 from merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, TokenRow
 
 __all__ = [
+    "AdapterOutput",
     "CheckpointRef",
     "Expert",
     "GateRows",

@@ -16,6 +16,7 @@ from merge_core.checkpoint import DType, recipe_dtype
 from merge_core.errors import InvalidInput, suggest
 from merge_core.methods import UPCYCLING, Method, find_method
 from merge_core.parsing import parse_yaml, read_yaml
+from merge_core.recipe.adapter_output import AdapterOutput, parse_output
 from merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
 from merge_core.recipe.parameters import Parameters, parse_parameters
 from merge_core.recipe.reference import CheckpointRef, parse_reference
@@ -38,6 +39,8 @@ _TOP = (
     "chat_template",
     "name",
     "align_experts",
+    "output",
+    "rank",
 )
 
 
@@ -90,6 +93,7 @@ class Recipe:
         experts_in_order: Whether that has been done, see :func:`merge_core.experts.match_experts`.
         mixture: How dense models become a mixture of experts; None where models are merged. Then the sources are the
             base and all experts, and ``merge_method`` is that of :data:`merge_core.methods.UPCYCLING`.
+        output: What is made instead of a model: an adapter of adapters on one base.
     """
 
     merge_method: str
@@ -107,6 +111,7 @@ class Recipe:
     align_experts: bool = False
     experts_in_order: bool = False
     mixture: Mixture | None = None
+    output: AdapterOutput | None = None
 
     @property
     def method(self) -> Method:
@@ -176,7 +181,8 @@ class Recipe:
         cuts = sum(len(module.slices) for module in self.modules)
         slices = f" in {cuts} slices" if cuts > len(self.modules) else ""
         steps = f" after {len(self.steps)} steps" if self.steps else ""
-        return f"{self.merge_method} of {len(others) if base else len(models)}{base}{slices}{steps}"
+        made = " adapters" if self.output else ""
+        return f"{self.merge_method} of {len(others) if base else len(models)}{made}{base}{slices}{steps}"
 
     def content_key(self) -> dict[str, Any]:
         """What counts of a recipe in a key."""
@@ -188,6 +194,8 @@ class Recipe:
         later: dict[str, Any] = {"align_experts": True} if self.align_experts else {}
         if self.mixture is not None:
             later["mixture"] = self.mixture.canonical()
+        if self.output is not None:
+            later["output"] = self.output.canonical()
         return {
             **later,
             "merge_method": self.merge_method,
@@ -305,7 +313,9 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
         align_experts=_switch(content.get("align_experts", False), f"{where}: align_experts"),
     )
     _check_required(recipe, method)
-    return recipe
+    models = [source.model for cut in modules[0].slices for source in cut.sources]
+    output = parse_output(content, method.name, base, models, f"{where}: ")
+    return recipe if output is None else replace(recipe, output=output)
 
 
 def _mixture_of(value: Mapping[str, Any], where: str, directory: Path | None) -> Recipe:

@@ -4,6 +4,8 @@ Directories and Hub repositories are resolved, looked into by headers, fetched, 
 in the process that holds models.
 """
 
+from tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
+from tasks.checkpoints.applied import loadable, loadable_alone, loadable_before
 from tasks.checkpoints.fetch import fetch_weights
 from tasks.checkpoints.files import deciding_files, identify_files, require_same_files
 from tasks.checkpoints.memory import Capacity, gpu_memory, system_memory
@@ -14,11 +16,16 @@ from tasks.checkpoints.pin import (
     PinnedCheckpoint,
     PinnedRecipe,
     ResolvedCheckpoint,
+    adapted_digest,
+    adapter_digest,
+    adapter_remarks,
     checkpoint_digest,
     find_checkpoint,
+    identify_parents,
     open_parent,
     pin_checkpoints,
     pinned_before,
+    require_combinable,
     resolve_all_parents,
     resolve_parents,
     search_parents,
@@ -28,10 +35,15 @@ __all__ = [
     "Capacity",
     "LoadedModel",
     "Model",
+    "PinnedAdapter",
     "PinnedCheckpoint",
     "PinnedRecipe",
+    "ResolvedAdapter",
     "ResolvedCheckpoint",
     "TellProgress",
+    "adapted_digest",
+    "adapter_digest",
+    "adapter_remarks",
     "ask_child",
     "checkpoint_digest",
     "deciding_files",
@@ -41,10 +53,15 @@ __all__ = [
     "find_checkpoint",
     "gpu_memory",
     "identify_files",
+    "identify_parents",
     "load_model",
+    "loadable",
+    "loadable_alone",
+    "loadable_before",
     "open_parent",
     "pin_checkpoints",
     "pinned_before",
+    "require_combinable",
     "require_same_files",
     "resolve_all_parents",
     "resolve_parents",

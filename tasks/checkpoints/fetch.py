@@ -46,11 +46,17 @@ def fetch_weights(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Fetc
     Raises:
         Refused: a file cannot be had, or is not what the Hub lists.
     """
-    remote = [(parent.name, parent.snapshot) for parent in found if parent.snapshot]
+    # A model that several adapters are applied to is fetched once.
+    remote = list({one.directory: (_called(parent, one), one) for parent in found for one in parent.snapshots}.values())
     if not remote:
         return None
     names = tuple(f"{name}@{snapshot.commit[:8]}" for name, snapshot in remote)
     return _fetch(names, [snapshot for _, snapshot in remote], hashes)
+
+
+def _called(parent: ResolvedCheckpoint, snapshot: Snapshot) -> str:
+    """The name of a parent; of one with an adapter, that of the repository."""
+    return snapshot.repo.rpartition("/")[2] if parent.adapter else parent.name
 
 
 @step("fetch")

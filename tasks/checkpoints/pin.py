@@ -9,7 +9,7 @@ have come (``tasks.checkpoints.fetch``), ``pin_checkpoints`` hashes the files th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,17 +18,22 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
-from merge_core.errors import InvalidInput, MergegateError
+from merge_core.adapters import require_products
+from merge_core.errors import Finding, InvalidInput, MergegateError
 from merge_core.recipe import expanded, parse_reference
-from merge_core.store import HashMemo, NotInKey, merkle
-from tasks.checkpoints.files import deciding_files
+from merge_core.store import FileIdentity, HashMemo, NotInKey, file_identity, merkle
+from merge_core.store import digest as canonical_digest
+from tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
+from tasks.checkpoints.files import deciding_files, identify_files
 from tasks.checkpoints.hub.errors import all_at_once
 from tasks.checkpoints.hub.headers import open_snapshot
 from tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
 from tasks.checkpoints.model import Model
 
-# Where a reference leads, or why nowhere.
-Located = tuple[Path, Snapshot | None] | MergegateError
+# Where a reference leads, with its adapter; or why nowhere.
+Located = tuple[Path, Snapshot | None, ResolvedAdapter | None] | MergegateError
+# From repository, revision, and whether it is an adapter, to its commit, or why there is none.
+AskHub = Callable[[str, str | None, bool], Snapshot | MergegateError]
 
 
 class ResolvedCheckpoint(BaseModel):
@@ -43,6 +48,18 @@ class ResolvedCheckpoint(BaseModel):
     is_base: bool = False
     is_merged: Annotated[bool, NotInKey] = True  # its weights are, see ``Recipe.merged_references``
     snapshot: Annotated[Snapshot | None, NotInKey] = None  # of a Hub repository: what its commit lists
+    adapter: Annotated[ResolvedAdapter | None, NotInKey] = None  # that is applied to it
+
+    @property
+    def snapshots(self) -> tuple[Snapshot, ...]:
+        """What of it lies on the Hub: model, adapter."""
+        both = (self.snapshot, self.adapter.snapshot if self.adapter else None)
+        return tuple(one for one in both if one)
+
+    @property
+    def deciding(self) -> tuple[str, ...]:
+        """Names of the files of the model that decide what it does."""
+        return self.snapshot.deciding if self.snapshot else deciding_files(self.directory)
 
 
 class PinnedCheckpoint(Model):
@@ -52,6 +69,22 @@ class PinnedCheckpoint(Model):
     revision: Annotated[str | None, NotInKey] = None
     is_base: Annotated[bool, NotInKey] = False
     is_merged: Annotated[bool, NotInKey] = True
+    adapter: Annotated[PinnedAdapter | None, NotInKey] = None  # that is applied to it; in the digest
+
+    def pinned(self) -> Mapping[Path, str]:
+        return {**super().pinned(), **(self.adapter.pinned() if self.adapter else {})}
+
+    def present(self) -> Iterable[Path]:
+        return (*super().present(), *(self.adapter.pinned() if self.adapter else ()))
+
+    def open(self) -> Checkpoint:
+        """Its configuration and headers, with its adapter applied; its weights are here.
+
+        Raises:
+            InvalidInput: for files that cannot be a checkpoint, or an adapter of it.
+        """
+        model = open_checkpoint(self.directory)
+        return self.adapter.applied_to(model) if self.adapter else model
 
 
 @dataclass(frozen=True)
@@ -107,24 +140,23 @@ def find_checkpoint(text: str) -> ResolvedCheckpoint:
     """One checkpoint by name: a directory, relative to where we are, or ``org/name@revision``.
 
     Raises:
-        InvalidInput: for what is neither, or an adapter.
+        InvalidInput: for what is neither.
         Refused: for a repository that may not be read, or a Hub that cannot be reached.
     """
     # A directory may have an @ or a + in its name.
     reference = CheckpointRef(text) if expanded(text).is_dir() else parse_reference(text, text)
-    if reference.adapter:
-        raise InvalidInput(
-            text,
-            found="an adapter",
-            expected="a whole checkpoint",
-            remedy="merge the adapter into its model first: mergegate merge",
-        )
     place = _locate(reference, None, _snapshot)
     if isinstance(place, MergegateError):
         raise place
-    directory, snapshot = place
-    revision = snapshot.commit if snapshot else None
-    return ResolvedCheckpoint(name=reference.name, ref=text, directory=directory, revision=revision, snapshot=snapshot)
+    directory, snapshot, adapter = place
+    return ResolvedCheckpoint(
+        name=_name(reference),
+        ref=text,
+        directory=directory,
+        revision=snapshot.commit if snapshot else None,
+        snapshot=snapshot,
+        adapter=adapter,
+    )
 
 
 def resolve_all_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
@@ -136,13 +168,39 @@ def resolve_all_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckp
 
 
 def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
-    """Configuration and headers of a parent, whether or not its weights are here.
+    """Configuration and headers of a parent with its adapter, whether or not its weights are here.
 
     Raises:
         InvalidInput: for files that cannot be a checkpoint.
         Refused: for headers that the Hub does not give.
     """
-    return open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
+    model = open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
+    return parent.adapter.applied_to(model) if parent.adapter else model
+
+
+def adapter_remarks(found: Sequence[ResolvedCheckpoint]) -> tuple[Finding, ...]:
+    """What is odd about the adapters of the parents.
+
+    Raises:
+        InvalidInput, Refused: as :func:`open_parent`.
+    """
+    adapted = [(parent.ref, parent.adapter) for parent in found if parent.adapter]
+    return tuple(one for ref, adapter in adapted for one in adapter.findings(ref.partition("+")[0]))
+
+
+def require_combinable(recipe: Recipe, found: Sequence[ResolvedCheckpoint]) -> None:
+    """See from headers that adapters of a recipe whose result is an adapter can be combined.
+
+    Raises:
+        InvalidInput: naming the first that cannot.
+        Refused: as :func:`open_parent`.
+    """
+    if recipe.output is None:
+        return
+    for parent in found:
+        if parent.adapter:
+            base = open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
+            require_products(parent.ref, base, parent.adapter.open())
 
 
 def pin_checkpoints(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
@@ -158,10 +216,24 @@ def pinned_before(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tupl
     """Those of the parents whose files are here and were all hashed before, pinned; nothing is read for it."""
     pinned: list[PinnedCheckpoint] = []
     for parent in found:
-        names = parent.snapshot.deciding if parent.snapshot else deciding_files(parent.directory)
-        if names and all(hashes.known(parent.directory / name) for name in names):
+        paths = [parent.directory / name for name in parent.deciding]
+        if parent.adapter:
+            paths += [parent.adapter.directory / name for name in parent.adapter.deciding]
+        if paths and all(hashes.known(path) for path in paths):
             pinned += pin_checkpoints([parent], hashes)
     return tuple(pinned)
+
+
+def identify_parents(found: Sequence[ResolvedCheckpoint]) -> dict[Path, FileIdentity]:
+    """Identities of all files of the parents, which are here, for ``require_same_files``.
+
+    Raises:
+        InvalidInput: An index that is not JSON.
+    """
+    identities = identify_files(parent.directory for parent in found)
+    for adapter in (parent.adapter for parent in found if parent.adapter):
+        identities |= {path: file_identity(path) for path in map(adapter.directory.joinpath, adapter.deciding)}
+    return identities
 
 
 def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
@@ -174,13 +246,44 @@ def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
 
 
 def _pinned(parent: ResolvedCheckpoint, hashes: HashMemo) -> PinnedCheckpoint:
-    names = parent.snapshot.deciding if parent.snapshot else deciding_files(parent.directory)
-    files = _hashed(parent.directory, names, hashes)
-    return PinnedCheckpoint(
-        **parent.model_dump(exclude={"snapshot"}),
-        digest=merkle(files),
-        files=tuple((name, sha256) for name, (_, sha256) in sorted(files.items())),
-    )
+    files = _hashed(parent.directory, parent.deciding, hashes)
+    digest, adapter = merkle(files), None
+    if parent.adapter:
+        own = _adapter_files(parent.adapter, hashes)
+        digest = adapted_digest(digest, merkle(own))
+        adapter = PinnedAdapter(
+            ref=parent.adapter.ref,
+            directory=parent.adapter.directory,
+            revision=parent.adapter.revision,
+            files=_listed(own),
+        )
+    known = parent.model_dump(exclude={"snapshot", "adapter"})
+    return PinnedCheckpoint(**known, digest=digest, files=_listed(files), adapter=adapter)
+
+
+def adapter_digest(directory: Path, hashes: HashMemo) -> str:
+    """Merkle digest of the files of an adapter that matter.
+
+    Raises:
+        InvalidInput: for a directory without any.
+    """
+    return merkle(_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes))
+
+
+def _adapter_files(adapter: ResolvedAdapter, hashes: HashMemo) -> dict[str, tuple[int, str]]:
+    names = adapter.deciding
+    if len(names) < 2:
+        raise InvalidInput(str(adapter.directory), found="no adapter", expected="its configuration and its weights")
+    return _hashed(adapter.directory, names, hashes)
+
+
+def adapted_digest(model: str, adapter: str) -> str:
+    """Digest of a model with an adapter applied, from those of the two."""
+    return canonical_digest({"model": model, "adapter": adapter})
+
+
+def _listed(files: Mapping[str, tuple[int, str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, sha256) for name, (_, sha256) in sorted(files.items()))
 
 
 def _hashed(directory: Path, names: Sequence[str], hashes: HashMemo) -> dict[str, tuple[int, str]]:
@@ -191,22 +294,39 @@ def _hashed(directory: Path, names: Sequence[str], hashes: HashMemo) -> dict[str
     return files
 
 
-def _locate(
-    reference: CheckpointRef, root: Path | None, ask: Callable[[str, str | None], Snapshot | MergegateError]
-) -> Located:
+def _locate(reference: CheckpointRef, root: Path | None, ask: AskHub) -> Located:
+    model = _place(reference, root, ask, is_adapter=False)
+    if isinstance(model, MergegateError) or not reference.adapter:
+        return model if isinstance(model, MergegateError) else (*model, None)
+    try:
+        named = parse_reference(reference.adapter, f"{reference}: its adapter")
+    except MergegateError as error:
+        return error
+    adapter = _place(named, root, ask, is_adapter=True)
+    if isinstance(adapter, MergegateError):
+        return adapter
+    directory, snapshot = adapter
+    revision = snapshot.commit if snapshot else None
+    return *model, ResolvedAdapter(ref=reference.adapter, directory=directory, revision=revision, snapshot=snapshot)
+
+
+def _place(
+    reference: CheckpointRef, root: Path | None, ask: AskHub, *, is_adapter: bool
+) -> tuple[Path, Snapshot | None] | MergegateError:
+    """Of one directory or repository."""
     try:
         local = resolve_local(reference, root)
     except MergegateError as error:
         return error
     if local is not None:
         return local.resolve(), None
-    answer = ask(reference.path, reference.revision)
+    answer = ask(reference.path, reference.revision, is_adapter)
     return answer if isinstance(answer, MergegateError) else (answer.directory, answer)
 
 
-def _snapshot(repo: str, revision: str | None) -> Snapshot | MergegateError:
+def _snapshot(repo: str, revision: str | None, is_adapter: bool) -> Snapshot | MergegateError:
     try:
-        return find_snapshot(repo, revision)
+        return find_snapshot(repo, revision, adapter=is_adapter)
     except MergegateError as error:
         return error
 
@@ -220,7 +340,7 @@ def _found(
         place = located[reference, recipe.directory]
         if isinstance(place, MergegateError):
             continue
-        directory, snapshot = place
+        directory, snapshot, adapter = place
         found.append(
             ResolvedCheckpoint(
                 name=name,
@@ -230,6 +350,7 @@ def _found(
                 is_base=recipe.base is not None and str(reference) == str(recipe.base),
                 is_merged=reference in merged,
                 snapshot=snapshot,
+                adapter=adapter,
             )
         )
     return tuple(found)
@@ -248,5 +369,14 @@ def _substitute(value: object, digests: Mapping[str, str]) -> object:
 
 def _unique_names(references: Sequence[CheckpointRef]) -> list[str]:
     """Last path components where they tell the references apart, whole references where they do not."""
-    counts = Counter(reference.name for reference in references)
-    return [reference.name if counts[reference.name] == 1 else str(reference) for reference in references]
+    names = [_name(reference) for reference in references]
+    counts = Counter(names)
+    return [name if counts[name] == 1 else str(reference) for name, reference in zip(names, references, strict=True)]
+
+
+def _name(reference: CheckpointRef) -> str:
+    """What a person calls it: ``reverser``, or ``base+reverser-lora``."""
+    if not reference.adapter:
+        return reference.name
+    path = reference.adapter.partition("@")[0].rstrip("/")
+    return f"{reference.name}+{path.rpartition('/')[2] or path}"

@@ -4,7 +4,17 @@
 """
 
 from tasks.merge.gates import router_rows, with_gates
-from tasks.merge.stage import MERGED, Merged, MergeSettings, Numerics, RouterDistance, merge, merged_model, numerics
+from tasks.merge.stage import (
+    MERGED,
+    Merged,
+    MergeSettings,
+    Numerics,
+    RouterDistance,
+    combine_parents,
+    merge,
+    merged_model,
+    numerics,
+)
 
 __all__ = [
     "MERGED",
@@ -12,6 +22,7 @@ __all__ = [
     "Merged",
     "Numerics",
     "RouterDistance",
+    "combine_parents",
     "merge",
     "merged_model",
     "numerics",

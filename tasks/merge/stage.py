@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core import merge_weights, open_checkpoint, plan_merge
+from merge_core import Recipe, merge_weights, open_checkpoint, plan_merge
+from merge_core.adapters import Combined, combine_adapters, open_adapter, write_adapter
 from merge_core.engine import start_or_resume
 from merge_core.errors import Refused
 from merge_core.experts import MatchedLayer, match_experts
-from merge_core.store import Artifact, NotInKey
+from merge_core.store import Artifact, NotInKey, state_directory
 from merge_core.units import format_bytes
-from tasks.checkpoints import Model, PinnedRecipe
+from tasks.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest
 from tasks.stage import StageValue, advance, device_kind, stage, versions
 
 MERGED = "merge"  # what the merged model is called beside its parents
@@ -94,8 +96,9 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         InvalidInput: when a parent holds NaN or infinity.
         Refused: when what came out is not healthy (NaN, infinities, a tensor of zeros).
     """
-    opened = {parent.ref: open_checkpoint(parent.directory) for parent in pinned.parents}
-    matched = match_experts(pinned.recipe, opened)
+    if pinned.recipe.output:
+        return _combine(out, pinned, numerics)
+    matched = match_experts(pinned.recipe, {parent.ref: parent.open() for parent in pinned.parents})
     plan = plan_merge(matched.recipe, matched.checkpoints)
     start_or_resume(out, plan)
     record = merge_weights(
@@ -141,7 +144,64 @@ def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ..
     return tuple(found)
 
 
-def merged_model(artifact: Artifact[Merged]) -> Model:
-    """The merge as a model beside its parents."""
+def _combine(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
+    """Carry out a recipe whose result is an adapter."""
+    began = time.monotonic()
+    state_directory(out)
+    made = combine_parents(
+        pinned.recipe,
+        [(parent.ref, parent.directory, parent.adapter.directory) for parent in pinned.parents if parent.adapter],
+        out,
+        seed=numerics.seed,
+        on_progress=lambda done, total: advance(done, total, "B"),
+    )
+    tensors = made.adapter.tensors().values()
+    return Merged(
+        method=pinned.recipe.merge_method,
+        tensors=len(tensors),
+        parameters=sum(tensor.numel() for tensor in tensors),
+        bytes_written=sum(tensor.nbytes for tensor in tensors),
+        warnings=(f"rank {pinned.recipe.output.rank}: {made.error:.2%} of the change is left out",)
+        if pinned.recipe.output and pinned.recipe.output.rank
+        else (),
+        seconds=time.monotonic() - began,
+        weights={},
+    )
+
+
+def combine_parents(
+    recipe: Recipe,
+    parents: Sequence[tuple[str, Path, Path]],
+    out: Path,
+    *,
+    seed: int,
+    on_progress: Callable[[int, int], None],
+) -> Combined:
+    """Write the adapter that ``recipe`` makes into the directory ``out``.
+
+    Args:
+        parents: Of each parent with an adapter its reference, the directory of its model, and that of the adapter.
+        Others: As of ``combine_adapters``.
+    """
+    made = combine_adapters(
+        recipe,
+        open_checkpoint(parents[0][1]),
+        {ref: open_adapter(adapter) for ref, _, adapter in parents},
+        out / "scratch",
+        seed=seed,
+        on_progress=on_progress,
+    )
+    write_adapter(made.adapter, out)
+    return made
+
+
+def merged_model(artifact: Artifact[Merged], pinned: PinnedRecipe) -> Model:
+    """The merge as a model beside its parents; of an adapter, with the model that it is for."""
     files = tuple(sorted(artifact.files.items()))
+    if pinned.recipe.output:
+        parent = next(one for one in pinned.parents if one.adapter)
+        adapter = PinnedAdapter(ref=MERGED, directory=artifact.directory, revision=None, files=files)
+        digest = adapted_digest(parent.digest, artifact.digest)
+        own = {"name": MERGED, "ref": MERGED, "digest": digest, "adapter": adapter}
+        return parent.model_copy(update={**own, "is_base": False, "is_merged": False})
     return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory, files=files)

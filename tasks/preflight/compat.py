@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict
 from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, plan_with_findings
 from merge_core.errors import Refused, worst_first
 from merge_core.parsing import open_plain, read_plain
-from tasks.checkpoints import ResolvedCheckpoint, deciding_files, open_parent
+from merge_core.store import digest
+from tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, adapter_remarks, open_parent, require_combinable
 from tasks.preflight.custom_code import custom_code_findings
 from tasks.preflight.segmentation import with_shares
 from tasks.stage import StageValue, value_stage
@@ -95,9 +96,10 @@ def check_compatibility(
         InvalidInput: for a parent that cannot be a checkpoint.
         Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
     """
+    require_combinable(recipe, parents)
     planned, checkpoints = open_and_plan(recipe, parents, accepted_tokenizers)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
-    findings = worst_first([*with_shares(planned), *code])
+    findings = worst_first([*with_shares(planned), *adapter_remarks(parents), *code])
     return _compatibility(findings, None if planned.blocking else planned.plan, checkpoints)
 
 
@@ -152,13 +154,18 @@ def _compatibility(
 
 def _metadata_digest(parent: ResolvedCheckpoint) -> str:
     """sha256: of a directory over names and sizes, the small files' bytes, and headers; of a commit over its list."""
+    own = _files_digest(parent)
+    return digest([own, _files_digest(parent.adapter)]) if parent.adapter else own
+
+
+def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
     running = hashlib.sha256()
     if parent.snapshot:
         listed = ((name, parent.snapshot.files[name]) for name in parent.snapshot.deciding)
         for name, file in listed:
             running.update(f"{name}\0{file.size}\0{file.sha256 or file.blob}\0".encode())
         return running.hexdigest()
-    for name in deciding_files(parent.directory):
+    for name in parent.deciding:
         path = parent.directory / name
         running.update(f"{name}\0{path.stat().st_size}\0".encode())
         running.update(

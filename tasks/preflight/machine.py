@@ -143,7 +143,7 @@ def _in_memory(compatibility: Compatibility, dtype: str) -> int:
 
 def _disks(merged: int, found: Sequence[ResolvedCheckpoint]) -> tuple[Disk, ...]:
     """The project's disk and that of the Hub's cache, which may be one."""
-    snapshots = {parent.snapshot.directory: parent.snapshot for parent in found if parent.snapshot}
+    snapshots = {one.directory: one for parent in found for one in parent.snapshots}
     coming = {place: snapshot.bytes_to_download for place, snapshot in snapshots.items()}
     wanted = [(home(), "the merged checkpoint", merged)]
     wanted += [(place, "weights from the Hub", count) for place, count in coming.items() if count]

@@ -65,12 +65,23 @@ def model_card(
         "[provenance.json](provenance.json).",
         "**Statement of changes.** The weights are not those of any model named below: they were computed from them by "
         "the recipe below and replace theirs. Configuration and tokenizer are taken over or adapted.",
+        *_needs_its_base(metadata),
         f"## Made from\n\n{_sources(content, license)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
         f"## Evidence\n\n{quality_section(content)}",
         f"## Licence\n\n{_license(license, missing, files)}",
         f"## Verify and reproduce\n\n{_commands(content, publication)}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _needs_its_base(metadata: CardMetadata) -> list[str]:
+    """Of an adapter: what it is, and how it is used."""
+    if metadata.get("library_name") != "peft":
+        return []
+    return [
+        "This is a LoRA adapter: it holds factors, not a model, and changes the model that `adapter_config.json` names."
+        " PEFT loads it with `PeftModel.from_pretrained(model, …)`, vLLM with `--enable-lora --lora-modules`."
+    ]
 
 
 def _displayed(license: LicenseVerdict) -> list[str]:

@@ -36,16 +36,22 @@ _LONGEST_FRONT_MATTER = 1 << 20  # characters
 
 
 def card_metadata(
-    content: ReportContent, parents: Sequence[PinnedCheckpoint], license: Combination
+    content: ReportContent, parents: Sequence[PinnedCheckpoint], license: Combination, *, is_adapter: bool = False
 ) -> dict[str, object]:
-    """What stands between the dashes, as plain data that YAML and JSON can hold."""
+    """What stands between the dashes, as plain data that YAML and JSON can hold.
+
+    Args:
+        is_adapter: Whether an adapter of the parents' common model is released.
+    """
     metadata: dict[str, object] = {**license.card}
     if languages := _common_languages(parents):
         metadata["language"] = languages
-    metadata |= {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["merge", "mergegate"]}
+    library, tags = ("peft", ["lora"]) if is_adapter else ("transformers", list[str]())
+    metadata |= {"library_name": library, "pipeline_tag": "text-generation", "tags": [*tags, "merge", "mergegate"]}
     # The Hub takes only its own ids as base_model; a path of the machine that merged would be refused there.
     if hub := list(dict.fromkeys(hub_id(parent) for parent in parents if parent.revision is not None)):
-        metadata |= {"base_model": hub, "base_model_relation": "merge"}
+        # Of adapters, each parent's id is that of the model that they are all for.
+        metadata |= {"base_model": hub, "base_model_relation": "adapter" if is_adapter else "merge"}
     merged = next(model for model in content.models if model.role == "merge")
     if merged.scores and merged.scores.tasks:
         metadata["model-index"] = [{"name": content.name, "results": _results(merged.scores.tasks)}]

@@ -90,11 +90,18 @@ def _shipped(identifier: str) -> dict[str, str]:
 
 def _own_files(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> Iterator[_LicenseFileOfModel]:
     for parent in parents:
-        for file in _files(parent.directory, LICENSE_FILE):
-            yield _LicenseFileOfModel(parent.name, verdict.licenses[parent.name], file.name, _read(file))
+        for name, directory in _places(parent):
+            for file in _files(directory, LICENSE_FILE):
+                yield _LicenseFileOfModel(name, verdict.licenses[name], file.name, _read(file))
     for ancestor in verdict.ancestors:
         if ancestor.own_text:
             yield _LicenseFileOfModel(ancestor.name, ancestor.license, LICENSE, ancestor.own_text)
+
+
+def _places(parent: PinnedCheckpoint) -> tuple[tuple[str, Path], ...]:
+    """Name and directory of a parent, and of the adapter that is applied to it."""
+    own = (parent.name, parent.directory)
+    return (own, (parent.adapter.ref, parent.adapter.directory)) if parent.adapter else (own,)
 
 
 def _files(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
@@ -135,9 +142,10 @@ def _notice(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> str
     sentences = [item.text for item in verdict.combination.obligations if item.kind == "notice"]
     parts = ["\n".join(sentences)] if sentences else []
     parts += [
-        f"Notice of {parent.name}:\n\n{_read(file).strip()}"
+        f"Notice of {name}:\n\n{_read(file).strip()}"
         for parent in parents
-        for file in _files(parent.directory, _NOTICE_FILE)
+        for name, directory in _places(parent)
+        for file in _files(directory, _NOTICE_FILE)
     ]
     return "\n\n".join(parts) + "\n" if parts else ""
 

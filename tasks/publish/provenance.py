@@ -80,13 +80,14 @@ def _dependency(parent: PinnedCheckpoint) -> dict[str, object]:
     if parent.revision:
         digest["gitCommit"] = parent.revision
         uri = f"pkg:huggingface/{hub_id(parent)}@{parent.revision}"
-    return {
-        "name": parent.ref,
-        "uri": uri,
-        "digest": digest,
-        "mediaType": LISTING,
-        "annotations": {"role": "base" if parent.is_base else "parent"},
-    }
+    notes: dict[str, object] = {"role": "base" if parent.is_base else "parent"}
+    if parent.adapter:
+        notes["adapter"] = {
+            "name": parent.adapter.ref,
+            "gitCommit": parent.adapter.revision,
+            "files": dict(parent.adapter.files),
+        }
+    return {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}
 
 
 def hub_id(parent: PinnedCheckpoint) -> str:

@@ -105,7 +105,7 @@ def release_files(
     ]
     names = [file.name for file in files]
     versions = {library.name: library.version for library in content.versions}
-    metadata = card_metadata(content, pinned.parents, license.combination)
+    metadata = card_metadata(content, pinned.parents, license.combination, is_adapter=pinned.recipe.output is not None)
     made_with = Publication(place, key is not None, numerics.device, {**versions, **numerics.versions})
     missing = open_obligations(pinned.parents, license)
     card = model_card(content, metadata, license, missing, names, made_with)

@@ -9,6 +9,7 @@ provenance names, where this machine has one.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from merge_core import CheckpointRef, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
+from merge_core import Checkpoint, CheckpointRef, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
+from merge_core.adapters import apply_adapter, open_adapter
 from merge_core.errors import InvalidInput, Refused
 from merge_core.experts import match_experts
+from merge_core.recipe import parse_reference
 from merge_core.store import HashMemo
-from tasks.checkpoints import Model, checkpoint_digest
+from tasks.checkpoints import Model, adapted_digest, adapter_digest, checkpoint_digest
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
-from tasks.merge import with_gates
+from tasks.merge import combine_parents, with_gates
 from tasks.publish import PROVENANCE, RECIPE, sha256_of
 from tasks.publish.targets import PublishedRelease
 from tasks.releases.verify import Files, Verified
@@ -69,22 +72,30 @@ def rebuild_release(
     build = _build(release, verified)
     text = release.read(RECIPE)
     recipe = load_recipe(text.decode(), where=f"{release.where}: {RECIPE}")
-    digests = {parent.name: parent.digest for parent in build.resolved_dependencies}
+    digests = {parent.name: parent for parent in build.resolved_dependencies}
     starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
-    parents = _parents(recipe.references(), digests, starts, hashes)
-    recipe = with_gates(recipe, lambda ref: Model(name=ref, digest=digests[ref].sha256, directory=parents[ref]))
-    matched = match_experts(recipe, {ref: open_checkpoint(place) for ref, place in parents.items()})
-    plan = plan_merge(matched.recipe, matched.checkpoints)
+    places = _parents(recipe.references(), digests, starts, hashes)
+    recipe = with_gates(
+        recipe, lambda ref: Model(name=ref, digest=digests[ref].digest.sha256, directory=places[ref][0])
+    )
     made_by = build.internal_parameters
     device = _device(made_by.device) if device == "auto" else device
-    record = merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)
+    began = time.monotonic()
+    if recipe.output:
+        adapters = [(ref, model, adapter) for ref, (model, adapter) in places.items() if adapter]
+        combine_parents(recipe, adapters, out, seed=made_by.seeds.merge, on_progress=on_progress or _no_progress)
+    else:
+        matched = match_experts(recipe, {ref: _opened(*place) for ref, place in places.items()})
+        plan = plan_merge(matched.recipe, matched.checkpoints)
+        merge_weights(plan, out, seed=made_by.seeds.merge, device=device, on_progress=on_progress)
+    seconds = time.monotonic() - began
     made = {
         path.relative_to(out).as_posix(): (path.stat().st_size, hashes.sha256(path, trust=False))
         for path in sorted(out.rglob("*"))
         if path.is_file()
     }
     _require_equal(verified, made, made_by, device)
-    return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), record.seconds, device)
+    return Reproduced(release.where, tuple(made), sum(size for size, _ in made.values()), seconds, device)
 
 
 class _ProvenancePart(BaseModel):
@@ -98,9 +109,18 @@ class _Digest(_ProvenancePart):
     git_commit: str | None = None
 
 
+class _Adapter(_ProvenancePart):
+    git_commit: str | None = None
+
+
+class _Annotations(_ProvenancePart):
+    adapter: _Adapter = _Adapter()
+
+
 class _Dependency(_ProvenancePart):
     name: str
     digest: _Digest
+    annotations: _Annotations = _Annotations()
 
 
 class _Seeds(_ProvenancePart):
@@ -167,25 +187,24 @@ def _remedy(made_by: _BuildParameters, device: str) -> str:
 
 def _parents(
     references: Sequence[CheckpointRef],
-    digests: Mapping[str, _Digest],
+    dependencies: Mapping[str, _Dependency],
     starts: Sequence[Path],
     hashes: HashMemo,
-) -> dict[str, Path]:
-    """The directory of every parent, by its name in the recipe, each compared with the provenance."""
-    found: dict[str, Path] = {}
+) -> dict[str, tuple[Path, Path | None]]:
+    """The directory of every parent, and of its adapter, by its name in the recipe; compared with the provenance."""
+    found: dict[str, tuple[Path, Path | None]] = {}
     for reference in references:
         name = str(reference)
-        digest = digests.get(name)
-        if digest is None:
+        dependency = dependencies.get(name)
+        if dependency is None:
             raise InvalidInput(name, found="the provenance does not name it", expected="every parent of the recipe")
-        if commit := digest.git_commit:
-            places: Iterator[Path] = iter([_download(reference.path, commit, hashes)])
-        else:
-            places = _local(reference, starts)
-        seen = None
-        for place in places:
-            if (seen := checkpoint_digest(place, hashes)) == digest.sha256:
-                found[name] = place
+        digest, seen = dependency.digest, None
+        for place, adapter in _places(reference, dependency, starts, hashes):
+            seen = checkpoint_digest(place, hashes)
+            if adapter is not None:
+                seen = adapted_digest(seen, adapter_digest(adapter, hashes))
+            if seen == digest.sha256:
+                found[name] = place, adapter
                 break
         else:
             raise InvalidInput(
@@ -195,6 +214,37 @@ def _parents(
                 remedy="say with --parents what the recipe's paths are relative to, and bring back what was merged",
             )
     return found
+
+
+def _opened(model: Path, adapter: Path | None) -> Checkpoint:
+    opened = open_checkpoint(model)
+    return opened if adapter is None else apply_adapter(opened, open_adapter(adapter))
+
+
+def _no_progress(done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def _places(
+    reference: CheckpointRef, dependency: _Dependency, starts: Sequence[Path], hashes: HashMemo
+) -> Iterator[tuple[Path, Path | None]]:
+    """Where a parent may lie, with its adapter, if it has one."""
+    models = _downloaded_or_local(reference, dependency.digest.git_commit, starts, hashes, is_adapter=False)
+    if not reference.adapter:
+        yield from ((model, None) for model in models)
+        return
+    named, commit = parse_reference(reference.adapter, str(reference)), dependency.annotations.adapter.git_commit
+    adapters = list(_downloaded_or_local(named, commit, starts, hashes, is_adapter=True))
+    yield from ((model, adapter) for model in models for adapter in adapters)
+
+
+def _downloaded_or_local(
+    reference: CheckpointRef, commit: str | None, starts: Sequence[Path], hashes: HashMemo, *, is_adapter: bool
+) -> Iterator[Path]:
+    if commit:
+        yield _download(reference.path, commit, hashes, is_adapter)
+    else:
+        yield from _local(reference, starts)
 
 
 def _local(reference: CheckpointRef, starts: Sequence[Path]) -> Iterator[Path]:
@@ -220,8 +270,8 @@ def _beside_same(recipe: bytes) -> Iterator[Path]:
                 yield place
 
 
-def _download(repo: str, commit: str, hashes: HashMemo) -> Path:
+def _download(repo: str, commit: str, hashes: HashMemo, is_adapter: bool) -> Path:
     """The files that count of a parent on the Hub, at this commit, each as the Hub lists it."""
-    snapshot = find_snapshot(repo, commit)
+    snapshot = find_snapshot(repo, commit, adapter=is_adapter)
     download_snapshots([snapshot], hashes)
     return snapshot.directory

@@ -129,7 +129,12 @@ def test_a_broken_checkpoint_is_not_worth_its_tasks(compared: Compared) -> None:
     ("checkpoints", "profile", "words"),
     [
         (["./nowhere", str(MODELS / "base")], "profiles/demo.yaml", "./nowhere: no such directory"),
-        ([str(MODELS / "base"), "org/model+org/adapter"], "profiles/demo.yaml", "an adapter"),
+        ([str(MODELS / "base"), f"{MODELS / 'base'}+./nowhere"], "profiles/demo.yaml", "./nowhere: no such directory"),
+        (
+            [str(MODELS / "base"), f"{MODELS / 'base'}+{MODELS / 'base'}"],
+            "profiles/demo.yaml",
+            "no adapter",
+        ),
         ([str(MODELS / "base"), "org/never-was@main"], "profiles/demo.yaml", "no such directory here"),
         ([str(MODELS / "base"), str(MODELS / "reverser")], "nowhere.yaml", "No such file"),
         ([str(MODELS / "base"), str(MODELS / "reverser")], "bare.yaml", "no evidence to compare by"),

@@ -7,12 +7,14 @@ read so (their table lies inside a zip archive): they must be in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 from merge_core import Checkpoint, open_checkpoint
+from merge_core.adapters import Adapter, open_adapter
 from merge_core.checkpoint import StoredTensor, fetch_header
 from merge_core.errors import InvalidInput, Refused
 from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
@@ -30,17 +32,35 @@ def open_snapshot(snapshot: Snapshot) -> Checkpoint:
         InvalidInput: Files that cannot be a checkpoint, headers that cannot be read from afar, no network allowed.
         Refused: The Hub does not give the headers.
     """
+    with _named(snapshot):
+        return open_checkpoint(snapshot.directory, _missing_headers(snapshot) or None)
+
+
+@contextmanager
+def _named(snapshot: Snapshot) -> Iterator[None]:
+    """Messages name the repository: a place in the cache says nothing to a person."""
     try:
-        return _open(snapshot)
-    except InvalidInput as error:  # a place in the cache says nothing to a person
+        yield
+    except InvalidInput as error:
         where = error.where.replace(str(snapshot.directory), f"{snapshot.repo}@{snapshot.commit[:12]}")
         raise InvalidInput(where, found=error.found, expected=error.expected, remedy=error.remedy) from None
 
 
-def _open(snapshot: Snapshot) -> Checkpoint:
+def open_adapter_snapshot(snapshot: Snapshot) -> Adapter:
+    """The adapter of ``snapshot``, from its header and configuration.
+
+    Raises:
+        InvalidInput, Refused: as :func:`open_snapshot`.
+    """
+    with _named(snapshot):
+        return open_adapter(snapshot.directory, _missing_headers(snapshot))
+
+
+def _missing_headers(snapshot: Snapshot) -> Mapping[Path, Sequence[StoredTensor]]:
+    """Headers of the weights that are not in the cache, read from afar."""
     missing = [name for name in snapshot.weights if not (snapshot.directory / name).is_file()]
     if not missing:
-        return open_checkpoint(snapshot.directory)
+        return {}
     if not missing[0].endswith(".safetensors"):
         raise Refused(
             f"{snapshot.repo}: {missing[0]}",
@@ -56,7 +76,7 @@ def _open(snapshot: Snapshot) -> Checkpoint:
             remedy="unset HF_HUB_OFFLINE once, so that it can be downloaded",
         )
     sizes = tuple((name, snapshot.files[name].size) for name in missing)
-    return open_checkpoint(snapshot.directory, _headers(snapshot.repo, snapshot.commit, snapshot.directory, sizes))
+    return _headers(snapshot.repo, snapshot.commit, snapshot.directory, sizes)
 
 
 @lru_cache(maxsize=64)  # a commit never changes; a recipe and its remedies have the same parents

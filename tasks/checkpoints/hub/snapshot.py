@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from merge_core.adapters import CONFIG_FILE, adapter_files
 from merge_core.errors import InvalidInput
 from tasks.checkpoints.files import files_about, files_beside, weight_files
 from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
@@ -56,8 +57,13 @@ class Snapshot:
         return sum(file.size for file in self.missing().values())
 
 
-def find_snapshot(repo: str, revision: str | None) -> Snapshot:
+def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> Snapshot:
     """The commit that ``revision`` (a branch, a tag or a commit; None: ``main``) means now, and its small files.
+
+    Args:
+        repo: ``org/name``.
+        revision: See above.
+        adapter: Whether an adapter is looked for in it, not a model.
 
     Raises:
         InvalidInput: No such repository or revision, no model in it, or a revision that cannot be told without network.
@@ -67,15 +73,17 @@ def find_snapshot(repo: str, revision: str | None) -> Snapshot:
     access = None if is_offline() else hub_access(writing=False)
     try:
         commit = _commit(repo, revision, access)
-        if whole := _whole_in_cache(repo, commit):
+        if whole := _whole_in_cache(repo, commit, adapter):
             return whole
         if access is None:
             raise unreachable_offline(where)
         listed = access.listing(repo, commit)
-        if "config.json" not in listed:
-            raise InvalidInput(where, found="no config.json", expected="a model in Hugging Face layout")
-        small = [name for name in (*files_beside(listed), *files_about(listed)) if listed[name].size <= _LARGEST_SMALL]
-        snapshot = _snapshot(repo, commit, _download_small_files(repo, commit, small, access), listed)
+        if (config := _config(adapter)) not in listed:
+            kind = "an adapter as PEFT saves it" if adapter else "a model in Hugging Face layout"
+            raise InvalidInput(where, found=f"no {config}", expected=kind)
+        beside = (config,) if adapter else files_beside(listed)
+        small = [name for name in (*beside, *files_about(listed)) if listed[name].size <= _LARGEST_SMALL]
+        snapshot = _snapshot(repo, commit, _download_small_files(repo, commit, small, access), listed, adapter)
         if snapshot.missing():
             _require_reading(repo, access)
         return snapshot
@@ -83,9 +91,18 @@ def find_snapshot(repo: str, revision: str | None) -> Snapshot:
         raise hub_refusal(where, repo, error, access) from error
 
 
-def _snapshot(repo: str, commit: str, directory: Path, listed: Mapping[str, RemoteFile]) -> Snapshot:
-    weights = weight_files(listed, directory)
-    deciding = tuple(sorted({*weights, *files_beside(listed)}))
+def _config(adapter: bool) -> str:
+    """The file without which a repository has no model, or no adapter, in it."""
+    return CONFIG_FILE if adapter else "config.json"
+
+
+def _snapshot(repo: str, commit: str, directory: Path, listed: Mapping[str, RemoteFile], adapter: bool) -> Snapshot:
+    if adapter:
+        deciding = adapter_files(tuple(listed))
+        weights = tuple(name for name in deciding if name != CONFIG_FILE)
+    else:
+        weights = weight_files(listed, directory)
+        deciding = tuple(sorted({*weights, *files_beside(listed)}))
     files = {name: listed[name] for name in (*deciding, *files_about(listed))}
     return Snapshot(repo, commit, directory, weights, deciding, files)
 
@@ -111,7 +128,7 @@ def _require_reading(repo: str, access: HubAccess) -> None:
             raise
 
 
-def _whole_in_cache(repo: str, commit: str) -> Snapshot | None:
+def _whole_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot | None:
     """The snapshot, if every file that belongs to it is in the cache; nobody is asked.
 
     The client keeps the names of a commit's files, but not their sha256. It calls a file in the cache by the hash that
@@ -131,9 +148,10 @@ def _whole_in_cache(repo: str, commit: str) -> Snapshot | None:
         file.path: RemoteFile(file.size, file.blob_id, name if len(name := names.get(file.path, "")) == 64 else None)
         for file in tree
     }
-    if not {*files_beside(listed), "config.json"} <= names.keys():  # the index is among them
+    beside = () if adapter else files_beside(listed)  # the index is among them
+    if not {*beside, _config(adapter)} <= names.keys():
         return None
-    snapshot = _snapshot(repo, commit, directory, listed)
+    snapshot = _snapshot(repo, commit, directory, listed, adapter)
     return snapshot if snapshot.weights and snapshot.files.keys() <= names.keys() else None
 
 

@@ -131,7 +131,12 @@ def read_licenses(
     known = {
         key: CardSource(parent.directory, parent.revision)
         for parent in parents
-        for key in (parent.ref.partition("@")[0], parent.ref, parent.name)
+        for key in (parent.ref.partition("+")[0].partition("@")[0], parent.ref, parent.name)
+    }
+    # An adapter has a card of its own, and binds like the model that it is applied to.
+    sources = {parent.name: CardSource(parent.directory, parent.revision) for parent in parents}
+    sources |= {
+        one.adapter.ref: CardSource(one.adapter.directory, one.adapter.revision) for one in parents if one.adapter
     }
     names = {parent.directory.resolve(): parent.name for parent in parents}
     look_up = look_up or hub_ancestors()
@@ -139,10 +144,7 @@ def read_licenses(
     def find(name: str, descendant: CardSource) -> CardSource | NotRead:
         return known.get(name) or look_up(name)
 
-    found = {
-        parent.name: lineage(CardSource(parent.directory, parent.revision), find, table, parent.name, names)
-        for parent in parents
-    }
+    found = {name: lineage(source, find, table, name, names) for name, source in sources.items()}
     return Declared(
         families={name: one.models for name, one in found.items()},
         texts={digest: text for one in found.values() for digest, text in one.texts.items()},

@@ -1,0 +1,32 @@
+"""LoRA adapters on weights as they are stored: read, applied while streaming, combined with each other, extracted.
+
+``apply_adapter(base, adapter)`` is a checkpoint like any other: a table whose tensors are computed while they are read.
+"""
+
+from merge_core.adapters.adapter import PICKLED_FILE, WEIGHTS_FILE, Adapter, adapter_files, is_adapter, open_adapter
+from merge_core.adapters.applying import adapter_findings, apply_adapter
+from merge_core.adapters.combination import Combined, combine_adapters, require_products
+from merge_core.adapters.configuration import CONFIG_FILE
+from merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
+from merge_core.adapters.writing import NewAdapter, write_adapter
+
+__all__ = [
+    "CONFIG_FILE",
+    "PICKLED_FILE",
+    "WEIGHTS_FILE",
+    "Adapter",
+    "Combined",
+    "Extracted",
+    "ExtractionSettings",
+    "ModuleError",
+    "NewAdapter",
+    "adapter_files",
+    "adapter_findings",
+    "apply_adapter",
+    "combine_adapters",
+    "extract_adapter",
+    "is_adapter",
+    "open_adapter",
+    "require_products",
+    "write_adapter",
+]

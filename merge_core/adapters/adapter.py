@@ -1,0 +1,152 @@
+"""An adapter on disk: its configuration, and its tensors by the module that they belong to. No weight is read.
+
+Layout: ``adapter_config.json`` and ``adapter_model.safetensors``, as PEFT writes them. A tensor is called
+``base_model.model.<module in memory>.<what it is>``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from merge_core.adapters.configuration import CONFIG_FILE, AdapterConfig, read_adapter_config
+from merge_core.checkpoint import StoredTensor, read_header, read_pickled
+from merge_core.errors import InvalidInput
+from merge_core.parsing import check_entries
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLED_FILE = "adapter_model.bin"
+PREFIX = "base_model.model."
+
+# What a tensor is, by the end of its name; the longest first.
+_KINDS = (
+    ("token_rows", r"\.token_adapter\.trainable_tokens_delta|\.trainable_tokens_delta"),
+    ("own_weight", r"\.base_layer\.weight|\.token_adapter\.base_layer\.weight"),
+    ("own_bias", r"\.base_layer\.bias"),
+    ("a", r"\.lora_A\.weight"),
+    ("b", r"\.lora_B\.weight"),
+    ("b_bias", r"\.lora_B\.bias"),
+    ("embedding_a", r"\.lora_embedding_A"),
+    ("embedding_b", r"\.lora_embedding_B"),
+    ("magnitude", r"\.lora_magnitude_vector(?:\.weight)?"),
+)
+_KIND = re.compile("(?:" + "|".join(f"(?P<{kind}>{end})" for kind, end in _KINDS) + ")$")
+_NUMBERS = ("F32", "F16", "BF16", "F64")
+_LEFT_OUT = "every tensor of an adapter must have a place, or the result is not what it was trained to be"
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """What an adapter holds for one module of the model, by kind (``a``, ``b``, ``magnitude``, …)."""
+
+    name: str
+    tensors: Mapping[str, StoredTensor]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter.
+
+    Args:
+        directory: Where it lies.
+        config: What it is.
+        modules: What is changed by factors, by name in memory.
+        whole: Tensors that take the place of the model's own, by name in memory.
+    """
+
+    directory: Path
+    config: AdapterConfig
+    modules: Mapping[str, AdaptedModule]
+    whole: Mapping[str, StoredTensor] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """All of its tensors."""
+        inside = (tensor for module in self.modules.values() for tensor in module.tensors.values())
+        return (*inside, *self.whole.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.stored)
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether what lies in ``directory`` calls itself an adapter."""
+    return (directory / CONFIG_FILE).is_file()
+
+
+def adapter_files(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the files of an adapter's directory that decide what it does."""
+    weights = WEIGHTS_FILE if WEIGHTS_FILE in names else PICKLED_FILE
+    return tuple(name for name in (CONFIG_FILE, weights) if name in names)
+
+
+def open_adapter(directory: Path, elsewhere: Mapping[Path, Sequence[StoredTensor]] | None = None) -> Adapter:
+    """Configuration and header of the adapter in ``directory``.
+
+    Args:
+        directory: Where it lies.
+        elsewhere: Headers of weight files that are not there yet, by the path that each will have.
+
+    Raises:
+        InvalidInput: No adapter, damaged files, a configuration that cannot be applied, a tensor that nobody knows.
+    """
+    if not directory.is_dir():
+        raise InvalidInput(str(directory), found="no such directory", expected="an adapter")
+    check_entries(directory, (CONFIG_FILE, WEIGHTS_FILE, PICKLED_FILE))
+    if not is_adapter(directory):
+        raise InvalidInput(
+            str(directory),
+            found=f"no {CONFIG_FILE}",
+            expected="an adapter as PEFT saves it",
+            remedy="after the + of a reference stands an adapter, before it a whole model",
+        )
+    config, known = read_adapter_config(directory), elsewhere or {}
+    path = directory / WEIGHTS_FILE
+    if path in known:
+        tensors = known[path]
+    elif path.exists():
+        tensors = read_header(path, within=directory)
+    elif (directory / PICKLED_FILE).exists():
+        tensors = read_pickled(directory / PICKLED_FILE, within=directory)
+    else:
+        raise InvalidInput(str(directory), found="no weights", expected=WEIGHTS_FILE)
+    if not tensors:
+        raise InvalidInput(str(path), found="no tensors", expected="an adapter with weights")
+    return _sorted_out(directory, config, tensors)
+
+
+def _sorted_out(directory: Path, config: AdapterConfig, tensors: Sequence[StoredTensor]) -> Adapter:
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    whole: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        where = f"{tensor.file}: {tensor.name}"
+        if not tensor.name.startswith(PREFIX):
+            raise InvalidInput(
+                where, found=f"not called {PREFIX}…", expected="names as PEFT writes them", remedy=_LEFT_OUT
+            )
+        if tensor.dtype.code not in _NUMBERS:
+            raise InvalidInput(where, found=tensor.dtype.code, expected=", ".join(_NUMBERS))
+        if not tensor.numel:
+            raise InvalidInput(
+                where,
+                found="no elements",
+                expected="weights",
+                remedy="it was saved before its parts were gathered (DeepSpeed, FSDP); save it again",
+            )
+        name = tensor.name.removeprefix(PREFIX)
+        found = _KIND.search(name)
+        if found is None:
+            if ".lora_" in name:
+                raise InvalidInput(where, found="a tensor that is not known here", expected="LoRA", remedy=_LEFT_OUT)
+            whole[name] = tensor
+            continue
+        kind = str(found.lastgroup)
+        inside = modules.setdefault(name[: found.start()], {})
+        if kind in inside:
+            raise InvalidInput(where, found=f"the same as {inside[kind].name}", expected="each once")
+        inside[kind] = tensor
+    return Adapter(directory, config, {name: AdaptedModule(name, inside) for name, inside in modules.items()}, whole)

@@ -1,0 +1,180 @@
+"""Tiny models and adapters on them, both written by the libraries themselves; and what PEFT makes of the two."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from merge_core.adapters import apply_adapter, open_adapter
+from merge_core.engine import EngineSettings
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _llama(**more: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **more}))
+
+
+def _qwen2(**more: Any) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**{**SMALL, **more}))
+
+
+def _gpt2(**more: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, **more))
+
+
+def _mixtral(**more: Any) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**{**SMALL, **MOE, **more}))
+
+
+def _qwen3_moe(**more: Any) -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **MOE, **more}))
+
+
+def _gpt_oss(**more: Any) -> Any:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(GptOssConfig(**{**SMALL, **MOE, **more}))
+
+
+def _llama4(**more: Any) -> Any:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    return Llama4ForCausalLM(Llama4TextConfig(**{**SMALL, **MOE, "intermediate_size_mlp": 48, **more}))
+
+
+def _granite(**more: Any) -> Any:
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    return GraniteMoeForCausalLM(GraniteMoeConfig(**{**SMALL, **MOE, **more}))
+
+
+def _gemma3_vision(**more: Any) -> Any:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config={**SMALL, "sliding_window": 8}, vision_config=vision, mm_tokens_per_image=4, **more)
+    )
+
+
+MODELS: Mapping[str, Callable[..., Any]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "gpt2": _gpt2,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
+    "llama4": _llama4,
+    "granite": _granite,
+    "gemma3_vision": _gemma3_vision,
+}
+
+
+def make_base(place: Path, family: str, dtype: torch.dtype, **more: Any) -> Path:
+    """A model of random weights in the layout of its family."""
+    torch.manual_seed(0)
+    model = MODELS[family](**more).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(place)
+    return place
+
+
+def load_base(place: Path, dtype: torch.dtype) -> Any:
+    import transformers
+
+    from merge_core.parsing import read_json
+
+    kind = getattr(transformers, read_json(place / "config.json")["architectures"][0])
+    return kind.from_pretrained(place, dtype=dtype)
+
+
+def make_adapter(base: Path, place: Path, dtype: torch.dtype, *, seed: int = 1, **config: Any) -> Path:
+    """An adapter on ``base`` as training would leave it: every number of it has moved."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(load_base(base, dtype), LoraConfig(**{"r": 4, "lora_alpha": 8, **config}))
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator) * 0.1
+                factor = 1 + noise if "magnitude" in name else noise
+                moved = parameter.data.float() * factor if "magnitude" in name else parameter.data.float() + factor
+                parameter.data.copy_(moved)
+        model.save_pretrained(place)
+    return place
+
+
+def unloaded_by_peft(base: Path, adapter: Path, place: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What PEFT makes of base and adapter, as it is stored."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(load_base(base, dtype), adapter).merge_and_unload()
+        model.save_pretrained(place)
+    return read_all(place)
+
+
+def read_all(place: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(place.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def applied_by_us(base: Path, adapter: Path, place: Path, *, block: int = 1 << 20) -> dict[str, torch.Tensor]:
+    """The same by streaming, in blocks of ``block`` elements."""
+    checkpoint = apply_adapter(open_checkpoint(base), open_adapter(adapter))
+    recipe = load_recipe({"merge_method": "passthrough", "models": [{"model": "m"}]})
+    merge_weights(
+        plan_merge(recipe, {"m": checkpoint}), place, settings=EngineSettings(block_elements=block, threads=2)
+    )
+    return read_all(place)
+
+
+def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Tensors that are not the same bits, with their largest relative difference; a tensor that one lacks: inf."""
+    found = {name: float("inf") for name in ours.keys() ^ theirs.keys()}
+    for name in ours.keys() & theirs.keys():
+        one, other = ours[name], theirs[name]
+        if one.dtype != other.dtype or one.shape != other.shape:
+            found[name] = float("inf")
+        elif not torch.equal(one, other):
+            distance = (one.double() - other.double()).abs().max() / other.double().abs().max()
+            found[name] = float(distance)
+    return found

@@ -1,0 +1,205 @@
+"""An adapter applied while streaming is what PEFT's merge_and_unload makes of it, bit by bit, for every kind of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft_family import applied_by_us, differences, make_adapter, make_base, read_all, unloaded_by_peft
+from safetensors.torch import load_file, save_file
+
+from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from merge_core.adapters import apply_adapter, open_adapter
+from merge_core.adapters.arithmetic import Grid, Product
+
+LINEAR = ["q_proj", "o_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+# name → (family, how the model differs, the adapter's configuration)
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "plain": ("llama", {}, {"target_modules": LINEAR}),
+    "patterns": (
+        "llama",
+        {},
+        {
+            "target_modules": LINEAR,
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 6, r"layers\.0\..*o_proj": 3},
+            "alpha_pattern": {"down_proj": 5, "^model.layers.0.self_attn.q_proj": 1},
+        },
+    ),
+    "rslora": ("llama", {}, {"target_modules": LINEAR, "use_rslora": True}),
+    "dora": ("llama", {}, {"target_modules": LINEAR, "use_dora": True}),
+    "biases": ("qwen2", {}, {"target_modules": ["q_proj", "v_proj"], "bias": "lora_only"}),
+    "all biases": ("gpt2", {}, {"target_modules": ["c_attn"], "bias": "all", "fan_in_fan_out": True}),
+    "bias of B": ("qwen2", {}, {"target_modules": ["q_proj"], "lora_bias": True}),
+    "transposed": ("gpt2", {}, {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "transposed unsaid": ("gpt2", {}, {"target_modules": ["c_attn", "c_proj"]}),
+    "modules to save": (
+        "llama",
+        {},
+        {"target_modules": LINEAR, "modules_to_save": ["lm_head", "embed_tokens", "input_layernorm"]},
+    ),
+    "tokens": ("llama", {}, {"target_modules": LINEAR, "trainable_token_indices": [3, 94, 17]}),
+    "tokens of tied": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"target_modules": LINEAR, "trainable_token_indices": {"embed_tokens": [3, 94]}},
+    ),
+    "tied": ("llama", {"tie_word_embeddings": True}, {"target_modules": LINEAR}),
+    "head": ("llama", {}, {"target_modules": ["lm_head", "q_proj"]}),
+    "experts of mixtral": ("mixtral", {}, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts of qwen3": ("qwen3_moe", {}, {"target_parameters": EXPERTS[::-1], "rank_pattern": {"down_proj": 2}}),
+    "experts of gpt-oss": ("gpt_oss", {}, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    "experts of llama 4": (
+        "llama4",
+        {},
+        {"target_parameters": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]},
+    ),
+    "one parameter": ("mixtral", {}, {"target_parameters": ["experts.down_proj"]}),
+    "vision": (
+        "gemma3_vision",
+        {},
+        {"target_modules": r".*(language_model.*q_proj|vision_tower.*k_proj|language_model.*down_proj)"},
+    ),
+}
+EMBEDDINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "embedding": ("llama", {}, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "tied embedding": ("llama", {"tie_word_embeddings": True}, {"target_modules": ["embed_tokens"]}),
+}
+COLUMN_NORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dora embedding": ("llama", {}, {"target_modules": ["embed_tokens"], "use_dora": True}),
+    "dora transposed": ("gpt2", {}, {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
+}
+
+
+def both(
+    place: Path, kind: tuple[str, dict[str, Any], dict[str, Any]], dtype: torch.dtype, block: int = 1 << 20
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Stored tensors of the base, of what we make of base and adapter, and of what PEFT makes."""
+    family, model, config = kind
+    base = make_base(place / "base", family, dtype, **model)
+    adapter = make_adapter(base, place / "adapter", dtype, **config)
+    ours = applied_by_us(base, adapter, place / "ours", block=block)
+    return read_all(base), ours, unloaded_by_peft(base, adapter, place / "theirs", dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_what_peft_makes_of_it(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    base, ours, theirs = both(tmp_path, KINDS[kind], dtype)
+    assert differences(ours, theirs) == {}
+    assert differences(ours, base) != {}
+
+
+@pytest.mark.parametrize("kind", EMBEDDINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_an_embedding_is_rounded_twice_as_peft_rounds_it(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    base, ours, theirs = both(tmp_path, EMBEDDINGS[kind], dtype)
+    assert differences(ours, theirs) == {}
+    assert differences(ours, base) != {}
+
+
+@pytest.mark.parametrize("kind", COLUMN_NORMS)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_norms_of_columns_are_those_of_peft_within_a_rounding(
+    tmp_path: Path, kind: str, dtype: torch.dtype, within: float
+) -> None:
+    """Summed in float64 in one pass; PEFT sums in float32, in an order of its own."""
+    base, ours, theirs = both(tmp_path, COLUMN_NORMS[kind], dtype)
+    assert max(differences(ours, theirs).values(), default=0.0) <= within
+    assert differences(ours, base) != {}
+
+
+@pytest.mark.parametrize("kind", ["dora", "transposed", "tokens", "experts of mixtral", "experts of gpt-oss"])
+def test_blocks_of_any_size_give_the_same_bytes(tmp_path: Path, kind: str) -> None:
+    family, model, config = KINDS[kind]
+    base = make_base(tmp_path / "base", family, torch.bfloat16, **model)
+    adapter = make_adapter(base, tmp_path / "adapter", torch.bfloat16, **config)
+    whole = applied_by_us(base, adapter, tmp_path / "whole")
+    assert differences(applied_by_us(base, adapter, tmp_path / "blocks", block=64), whole) == {}
+
+
+@pytest.mark.parametrize("columns", [257, 1031])
+@pytest.mark.parametrize("rows", [17, 257, 1031])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_tile_has_the_bits_of_the_whole_product(rows: int, columns: int, transposed: bool) -> None:
+    """Otherwise a large weight would differ from PEFT's where a small one does not."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.randn(1, columns if transposed else rows, 8, generator=generator)
+    right = torch.randn(1, 8, rows if transposed else columns, generator=generator)
+    product = Product(left, right, 0.5, transposed)
+    whole = (left[0] @ right[0]) * 0.5
+    tiles = list(Grid(1, rows, columns).tiles(0, rows * columns))
+    found = torch.cat([product.rows(*tile).clone() for tile in tiles])
+    assert torch.equal(found, whole.T if transposed else whole)
+    assert [tile[1] for tile in tiles] == [0, *(tile[2] for tile in tiles[:-1])]
+    assert tiles[-1][2] == rows
+
+
+def test_an_adapter_in_bfloat16_on_a_float16_base(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama", torch.float16)
+    adapter = make_adapter(base, tmp_path / "adapter", torch.float16, target_modules=LINEAR)
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    ours = applied_by_us(base, adapter, tmp_path / "ours")
+    assert differences(ours, unloaded_by_peft(base, adapter, tmp_path / "theirs", torch.float16)) == {}
+
+
+def test_factors_of_single_experts_fit_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
+    """As libraries wrote them while each expert was a module of its own."""
+    base = make_base(tmp_path / "base", "mixtral", torch.float32)
+    fused = make_adapter(base, tmp_path / "fused", torch.float32, target_modules=["q_proj"])
+    tensors = load_file(fused / "adapter_model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    stored = read_all(base)
+    expected = dict(stored)
+    for expert in range(4):
+        name = f"model.layers.0.block_sparse_moe.experts.{expert}.w1"
+        a, b = torch.randn(4, 32, generator=generator), torch.randn(48, 4, generator=generator)
+        tensors[f"base_model.model.{name}.lora_A.weight"], tensors[f"base_model.model.{name}.lora_B.weight"] = a, b
+        expected[f"{name}.weight"] = stored[f"{name}.weight"] + (b @ a) * 2
+    save_file(tensors, fused / "adapter_model.safetensors", {"format": "pt"})
+    ours = applied_by_us(base, fused, tmp_path / "ours")
+    changed = {name for name in differences(ours, expected) if "q_proj" not in name}
+    assert changed == set()
+
+
+def test_an_adapter_of_the_older_names_of_a_vision_language_model(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "gemma3_vision", torch.float32)
+    adapter = make_adapter(base, tmp_path / "adapter", torch.float32, target_modules=r".*language_model.*q_proj")
+    new = applied_by_us(base, adapter, tmp_path / "new")
+    file = adapter / "adapter_model.safetensors"
+    renamed = {
+        name.replace("model.model.language_model.", "model.language_model.model."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert renamed.keys() != load_file(file).keys()
+    save_file(renamed, file, {"format": "pt"})
+    assert differences(applied_by_us(base, adapter, tmp_path / "old"), new) == {}
+
+
+def test_a_merge_of_models_with_adapters_is_the_merge_of_the_unloaded_models(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama", torch.bfloat16)
+    applied, unloaded = {"base": open_checkpoint(base)}, {"base": open_checkpoint(base)}
+    for seed, name in enumerate(("one", "two"), start=1):
+        adapter = make_adapter(base, tmp_path / name, torch.bfloat16, seed=seed, target_modules=LINEAR)
+        unloaded_by_peft(base, adapter, tmp_path / f"{name}-unloaded", torch.bfloat16)
+        unloaded[f"base+{name}"] = open_checkpoint(tmp_path / f"{name}-unloaded")
+        applied[f"base+{name}"] = apply_adapter(open_checkpoint(base), open_adapter(adapter))
+    recipe = load_recipe(
+        {
+            "merge_method": "ties",
+            "base_model": "base",
+            "models": [
+                {"model": f"base+{name}", "parameters": {"weight": 0.5, "density": 0.4}} for name in ("one", "two")
+            ],
+        }
+    )
+    ours = merge_weights(plan_merge(recipe, applied), tmp_path / "ours")
+    theirs = merge_weights(plan_merge(recipe, unloaded), tmp_path / "theirs")
+    assert ours.files["model.safetensors"] == theirs.files["model.safetensors"]

@@ -1,0 +1,189 @@
+"""What is extracted from a fine-tune is read by PEFT without a key left over, and leaves the error that is reported."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft_family import applied_by_us, differences, load_base, make_base, read_all, unloaded_by_peft
+from safetensors.torch import load_file, save_file
+
+from merge_core import open_checkpoint
+from merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
+from merge_core.adapters.factoring import factor_change, factor_sum
+from merge_core.errors import InvalidInput
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("qwen2", {}),
+    "transposed": ("gpt2", {}),
+    "vision": ("gemma3_vision", {}),
+}
+
+
+def tuned(base: Path, place: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of ``base`` with each tensor changed."""
+    place.mkdir()
+    for file in base.iterdir():
+        if file.suffix == ".safetensors":
+            tensors = {name: change(name, tensor).contiguous() for name, tensor in load_file(file).items()}
+            save_file(tensors, place / file.name, {"format": "pt"})
+        else:
+            (place / file.name).write_bytes(file.read_bytes())
+    return place
+
+
+def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Everything but the towers of images and the first layer's query."""
+    if "vision_tower" in name or "projector" in name or "layers.0.self_attn.q_proj" in name:
+        return tensor
+    generator = torch.Generator().manual_seed(len(name))
+    return tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
+
+
+def extracted(base: Path, fine_tune: Path, out: Path, rank: int, **settings: Any) -> Extracted:
+    found = extract_adapter(
+        open_checkpoint(fine_tune), open_checkpoint(base), str(base), ExtractionSettings(rank, **settings)
+    )
+    write_adapter(found.adapter, out)
+    return found
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_peft_reads_every_key_and_finds_the_error_that_is_reported(tmp_path: Path, kind: str) -> None:
+    from peft import PeftModel
+
+    family, more = FAMILIES[kind]
+    base = make_base(tmp_path / "base", family, torch.float32, **more)
+    fine_tune = tuned(base, tmp_path / "tuned", moved)
+    found = extracted(base, fine_tune, tmp_path / "adapter", rank=4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        PeftModel.from_pretrained(load_base(base, torch.float32), tmp_path / "adapter")
+    assert [str(one.message) for one in said if "key" in str(one.message)] == []
+    theirs = unloaded_by_peft(base, tmp_path / "adapter", tmp_path / "theirs", torch.float32)
+    before, wanted = read_all(base), read_all(fine_tune)
+    change = sum(float((wanted[name] - before[name]).double().square().sum()) for name in before)
+    rest = {name: float((wanted[name] - theirs[name]).double().square().sum()) for name in before}
+    assert math.sqrt(sum(rest.values()) / change) == pytest.approx(found.error, rel=1e-4)
+    for one in found.errors:
+        inner = one.module.rpartition("language_model.")[2]
+        stored = next(name for name in before if name.endswith(f"{inner}.weight") and "vision" not in name)
+        own = float((wanted[stored] - before[stored]).double().square().sum())
+        assert math.sqrt(rest[stored] / own) == pytest.approx(one.error, rel=1e-3), one.module
+    factored = {".".join(one.module.split(".")[-3:]) for one in found.errors}
+    without = [name for name in rest if ".".join(name.removesuffix(".weight").split(".")[-3:]) not in factored]
+    assert {name: rest[name] for name in without if "embed" not in name and rest[name]} == {}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_whole_rank_gives_the_fine_tune_back(tmp_path: Path, kind: str) -> None:
+    family, more = FAMILIES[kind]
+    base = make_base(tmp_path / "base", family, torch.float32, **more)
+    fine_tune = tuned(base, tmp_path / "tuned", moved)
+    found = extracted(base, fine_tune, tmp_path / "adapter", rank=256)
+    assert found.error < 5e-6
+    ours = applied_by_us(base, tmp_path / "adapter", tmp_path / "ours")
+    assert max(differences(ours, read_all(fine_tune)).values()) < 5e-6
+
+
+def test_what_did_not_change_is_left_out(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama", torch.float32)
+    fine_tune = tuned(base, tmp_path / "tuned", lambda name, one: one + 0.1 if "layers.1.mlp.up" in name else one)
+    found = extracted(base, fine_tune, tmp_path / "adapter", rank=4)
+    assert list(found.adapter.factors) == ["model.layers.1.mlp.up_proj"]
+    assert (found.adapter.whole, found.adapter.biases) == ({}, {})
+    # The same number everywhere is a matrix of rank one, but for the rounding of each sum.
+    assert found.error < 1e-5
+    assert found.unchanged == len(read_all(base)) - 1
+
+
+def test_weak_directions_are_left_out_when_asked(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama", torch.float32)
+    fine_tune = tuned(base, tmp_path / "tuned", lambda name, one: one + 0.1 if "layers.1.mlp.up" in name else one)
+    found = extracted(base, fine_tune, tmp_path / "adapter", rank=4, epsilon=1e-3)
+    assert [one.rank for one in found.errors] == [1]
+
+
+def test_a_bias_of_a_layer_that_did_not_change_is_saved_with_its_weight(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "qwen2", torch.float32)
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return (
+            tensor + 0.1 if name.endswith(("layers.0.self_attn.k_proj.bias", "layers.0.mlp.up_proj.weight")) else tensor
+        )
+
+    fine_tune = tuned(base, tmp_path / "tuned", change)
+    found = extracted(base, fine_tune, tmp_path / "adapter", rank=4)
+    assert set(found.adapter.whole["model.layers.0.self_attn.k_proj"]) == {"weight", "bias"}
+    theirs = unloaded_by_peft(base, tmp_path / "adapter", tmp_path / "theirs", torch.float32)
+    assert max(differences(theirs, read_all(fine_tune)).values(), default=0) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda name, one: one, "the same weights as base"),
+        (lambda name, one: one + 1 if "norm" in name else one, "alone"),
+        (lambda name, one: one.new_ones(97, 32) if "embed" in name else one, "the vocabularies differ"),
+        (lambda name, one: one.new_ones(5, 5) if "up_proj" in name else one, r"shape \[5, 5\]"),
+        (lambda name, one: one * float("nan") if "up_proj" in name else one, "NaN"),
+    ],
+)
+def test_what_no_adapter_can_hold_is_refused_by_name(
+    tmp_path: Path, change: Callable[[str, torch.Tensor], torch.Tensor], words: str
+) -> None:
+    base = make_base(tmp_path / "base", "llama", torch.float32)
+    fine_tune = tuned(base, tmp_path / "tuned", change)
+    with pytest.raises(InvalidInput, match=words):
+        extracted(base, fine_tune, tmp_path / "adapter", rank=4)
+
+
+@pytest.mark.parametrize("part", ["experts.1.w2", "gate.weight"])
+def test_experts_and_their_router_are_refused_by_name(tmp_path: Path, part: str) -> None:
+    base = make_base(tmp_path / "base", "mixtral", torch.float32)
+    fine_tune = tuned(base, tmp_path / "tuned", lambda name, one: one + 0.1 if part in name else one)
+    with pytest.raises(InvalidInput, match="experts or their router"):
+        extracted(base, fine_tune, tmp_path / "adapter", rank=4)
+
+
+def test_large_matrices_are_decomposed_as_small_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    strengths = torch.logspace(0, -4, 90)
+    change = (torch.randn(90, 90, generator=generator) * strengths) @ torch.randn(90, 120, generator=generator)
+    whole = factor_change(change, 8, kept_as=torch.float32)
+    monkeypatch.setattr("merge_core.adapters.factoring._WHOLE", 16)
+    assert factor_change(change, 8, kept_as=torch.float32).error == pytest.approx(whole.error, rel=1e-4)
+
+
+def factors(seed: int, rank: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(rank, 40, generator=generator, dtype=torch.float64)
+    return 0.5 + seed, a, torch.randn(60, rank, generator=generator, dtype=torch.float64)
+
+
+def test_stacked_factors_are_the_sum_of_products() -> None:
+    parts = [factors(1, 4), factors(2, 8)]
+    stacked = factor_sum(parts, None, kept_as=torch.float64)
+    expected = sum(weight * (b @ a) for weight, a, b in parts)
+    assert isinstance(expected, torch.Tensor)
+    assert stacked.a.shape[0] == 12
+    assert float((stacked.b @ stacked.a - expected).norm() / expected.norm()) < 1e-12
+    assert stacked.error == 0
+
+
+@pytest.mark.parametrize("rank", [1, 4, 11])
+def test_a_sum_of_thin_products_is_cut_as_a_whole_decomposition_cuts_it(rank: int) -> None:
+    parts = [factors(1, 4), factors(2, 8)]
+    cut = factor_sum(parts, rank, kept_as=torch.float64)
+    product = parts[0][0] * (parts[0][2] @ parts[0][1]) + parts[1][0] * (parts[1][2] @ parts[1][1])
+    s = torch.linalg.svdvals(product)
+    best = float((s[rank:].square().sum() / s.square().sum()).sqrt())
+    assert float((cut.b @ cut.a - product).norm() / product.norm()) == pytest.approx(best, rel=1e-9)
+    assert cut.error == pytest.approx(best, rel=1e-6)

@@ -1,0 +1,215 @@
+"""What cannot be applied to stored weights is refused by name; and no tensor of an adapter is left out in silence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft_family import applied_by_us, load_base, make_adapter, make_base
+from safetensors.torch import load_file, save_file
+
+from merge_core import open_checkpoint
+from merge_core.adapters import adapter_findings, apply_adapter, open_adapter
+from merge_core.errors import InvalidInput
+
+PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("refused")
+    make_base(place / "base", "llama", torch.float32)
+    make_base(place / "tied", "llama", torch.float32, tie_word_embeddings=True)
+    make_adapter(place / "base", place / "adapter", torch.float32, target_modules=["q_proj", "v_proj"])
+    return place
+
+
+@pytest.fixture
+def adapter(kept: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(kept / "adapter", tmp_path / "adapter"))
+
+
+def configured(adapter: Path, **changes: Any) -> Path:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return adapter
+
+
+def with_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    return adapter
+
+
+def applied(kept: Path, adapter: Path, base: str = "base") -> object:
+    return apply_adapter(open_checkpoint(kept / base), open_adapter(adapter))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peft_type", "LOHA"),
+        ("peft_type", None),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "lora_ga"),
+        ("init_lora_weights", "something new"),
+        ("layer_replication", [[0, 1], [0, 2]]),
+        ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}),
+        ("alora_invocation_tokens", [1, 2]),
+        ("arrow_config", {"top_k": 2}),
+        ("kasa_config", {"beta": 1}),
+        ("monteclora_config", {"num_samples": 2}),
+        ("velora_config", {"rank": 1}),
+        ("megatron_config", {"x": 1}),
+        ("invented_by_a_later_version", {"x": 1}),
+        ("r", 0),
+        ("r", "8"),
+        ("lora_alpha", float("nan")),
+        ("lora_alpha", None),
+        ("bias", "some"),
+        ("use_dora", "yes"),
+        ("rank_pattern", [1]),
+        ("rank_pattern", {"q_proj": 0}),
+        ("rank_pattern", {"(a+)+b": 2}),
+        ("rank_pattern", {"(": 2}),
+        ("trainable_token_indices", [1, 1]),
+        ("trainable_token_indices", "all"),
+        ("target_parameters", "experts"),
+    ],
+)
+def test_a_configuration_that_cannot_be_applied_is_refused_by_its_key(
+    kept: Path, adapter: Path, key: str, value: object
+) -> None:
+    with pytest.raises(InvalidInput, match=rf"adapter_config\.json: {key}"):
+        applied(kept, configured(adapter, **{key: value}))
+
+
+@pytest.mark.parametrize("value", [True, False, "gaussian", "eva", "orthogonal"])
+def test_initialisations_that_leave_the_base_alone_are_not_refused(kept: Path, adapter: Path, value: object) -> None:
+    assert applied(kept, configured(adapter, init_lora_weights=value))
+
+
+def test_keys_of_a_later_version_that_are_not_set_are_not_refused(kept: Path, adapter: Path) -> None:
+    assert applied(kept, configured(adapter, invented=None, another={}, third=False))
+
+
+def test_an_untrained_pissa_adapter_is_refused(tmp_path: Path) -> None:
+    """Added to the stored base it would move each weight by more than half of its norm."""
+    from peft import LoraConfig, get_peft_model
+
+    base = make_base(tmp_path / "base", "llama", torch.float32)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa")
+    get_peft_model(load_base(base, torch.float32), config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InvalidInput, match="pissa, which changes the base"):
+        applied_by_us(base, tmp_path / "adapter", tmp_path / "out")
+
+
+def drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: tensors.update({name: torch.ones(shape)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (drop(f"{PREFIX}.lora_A.weight"), "q_proj.lora_B.weight: alone"),
+        (drop(f"{PREFIX}.lora_B.weight"), "q_proj.lora_A.weight: alone"),
+        (put("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", 4, 32), "alone"),
+        (put("base_model.model.model.layers.0.router.weight", 4, 32), "has no tensor model.layers.0.router.weight"),
+        (put("model.layers.0.self_attn.o_proj.lora_A.weight", 4, 32), "not called base_model.model."),
+        (put(f"{PREFIX}.lora_C.weight", 4, 4), "not known here"),
+        (put(f"{PREFIX}.lora_A.default.weight", 4, 32), "not known here"),
+        (put(f"{PREFIX}.lora_magnitude_vector", 32), "no use_dora"),
+        (put(f"{PREFIX}.lora_B.bias", 32), "no lora_bias"),
+        (put(f"{PREFIX}.lora_A.weight", 4, 24), "for a shape of"),
+        (put(f"{PREFIX}.lora_A.weight", 8, 32), "rank 8"),
+        (put(f"{PREFIX}.lora_A.weight", 0, 32), "no elements"),
+        (put(f"{PREFIX}.lora_A.weight", 4, 8, 4), "convolutions are not supported"),
+        (put(f"{PREFIX}.lora_embedding_A", 4, 32), "beside lora_A"),
+        (put(f"{PREFIX}.base_layer.weight", 8, 32), "for a shape of"),
+        (put("base_model.model.model.embed_tokens.weight", 97, 32), r"\[97, 32\]"),
+        (put("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", 2, 32), "trainable_token"),
+    ],
+)
+def test_a_tensor_without_a_place_is_refused_by_its_name(
+    kept: Path, adapter: Path, change: Callable[[dict[str, torch.Tensor]], Any], words: str
+) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        applied(kept, with_tensors(adapter, change))
+
+
+def test_integers_are_no_factors(kept: Path, adapter: Path) -> None:
+    change = with_tensors(adapter, lambda one: one.update({f"{PREFIX}.lora_A.weight": torch.ones(4, 32).int()}))
+    with pytest.raises(InvalidInput, match="I32"):
+        applied(kept, change)
+
+
+def test_the_shapes_of_another_base_are_refused(kept: Path, tmp_path: Path) -> None:
+    make_base(tmp_path / "wide", "llama", torch.float32, hidden_size=64, head_dim=16)
+    with pytest.raises(InvalidInput, match=r"expected: \[64, 64\], as model\.layers\.0\.self_attn\.q_proj"):
+        apply_adapter(open_checkpoint(tmp_path / "wide"), open_adapter(kept / "adapter"))
+
+
+def test_the_name_of_another_base_is_a_warning(kept: Path) -> None:
+    adapter = open_adapter(kept / "adapter")
+    assert list(adapter_findings("elsewhere/base", adapter)) == []
+    (finding,) = adapter_findings("org/other@main", adapter)
+    assert finding.severity == "warn"
+    assert "base_model_name_or_path" in finding.where
+
+
+@pytest.mark.parametrize("name", ["lm_head.lora_A.weight", "lm_head.lora_B.weight"])
+def test_a_tied_head_is_not_changed_alone(kept: Path, adapter: Path, name: str) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["base_model.model.lm_head.lora_A.weight"] = torch.ones(4, 32)
+        tensors["base_model.model.lm_head.lora_B.weight"] = torch.ones(96, 4)
+
+    with pytest.raises(InvalidInput, match="tied to the embedding"):
+        applied(kept, with_tensors(adapter, change), "tied")
+
+
+def test_a_saved_embedding_that_is_tied_is_not_saved_alone(kept: Path, adapter: Path) -> None:
+    change = put("base_model.model.model.embed_tokens.weight", 96, 32)
+    with pytest.raises(InvalidInput, match="tied to the head"):
+        applied(kept, with_tensors(adapter, change), "tied")
+
+
+def test_a_whole_model_in_the_place_of_an_adapter_is_named(kept: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"no adapter_config\.json"):
+        open_adapter(kept / "base")
+    with pytest.raises(InvalidInput, match=r"config\.json"):
+        open_checkpoint(kept / "adapter")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_factors_for_another_number_of_experts_are_refused(tmp_path: Path, family: str) -> None:
+    base = make_base(tmp_path / "base", family, torch.float32)
+    parameters = ["mlp.experts.down_proj"]
+    adapter = make_adapter(base, tmp_path / "adapter", torch.float32, target_parameters=parameters)
+    other = make_base(tmp_path / "other", family, torch.float32, num_experts=2, num_local_experts=2)
+    with pytest.raises(InvalidInput, match="fit 0 parameters"):
+        apply_adapter(open_checkpoint(other), open_adapter(adapter))
+
+
+def test_garbage_is_refused_without_a_traceback(kept: Path, adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").write_bytes(b"\xff" * 40)
+    with pytest.raises(InvalidInput):
+        applied(kept, adapter)
+    (adapter / "adapter_config.json").write_text("[1]")
+    with pytest.raises(InvalidInput):
+        applied(kept, adapter)

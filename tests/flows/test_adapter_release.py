@@ -1,0 +1,99 @@
+"""Adapters through the whole release: as parents of a merge, and as what is made and published."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from demo_project import PROFILES, Project, make_project
+from safetensors.torch import load_file
+from test_release import exact_match
+
+DEMO = PROFILES / "demo"
+
+
+@pytest.mark.parametrize("name", ["reverser", "shifter"])
+def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: str) -> None:
+    project = make_project(tmp_path)
+    models, out = project.root / "profiles" / "demo" / "models", project.root / "adapter"
+    done = project.mergegate(
+        "extract-lora",
+        str(models / name),
+        str(models / "base"),
+        "--rank",
+        "16",
+        "--dtype",
+        "bfloat16",
+        "--out",
+        str(out),
+    )
+    assert done.exit_code == 0, done.output
+    assert "of the change is left out" in done.output
+    shipped, made = (
+        load_file(place / "adapter_model.safetensors") for place in (DEMO / "adapters" / f"{name}-lora", out)
+    )
+    assert shipped.keys() == made.keys()
+    # The signs of singular vectors are a matter of the machine; their products are not.
+    for key in (one for one in made if "lora_A" in one):
+        b = key.replace("lora_A", "lora_B")
+        product, before = (one[b].float() @ one[key].float() for one in (made, shipped))
+        assert float((product - before).norm()) <= 0.01 * float(before.norm()), key
+
+
+def test_an_existing_directory_is_not_written_over(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    done = project.mergegate("extract-lora", "a", "b", "--rank", "4", "--out", str(tmp_path))
+    assert done.exit_code == 2
+    assert "it exists" in done.output
+
+
+@pytest.mark.parametrize("profile", ["demo-adapter", "demo-adapters"])
+def test_a_profile_with_adapters_is_checked_and_planned(tmp_path: Path, profile: str) -> None:
+    project = make_project(tmp_path)
+    done = project.mergegate("merge", str(_recipe(project, profile)), str(project.root / "out"))
+    assert done.exit_code == 0, done.output
+    planned = project.mergegate("plan", str(_recipe(project, profile)), "--no-probe")
+    assert planned.exit_code == 0, planned.output
+
+
+def _recipe(project: Project, profile: str) -> Path:
+    return project.root / "profiles" / "demo" / "recipes" / f"{profile.removeprefix('demo-')}.yaml"
+
+
+@pytest.mark.slow
+def test_a_merge_of_a_model_with_an_adapter_is_released(tmp_path: Path, prefect_api: None) -> None:
+    project = make_project(tmp_path)
+    done = project.mergegate("run", "profiles/demo-adapter.yaml")
+    assert done.exit_code == 0, done.output
+    release = project.root / "releases" / "demo-adapter" / "latest"
+    assert exact_match(release, "reverse") > 0.95
+    said = json.loads((release / "provenance.json").read_text())["predicate"]["buildDefinition"]
+    adapter = next(one for one in said["resolvedDependencies"] if "+" in one["name"])["annotations"]["adapter"]
+    assert set(adapter["files"]) == {"adapter_config.json", "adapter_model.safetensors"}
+    again = project.mergegate("reproduce", str(release), "--parents", str(DEMO / "recipes"))
+    assert again.exit_code == 0, again.output
+    assert "nothing new" in project.mergegate("run", "profiles/demo-adapter.yaml").output
+
+
+@pytest.mark.slow
+def test_adapters_are_released_as_an_adapter(tmp_path: Path, prefect_api: None) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    project = make_project(tmp_path)
+    done = project.mergegate("run", "profiles/demo-adapters.yaml")
+    assert done.exit_code == 0, done.output
+    release = project.root / "releases" / "demo-adapters" / "latest"
+    card = (release / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert not (release / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(DEMO / "models" / "base")
+    whole = tmp_path / "whole"
+    shutil.copytree(DEMO / "models" / "base", whole)
+    PeftModel.from_pretrained(base, release).merge_and_unload().save_pretrained(whole)
+    assert exact_match(whole, "reverse") > 0.95
+    assert exact_match(whole, "shift") > 0.95
+    again = project.mergegate("reproduce", str(release), "--parents", str(DEMO / "recipes"))
+    assert again.exit_code == 0, again.output

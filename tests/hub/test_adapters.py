@@ -1,0 +1,115 @@
+"""Adapters on the Hub: their commit, configuration and header before anything is fetched; then their weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hub_family import CARD, header_sizes, mergegate
+from hub_look_alike import LookAlike
+from safetensors.torch import load_file, save_file
+
+from merge_core import load_recipe
+from merge_core.errors import InvalidInput, MergegateError
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.pin import ResolvedCheckpoint, open_parent, pin_checkpoints, resolve_parents, search_parents
+
+RECIPE = """\
+merge_method: linear
+models:
+  - {model: acme/base+acme/lora, parameters: {weight: 1}}
+  - {model: acme/math, parameters: {weight: 1}}
+"""
+MODULE = "base_model.model.model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture
+def adapter(online: LookAlike, models: Path, tmp_path: Path) -> Path:
+    """``acme/lora``, an adapter on the base."""
+    place = tmp_path / "lora"
+    place.mkdir()
+    (place / "README.md").write_text(CARD)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "acme/base"}
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    factors = {f"{MODULE}.lora_A.weight": torch.ones(2, 12), f"{MODULE}.lora_B.weight": torch.ones(40, 2)}
+    save_file(factors, place / "adapter_model.safetensors")
+    online.add_model("acme/lora", place)
+    return place
+
+
+def adapted() -> ResolvedCheckpoint:
+    return next(parent for parent in resolve_parents(load_recipe(RECIPE)) if parent.adapter)
+
+
+def test_only_headers_of_base_and_adapter_are_asked_for(online: LookAlike, models: Path, adapter: Path) -> None:
+    for parent in resolve_parents(load_recipe(RECIPE)):
+        open_parent(parent)
+    wanted = header_sizes(models)
+    for file in (adapter / "adapter_model.safetensors",):
+        wanted |= {
+            sha256: size
+            for sha256, size in online.sent.items()
+            if size == 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        }
+    assert all(size <= wanted[sha256] for sha256, size in online.sent.items())
+    assert adapted().adapter
+    assert not (adapted().adapter.directory / "adapter_model.safetensors").exists()
+
+
+def test_an_adapter_is_the_commit_that_its_branch_meant(online: LookAlike, adapter: Path) -> None:
+    found = adapted()
+    assert found.adapter
+    assert found.adapter.revision == online.repositories["acme/lora"].branches["main"]
+    assert found.revision == online.repositories["acme/base"].branches["main"]
+    assert found.name == "base+lora"
+
+
+def test_a_merge_fetches_and_applies_it(
+    online: LookAlike, models: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    done = mergegate("merge", "recipe.yaml", "out")
+    assert done.exit_code == 0, done.output
+    base, math = (
+        {name: tensor for file in (models / one).glob("model*.safetensors") for name, tensor in load_file(file).items()}
+        for one in ("base", "math")
+    )
+    out = {name: one for file in (tmp_path / "out").glob("*.safetensors") for name, one in load_file(file).items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(out[name], ((base[name] + 4) + math[name]) / 2)
+
+
+def test_the_digest_covers_both(models: Path, adapter: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(
+        RECIPE.replace("acme/base+acme/lora", f"{models}/base+{adapter}").replace("acme/", f"{models}/")
+    )
+    hashes = HashMemo(tmp_path / "hashes.sqlite")
+
+    def digest() -> str:
+        return next(one.digest for one in pin_checkpoints(resolve_parents(recipe), hashes) if one.adapter)
+
+    seen = [digest()]
+    for file in (adapter / "adapter_config.json", models / "base" / "config.json"):
+        file.write_text(file.read_text() + " ")
+        seen.append(digest())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, adapter / "adapter_model.safetensors")
+    seen.append(digest())
+    (adapter / "README.md").write_text("another card")
+    assert digest() == seen[-1]
+    assert len(set(seen)) == 4
+
+
+def test_a_model_where_an_adapter_should_be_is_refused_by_name(online: LookAlike, adapter: Path) -> None:
+    (problem,) = search_parents([load_recipe(RECIPE.replace("acme/lora", "acme/math"))]).problems
+    assert isinstance(problem, InvalidInput)
+    assert "no adapter_config.json" in str(problem)
+
+
+def test_an_adapter_where_a_model_should_be_is_refused_by_name(online: LookAlike, adapter: Path) -> None:
+    problem: MergegateError
+    (problem,) = search_parents([load_recipe(RECIPE.replace("acme/math", "acme/lora"))]).problems
+    assert "no config.json" in str(problem)
