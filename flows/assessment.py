@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flows.foresight import planned_looks, planned_tasks
 from merge_core.store import Artifact, StoredValue
 from tasks.checkpoints import Model, PinnedCheckpoint
 from tasks.evaluation import (
@@ -41,7 +40,7 @@ from tasks.gate import (
     undecided_tasks,
 )
 from tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
-from tasks.preflight import Evidence
+from tasks.preflight import Evidence, planned_looks, planned_tasks
 from tasks.stage import runtime
 
 # By model, the parts of each task.

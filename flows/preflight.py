@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.candidates import Candidate
-from flows.foresight import night_power
 from flows.parents import find_parents
 from flows.profile import Profile
 from merge_core import Finding, Recipe
@@ -29,6 +28,7 @@ from tasks.preflight import (
     check_compatibility,
     header_digests,
     machine_findings,
+    night_power,
     this_machine,
 )
 from tasks.preflight.licenses import (

@@ -13,9 +13,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from flows.parents import clear_recipe
 from merge_core import Recipe, load_recipe, merge_weights, plan_merge
+from merge_core.architecture.experts import match_experts
 from merge_core.engine import start_or_resume
 from merge_core.errors import InvalidInput, Refused
-from merge_core.experts import match_experts
 from merge_core.store import FileIdentity, try_open_locked
 from tasks.checkpoints import (
     ResolvedCheckpoint,

@@ -124,8 +124,8 @@ def plan_file(
 
 def _known_power(profile: Profile, found: Sequence[ResolvedCheckpoint]) -> GatePower | None:
     """From what the store knows; nothing is loaded or counted for it."""
-    from flows.foresight import night_power
     from tasks.evaluation import pinned_data_before
+    from tasks.preflight import night_power
     from tasks.stage import store
 
     evidence = profile.pin_evidence(found, store().hashes)

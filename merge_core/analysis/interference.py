@@ -32,10 +32,10 @@ from merge_core.architecture import (
     stacks,
     tensor_kind,
 )
+from merge_core.architecture.experts import by_expert
 from merge_core.checkpoint import BY_CODE, Checkpoint, numbers
 from merge_core.engine import BufferPool, JobInputs, read_ahead, usable_cores
 from merge_core.errors import InvalidInput
-from merge_core.experts import by_expert
 from merge_core.methods import StoredBlock
 from merge_core.plan import Input, OutputTensor, TensorJob
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from merge_core.architecture.experts import disk_name
 from merge_core.errors import Finding
-from merge_core.experts import disk_name
 from merge_core.plan.jobs import TensorJob
 from merge_core.recipe import Parameters, Recipe
 

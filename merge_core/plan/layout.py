@@ -2,7 +2,8 @@
 
 The result keeps the donor's division into files when it has the donor's tensors; otherwise tensors are packed in their
 order into files no larger than the donor's largest. What is one tensor in the donor's files is one in the result's,
-also where several jobs compute it (one an expert, see :mod:`merge_core.experts`): each fills a part of its bytes.
+also where several jobs compute it (one an expert, see ``merge_core.architecture.experts``): each fills a part of its
+bytes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from merge_core.architecture.experts import DiskTensor, disk_name, on_disk
 from merge_core.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, DType, render_header
-from merge_core.experts import DiskTensor, disk_name, on_disk
 
 # Hugging Face's long-standing default, used when the donor is a single file and the result needs several.
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -68,7 +69,7 @@ def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, 
 
     Args:
         tensors: What is computed.
-        donor: Whose layout the result gets; its experts one by one (:func:`merge_core.experts.by_expert`).
+        donor: Whose layout the result gets; its experts one by one (:func:`merge_core.architecture.experts.by_expert`).
     """
     stored = on_disk({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
     groups = _groups_of_donor(stored, donor)

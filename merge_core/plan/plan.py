@@ -19,9 +19,9 @@ from merge_core.architecture import (
     is_optional,
     with_dtype,
 )
+from merge_core.architecture.experts import by_expert
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
-from merge_core.experts import by_expert
 from merge_core.methods import REQUIRED
 from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, has_vocabulary_rows
 from merge_core.plan.consistency import self_consistency, unused_tensors

@@ -90,7 +90,7 @@ class Recipe:
         directory: Where relative paths are sought first (None for inline text).
         where: File or place for messages.
         align_experts: Whether experts of mixtures are renumbered so that they correspond to those of the donor.
-        experts_in_order: Whether that has been done, see :func:`merge_core.experts.match_experts`.
+        experts_in_order: Whether that has been done, see :func:`merge_core.architecture.experts.match_experts`.
         mixture: How dense models become a mixture of experts; None where models are merged. Then the sources are the
             base and all experts, and ``merge_method`` is that of :data:`merge_core.methods.UPCYCLING`.
         output: What is made instead of a model: an adapter of adapters on one base.

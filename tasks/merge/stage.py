@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core import Recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.adapters import Combined, combine_adapters, open_adapter, write_adapter
+from merge_core.architecture.experts import MatchedLayer, match_experts
 from merge_core.engine import start_or_resume
 from merge_core.errors import Refused
-from merge_core.experts import MatchedLayer, match_experts
 from merge_core.store import Artifact, NotInKey, state_directory
 from merge_core.units import format_bytes
 from tasks.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest

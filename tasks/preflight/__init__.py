@@ -1,8 +1,12 @@
-"""Everything that can be wrong, found before any weight is read: compatibility, machine, licences."""
+"""Everything that can be wrong, found before any weight is read: compatibility, machine, licences.
+
+And what can be known of a night before it: how much its documents can tell.
+"""
 
 from tasks.preflight.compat import Compatibility, check_compatibility, header_digests, open_and_plan
 from tasks.preflight.custom_code import CodeSettings, custom_code_findings
 from tasks.preflight.evidence import Evidence, JudgeQuestions, check_references, pin_evidence
+from tasks.preflight.foresight import night_power, planned_looks, planned_tasks
 from tasks.preflight.machine import machine_findings, this_machine
 from tasks.preflight.segmentation import cut_shares, with_shares
 from tasks.preflight.tokenizers import TokenizerSettings
@@ -19,8 +23,11 @@ __all__ = [
     "cut_shares",
     "header_digests",
     "machine_findings",
+    "night_power",
     "open_and_plan",
     "pin_evidence",
+    "planned_looks",
+    "planned_tasks",
     "this_machine",
     "with_shares",
 ]

@@ -19,8 +19,8 @@ from pydantic.alias_generators import to_camel
 
 from merge_core import Checkpoint, CheckpointRef, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
 from merge_core.adapters import apply_adapter, open_adapter
+from merge_core.architecture.experts import match_experts
 from merge_core.errors import InvalidInput, Refused
-from merge_core.experts import match_experts
 from merge_core.recipe import parse_reference
 from merge_core.store import HashMemo
 from tasks.checkpoints import Model, adapted_digest, adapter_digest, checkpoint_digest

@@ -20,10 +20,10 @@ from mixtures import FAMILIES, build, logits, related, save
 from safetensors.torch import load_file, save_file
 
 from merge_core import load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge, plan_with_findings
+from merge_core.architecture.experts import by_expert, disk_name
 from merge_core.checkpoint import DerivedTensor, StoredTensor
 from merge_core.engine import EngineSettings
 from merge_core.errors import InvalidInput
-from merge_core.experts import by_expert, disk_name
 
 # What has per-expert and fused names; the others write fused experts in both.
 IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "granitemoe")

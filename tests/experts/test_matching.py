@@ -22,9 +22,9 @@ from mixtures import EXPERTS, build, logits, related, save
 from safetensors.torch import load_file
 
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from merge_core.architecture.experts import MatchedExperts, assign, match_experts
 from merge_core.engine import EngineSettings
 from merge_core.errors import InvalidInput
-from merge_core.experts import MatchedExperts, assign, match_experts
 from tasks.merge.stage import router_distances
 
 FAMILIES = tuple(mixtures.FAMILIES)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tasks.checkpoints import Model, PinnedCheckpoint, ResolvedCheckpoint, loadable_before, pinned_before
 from tasks.evaluation import EvalTask, known_scores, looks
 from tasks.gate import ANCHOR, GatePower, PlannedTask, gate_power, known_discordance
-from tasks.preflight import Evidence
+from tasks.preflight.evidence import Evidence
 from tasks.stage import runtime, store
 
 

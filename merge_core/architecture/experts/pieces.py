@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from merge_core.architecture import layer_place
+from merge_core.architecture.experts.naming import ExpertNames, expert_names
 from merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
@@ -33,7 +34,6 @@ from merge_core.checkpoint import (
     StoredTensor,
     promote,
 )
-from merge_core.experts.naming import ExpertNames, expert_names
 
 if TYPE_CHECKING:
     import numpy as np

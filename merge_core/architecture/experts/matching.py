@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from merge_core.architecture.experts.permuted import permuted_rows
+from merge_core.architecture.experts.pieces import by_expert
 from merge_core.checkpoint import AnyTensor, Checkpoint, DerivedTensor, StoredTensor, numbers, patterns, read_into
 from merge_core.errors import Finding, InvalidInput
-from merge_core.experts.permuted import permuted_rows
-from merge_core.experts.pieces import by_expert
 from merge_core.recipe import Recipe
 
 if TYPE_CHECKING:
