@@ -9,11 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from merge_core import open_checkpoint
 from merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
 from merge_core.engine import transplant_tokenizer
 from merge_core.errors import InvalidInput, suggest
-from tasks.checkpoints import find_checkpoint
+from tasks.checkpoints import find_checkpoint, open_parent
 from tasks.checkpoints.hub import download_snapshots
 from tasks.stage import store
 
@@ -36,9 +35,9 @@ def transplant_to(
         raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
     chosen: TransplantMethod = "omp" if method == "omp" else "mean"
     found = [find_checkpoint(text) for text in (model, donor)]
-    if snapshots := [one.snapshot for one in found if one.snapshot]:
+    if snapshots := [snapshot for one in found for snapshot in one.snapshots]:
         download_snapshots(snapshots, store().hashes, lambda done, total: None)
-    first, second = (open_checkpoint(one.directory) for one in found)
+    first, second = (open_parent(one) for one in found)
     place, scratch = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.rows.partial")
     out.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(place, ignore_errors=True)

@@ -127,7 +127,7 @@ class JobInputs:
         self.count = -(-self.numel // block)
         self._files, self._pool = files, pool
         self._sizes = [item.tensor.dtype.size for item in job.inputs]
-        self._read_elements = [_open_elements(item.tensor, files) for item in job.inputs]
+        self._read_elements = [open_elements(item.tensor, files) for item in job.inputs]
         self._means: dict[int, NDArray[np.float64]] = {}  # Of inputs whose table grows.
         self._means_lock = threading.Lock()
 
@@ -278,7 +278,7 @@ class JobInputs:
         return next((at, item) for at, item in enumerate(self.job.inputs) if item.model == model)
 
 
-def _open_elements(tensor: AnyTensor, files: Mapping[Path, int]) -> ReadElements:
+def open_elements(tensor: AnyTensor, files: Mapping[Path, int]) -> ReadElements:
     """How to read elements of ``tensor``: from the file where it is stored, else as it is derived."""
 
     def read(stored: StoredTensor, first: int, into: Bytes) -> None:

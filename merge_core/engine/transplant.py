@@ -8,6 +8,7 @@ embeddings and head apart. The tables are held in memory, one at a time; nothing
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from merge_core.architecture import is_embedding, is_head
-from merge_core.checkpoint import Checkpoint, StoredTensor, read_into, render_header
+from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor, render_header
 from merge_core.checkpoint.vocabulary import (
     TokenizerDefinition,
     TransplantMethod,
@@ -24,6 +25,7 @@ from merge_core.checkpoint.vocabulary import (
     sparse_combinations,
     spelled_bytes,
 )
+from merge_core.engine.blocks import open_elements
 from merge_core.engine.devices import choose_devices
 from merge_core.engine.engine import MergeRecord, merge_weights
 from merge_core.engine.writer import refusing_disk_errors
@@ -123,8 +125,8 @@ def transplant_tokenizer(
 
 
 def _new_table(
-    table: StoredTensor,
-    giving: StoredTensor,
+    table: AnyTensor,
+    giving: AnyTensor,
     known: np.ndarray,
     missing: np.ndarray,
     method: TransplantMethod,
@@ -168,13 +170,9 @@ def _new_table(
     return stored, error
 
 
-def _tables(model: Checkpoint) -> dict[str, StoredTensor]:
+def _tables(model: Checkpoint) -> dict[str, AnyTensor]:
     """The model's tables of tokens, each with one row a token."""
-    found = {
-        name: one
-        for name, one in model.tensors.items()
-        if isinstance(one, StoredTensor) and (is_embedding(name) or is_head(name) or _is_bias(name))
-    }
+    found = {name: one for name, one in model.tensors.items() if is_embedding(name) or is_head(name) or _is_bias(name)}
     embeddings = [name for name in found if is_embedding(name)]
     sizes = {tensor.shape[0] for tensor in found.values() if tensor.shape}
     floating = all(tensor.dtype.kind == "float" for tensor in found.values())
@@ -187,7 +185,7 @@ def _tables(model: Checkpoint) -> dict[str, StoredTensor]:
     return found
 
 
-def _given(donor: Checkpoint, name: str, tables: dict[str, StoredTensor]) -> StoredTensor:
+def _given(donor: Checkpoint, name: str, tables: dict[str, AnyTensor]) -> AnyTensor:
     """The donor's table of the same use; of a bias that it may lack, its embeddings (only their number is asked)."""
     own = _tables(donor)
     embedding = next(one for other, one in own.items() if is_embedding(other))
@@ -201,7 +199,7 @@ def _is_bias(name: str) -> bool:
     return name.endswith("lm_head.bias")
 
 
-def _lay_out(tables: dict[str, StoredTensor], size: int, file: Path) -> tuple[bytes, list[StoredTensor]]:
+def _lay_out(tables: dict[str, AnyTensor], size: int, file: Path) -> tuple[bytes, list[StoredTensor]]:
     """Header of a file with the new tables, and where each lies in it."""
     shapes = {name: (size, *table.shape[1:]) for name, table in tables.items()}
     nbytes = {name: table.nbytes // table.shape[0] * size for name, table in tables.items()}
@@ -213,16 +211,19 @@ def _lay_out(tables: dict[str, StoredTensor], size: int, file: Path) -> tuple[by
     return header, placed
 
 
-def _read(tensor: StoredTensor) -> torch.Tensor:
+def _read(tensor: AnyTensor) -> torch.Tensor:
     import torch
 
     content = np.empty(tensor.nbytes, np.uint8)
-    with open_plain(tensor.file) as file:
-        read_into(file.fileno(), content.data, tensor.offset, tensor.file)
+    with ExitStack() as opened:
+        files = {part.file: opened.enter_context(open_plain(part.file)).fileno() for part in tensor.parts}
+        open_elements(tensor, files)(0, content)
     values = torch.from_numpy(content).view(getattr(torch, tensor.dtype.torch_name)).reshape(tensor.shape)
     if not bool(torch.isfinite(values).all()):
         raise InvalidInput(
-            f"{tensor.file}: {tensor.name}", found="numbers that are NaN or infinite", expected="finite numbers"
+            f"{tensor.parts[0].file}: {tensor.name}",
+            found="numbers that are NaN or infinite",
+            expected="finite numbers",
         )
     return values
 

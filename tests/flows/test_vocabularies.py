@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from demo_project import PROFILES, Printed, Project
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 MODELS = PROFILES / "demo" / "models"
@@ -70,3 +71,21 @@ def test_the_union_of_the_demo_keeps_both_skills_and_the_token_of_one_parent(rel
     assert json.loads((release / "config.json").read_text())["vocab_size"] == 35
     guards = {guard["task"]: guard["outcome"] for guard in outcome["content"]["verdict"]["guards"]}
     assert guards == {"copy": "pass", "reverse": "pass", "shift": "pass"}
+
+
+def test_a_model_with_an_adapter_is_given_another_tokenizer_as_the_model_that_it_stands_for(project: Project) -> None:
+    adapted = f"{MODELS / 'base'}+{PROFILES / 'demo' / 'adapters' / 'reverser-lora'}"
+    recipe = project.root / "plain.yaml"
+    recipe.write_text(yaml.safe_dump({"merge_method": "passthrough", "models": [{"model": adapted}]}))
+    made = []
+    for name, model in (("adapted", adapted), ("plain", str(project.root / "whole"))):
+        if name == "plain":
+            assert project.mergegate("merge", str(recipe), str(project.root / "whole")).exit_code == 0
+        out = project.root / name
+        result = project.mergegate("transplant-tokenizer", model, str(MODELS / "marked"), str(out), "--method", "mean")
+        made.append((result.exit_code, out))
+    (code, first), (plain_code, second) = made
+    assert code == plain_code == 0
+    tensors, others = (load_file(place / "model.safetensors") for place in (first, second))
+    assert tensors.keys() == others.keys()
+    assert [name for name, tensor in tensors.items() if not tensor.equal(others[name])] == []
