@@ -4,7 +4,7 @@ One file a family, with formula, folds, maps, costs and traits; other packages a
 ``mergegate.methods``.
 """
 
-from merge_core.methods.combination import combine
+from merge_core.methods.combination import PASSTHROUGH, combine
 from merge_core.methods.contract import (
     GRAIN,
     REQUIRED,
@@ -31,6 +31,7 @@ from merge_core.methods.upcycling import UPCYCLING
 
 __all__ = [
     "GRAIN",
+    "PASSTHROUGH",
     "REQUIRED",
     "UPCYCLING",
     "Block",

@@ -99,6 +99,18 @@ def _passthrough(task: TensorTask) -> Steps:
     yield  # A generator without a fold.
 
 
+PASSTHROUGH = Method(
+    name="passthrough",
+    summary="The tensors of one model, for stacking slices; optionally scaled",
+    paper="",
+    base="ordinary",
+    models=(1, 1),
+    parameters=(Parameter("scale", "float", "input", 1.0, "factor for every element"),),
+    steps=_passthrough,
+    costs=Costs(map=0.5),
+    traits=Traits(may_zero=True),
+)
+
 METHODS = (
     Method(
         name="linear",
@@ -113,17 +125,7 @@ METHODS = (
         steps=_linear,
         check=_check_weights,
         costs=Costs(map=0.6),
-        traits=Traits(adds_up=True),
+        traits=Traits(adds_up=True, adapters="sum"),
     ),
-    Method(
-        name="passthrough",
-        summary="The tensors of one model, for stacking slices; optionally scaled",
-        paper="",
-        base="ordinary",
-        models=(1, 1),
-        parameters=(Parameter("scale", "float", "input", 1.0, "factor for every element"),),
-        steps=_passthrough,
-        costs=Costs(map=0.5),
-        traits=Traits(may_zero=True),
-    ),
+    PASSTHROUGH,
 )

@@ -288,6 +288,8 @@ class Traits:
         sparse: It keeps a share of each task vector, its parameter ``density``.
         may_zero: Its parameters can scale a tensor to zero: a tensor of zeros may be what was asked for.
         merges_base: The base is merged like a model, not only what task vectors are measured from.
+        adapters: Adapters on one base can be merged into an adapter: as a ``sum`` of their products, which needs no
+            loss, or only on the ``products`` themselves. None: the result hangs on more than differences to the base.
         conflict_remedy: Given when changing to it helps where task vectors oppose each other.
     """
 
@@ -295,6 +297,7 @@ class Traits:
     sparse: bool = False
     may_zero: bool = False
     merges_base: bool = False
+    adapters: Literal["sum", "products"] | None = None
     conflict_remedy: ConflictRemedy | None = None
 
 

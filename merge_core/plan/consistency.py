@@ -16,6 +16,7 @@ from merge_core.architecture import (
     stacks,
     vocabulary_size,
 )
+from merge_core.architecture.experts import disk_name
 from merge_core.checkpoint import AnyTensor, Checkpoint
 from merge_core.errors import Finding
 from merge_core.plan.jobs import MergePlan
@@ -72,7 +73,9 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
         if said:
             method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else "unknown"
             where, found = f"config.json: {key}quantization_config", f"a quantised model ({method})"
-    packed = next((one.name for one in checkpoint.tensors.values() if _PACKED.search(one.name) or _is_bytes(one)), None)
+    packed = next(
+        (disk_name(one) for one in checkpoint.tensors.values() if _PACKED.search(one.name) or _is_bytes(one)), None
+    )
     if packed and not where:
         where, found = packed, "a tensor of a quantised model"
     if where:

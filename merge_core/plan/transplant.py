@@ -10,6 +10,7 @@ from typing import Any
 from merge_core.architecture import with_vocabulary
 from merge_core.checkpoint import Checkpoint, StoredTensor
 from merge_core.checkpoint.vocabulary import TokenizerDefinition
+from merge_core.methods import PASSTHROUGH
 from merge_core.parsing import read_json
 from merge_core.plan.jobs import MergePlan
 from merge_core.plan.plan import plan_merge
@@ -51,7 +52,7 @@ def plan_transplant(
         config=with_vocabulary(followed(model.config, donor.config), size),
         rewritten={},
     )
-    plan = plan_merge(load_recipe({"merge_method": "passthrough", "models": [{"model": "model"}]}), {"model": view})
+    plan = plan_merge(load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "model"}]}), {"model": view})
     rewritten: dict[str, bytes | None] = {}
     for checkpoint in (model, donor):
         if _GENERATION in checkpoint.companions:

@@ -21,13 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from merge_core.errors import InvalidInput
+from merge_core.methods import Method, merge_methods
 from merge_core.recipe.reference import CheckpointRef
 
-# Their result is a sum of the adapters' products, which can be written down without loss.
-_SUMS = ("linear", "task_arithmetic")
-_OF_DIFFERENCES = (
-    *_SUMS, "ties", "dare_linear", "dare_ties", "della", "della_linear", "breadcrumbs", "breadcrumbs_ties",
-)  # fmt: skip
 _MOST_RANK = 4096
 _NOT_WITH = ("slices", "modules", "tokenizer", "tokenizer_source", "chat_template", "name")
 
@@ -50,13 +46,13 @@ class AdapterOutput:
 
 
 def parse_output(
-    content: Mapping[str, Any], method: str, base: CheckpointRef | None, models: Sequence[CheckpointRef], where: str
+    content: Mapping[str, Any], method: Method, base: CheckpointRef | None, models: Sequence[CheckpointRef], where: str
 ) -> AdapterOutput | None:
     """What a recipe says of its output; None: a model.
 
     Args:
         content: The recipe.
-        method: Name of its method.
+        method: Its method.
         base: Its ``base_model``.
         models: Everything that it merges, the base among them where the method has it there.
         where: Prefix for messages.
@@ -71,22 +67,23 @@ def parse_output(
         return None
     if output != "adapter":
         raise InvalidInput(f"{where}output", found=f"{output!r:.60}", expected="model or adapter")
-    if method not in _OF_DIFFERENCES:
+    if method.traits.adapters is None:
+        fitting = [name for name, other in merge_methods().items() if other.traits.adapters]
         raise InvalidInput(
             f"{where}output",
-            found=f"adapter, of {method}",
-            expected=f"one of {', '.join(_OF_DIFFERENCES)}: what they add to the base is a change of low rank",
+            found=f"adapter, of {method.name}",
+            expected=f"one of {', '.join(fitting)}: what they add to the base is a change of low rank",
         )
     for key in _NOT_WITH:
         if content.get(key) is not None:
             raise InvalidInput(f"{where}{key}", found="it is set", expected="nothing: an adapter has no such part")
     if rank is not None and not (type(rank) is int and 1 <= rank <= _MOST_RANK):
         raise InvalidInput(f"{where}rank", found=f"{rank!r:.60}", expected=f"a whole number from 1 to {_MOST_RANK}")
-    if rank is None and method not in _SUMS:
+    if rank is None and method.traits.adapters != "sum":
         raise InvalidInput(
             f"{where}rank",
             found="not set",
-            expected=f"the rank of the result: what {method} makes of products has none of its own",
+            expected=f"the rank of the result: what {method.name} makes of products has none of its own",
         )
     adapted = [model for model in models if model != base or model.adapter]
     bases = dict.fromkeys(CheckpointRef(model.path, model.revision) for model in adapted)
@@ -98,4 +95,4 @@ def parse_output(
             found=f"{named}",
             expected="adapters on one base, each written base+adapter" + (f", the base {base}" if base else ""),
         )
-    return AdapterOutput(rank, method in _SUMS)
+    return AdapterOutput(rank, is_sum=method.traits.adapters == "sum")

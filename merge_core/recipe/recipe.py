@@ -314,7 +314,7 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
     )
     _check_required(recipe, method)
     models = [source.model for cut in modules[0].slices for source in cut.sources]
-    output = parse_output(content, method.name, base, models, f"{where}: ")
+    output = parse_output(content, method, base, models, f"{where}: ")
     return recipe if output is None else replace(recipe, output=output)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from merge_core import load_recipe, merge_weights, plan_merge
 from merge_core.engine import start_or_resume
+from merge_core.methods import PASSTHROUGH
 from merge_core.store import Artifact, NotInKey
 from merge_core.units import format_bytes
 from tasks.checkpoints.pin import PinnedCheckpoint
@@ -42,7 +43,7 @@ def apply_to_directory(out: Path, parent: PinnedCheckpoint, libraries: dict[str,
     Raises:
         InvalidInput: when model or adapter hold NaN or infinity, or do not fit.
     """
-    recipe = load_recipe({"merge_method": "passthrough", "models": [{"model": _MODEL}]}, where=parent.name)
+    recipe = load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": _MODEL}]}, where=parent.name)
     plan = plan_merge(recipe, {_MODEL: parent.open()})
     start_or_resume(out, plan)
     record = merge_weights(plan, out, device="cpu", on_progress=lambda done, total: advance(done, total, "B"))

