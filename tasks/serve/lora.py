@@ -23,7 +23,7 @@ from tasks.checkpoints import PinnedCheckpoint
 from tasks.serve.launch import ServerKind, dtype_of
 from tasks.serve.settings import ServeSettings
 from tasks.serve.static_checks import check_finite
-from tasks.serve.verdict import Check
+from tasks.serve.verdict import SERVED_AS_LORA, Check
 
 # What --max-lora-rank may be.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -67,7 +67,7 @@ class ServedAdapter:
     @property
     def way(self) -> str:
         """How it is served, in a line for a verdict."""
-        return f"served as LoRA on its base: factors of rank {highest_rank(self.adapter)}, room for {self.max_rank}"
+        return f"{SERVED_AS_LORA} on its base: factors of rank {highest_rank(self.adapter)}, room for {self.max_rank}"
 
 
 def base_name(name: str) -> str:

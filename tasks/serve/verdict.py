@@ -13,6 +13,8 @@ from tasks.serve.measured import NOTHING, ServingCost
 from tasks.serve.server_log import Blame
 from tasks.stage import Section, StageValue, Verdict
 
+SERVED_AS_LORA = "served as LoRA"  # how the way begins in which an adapter was served that was not merged
+
 CheckOutcome = Literal["pass", "fail", "not offered"]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,10 @@ from tasks.checkpoints.model import Model
 from tasks.serve.launch import PYTHON, find_server
 from tasks.serve.smoke import smoke_checkpoint
 from tasks.serve.verdict import ServeVerdict
+
+sys.path.append(str(PROJECT / "tests" / "flows"))
+
+from demo_project import make_project  # from the tests of the flows
 
 pytestmark = real_server
 
@@ -67,3 +74,51 @@ def test_an_adapter_with_the_wrong_sign_is_refused_by_parity(adapter: Path, merg
     refusal = verdict.refused()
     assert refusal is not None
     assert refusal.exit_code == 3
+
+
+RECIPE = """
+merge_method: task_arithmetic
+base_model: {base}
+models:
+  - {{model: "{base}+{one}", parameters: {{weight: 0.8}}}}
+  - {{model: "{base}+{two}", parameters: {{weight: 0.2}}}}
+output: adapter
+"""
+PROFILE = """
+name: linear
+recipe: recipe.yaml
+checks:
+  license: {{purpose: commercial, visibility: public}}
+perplexity: {{documents: demo/data/held-out.jsonl, max_increase: 1000%}}
+evaluate:
+  tasks:
+    - {{task: demo/tasks/reverse.yaml, guarded_by: base, max_drop: 3}}
+serve:
+  python: {python}
+  prompts: ["rev: abcd>", "copy: abcd>", "the old "]
+  texts: ["rev: hgfe>efgh", "copy: hgfe>hgfe", "the old pig sees the red cat."]
+publish: {{to: directory, path: ../releases/linear}}
+"""
+
+
+def test_adapters_become_an_adapter_that_is_served_as_lora_and_released(tmp_path: Path, prefect_api: None) -> None:
+    project = make_project(tmp_path / "project")
+    adapters = {name: linear_adapter(tmp_path / name, name) for name in ("reverser", "shifter")}
+    for name, place in adapters.items():
+        shutil.copy(DEMO / "adapters" / f"{name}-lora" / "README.md", place)  # its licence
+    profiles = project.root / "profiles"
+    recipe = RECIPE.format(base="demo/models/base", one=adapters["reverser"], two=adapters["shifter"])
+    (profiles / "recipe.yaml").write_text(recipe)
+    (profiles / "linear.yaml").write_text(PROFILE.format(python=PROJECT / PYTHON))
+    done = project.mergegate("run", "profiles/linear.yaml", "--json")
+    assert done.exit_code == 0, done.output
+    content = json.loads(done.stdout)["content"]
+    assert content["served_as"] == "served as LoRA on its base: factors of rank 32, room for 32"
+    checks = {check["name"]: check["outcome"] for check in content["served"]}
+    assert {"parity", "adapter"} <= checks.keys()
+    assert set(checks.values()) == {"pass"}
+    release = project.root / "releases" / "linear" / "latest"
+    assert (release / "adapter_model.safetensors").is_file()
+    card = (release / "README.md").read_text()
+    assert "served as LoRA on its base" in card
+    assert "--enable-lora" in card
