@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -89,7 +88,7 @@ name: linear
 recipe: recipe.yaml
 checks:
   license: {{purpose: commercial, visibility: public}}
-perplexity: {{documents: demo/data/held-out.jsonl, max_increase: 1000%}}
+perplexity: {{documents: demo/data/held-out.jsonl, max_increase: 90%}}
 evaluate:
   tasks:
     - {{task: demo/tasks/reverse.yaml, guarded_by: base, max_drop: 3}}
@@ -105,7 +104,9 @@ def test_adapters_become_an_adapter_that_is_served_as_lora_and_released(tmp_path
     project = make_project(tmp_path / "project")
     adapters = {name: linear_adapter(tmp_path / name, name) for name in ("reverser", "shifter")}
     for name, place in adapters.items():
-        shutil.copy(DEMO / "adapters" / f"{name}-lora" / "README.md", place)  # its licence
+        # Its licence, and where to find that of its base.
+        card = (DEMO / "adapters" / f"{name}-lora" / "README.md").read_text()
+        (place / "README.md").write_text(card.replace("../../models/base", str(DEMO / "models" / "base")))
     profiles = project.root / "profiles"
     recipe = RECIPE.format(base="demo/models/base", one=adapters["reverser"], two=adapters["shifter"])
     (profiles / "recipe.yaml").write_text(recipe)
