@@ -26,12 +26,18 @@ E = TypeVar("E", bound=BaseModel)
 
 @dataclass(frozen=True)
 class JudgedMerge:
-    """A merge that passed so far, with all that another judgement may ask for."""
+    """A merge that passed so far, with all that another judgement may ask for.
+
+    Args:
+        model: As a directory that any library loads.
+        adapted: Base and adapter, where the merge is an adapter.
+    """
 
     profile: Profile
     evidence: Evidence
     model: Model
     parents: tuple[PinnedCheckpoint, ...]
+    adapted: PinnedCheckpoint | None = None
 
 
 # A further judgement of a merge, or None where the profile does not ask for it.

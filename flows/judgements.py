@@ -23,5 +23,5 @@ def judge_answers(merge: JudgedMerge) -> Verdict | None:
 
 def serve_merge(merge: JudgedMerge) -> Verdict | None:
     """The merge behind a real server, asked what a server can get wrong."""
-    served = serve_models(merge.profile.serve, merge.profile.root, merge.model, merge.parents)
+    served = serve_models(merge.profile.serve, merge.profile.root, merge.model, merge.parents, merge.adapted)
     return served.as_verdict() if served else None

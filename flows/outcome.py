@@ -186,6 +186,7 @@ def _serving(served: ServedModels | None) -> dict[str, Any]:
     verdict = served.verdict
     return {
         "server": verdict.server,
+        "served_as": verdict.way,
         "served": tuple(ReportedCheck(**check.model_dump()) for check in verdict.checks),
         "serving": (
             *(

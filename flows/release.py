@@ -142,7 +142,8 @@ def make_attempt(
         anchor = anchor if anchor and anchor.digest != champion.digest else None
     # The merge reads adapters as they are; what loads a model needs it whole.
     parents = loadable(pinned.parents)
-    model = loadable([model])[0] if isinstance(model, PinnedCheckpoint) else model
+    adapted = model if isinstance(model, PinnedCheckpoint) else None
+    model = loadable([adapted])[0] if adapted else model
     assessment = assess_merge(model, parents, champion, evidence, anchor)
     gate = assessment.verdict.value
     whole = replace(pinned, parents=parents)
@@ -151,7 +152,7 @@ def make_attempt(
     verdicts = [gate.as_verdict()]
     for judgement in judgements:
         if all(verdict.publishable for verdict in verdicts):
-            verdict = judgement(JudgedMerge(profile, evidence, model, parents))
+            verdict = judgement(JudgedMerge(profile, evidence, model, parents, adapted))
             verdicts += [verdict] if verdict else []
     return Attempt(
         cleared,

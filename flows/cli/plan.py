@@ -26,16 +26,20 @@ from merge_core import EngineSettings, MergePlan, load_recipe
 from merge_core.errors import InvalidInput
 from merge_core.forecast import Duration, Needs, Rates, duration, input_files, needs_of
 from merge_core.units import format_bytes
+from tasks.checkpoints import size_of_adapter
 from tasks.stage import home, nearest
 
 if TYPE_CHECKING:
     from flows.profile import Profile
+    from merge_core.adapters import CombinedSize
     from tasks.checkpoints import ResolvedCheckpoint
     from tasks.gate import GatePower
 
 # How long measured rates count, and under which name they are kept in the project's state.
 _RATES_AGE_S = 3600.0
 _RATES_FILE = "rates.json"
+# An element of a change that is decomposed, in float32: itself, three factors, their product, the rest.
+_DECOMPOSED_BYTES = 6 * 4
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Forecast:
         time: How long it will take here; None without rates.
         prices: Name → dollars per hour, as the user gave them.
         power: What the profile's gate can tell; None for a recipe, or where no documents have been counted.
+        is_adapter: Whether the result is an adapter, and what is needed that of making it.
     """
 
     recipe: str
@@ -67,6 +72,7 @@ class Forecast:
     time: Duration | None
     prices: Mapping[str, float]
     power: GatePower | None = None
+    is_adapter: bool = False
 
     @property
     def disk_missing(self) -> int:
@@ -109,9 +115,14 @@ def plan_file(
     recipe = profile.candidates()[0].recipe if profile else load_recipe(file)
     with console.status("reading headers"):
         found, plan = plan_recipe(recipe)
+        size = size_of_adapter(recipe, found)
     snapshots = {one.directory: one for parent in found for one in parent.snapshots}
     coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
-    forecast = make_forecast(plan, coming, out, device, named, probe)
+    # Decomposing a change takes most of the time of an adapter, and nobody has measured how much.
+    forecast = make_forecast(plan, coming, out, device, named, False if size else probe)
+    if size:
+        forecast = replace(forecast, needs=_needs_of_adapter(forecast.needs, size), rates=None, time=None)
+        forecast = replace(forecast, is_adapter=True)
     if profile:
         forecast = replace(forecast, power=_known_power(profile, found))
     if as_json:
@@ -162,6 +173,31 @@ def make_forecast(
         rates=rates,
         time=duration(needs, rates, cores=cores) if rates else None,
         prices=prices,
+    )
+
+
+def _needs_of_adapter(whole: Needs, size: CombinedSize) -> Needs:
+    """What an adapter made of others needs, where ``whole`` is what the model would need that it makes.
+
+    Factors stay in memory until they are written; beside them stands the decomposition of one change at a time.
+    """
+    return replace(
+        whole,
+        device="cpu",
+        tensors=size.tensors,
+        parameters=size.parameters,
+        input_files=size.files,
+        shards=1,
+        bytes_read=size.read,
+        bytes_read_again=0,
+        bytes_from_disk_again=0,
+        bytes_passed=size.read,
+        bytes_written=size.nbytes,
+        passes=1,
+        read_again=0,
+        memory=whole.memory + size.nbytes + (_DECOMPOSED_BYTES * size.largest if size.scratch else 0),
+        gpu_memory=0,
+        disk=size.nbytes + size.scratch,
     )
 
 
@@ -237,6 +273,8 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
 
 def _time_rows(forecast: Forecast) -> list[tuple[str, str, str]]:
     needs, rates, took = forecast.needs, forecast.rates, forecast.time
+    if forecast.is_adapter:
+        return [("time", "unknown", "that of decomposing changes is not forecast")]
     if took is None or rates is None:
         return [("time", "unknown", "nothing was measured: plan without --no-probe")]
     rows = [

@@ -12,7 +12,7 @@ from rich.text import Text
 from flows.profile import load_profile
 from merge_core.errors import InvalidInput
 from merge_core.store import digest
-from tasks.checkpoints import Model, find_checkpoint, loadable_alone, pin_checkpoints
+from tasks.checkpoints import Model, PinnedCheckpoint, find_checkpoint, loadable_alone, pin_checkpoints
 from tasks.checkpoints.hub import download_snapshots
 from tasks.serve import STEPS, ServeSettings, ServeVerdict, find_server, smoke_checkpoint, smoke_url
 from tasks.stage import device_kind, home, store
@@ -68,11 +68,13 @@ def smoke_target(
             )
         else:
             server = find_server(settings, root)  # its absence is known before a checkpoint is downloaded
-            served = _local(target)
+            served, adapted = _pinned(target)
             log = home() / "logs" / f"smoke-{served.directory.name}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             log.unlink(missing_ok=True)  # of an earlier time
-            verdict = smoke_checkpoint(served, settings, server, device=device_kind(), log=log, on_progress=show)
+            verdict = smoke_checkpoint(
+                served, settings, server, device=device_kind(), log=log, adapted=adapted, on_progress=show
+            )
     if as_json:
         print(verdict.model_dump_json(indent=1))
     else:
@@ -81,14 +83,19 @@ def smoke_target(
 
 
 def _local(reference: str) -> Model:
-    """The checkpoint as a model; one on the Hub is downloaded."""
+    return _pinned(reference)[0]
+
+
+def _pinned(reference: str) -> tuple[Model, PinnedCheckpoint | None]:
+    """The checkpoint as a model, and of ``model+adapter`` the two of them; what is on the Hub is downloaded."""
     found = find_checkpoint(reference)
     if found.snapshots:
         download_snapshots(found.snapshots, store().hashes)
     if found.adapter:
-        return loadable_alone(pin_checkpoints([found], store().hashes))[0]
+        (adapted,) = pin_checkpoints([found], store().hashes)
+        return loadable_alone([adapted])[0], adapted
     # Nothing is cached here, so the place is identity enough.
-    return Model(name=found.name, digest=digest(str(found.directory)), directory=found.directory)
+    return Model(name=found.name, digest=digest(str(found.directory)), directory=found.directory), None
 
 
 def _print(verdict: ServeVerdict, console: Console, log: Path | None) -> None:

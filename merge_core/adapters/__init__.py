@@ -8,6 +8,7 @@ from merge_core.adapters.applying import adapter_findings, apply_adapter
 from merge_core.adapters.combination import Combined, combine_adapters, require_products
 from merge_core.adapters.configuration import CONFIG_FILE
 from merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
+from merge_core.adapters.size import CombinedSize, combined_size
 from merge_core.adapters.writing import NewAdapter, write_adapter
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "WEIGHTS_FILE",
     "Adapter",
     "Combined",
+    "CombinedSize",
     "Extracted",
     "ExtractionSettings",
     "ModuleError",
@@ -24,6 +26,7 @@ __all__ = [
     "adapter_findings",
     "apply_adapter",
     "combine_adapters",
+    "combined_size",
     "extract_adapter",
     "is_adapter",
     "open_adapter",

@@ -32,7 +32,7 @@ from merge_core.checkpoint import BY_CODE, AnyTensor, Checkpoint, DerivedTensor,
 from merge_core.checkpoint import open_checkpoint as open_merged
 from merge_core.engine import merge_weights
 from merge_core.errors import InvalidInput
-from merge_core.plan import TensorJob, plan_merge
+from merge_core.plan import MergePlan, TensorJob, plan_merge
 from merge_core.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -100,14 +100,14 @@ def combine_adapters(
         InvalidInput: Adapters that do not fit the base, or hold more than factors; weights that are no average.
     """
     assert recipe.output is not None  # the caller's reason to be here
-    parts = {ref: _changes(ref, base, adapter) for ref, adapter in adapters.items()}
+    parts = {ref: changes_of(ref, base, adapter) for ref, adapter in adapters.items()}
     changes = {ref: products for ref, (products, _) in parts.items()}
     names = [name for name in base.tensors if any(name in of_one for of_one in changes.values())]
-    whole = _merged_whole(recipe, base, {ref: brought for ref, (_, brought) in parts.items()}, names, scratch, seed)
+    whole = _merged_whole(recipe, base, {ref: brought for ref, (_, brought) in parts.items()}, scratch, seed)
     modules = _modules(names, changes)
     tables = _tables(recipe, base, names, changes)
     plan = plan_merge(replace(recipe, output=None, dtype=_F32, out_dtype=None), tables)
-    kept_as = _format(recipe)
+    kept_as = format_of_factors(recipe)
     if recipe.output.is_sum:
         jobs = {job.output.name: job for job in plan.jobs}
         with opened_files() as read:
@@ -140,10 +140,10 @@ def require_products(ref: str, base: Checkpoint, adapter: Adapter) -> None:
     Raises:
         InvalidInput: It does not fit the base, or holds more than products of two factors.
     """
-    _changes(ref, base, adapter, are_here=False)
+    changes_of(ref, base, adapter, are_here=False)
 
 
-def _changes(
+def changes_of(
     ref: str, base: Checkpoint, adapter: Adapter, *, are_here: bool = True
 ) -> tuple[dict[str, AdaptedWeight], dict[str, AnyTensor]]:
     """What an adapter adds to, and what it brings along whole, by name on disk.
@@ -176,25 +176,35 @@ def _merged_whole(
     recipe: Recipe,
     base: Checkpoint,
     brought: Mapping[str, Mapping[str, AnyTensor]],
-    products: list[str],
     scratch: Path,
     seed: int,
 ) -> dict[str, torch.Tensor]:
     """What the recipe makes of the tensors that adapters bring along whole, by name on disk."""
-    names = [name for name in base.tensors if any(name in of_one for of_one in brought.values())]
-    if not names:
+    plan = plan_of_whole(recipe, base, brought)
+    if plan is None:
         return {}
-    tables = {str(recipe.base): replace(base, tensors={name: base.tensors[name] for name in names})}
-    for ref, of_one in brought.items():
-        tables[ref] = replace(base, tensors={name: of_one.get(name, base.tensors[name]) for name in names})
     shutil.rmtree(scratch, ignore_errors=True)
-    plan = plan_merge(replace(recipe, output=None, dtype=None, out_dtype=None), tables)
     merge_weights(plan, scratch, seed=seed, device="cpu")
     merged = open_merged(scratch)
     with opened_files() as read:
         found = {name: read_whole(one, elements_of(one, read)).view(one.shape) for name, one in merged.tensors.items()}
     shutil.rmtree(scratch, ignore_errors=True)
     return found
+
+
+def plan_of_whole(recipe: Recipe, base: Checkpoint, brought: Mapping[str, Mapping[str, AnyTensor]]) -> MergePlan | None:
+    """How tensors that adapters bring along whole are merged; None where there are none.
+
+    Args:
+        brought: By ``str(ref)`` and name on disk.
+    """
+    names = [name for name in base.tensors if any(name in of_one for of_one in brought.values())]
+    if not names:
+        return None
+    tables = {str(recipe.base): replace(base, tensors={name: base.tensors[name] for name in names})}
+    for ref, of_one in brought.items():
+        tables[ref] = replace(base, tensors={name: of_one.get(name, base.tensors[name]) for name in names})
+    return plan_merge(replace(recipe, output=None, dtype=None, out_dtype=None), tables)
 
 
 def _is_copy(source: AnyTensor, own: AnyTensor | None) -> bool:
@@ -317,7 +327,7 @@ def _result(
     return Combined(adapter, errors, math.sqrt(max(left, 0.0) / all_of_it) if all_of_it else 0.0)
 
 
-def _format(recipe: Recipe) -> torch.dtype:
+def format_of_factors(recipe: Recipe) -> torch.dtype:
     """Of the factors: what the recipe says, else float32."""
     import torch
 

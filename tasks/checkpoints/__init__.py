@@ -29,6 +29,7 @@ from tasks.checkpoints.pin import (
     resolve_all_parents,
     resolve_parents,
     search_parents,
+    size_of_adapter,
 )
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "resolve_all_parents",
     "resolve_parents",
     "search_parents",
+    "size_of_adapter",
     "system_memory",
     "tokenizer_digest",
     "unload",

@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
-from merge_core.adapters import require_products
+from merge_core.adapters import CombinedSize, combined_size, require_products
 from merge_core.errors import Finding, InvalidInput, MergegateError
 from merge_core.recipe import expanded, parse_reference
 from merge_core.store import FileIdentity, HashMemo, NotInKey, file_identity, merkle
@@ -174,7 +174,7 @@ def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
         InvalidInput: for files that cannot be a checkpoint.
         Refused: for headers that the Hub does not give.
     """
-    model = open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
+    model = _open_base(parent)
     return parent.adapter.applied_to(model) if parent.adapter else model
 
 
@@ -199,8 +199,25 @@ def require_combinable(recipe: Recipe, found: Sequence[ResolvedCheckpoint]) -> N
         return
     for parent in found:
         if parent.adapter:
-            base = open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
-            require_products(parent.ref, base, parent.adapter.open())
+            require_products(parent.ref, _open_base(parent), parent.adapter.open())
+
+
+def size_of_adapter(recipe: Recipe, found: Sequence[ResolvedCheckpoint]) -> CombinedSize | None:
+    """What a recipe whose result is an adapter will make, from headers; None for other recipes.
+
+    Raises:
+        InvalidInput, Refused: as :func:`require_combinable`.
+    """
+    adapted = {parent.ref: parent for parent in found if parent.adapter}
+    if recipe.output is None or not adapted:
+        return None
+    base = _open_base(next(iter(adapted.values())))
+    return combined_size(recipe, base, {ref: one.adapter.open() for ref, one in adapted.items() if one.adapter})
+
+
+def _open_base(parent: ResolvedCheckpoint) -> Checkpoint:
+    """Headers of a parent without its adapter."""
+    return open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
 
 
 def pin_checkpoints(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:

@@ -13,7 +13,14 @@ from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, pla
 from merge_core.errors import Refused, worst_first
 from merge_core.parsing import open_plain, read_plain
 from merge_core.store import digest
-from tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, adapter_remarks, open_parent, require_combinable
+from tasks.checkpoints import (
+    ResolvedAdapter,
+    ResolvedCheckpoint,
+    adapter_remarks,
+    open_parent,
+    require_combinable,
+    size_of_adapter,
+)
 from tasks.preflight.custom_code import custom_code_findings
 from tasks.preflight.segmentation import with_shares
 from tasks.stage import StageValue, value_stage
@@ -35,8 +42,11 @@ class HeaderDigest(BaseModel):
 class Compatibility(StageValue):
     """All findings at once, and the size of the job: bytes, all zero where something blocks.
 
+    Of an adapter that is made of others, ``tensors``, ``bytes_read`` and ``bytes_written`` are its own.
+
     Attributes:
-        disk: That the merged checkpoint takes, with results of steps until the end.
+        disk: That the merged checkpoint takes, with results of steps until the end. Of an adapter: it, and the model
+            that it makes, which is written for whoever has to load it.
         block: Of the engine's largest block, in memory; a merge holds several.
         gpu_block: The same on a GPU.
         largest_bytes: Weights of the largest model to be evaluated, as they are stored.
@@ -78,7 +88,7 @@ def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest,
     return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 
-@value_stage("compat", version=4)
+@value_stage("compat", version=5)
 def check_compatibility(
     recipe: Recipe,
     metadata: Sequence[HeaderDigest],
@@ -100,7 +110,12 @@ def check_compatibility(
     planned, checkpoints = open_and_plan(recipe, parents, accepted_tokenizers)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
     findings = worst_first([*with_shares(planned), *adapter_remarks(parents), *code])
-    return _compatibility(findings, None if planned.blocking else planned.plan, checkpoints)
+    found = _compatibility(findings, None if planned.blocking else planned.plan, checkpoints)
+    size = None if planned.blocking else size_of_adapter(recipe, parents)
+    if size is None:
+        return found
+    own = {"tensors": size.tensors, "bytes_read": size.read, "bytes_written": size.nbytes}
+    return found.model_copy(update={**own, "disk": found.disk + size.nbytes + size.scratch})
 
 
 def open_and_plan(

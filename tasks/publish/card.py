@@ -12,6 +12,7 @@ from tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
 from tasks.publish.card_metadata import CardMetadata
 from tasks.publish.card_scores import escaped, markdown_table, quality_section
 from tasks.report import ReportContent
+from tasks.serve import SERVED_AS_LORA
 
 # By kind of obligation: what this release does about it, and what is left for whoever passes the model on.
 _DONE: dict[ObligationKind, str] = {
@@ -29,6 +30,11 @@ _LEFT: dict[ObligationKind, str] = {
     "cap": "See whether you are above the threshold; if so, ask the licensor first.",
     "name_prefix": "Begin the name of anything that you make from this model in the same way.",
 }
+_AS_LORA = (
+    "vLLM has served it as LoRA before it was released: `--enable-lora --lora-modules NAME=DIRECTORY`, and a "
+    "`--max-lora-rank` that is not below its rank."
+)
+_NOT_AS_LORA = "vLLM has not served it as LoRA."
 _OPEN = "**Still to be done:** the text was not to be had. Put it beside the model before you pass it on."
 
 
@@ -65,7 +71,7 @@ def model_card(
         "[provenance.json](provenance.json).",
         "**Statement of changes.** The weights are not those of any model named below: they were computed from them by "
         "the recipe below and replace theirs. Configuration and tokenizer are taken over or adapted.",
-        *_needs_its_base(metadata),
+        *_needs_its_base(metadata, as_lora=content.served_as.startswith(SERVED_AS_LORA)),
         f"## Made from\n\n{_sources(content, license)}\n\n{_fenced(content.recipe.strip(), 'yaml')}",
         f"## Evidence\n\n{quality_section(content)}",
         f"## Licence\n\n{_license(license, missing, files)}",
@@ -74,13 +80,17 @@ def model_card(
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
 
-def _needs_its_base(metadata: CardMetadata) -> list[str]:
-    """Of an adapter: what it is, and how it is used."""
+def _needs_its_base(metadata: CardMetadata, *, as_lora: bool) -> list[str]:
+    """Of an adapter: what it is, and how it is used.
+
+    Args:
+        as_lora: Whether vLLM has served it as LoRA before it was released.
+    """
     if metadata.get("library_name") != "peft":
         return []
     return [
         "This is a LoRA adapter: it holds factors, not a model, and changes the model that `adapter_config.json` names."
-        " PEFT loads it with `PeftModel.from_pretrained(model, …)`, vLLM with `--enable-lora --lora-modules`."
+        " PEFT loads it with `PeftModel.from_pretrained(model, …)`. " + (_AS_LORA if as_lora else _NOT_AS_LORA)
     ]
 
 

@@ -128,5 +128,6 @@ def _further(content: ReportContent) -> str:
     if content.served:
         passed = sum(check.outcome == "pass" for check in content.served)
         by = f" by {escaped(content.server)}" if content.server else ""
-        lines.append(f"* Served{by}: {passed} of {len(content.served)} checks passed.")
+        way = f" It was {escaped(content.served_as)}." if content.served_as else ""
+        lines.append(f"* Served{by}: {passed} of {len(content.served)} checks passed.{way}")
     return "\n".join(lines)

@@ -135,6 +135,8 @@ class ReportContent(_Part):
     judge: ReportedJudge | None = None
     served: tuple[ReportedCheck, ...] = ()  # in the order in which they were made; empty where it was not served
     server: str = ""  # 'vllm 0.33.0'
+    # Of an adapter: as LoRA on its base, or merged and why.
+    served_as: Annotated[str, Field(exclude_if=lambda way: not way)] = ""
     serving: Annotated[tuple[ReportedServing, ...], NotInKey] = ()  # parents in the recipe's order, then the merge
     # How far apart the experts and routers of parents are that are mixtures of experts.
     experts: Annotated[tuple[RouterDistance, ...], Field(exclude_if=lambda experts: not experts)] = ()

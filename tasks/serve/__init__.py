@@ -10,9 +10,10 @@ from tasks.serve.measured import ServingCost
 from tasks.serve.settings import ServeSettings
 from tasks.serve.smoke import STEPS, smoke_checkpoint, smoke_url
 from tasks.serve.stage import check_server, serve_models
-from tasks.serve.verdict import ServedModels, ServeVerdict
+from tasks.serve.verdict import SERVED_AS_LORA, ServedModels, ServeVerdict
 
 __all__ = [
+    "SERVED_AS_LORA",
     "STEPS",
     "ServeSettings",
     "ServeVerdict",

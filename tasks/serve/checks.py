@@ -38,6 +38,7 @@ class ServedSubject:
         reference: How it should answer; None for a server of which only the address is known.
         longest: Tokens of the longest request; None if unknown.
         extended: Whether it takes vLLM's further fields, or at least overlooks them.
+        base: What it calls the model without the adapter; None where none is served as such.
     """
 
     client: Client
@@ -46,6 +47,7 @@ class ServedSubject:
     reference: Reference | None
     longest: int | None
     extended: bool = True
+    base: str | None = None
 
     def complete(self, prompt: str | Sequence[int], max_tokens: int, *, extension: Any = (), **fields: Any) -> Answer:
         """A greedy continuation of text or ids; ``extension``: fields of vLLM's, left out where they are refused."""
@@ -105,6 +107,34 @@ def ask_parity(asked: ServedSubject) -> list[Check]:
         "the server and transformers compute different models from these files: compare config.json with a parent's"
     )
     return [Check(name=name, outcome="fail", seen=seen_text, expected=expected, remedy=remedy)]
+
+
+def ask_adapter(asked: ServedSubject) -> list[Check]:
+    """Whether an adapter that is served beside its base does anything, and all that it should.
+
+    A server that overlooks an adapter, or some of its factors, answers as the base does; of a small adapter, that is
+    within what parity lets pass. So the answers must lie nearer to the reference, which has the adapter, than half of
+    what the base's are away from it.
+    """
+    if asked.base is None or asked.reference is None or not asked.reference.texts:
+        return []
+    name, expected = "adapter", "at most half as far from transformers as the base without it"
+    sides: list[float] = []
+    for side in (asked, replace(asked, model=asked.base)):
+        apart: list[float] = []
+        for text in asked.reference.texts:
+            _, seen = _prompt_logprobs(side, text.ids)
+            if seen is None or len(seen) != len(text.logprobs):
+                return [Check(name=name, outcome="not offered", seen="no likelihood of a prompt", expected=expected)]
+            apart += [abs(ours - theirs) for ours, theirs in zip(seen, text.logprobs, strict=True)]
+        sides.append(fmean(apart))
+    own, without = sides
+    seen_text = f"{own:.4f} nats a token with it, {without:.4f} without"
+    if own <= without / 2:
+        return [Check(name=name, outcome="pass", seen=seen_text, expected=expected)]
+    if without <= asked.settings.max_difference:
+        return [Check(name=name, outcome="not offered", seen=f"{seen_text}: too little to tell", expected=expected)]
+    return [_failed(name, seen_text, expected, "serve it merged: name base+adapter in a recipe of its own")]
 
 
 def ask_tokenizer(asked: ServedSubject) -> list[Check]:

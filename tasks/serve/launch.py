@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,8 +91,14 @@ def _name_of(command: Sequence[str]) -> str:
     return name if "{" in what else Path(what).name
 
 
-def launch(settings: ServeSettings, kind: ServerKind, checkpoint: Checkpoint) -> Launch:
-    """How to call the server for ``checkpoint``."""
+def launch(
+    settings: ServeSettings, kind: ServerKind, checkpoint: Checkpoint, lora: Mapping[str, str] | None = None
+) -> Launch:
+    """How to call the server for ``checkpoint``.
+
+    Args:
+        lora: Options of vLLM for an adapter beside it (see ``tasks.serve.lora``).
+    """
     environment = environment_of_child() | _QUIET
     model = str(checkpoint.directory)
     if kind.python is None:
@@ -116,11 +122,13 @@ def launch(settings: ServeSettings, kind: ServerKind, checkpoint: Checkpoint) ->
         "--generation-config": "vllm",
         "--load-format": "safetensors",
         "--max-logprobs": "5",
+        **(lora or {}),
     }
     given = {word.partition("=")[0] for word in settings.arguments}
     for option, value in options.items():
         if option not in given:
             command += [option, value]
+    command += ["--enable-lora"] if lora else []
     command += ["--no-enable-prefix-caching", "--enforce-eager", *settings.arguments]
     return Launch(tuple(command), environment | settings.environment)
 

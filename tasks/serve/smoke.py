@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from merge_core.checkpoint import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput
-from tasks.checkpoints import Model, ask_child
+from tasks.checkpoints import Model, PinnedCheckpoint, ask_child
 from tasks.remote import Unreachable
 from tasks.serve import checks
 from tasks.serve.checks import ServedSubject, ServerQuestion
 from tasks.serve.client import Client, models_of
 from tasks.serve.launch import ServerKind, context_of, dtype_of, launch
+from tasks.serve.lora import ServedAdapter, as_lora, base_name
 from tasks.serve.measured import ServingCost, machine_name, today
 from tasks.serve.process import ServerEnded, ServerProcess
 from tasks.serve.reference import Reference, make_reference
@@ -23,9 +25,11 @@ from tasks.serve.static_checks import static_checks
 from tasks.serve.verdict import Check, MachineFailed, ServeVerdict, WronglyConfigured, serve_verdict
 
 LOG = "server.log"
+_KNOWS_NO_LORA = re.compile(r"(\w+) does not support LoRA")  # vLLM, of an architecture
 _QUESTIONS: tuple[tuple[str, ServerQuestion], ...] = (
     ("text", checks.ask_generation),
     ("parity", checks.ask_parity),
+    ("the adapter's part", checks.ask_adapter),
     ("tokenizer", checks.ask_tokenizer),
     ("chat", checks.ask_chat),
     ("end of sequence", checks.ask_end),
@@ -43,11 +47,14 @@ def smoke_checkpoint(
     *,
     device: str,
     log: Path,
+    adapted: PinnedCheckpoint | None = None,
     on_progress: OnStep = lambda done, doing: None,
 ) -> ServeVerdict:
     """Serve ``model`` and ask it.
 
     Args:
+        adapted: Base and adapter, where ``model`` is the two of them merged. vLLM then serves them apart, if it can;
+            ``model`` is what the answers are compared with.
         kind: Which server (``find_server``).
         device: Where transformers computes what the server's answers are compared with.
         log: File for what the server says.
@@ -58,15 +65,38 @@ def smoke_checkpoint(
     """
     on_progress(0, "static checks")
     checkpoint = open_checkpoint(model.directory)
-    found = static_checks(checkpoint, must_chat=settings.chat)
+    lora = as_lora(adapted, kind, settings) if adapted else None
+    found, way = _static(checkpoint, lora, settings)
     if any(check.outcome == "fail" for check in found):
-        return serve_verdict(model.name, kind.label, found)  # no server is needed to refuse it
+        return serve_verdict(model.name, kind.label, found, way=way)  # no server is needed to refuse it
     longest = context_of(settings, checkpoint)
     on_progress(1, "what transformers says")
     reference = _reference(model, checkpoint, settings, device, longest)
-    answered, measured = _serve(checkpoint, reference, longest, settings, kind, log, on_progress)
+    try:
+        beside = lora if isinstance(lora, ServedAdapter) else None
+        answered, measured = _serve(checkpoint, beside, reference, longest, settings, kind, log, on_progress)
+    except _NoLora as no:
+        found, way = _static(checkpoint, f"vLLM has no LoRA for {no}", settings)
+        if any(check.outcome == "fail" for check in found):
+            return serve_verdict(model.name, kind.label, found, way=way)
+        answered, measured = _serve(checkpoint, None, reference, longest, settings, kind, log, on_progress)
     measured = measured.model_copy(update={"when": today(), "machine": machine_name(device)})
-    return serve_verdict(model.name, kind.label, [*found, *answered], measured)
+    return serve_verdict(model.name, kind.label, [*found, *answered], measured, way)
+
+
+class _NoLora(Exception):
+    """The server knows no LoRA for models of this kind."""
+
+
+def _static(merged: Checkpoint, lora: ServedAdapter | str | None, settings: ServeSettings) -> tuple[list[Check], str]:
+    """The static checks of what is going to be served, and in which way that is.
+
+    Args:
+        lora: Base and adapter, why they are served merged, or None where there is no adapter.
+    """
+    if isinstance(lora, ServedAdapter):
+        return [*static_checks(lora.base, must_chat=settings.chat), lora.static_check()], lora.way
+    return static_checks(merged, must_chat=settings.chat), f"served merged: {lora}" if lora else ""
 
 
 def smoke_url(
@@ -186,6 +216,7 @@ class ServerProbe:
 
 def _serve(
     checkpoint: Checkpoint,
+    lora: ServedAdapter | None,
     reference: Reference,
     longest: int,
     settings: ServeSettings,
@@ -193,7 +224,14 @@ def _serve(
     log: Path,
     on_progress: OnStep,
 ) -> tuple[list[Check], ServingCost]:
-    server = ServerProcess(launch(settings, kind, checkpoint), log, settings)
+    """What the server answers, and what that took.
+
+    Raises:
+        _NoLora: when it does not take ``lora`` for this kind of model.
+        MachineFailed: when it cannot be run here.
+    """
+    called = launch(settings, kind, lora.base if lora else checkpoint, lora.arguments if lora else None)
+    server = ServerProcess(called, log, settings)
     probe: ServerProbe | None = None
     found: list[Check] = []
     expected = f"an answer within {settings.ready_within:g} s"
@@ -203,9 +241,13 @@ def _serve(
             seen = f"after {server.seconds_to_ready or 0:.1f} s"
             found = [Check(name="ready", outcome="pass", seen=seen, expected=expected)]
             client = Client(server.url, settings.answer_within)
-            probe = ServerProbe(ServedSubject(client, server.model, settings, reference, longest), on_progress)
+            base = base_name(server.model) if lora else None
+            asked = ServedSubject(client, server.model, settings, reference, longest, base=base)
+            probe = ServerProbe(asked, on_progress)
             probe.run(server)
     except ServerEnded as end:
+        if lora and probe is None and (said := _KNOWS_NO_LORA.search(end.cause)):
+            raise _NoLora(said[1]) from None
         _unless_the_model(end, kind, log)
         if probe is None:
             remedy = "the log has the whole story"

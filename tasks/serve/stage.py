@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import ChangedInput, MergegateError
 from merge_core.store import NotInKey
-from tasks.checkpoints import Model
+from tasks.checkpoints import Model, PinnedCheckpoint
 from tasks.serve.launch import ServerKind, find_server
 from tasks.serve.settings import ServeSettings
 from tasks.serve.smoke import LOG, STEPS, smoke_checkpoint
@@ -56,9 +56,15 @@ def check_server(settings: ServeSettings | None, root: Path) -> None:
 
 
 def serve_models(
-    settings: ServeSettings | None, root: Path, merge: Model, parents: Sequence[Model] = ()
+    settings: ServeSettings | None,
+    root: Path,
+    merge: Model,
+    parents: Sequence[Model] = (),
+    adapted: PinnedCheckpoint | None = None,
 ) -> ServedModels | None:
     """Verdict on the merge, and what its parents cost where they are to be measured; None without settings.
+
+    A merge that is an adapter comes in two forms: ``merge`` is the model that it makes, ``adapted`` its base with it.
 
     Parents are there to be compared with: what one of them does, or that it cannot be served here, refuses nothing.
 
@@ -69,7 +75,7 @@ def serve_models(
     if settings is None:
         return None
     server = server_of(settings, root)
-    verdict = serve(merge, settings, server, runtime()).value
+    verdict = serve(merge, settings, server, runtime(), adapted).value
     if not settings.parents or verdict.refuses():
         return ServedModels(verdict=verdict)
     # A base model need not chat.
@@ -88,8 +94,15 @@ def _measurement(parent: Model, settings: ServeSettings, server: ServerVersion) 
         return Measurement(model=parent.name, server=server.label, problem=error.found.splitlines()[0])
 
 
-@stage("serve", version=2)
-def serve(out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime) -> ServeVerdict:
+@stage("serve", version=3)
+def serve(
+    out: Path,
+    model: Model,
+    settings: ServeSettings,
+    server: ServerVersion,
+    runtime: Runtime,
+    adapted: PinnedCheckpoint | None = None,
+) -> ServeVerdict:
     """Serve ``model`` and ask it; the verdict, and ``server.log`` unless no server was needed.
 
     Raises:
@@ -97,7 +110,7 @@ def serve(out: Path, model: Model, settings: ServeSettings, server: ServerVersio
         MachineFailed: when the server cannot be run here. That is no verdict, so nothing is stored but the log, in the
             project's state under ``logs``.
     """
-    return _smoke(out, model, settings, server, runtime)
+    return _smoke(out, model, settings, server, runtime, adapted)
 
 
 @stage("measure", version=1, subject="model")
@@ -111,7 +124,14 @@ def measure_parent(
     return Measurement(model=model.name, server=server.label, measured=verdict.measured, problem=problem)
 
 
-def _smoke(out: Path, model: Model, settings: ServeSettings, server: ServerVersion, runtime: Runtime) -> ServeVerdict:
+def _smoke(
+    out: Path,
+    model: Model,
+    settings: ServeSettings,
+    server: ServerVersion,
+    runtime: Runtime,
+    adapted: PinnedCheckpoint | None = None,
+) -> ServeVerdict:
     kind = ServerKind(server.label, server.python, server.on_cpu)
     log = out / LOG
     try:
@@ -121,6 +141,7 @@ def _smoke(out: Path, model: Model, settings: ServeSettings, server: ServerVersi
             kind,
             device=runtime.device,
             log=log,
+            adapted=adapted,
             on_progress=lambda done, doing: advance(done, STEPS, "steps"),
         )
     except MachineFailed as failed:

