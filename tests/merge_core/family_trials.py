@@ -29,7 +29,10 @@ from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput
 
 DONE, NOTHING = "✓", "–"
-LINEAR = "merge_method: linear\nmodels: [{{model: {}, parameters: {{weight: 0.3}}}}, {{model: {}, parameters: {{weight: 0.7}}}}]\n"
+LINEAR = (
+    "merge_method: linear\n"
+    "models: [{{model: {}, parameters: {{weight: 0.3}}}}, {{model: {}, parameters: {{weight: 0.7}}}}]\n"
+)
 TIES = (
     "merge_method: ties\nbase_model: {}\nparameters: {{weight: 0.7, density: 0.5}}\n"
     "models: [{{model: {}}}, {{model: {}}}]\n"
@@ -124,32 +127,45 @@ def adaptable(model: Any) -> list[str]:
 
 
 def try_vocabulary(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """A union with a model that has one token more: its rows are there, in embedding, head and biases."""
-    library = Tokenizer(models.WordLevel({f"t{number}": number for number in range(TOKENS)}, unk_token="t3"))
+    """A union with a model that has one token more and the others in another order: rows go by token, everywhere.
+
+    Which tensors have such rows is seen from transformers: those that it resizes.
+    """
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(11))
+    words = {f"t{number}": number for number in range(TOKENS)}
+    moved = {f"t{number}": place for place, number in enumerate(order.tolist())}
     grown = {name: copy.deepcopy(parents[name]) for name in "ab"}
+    before = {name: model.state_dict() for name, model in parents.items()}
     for one in grown.values():
         one.resize_token_embeddings(TOKENS + 1, mean_resizing=False)
+    rows = {name: model.state_dict() for name, model in grown.items()}
+    tables = [name for name, tensor in rows["a"].items() if tensor.shape != before["a"][name].shape]
+    assert tables, family.name
+    generator = torch.Generator().manual_seed(13)
+    with torch.no_grad():
+        for own in {rows["b"][name].data_ptr(): name for name in tables}.values():
+            rows["b"][own][TOKENS:] += torch.randn(rows["b"][own][TOKENS:].shape, generator=generator)
+        for name in tables:
+            rows["a"][name][TOKENS:] = rows["b"][name][TOKENS:]  # The first parent borrows the row of the second.
+    expected = average([grown["a"], grown["b"]], [0.3, 0.7])
+    with torch.no_grad():
+        for own in {rows["b"][name].data_ptr(): name for name in tables}.values():
+            rows["b"][own][:TOKENS] = rows["b"][own][:TOKENS][order].clone()
     shutil.copytree(root / "a", root / "fewer")
     save(family, grown["b"], root / "more")
-    write_tokenizer(root / "fewer", library)
-    write_tokenizer(root / "more", with_added(library, "<new>"))
-    tables = {name: open_checkpoint(root / name) for name in ("fewer", "more")}
-    reason = merged(LINEAR.format("fewer", "more") + "tokenizer_source: union\n", tables, root / "union")
+    write_tokenizer(root / "fewer", Tokenizer(models.WordLevel(words, unk_token="t3")))
+    write_tokenizer(root / "more", with_added(Tokenizer(models.WordLevel(moved, unk_token="t3")), "<new>"))
+    opened = {name: open_checkpoint(root / name) for name in ("fewer", "more")}
+    reason = merged(LINEAR.format("fewer", "more") + "tokenizer_source: union\n", opened, root / "union")
     if reason is not None:
         return reason
-    # The first parent borrows the row of the second.
-    before, rows = parents["a"].state_dict(), grown["b"].state_dict()
-    with torch.no_grad():
-        for name, tensor in grown["a"].state_dict().items():
-            if tensor.shape != before[name].shape:
-                assert tensor.shape == rows[name].shape, name
-                tensor[TOKENS:] = rows[name][TOKENS:]
-    expected, result = average([grown["a"], grown["b"]], [0.3, 0.7]), load(family, root / "union")
+    result = load(family, root / "union")
     require_same(result.state_dict(), expected.state_dict(), f"{family.name}: vocabulary")
     assert torch.equal(logits(family, result, TOKENS), logits(family, expected, TOKENS))
     wanted = dict(_sizes(json.loads((root / "more/config.json").read_text())))
     assert dict(_sizes(json.loads((root / "union/config.json").read_text()))) == wanted, family.name
-    assert Tokenizer.from_file(str(root / "union/tokenizer.json")).token_to_id("<new>") == TOKENS
+    union = Tokenizer.from_file(str(root / "union/tokenizer.json")).get_vocab()
+    assert union == {**words, "<new>": TOKENS}
     return DONE
 
 
@@ -177,27 +193,32 @@ def try_experts(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> s
     for name, model in {**parents, "c": third}.items():
         save(family, model, root / f"{name}-disk")
         save(family, model, root / f"{name}-memory", fused=True)
-    tables = {f"{name}-{form}": open_checkpoint(root / f"{name}-{form}") for name in "abc" for form in ("disk", "memory")}
-    for method, text in {"linear": LINEAR, "ties": TIES}.items():
-        for out, forms in {
-            "disk": ("disk", "disk", "disk"),
-            "memory": ("memory", "memory", "memory"),
-            "mixed": ("disk", "memory", "disk"),
-        }.items():
-            named = [f"{name}-{form}" for name, form in zip("abc", forms, strict=True)]
-            recipe = text.format(*named)
-            used = {name: tables[name] for name in named[: recipe.count("model: ") + (method == "ties")]}
-            reason = merged(recipe, used, root / f"{method}-{out}")
-            if reason is not None:
-                return reason
-        disk = load(family, root / f"{method}-disk").state_dict()
-        for out in ("memory", "mixed"):
-            require_same(load(family, root / f"{method}-{out}").state_dict(), disk, f"{family.name}: {method} {out}")
-    require_single(family, root, tables)
+    tables = {
+        f"{name}-{form}": open_checkpoint(root / f"{name}-{form}") for name in "abc" for form in ("disk", "memory")
+    }
+    results = {}
+    for out, text, forms in (
+        ("linear memory", LINEAR, ("memory", "memory")),
+        ("linear mixed", LINEAR, ("disk", "memory")),
+        ("ties disk", TIES, ("disk", "disk", "disk")),
+        ("ties memory", TIES, ("memory", "memory", "memory")),
+        ("ties mixed", TIES, ("disk", "memory", "disk")),
+    ):
+        named = [f"{name}-{form}" for name, form in zip("abc", forms, strict=False)]
+        reason = merged(text.format(*named), {name: tables[name] for name in named}, root / out)
+        if reason is not None:
+            return reason
+        results[out] = load(family, root / out).state_dict()
+    averaged = average([parents["a"], parents["b"]], [0.3, 0.7]).state_dict()
+    for out in ("linear memory", "linear mixed"):
+        require_same(results[out], averaged, f"{family.name}: {out}")
+    for out in ("ties memory", "ties mixed"):
+        require_same(results[out], results["ties disk"], f"{family.name}: {out}")
+    require_single(family, root)
     return DONE
 
 
-def require_single(family: TinyFamily, root: Path, tables: Mapping[str, Checkpoint]) -> None:
+def require_single(family: TinyFamily, root: Path) -> None:
     """In the layout of memory no expert decides anything in another: the first one's numbers are made a hundredfold.
 
     Raises:
@@ -215,7 +236,7 @@ def require_single(family: TinyFamily, root: Path, tables: Mapping[str, Checkpoi
         save_file(tensors, root / f"{name}-loud/model.safetensors", {"format": "pt"})
         louder[f"{name}-loud"] = open_checkpoint(root / f"{name}-loud")
     assert merged(TIES.format("a-loud", "b-loud", "c-loud"), louder, root / "loud") is None
-    usual, changed = read_all(root / "ties-memory"), read_all(root / "loud")
+    usual, changed = read_all(root / "ties memory"), read_all(root / "loud")
     for key, tensor in usual.items():
         first = 1 if _is_fused(key, tensor) else 0
         assert torch.equal(tensor[first:], changed[key][first:]), f"{family.name}: {key}"
