@@ -131,8 +131,10 @@ class StoredNames:
         experts = self._experts.get(self._reduce(module), {})
         if parameter == "down_proj":
             return tuple(self._parts(experts, _DOWN, 0))
+        gates = self._parts(experts, _GATE, 0)
+        if parameter == "up_proj" and not gates:
+            return tuple(self._parts(experts, _UP, 0))
         if parameter == "gate_up_proj":
-            gates = self._parts(experts, _GATE, 0)
             rows = {place.tensor.shape[0] for place in gates}
             return (*gates, *self._parts(experts, _UP, rows.pop())) if len(rows) == 1 else ()
         return ()

@@ -83,16 +83,19 @@ def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
 
 
 def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """A random adapter on every linear layer of the first parent, against PEFT's ``merge_and_unload``."""
+    """A random adapter on every linear layer and all fused experts of the first parent, against PEFT's ``merge_and_unload``."""
     import peft
 
     model = copy.deepcopy(parents["a"])
     found = adaptable(model)
+    fused = [name for name, tensor in model.named_parameters() if _is_fused(name, tensor)]
     torch.manual_seed(5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=found, init_lora_weights=False)
+            config = peft.LoraConfig(
+                r=4, lora_alpha=8, target_modules=found, target_parameters=fused, init_lora_weights=False
+            )
             peft.get_peft_model(model, config).save_pretrained(root / "adapter")
             theirs = peft.PeftModel.from_pretrained(copy.deepcopy(parents["a"]), root / "adapter").merge_and_unload()
         except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
