@@ -1,6 +1,6 @@
 """What else is tried with each family of the table: another vocabulary, an adapter, experts in two layouts.
 
-Each of the three gives ``✓``, ``–`` where there is nothing to try, or the reason why not; a result that is neither
+Each of the three gives ``✓``, a dash where there is nothing to try, or the reason why not; a result that is neither
 right nor refused ends it. The oracles are transformers and PEFT in memory.
 """
 
@@ -26,9 +26,9 @@ from transformers.pytorch_utils import Conv1D
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
 from merge_core.adapters import apply_adapter, open_adapter
 from merge_core.checkpoint import Checkpoint
-from merge_core.errors import InvalidInput
+from merge_core.errors import Finding, InvalidInput
 
-DONE, NOTHING = "✓", "–"
+DONE, NOTHING = "✓", "\N{EN DASH}"
 LINEAR = (
     "merge_method: linear\n"
     "models: [{{model: {}, parameters: {{weight: 0.3}}}}, {{model: {}, parameters: {{weight: 0.7}}}}]\n"
@@ -41,9 +41,10 @@ TIES = (
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
-def refused(where: str) -> str:
-    """How a cell says it: the key or tensor that the message names."""
-    return f"refused: `{where.rsplit(': ', 1)[-1]}`"
+def refused(said: Finding | InvalidInput) -> str:
+    """How a cell says it: the key or tensor that the message names; a message without a way out is none."""
+    assert said.remedy or said.expected, said
+    return f"refused: `{said.where.rsplit(': ', 1)[-1]}`"
 
 
 def merged(text: str, tables: Mapping[str, Checkpoint], out: Path) -> str | None:
@@ -51,20 +52,17 @@ def merged(text: str, tables: Mapping[str, Checkpoint], out: Path) -> str | None
     try:
         planned = plan_with_findings(load_recipe(text), tables)
     except InvalidInput as error:
-        assert error.remedy or error.expected, error
-        return refused(error.where)
+        return refused(error)
     if planned.plan is None or planned.blocking:
-        (finding, *_) = planned.blocking
-        assert finding.found, finding
-        assert finding.remedy or finding.expected, finding
-        return refused(finding.where)
+        return refused(planned.blocking[0])
     merge_weights(planned.plan, out)
     return None
 
 
 def read_all(directory: Path) -> dict[str, torch.Tensor]:
     """Stored tensors."""
-    return {name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], what: str) -> None:
@@ -83,7 +81,7 @@ def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
 
 
 def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """A random adapter on every linear layer and all fused experts of the first parent, against PEFT's ``merge_and_unload``."""
+    """A random adapter on every linear layer and all fused experts of one model, against PEFT's ``merge_and_unload``."""
     import peft
 
     model = copy.deepcopy(parents["a"])
@@ -104,8 +102,7 @@ def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> s
     try:
         table = apply_adapter(open_checkpoint(root / "a"), open_adapter(root / "adapter"))
     except InvalidInput as error:
-        assert error.remedy or error.expected, error
-        return refused(error.where)
+        return refused(error)
     reason = merged("merge_method: passthrough\nmodels: [{model: m}]", {"m": table}, root / "applied")
     if reason is not None:
         return reason
