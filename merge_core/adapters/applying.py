@@ -227,15 +227,16 @@ class _Applying:
         self._put(TrainedRows(weight.name, weight.dtype, weight.shape, weight, values, rows))
 
     def _is_parameters(self, chain: _Chain) -> bool:
-        return any(
-            self._config.adapts_parameter(f"{chain.module.name}.{parameter}")
-            for parameter in self._parameters(chain.module.name)
-        )
+        return bool(self._parameters(chain.module.name))
 
     def _parameters(self, module: str) -> list[str]:
-        """Last names of the parameters of ``module`` that ``target_parameters`` may mean."""
+        """Last names of the parameters of ``module`` that ``target_parameters`` means.
+
+        Those that it has: a bare ``down_proj`` is the end of any name.
+        """
         ends = dict.fromkeys(wanted.rpartition(".")[2] for wanted in self._config.parameters)
-        return [end for end in ends if self._config.adapts_parameter(f"{module}.{end}")]
+        meant = [end for end in ends if self._config.adapts_parameter(f"{module}.{end}")]
+        return [end for end in meant if self._names.find_parameter(module, end)]
 
     def _adapt_parameter(self, module: str, pair: AdaptedModule) -> None:
         """Change the parameter of ``module`` whose shape fits; the nesting does not say which it is."""

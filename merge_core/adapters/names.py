@@ -11,13 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from merge_core.architecture import layer_place
+from merge_core.architecture.experts import expert_names
 from merge_core.checkpoint import AnyTensor, Checkpoint
 from merge_core.errors import InvalidInput
 
 # Containers around a text model that layouts have or have not. Towers of images and sound keep their names.
-_CONTAINERS = frozenset({"model", "language_model", "transformer"})
-_SAME_PART = {"block_sparse_moe": "mlp"}
+_CONTAINERS = frozenset({"model", "language_model", "transformer", "backbone"})
+_SAME_PART = {"block_sparse_moe": "mlp", "embed_out": "lm_head"}
 # One expert of a mixture, and what its projections are called in the layouts of one file per expert.
 _EXPERT = re.compile(r"^(?P<module>.+\.experts)\.(?P<number>[0-9]{1,5})\.(?P<part>\w+)\.weight$")
 _GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
@@ -51,6 +54,8 @@ _QWEN_VISION = {"visual.": "model.visual.", "model.": "model.language_model."}
 _PREFIXES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("gemma3", "llava", "mistral3"), _WITH_TOWERS),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN_VISION),
+    "gpt_neox": {"embed_out.": "lm_head."},
+    "nemotron_h": {"backbone.": "model."},
 }
 
 
@@ -70,11 +75,19 @@ def memory_name(name: str, checkpoint: Checkpoint) -> str:
                 found=f"{kind!r:.60}, a model of several parts",
                 expected="a text model, or one of " + ", ".join(sorted(_PREFIXES)),
             )
-        found = ".".join(_SAME_PART.get(part, part) for part in name.split("."))
-        return found
+        return _in_mixture(name, checkpoint.config)
     if name.startswith(("model.language_model.", "model.visual.", "model.vision_tower.", "lm_head.")):
         return name
     return next((new + name.removeprefix(old) for old, new in table.items() if name.startswith(old)), name)
+
+
+def _in_mixture(name: str, config: Mapping[str, Any]) -> str:
+    """The name in memory of a tensor of a layer, where mixtures have another there."""
+    at = layer_place(name)
+    for memory, disk in expert_names(config).renamed if at else ():
+        if at is not None and at.part.startswith(disk):
+            return f"{at.stack}.{at.index}.{memory}{at.part.removeprefix(disk)}"
+    return name
 
 
 class StoredNames:
@@ -83,6 +96,7 @@ class StoredNames:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tensors = checkpoint.tensors
         kind = checkpoint.config.get("model_type")
+        self._expert_names = expert_names(checkpoint.config)
         self._containers = _CONTAINERS | ({kind} if isinstance(kind, str) else set())
         self._reduced: dict[str, list[str]] = {}
         self._experts: dict[str, dict[int, dict[str, str]]] = {}
@@ -96,8 +110,11 @@ class StoredNames:
         """The tensor that is called ``name`` in memory; None where there is none, or more than one."""
         if name in self._tensors:
             return self._tensors[name]
-        found = self._reduced.get(self._reduce(name), [])
-        return self._tensors[found[0]] if len(found) == 1 else None
+        for known in (name, self._on_disk(name)):
+            found = self._reduced.get(self._reduce(known), [])
+            if len(found) == 1:
+                return self._tensors[found[0]]
+        return None
 
     def find_parameter(self, module: str, parameter: str) -> tuple[ExpertPlace, ...]:
         """The stored tensors of a parameter that is adapted itself: it, or the experts' own; empty where there is none.
@@ -114,8 +131,10 @@ class StoredNames:
         experts = self._experts.get(self._reduce(module), {})
         if parameter == "down_proj":
             return tuple(self._parts(experts, _DOWN, 0))
+        gates = self._parts(experts, _GATE, 0)
+        if parameter == "up_proj" and not gates:
+            return tuple(self._parts(experts, _UP, 0))
         if parameter == "gate_up_proj":
-            gates = self._parts(experts, _GATE, 0)
             rows = {place.tensor.shape[0] for place in gates}
             return (*gates, *self._parts(experts, _UP, rows.pop())) if len(rows) == 1 else ()
         return ()
@@ -129,6 +148,10 @@ class StoredNames:
             for name in names
             if name in parts
         ]
+
+    def _on_disk(self, name: str) -> str:
+        at = layer_place(name)
+        return name if at is None else f"{at.stack}.{at.index}.{self._expert_names.on_disk(at.part)}"
 
     def _reduce(self, name: str) -> str:
         parts = name.split(".")

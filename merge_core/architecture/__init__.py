@@ -6,6 +6,7 @@ What single families do is data, in ``families/``; everything else holds for all
 from merge_core.architecture.architecture import (
     find_tensor,
     has_own_head,
+    has_vocabulary_rows,
     is_embedding,
     is_head,
     is_optional,
@@ -33,6 +34,7 @@ __all__ = [
     "find_family",
     "find_tensor",
     "has_own_head",
+    "has_vocabulary_rows",
     "in_layout_of",
     "in_place",
     "is_embedding",

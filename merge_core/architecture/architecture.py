@@ -11,7 +11,15 @@ from merge_core.architecture.families import text_part
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType
 
 _HEAD = re.compile(r"^(?:.*\.)?(?:lm_head|embed_out)\.weight$")
-_EMBEDDING = re.compile(r"^(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings)\.weight$")
+_EMBEDDING = re.compile(
+    r"^(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|(?:backbone|model)\.embeddings)\.weight$"
+)
+# Further tensors with a row for each token: biases of heads, heads of encoders, and T5's table, which is no embedding
+# that could stand for a head: where T5's head is tied, it is scaled.
+_TOKEN_ROWS = re.compile(
+    r"^(?:.*\.)?(?:(?:lm_head|embed_out|lm_head\.decoder|predictions|predictions\.decoder)\.bias"
+    r"|(?:lm_head|predictions)\.decoder\.weight)$|^shared\.weight$|^generator_lm_head\.bias$"
+)
 # Buffers that some versions of a library stored and others compute.
 _BUFFER = re.compile(r"(?:rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias)$")
 
@@ -26,6 +34,11 @@ def is_head(name: str) -> bool:
 def is_embedding(name: str) -> bool:
     """Whether the tensor is the table of token embeddings."""
     return bool(_EMBEDDING.match(name))
+
+
+def has_vocabulary_rows(name: str) -> bool:
+    """Whether the tensor has one row per token: embeddings, heads and their biases."""
+    return is_embedding(name) or is_head(name) or bool(_TOKEN_ROWS.match(name))
 
 
 def is_optional(name: str) -> bool:

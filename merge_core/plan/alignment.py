@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.architecture import is_embedding, is_head, with_vocabulary
-from merge_core.checkpoint import Checkpoint
+from merge_core.architecture import has_vocabulary_rows, layer_place, with_vocabulary
+from merge_core.checkpoint import AnyTensor, Checkpoint
 from merge_core.checkpoint.vocabulary import (
     JoinedTokenizer,
     TokenizerDefinition,
@@ -133,9 +133,21 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
     )
 
 
-def has_vocabulary_rows(name: str) -> bool:
-    """Whether a tensor has one row per token."""
-    return is_embedding(name) or is_head(name) or name.endswith("lm_head.bias")
+def unknown_rows(model: str, tensor: AnyTensor, alignment: Alignment) -> Finding | None:
+    """A tensor outside the layers that has a size of the vocabulary and is not known to follow it.
+
+    Its rows may be tokens' in an order that is no longer the result's, and no shape would say so.
+    """
+    size = alignment.sizes.get(model)
+    if size not in tensor.shape or has_vocabulary_rows(tensor.name) or layer_place(tensor.name) is not None:
+        return None
+    return Finding(
+        "block",
+        f"{model}: {tensor.name}",
+        found=f"shape {list(tensor.shape)}, with as many as the model has rows of tokens",
+        expected="embeddings, heads and biases by names that are known, where tokens change their places",
+        remedy=f"merge without {alignment.choice.where}, or give the models one vocabulary with transformers first",
+    )
 
 
 def aligned_config(

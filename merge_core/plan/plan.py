@@ -14,6 +14,7 @@ from typing import Any, Literal
 from merge_core.architecture import (
     before_layers,
     find_tensor,
+    has_vocabulary_rows,
     in_layout_of,
     is_head,
     is_optional,
@@ -23,7 +24,7 @@ from merge_core.architecture.experts import by_expert
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
 from merge_core.methods import REQUIRED
-from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, has_vocabulary_rows
+from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.filters import lost_filters
 from merge_core.plan.heads import lost_heads, with_head
@@ -222,6 +223,11 @@ def _job(
     maps: Mapping[str, RowMap] = {}
     if alignment is not None and has_vocabulary_rows(spec.name):
         maps = alignment.maps([str(source.model) for source, _ in found])
+    elif alignment is not None and alignment.maps([str(source.model) for source, _ in found]):
+        odd = (unknown_rows(str(source.model), tensor, alignment) for source, tensor in found)
+        if (unknown := next(filter(None, odd), None)) is not None:
+            problems.append(unknown)
+            return None
     if dtype is None or (not maps and not _same_shape(spec.name, found, problems)):
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape

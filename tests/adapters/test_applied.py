@@ -57,6 +57,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {},
         {"target_parameters": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]},
     ),
+    "a parameter by a bare name": (
+        "qwen3_moe",
+        {},
+        {"target_modules": ["lm_head", "q_proj"], "target_parameters": ["down_proj"]},
+    ),
     "one parameter": ("mixtral", {}, {"target_parameters": ["experts.down_proj"]}),
     "vision": (
         "gemma3_vision",

@@ -12,8 +12,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from family_trials import try_adapter, try_experts, try_vocabulary
 from in_memory import average, stack
 from tiny_families import BY_NAME, FAMILIES, LAYERS, TinyFamily, load, logits, make
 
@@ -22,7 +24,7 @@ from merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_fi
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 WHOLE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 0.3}}, {model: b, parameters: {weight: 0.7}}]\n"
 Cut = list[tuple[str, int, int]]
-DONE, UNTRIED = "✓", "·"
+DONE = "✓"
 _ROW = re.compile(r"^\| (?P<name>[^|]+?) \| (?P<cells>.+) \|$")
 _COLUMNS = ("family", "whole", "slices", "vocabulary", "adapters", "experts")
 
@@ -61,13 +63,17 @@ def merge_or_refuse(text: str, root: Path, out: str) -> str | None:
     return None
 
 
-def tried(family: TinyFamily, root: Path) -> dict[str, str]:
+def parents_of(family: TinyFamily, root: Path) -> dict[str, Any]:
+    """Two checkpoints, ``root / "a"`` and ``root / "b"``, and the models that transformers reads from them."""
+    return {name: load(family, make(family, root / name, seed)) for seed, name in enumerate("ab")}
+
+
+def tried(family: TinyFamily, models: Mapping[str, Any], root: Path) -> dict[str, str]:
     """What happens to whole models and to each of :func:`cuts`: ``✓``, or the key of the refusal.
 
     Raises:
         AssertionError: Neither: the result does not load cleanly, or differs from the models put together in memory.
     """
-    models = {name: load(family, make(family, root / name, seed)) for seed, name in enumerate("ab")}
     found = {}
     for name, text in {"whole": WHOLE, **{name: recipe_of(cut) for name, cut in cuts(family).items()}}.items():
         refused = merge_or_refuse(text, root, name)
@@ -94,6 +100,21 @@ def cells(found: Mapping[str, str]) -> tuple[str, str]:
     return found["whole"] if found["whole"] == DONE else f"refused: `{found['whole']}`", slices
 
 
+def parts(family: TinyFamily, models: Mapping[str, Any], root: Path) -> tuple[str, str, str]:
+    """``vocabulary``, ``adapters`` and ``experts`` of a row.
+
+    Raises:
+        AssertionError: One of them is neither right nor refused.
+    """
+    return try_vocabulary(family, models, root), try_adapter(family, models, root), try_experts(family, models, root)
+
+
+def row_of(family: TinyFamily, root: Path) -> list[str]:
+    """All cells of a family's row, found by trying them on one pair of models."""
+    models = parents_of(family, root)
+    return [*cells(tried(family, models, root)), *parts(family, models, root)]
+
+
 def rows() -> dict[str, list[str]]:
     """The table as it stands in the document: name → the cells behind it."""
     found = {}
@@ -104,14 +125,11 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-def write(outcomes: Mapping[str, tuple[str, str]]) -> None:
-    """Put the table into the document; cells that are not ours stay."""
+def write(outcomes: Mapping[str, list[str]]) -> None:
+    """Put the table into the document."""
     text = DOCUMENT.read_text("utf-8")
-    known = rows()
     lines = [f"| {' | '.join(_COLUMNS)} |", f"|{' --- |' * len(_COLUMNS)}"]
-    for name, own in outcomes.items():
-        others = known.get(name, [])[2:] or [UNTRIED] * 3
-        lines.append(f"| {' | '.join((name, *own, *others))} |")
+    lines += [f"| {' | '.join((name, *found))} |" for name, found in outcomes.items()]
     start, end = text.index("<!-- table -->"), text.index("<!-- end of table -->")
     DOCUMENT.write_text(text[:start] + "<!-- table -->\n\n" + "\n".join(lines) + "\n\n" + text[end:], "utf-8")
 
@@ -121,7 +139,7 @@ def main() -> None:
     outcomes = {}
     for family in FAMILIES:
         with TemporaryDirectory() as place:
-            outcomes[family.name] = cells(tried(family, Path(place)))
+            outcomes[family.name] = row_of(family, Path(place))
         print(family.name, *outcomes[family.name], sep="\t", file=sys.stderr)
     write(outcomes)
 

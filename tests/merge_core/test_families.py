@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_table import cells, merge_or_refuse, recipe_of, rows, tried
+from family_table import cells, merge_or_refuse, parents_of, parts, recipe_of, row_of, rows, tried
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_memory import stack
@@ -26,21 +26,33 @@ from merge_core.errors import InvalidInput
 
 # One of each way in which a layer's number can decide something.
 SAMPLE = ("gemma3, unlisted", "qwen3_moe", "llama4, unlisted", "lfm2", "nemotron_h", "gemma3, vision", "jamba")
+# Names on disk that are not those of memory, experts one by one, heads with biases, a table by a name of its own.
+PARTS_SAMPLE = ("gpt_neox", "phimoe", "bert", "mamba2")
 
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample_of_families_is_stacked_bit_by_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
-    assert list(cells(tried(BY_NAME[name], tmp_path))) == rows()[name][:2]
+    models = parents_of(BY_NAME[name], tmp_path)
+    assert list(cells(tried(BY_NAME[name], models, tmp_path))) == rows()[name][:2]
+
+
+@pytest.mark.parametrize("name", PARTS_SAMPLE)
+def test_a_sample_has_vocabularies_adapters_and_experts_bit_by_bit_or_refused_by_name(
+    name: str, tmp_path: Path
+) -> None:
+    assert list(parts(BY_NAME[name], parents_of(BY_NAME[name], tmp_path), tmp_path)) == rows()[name][2:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.name not in SAMPLE])
-def test_every_family_is_merged_and_stacked_bit_by_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
-    assert list(cells(tried(BY_NAME[name], tmp_path))) == rows()[name][:2]
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_cell_of_the_table_is_what_is_found(name: str, tmp_path: Path) -> None:
+    assert row_of(BY_NAME[name], tmp_path) == rows()[name]
 
 
 def test_the_table_has_a_row_for_every_family_that_is_tried() -> None:
     assert list(rows()) == [family.name for family in FAMILIES]
+    assert {len(row) for row in rows().values()} == {5}
+    assert all(cell for row in rows().values() for cell in row)
 
 
 def test_every_family_that_is_described_is_tried_or_refused() -> None:

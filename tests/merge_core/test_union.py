@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from family import load, merge_text, random_tensors, save_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tokenizer_samples import (
     TEXTS,
     WORDS,
@@ -126,6 +128,21 @@ def test_a_special_token_that_the_base_has_as_an_ordinary_one_becomes_one(tmp_pa
     union, _, _ = result(tmp_path)
     assert union.encode("the<|y|>").tokens[-1] == "<|y|>"
     assert union.token_to_id("<|y|>") == 340
+
+
+@pytest.mark.parametrize("shape", [(341,), (1, 341), (341, 8)])
+def test_what_is_as_long_as_the_vocabulary_under_a_name_that_nobody_knows_is_refused(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """Its rows may be tokens' that are in another place now; where no token moves, it is merged."""
+    own = content_of(byte_level())
+    for seed, (name, one) in enumerate({"a": own, "b": own, "c": moved(byte_level(), random.Random(3))}.items()):
+        place = model(tmp_path, name, one, seed=seed, rows=341)
+        tensors = {**load_file(place / "model.safetensors"), "token_scores": torch.ones(shape)}
+        save_file(tensors, place / "model.safetensors", {"format": "pt"})
+    merge_text(LINEAR + "tokenizer_source: union", tmp_path)
+    with pytest.raises(InvalidInput, match="token_scores"):
+        merge_text(LINEAR.replace("{model: b}", "{model: c}") + "tokenizer_source: union", tmp_path, "2")
 
 
 def test_padding_rows_stay_and_more_come_where_they_are_asked_for(tmp_path: Path) -> None:

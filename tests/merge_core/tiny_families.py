@@ -497,7 +497,12 @@ def make(family: TinyFamily, directory: Path, seed: int) -> Path:
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():
                 tensor.add_(0.05 * torch.randn_like(tensor))
-    model.save_pretrained(directory)
+    return save(family, model, directory)
+
+
+def save(family: TinyFamily, model: Any, directory: Path, *, fused: bool = False) -> Path:
+    """Write a model in the layout that the family has on disk, or (``fused``) in that of memory."""
+    model.save_pretrained(directory, save_original_format=not fused)
     if not family.listed:
         _without_lists(directory, family)
     return directory
@@ -514,10 +519,12 @@ def _without_lists(directory: Path, family: TinyFamily) -> None:
     path.write_text(json.dumps(content))
 
 
-def inputs(family: TinyFamily) -> dict[str, torch.Tensor]:
-    """Two texts longer than any window."""
+def inputs(family: TinyFamily, token: int | None = None) -> dict[str, torch.Tensor]:
+    """Two texts longer than any window; with ``token`` in each, where one is given."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(3, 80, (2, LENGTH), generator=generator)
+    if token is not None:
+        ids[:, LENGTH // 2] = token
     if family.model_type == "whisper":
         return {"input_features": torch.randn(2, 8, 40, generator=generator), "decoder_input_ids": ids}
     if family.model_type == "t5":
@@ -539,8 +546,8 @@ def load(family: TinyFamily, directory: Path) -> Any:
     return model.eval()
 
 
-def logits(family: TinyFamily, model: Any) -> torch.Tensor:
+def logits(family: TinyFamily, model: Any, token: int | None = None) -> torch.Tensor:
     """What it says to :func:`inputs`."""
     with torch.no_grad():
         more = {} if "Masked" in family.auto or "Sequence" in family.auto else {"use_cache": False}
-        return model(**inputs(family), **more).logits
+        return model(**inputs(family, token), **more).logits

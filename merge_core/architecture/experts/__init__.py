@@ -2,6 +2,7 @@
 
 from merge_core.architecture.experts.given import GivenTensor, given
 from merge_core.architecture.experts.matching import MatchedExperts, MatchedLayer, assign, match_experts
+from merge_core.architecture.experts.naming import expert_names
 from merge_core.architecture.experts.outputs import OUTPUT_FAMILIES, OutputFamily, choose_output, mixture_config
 from merge_core.architecture.experts.pieces import DiskTensor, by_expert, disk_name, on_disk
 
@@ -16,6 +17,7 @@ __all__ = [
     "by_expert",
     "choose_output",
     "disk_name",
+    "expert_names",
     "given",
     "match_experts",
     "mixture_config",

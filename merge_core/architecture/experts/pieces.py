@@ -180,8 +180,8 @@ def _pieces(
 
 
 def _is_plain(tensor: AnyTensor) -> bool:
-    """Whether the elements of a tensor are numbers, one after the other: payloads of quantised models are not."""
-    return tensor.dtype.kind != "packed"
+    """Whether the elements of a tensor are weights, one after the other: payloads of quantised models are not."""
+    return tensor.dtype.kind == "float"
 
 
 def _parts(part: str, module: _Module, names: ExpertNames, hidden: int | None) -> tuple[str, ...]:

@@ -1,0 +1,246 @@
+"""What else is tried with each family of the table: another vocabulary, an adapter, experts in two layouts.
+
+Each of the three gives ``✓``, a dash where there is nothing to try, or the reason why not; a result that is neither
+right nor refused ends it. The oracles are transformers and PEFT in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from in_memory import average
+from safetensors.torch import load_file, save_file
+from tiny_families import TOKENS, TinyFamily, load, logits, save
+from tokenizer_samples import with_added, write_tokenizer
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
+from merge_core.adapters import apply_adapter, open_adapter
+from merge_core.checkpoint import Checkpoint
+from merge_core.errors import Finding, InvalidInput
+
+DONE, NOTHING = "✓", "\N{EN DASH}"
+LINEAR = (
+    "merge_method: linear\n"
+    "models: [{{model: {}, parameters: {{weight: 0.3}}}}, {{model: {}, parameters: {{weight: 0.7}}}}]\n"
+)
+TIES = (
+    "merge_method: ties\nbase_model: {}\nparameters: {{weight: 0.7, density: 0.5}}\n"
+    "models: [{{model: {}}}, {{model: {}}}]\n"
+)
+# PEFT does not adapt what the kernels of these read the weights of.
+_MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+
+
+def refused(said: Finding | InvalidInput) -> str:
+    """How a cell says it: the key or tensor that the message names; a message without a way out is none."""
+    assert said.remedy or said.expected, said
+    return f"refused: `{said.where.rsplit(': ', 1)[-1]}`"
+
+
+def merged(text: str, tables: Mapping[str, Checkpoint], out: Path) -> str | None:
+    """Merge; where it is refused, by which key or tensor."""
+    try:
+        planned = plan_with_findings(load_recipe(text), tables)
+    except InvalidInput as error:
+        return refused(error)
+    if planned.plan is None or planned.blocking:
+        return refused(planned.blocking[0])
+    merge_weights(planned.plan, out)
+    return None
+
+
+def read_all(directory: Path) -> dict[str, torch.Tensor]:
+    """Stored tensors."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], what: str) -> None:
+    """The same names, formats and bits.
+
+    Raises:
+        AssertionError: With the names that differ.
+    """
+    different = sorted(ours.keys() ^ theirs.keys())
+    different += [
+        name
+        for name in ours.keys() & theirs.keys()
+        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
+    ]
+    assert different == [], f"{what}: {different}"
+
+
+def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
+    """A random adapter on every linear layer and all fused experts of one model, against PEFT's ``merge_and_unload``."""
+    import peft
+
+    model = copy.deepcopy(parents["a"])
+    found = adaptable(model)
+    fused = [name for name, tensor in model.named_parameters() if _is_fused(name, tensor)]
+    torch.manual_seed(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = peft.LoraConfig(
+                r=4, lora_alpha=8, target_modules=found, target_parameters=fused, init_lora_weights=False
+            )
+            peft.get_peft_model(model, config).save_pretrained(root / "adapter")
+            theirs = peft.PeftModel.from_pretrained(copy.deepcopy(parents["a"]), root / "adapter").merge_and_unload()
+        except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
+            return f"PEFT: {type(error).__name__} {error}"
+    theirs.save_pretrained(root / "unloaded")
+    try:
+        table = apply_adapter(open_checkpoint(root / "a"), open_adapter(root / "adapter"))
+    except InvalidInput as error:
+        return refused(error)
+    reason = merged("merge_method: passthrough\nmodels: [{model: m}]", {"m": table}, root / "applied")
+    if reason is not None:
+        return reason
+    before, ours = read_all(root / "a"), read_all(root / "applied")
+    require_same(ours, read_all(root / "unloaded"), f"{family.name}: adapter")
+    changed = sum(not torch.equal(before[name], ours[name]) for name in before)
+    assert changed >= len(found), f"{family.name}: {changed} of {len(found)}"
+    load(family, root / "applied")
+    return DONE
+
+
+def adaptable(model: Any) -> list[str]:
+    """Names of the linear layers that PEFT takes; no head that is tied to the embedding."""
+    tied = {id(model.get_input_embeddings().weight)}
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+        and id(module.weight) not in tied
+        and not (model.config.model_type in _MAMBA and name.endswith(("out_proj", "conv1d")))
+    ]
+
+
+def try_vocabulary(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
+    """A union with a model that has one token more and the others in another order: rows go by token, everywhere.
+
+    Which tensors have such rows is seen from transformers: those that it resizes.
+    """
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(11))
+    words = {f"t{number}": number for number in range(TOKENS)}
+    moved = {f"t{number}": place for place, number in enumerate(order.tolist())}
+    grown = {name: copy.deepcopy(parents[name]) for name in "ab"}
+    before = {name: model.state_dict() for name, model in parents.items()}
+    for one in grown.values():
+        one.resize_token_embeddings(TOKENS + 1, mean_resizing=False)
+    rows = {name: model.state_dict() for name, model in grown.items()}
+    tables = [name for name, tensor in rows["a"].items() if tensor.shape != before["a"][name].shape]
+    assert tables, family.name
+    generator = torch.Generator().manual_seed(13)
+    with torch.no_grad():
+        for own in {rows["b"][name].data_ptr(): name for name in tables}.values():
+            rows["b"][own][TOKENS:] += torch.randn(rows["b"][own][TOKENS:].shape, generator=generator)
+        for name in tables:
+            rows["a"][name][TOKENS:] = rows["b"][name][TOKENS:]  # The first parent borrows the row of the second.
+    expected = average([grown["a"], grown["b"]], [0.3, 0.7])
+    with torch.no_grad():
+        for own in {rows["b"][name].data_ptr(): name for name in tables}.values():
+            rows["b"][own][:TOKENS] = rows["b"][own][:TOKENS][order].clone()
+    shutil.copytree(root / "a", root / "fewer")
+    save(family, grown["b"], root / "more")
+    write_tokenizer(root / "fewer", Tokenizer(models.WordLevel(words, unk_token="t3")))
+    write_tokenizer(root / "more", with_added(Tokenizer(models.WordLevel(moved, unk_token="t3")), "<new>"))
+    opened = {name: open_checkpoint(root / name) for name in ("fewer", "more")}
+    reason = merged(LINEAR.format("fewer", "more") + "tokenizer_source: union\n", opened, root / "union")
+    if reason is not None:
+        return reason
+    result = load(family, root / "union")
+    require_same(result.state_dict(), expected.state_dict(), f"{family.name}: vocabulary")
+    assert torch.equal(logits(family, result, TOKENS), logits(family, expected, TOKENS))
+    wanted = dict(_sizes(json.loads((root / "more/config.json").read_text())))
+    assert dict(_sizes(json.loads((root / "union/config.json").read_text()))) == wanted, family.name
+    union = Tokenizer.from_file(str(root / "union/tokenizer.json")).get_vocab()
+    assert union == {**words, "<new>": TOKENS}
+    return DONE
+
+
+def _sizes(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _sizes(value, f"{path}{key}.")
+        elif key == "vocab_size":
+            yield path + key, value
+
+
+def try_experts(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
+    """Models in the layout of the disk and in that of memory, merged within each and across: the same numbers.
+
+    Where both layouts hold all experts in one tensor, what is tried is that one expert decides nothing in another.
+    """
+    if not any(".experts" in name for name, _ in parents["a"].named_modules()):
+        return NOTHING
+    third = copy.deepcopy(parents["a"])
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for tensor in third.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
+    for name, model in {**parents, "c": third}.items():
+        save(family, model, root / f"{name}-disk")
+        save(family, model, root / f"{name}-memory", fused=True)
+    tables = {
+        f"{name}-{form}": open_checkpoint(root / f"{name}-{form}") for name in "abc" for form in ("disk", "memory")
+    }
+    results = {}
+    for out, text, forms in (
+        ("linear memory", LINEAR, ("memory", "memory")),
+        ("linear mixed", LINEAR, ("disk", "memory")),
+        ("ties disk", TIES, ("disk", "disk", "disk")),
+        ("ties memory", TIES, ("memory", "memory", "memory")),
+        ("ties mixed", TIES, ("disk", "memory", "disk")),
+    ):
+        named = [f"{name}-{form}" for name, form in zip("abc", forms, strict=False)]
+        reason = merged(text.format(*named), {name: tables[name] for name in named}, root / out)
+        if reason is not None:
+            return reason
+        results[out] = load(family, root / out).state_dict()
+    averaged = average([parents["a"], parents["b"]], [0.3, 0.7]).state_dict()
+    for out in ("linear memory", "linear mixed"):
+        require_same(results[out], averaged, f"{family.name}: {out}")
+    for out in ("ties memory", "ties mixed"):
+        require_same(results[out], results["ties disk"], f"{family.name}: {out}")
+    require_single(family, root)
+    return DONE
+
+
+def require_single(family: TinyFamily, root: Path) -> None:
+    """In the layout of memory no expert decides anything in another: the first one's numbers are made a hundredfold.
+
+    Raises:
+        AssertionError: Something of another expert is no longer the same.
+    """
+    louder = {}
+    for name in "abc":
+        (root / f"{name}-loud").mkdir()
+        shutil.copy(root / f"{name}-memory/config.json", root / f"{name}-loud/config.json")
+        tensors = read_all(root / f"{name}-memory")
+        routed = [key for key, tensor in tensors.items() if _is_fused(key, tensor)]
+        for key in routed:
+            tensors[key][0] *= 100
+        assert routed, family.name
+        save_file(tensors, root / f"{name}-loud/model.safetensors", {"format": "pt"})
+        louder[f"{name}-loud"] = open_checkpoint(root / f"{name}-loud")
+    assert merged(TIES.format("a-loud", "b-loud", "c-loud"), louder, root / "loud") is None
+    usual, changed = read_all(root / "ties memory"), read_all(root / "loud")
+    for key, tensor in usual.items():
+        first = 1 if _is_fused(key, tensor) else 0
+        assert torch.equal(tensor[first:], changed[key][first:]), f"{family.name}: {key}"
+
+
+def _is_fused(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 3 and (".experts." in name or name.endswith("_linear.weight"))
