@@ -81,7 +81,7 @@ def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
 
 
 def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """A random adapter on every linear layer and all fused experts of one model, against PEFT's ``merge_and_unload``."""
+    """A random adapter on every linear layer and all fused experts of a model, against PEFT's ``merge_and_unload``."""
     import peft
 
     model = copy.deepcopy(parents["a"])
