@@ -87,6 +87,9 @@ def _in_mixture(name: str, config: Mapping[str, Any]) -> str:
     for memory, disk in expert_names(config).renamed if at else ():
         if at is not None and at.part.startswith(disk):
             return f"{at.stack}.{at.index}.{memory}{at.part.removeprefix(disk)}"
+    for parameter, disk in _FUSED_ELSEWHERE.items():
+        if name.endswith(f".block_sparse_moe.{disk}"):
+            return f"{name.removesuffix(disk)}experts.{parameter}"
     return name
 
 

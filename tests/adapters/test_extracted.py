@@ -187,3 +187,12 @@ def test_a_sum_of_thin_products_is_cut_as_a_whole_decomposition_cuts_it(rank: in
     best = float((s[rank:].square().sum() / s.square().sum()).sqrt())
     assert float((cut.b @ cut.a - product).norm() / product.norm()) == pytest.approx(best, rel=1e-9)
     assert cut.error == pytest.approx(best, rel=1e-6)
+
+
+def test_experts_that_are_fused_under_other_names_are_refused(tmp_path: Path) -> None:
+    """Granite's have no module in memory by the name that they have on disk: PEFT would leave them out."""
+    base = make_base(tmp_path / "base", "granite", torch.float32)
+    changed = "model.layers.1.block_sparse_moe.input_linear.weight"
+    fine_tune = tuned(base, tmp_path / "tuned", lambda name, tensor: tensor + 0.01 * (name == changed))
+    with pytest.raises(InvalidInput, match="experts"):
+        extracted(base, fine_tune, tmp_path / "adapter", rank=4)

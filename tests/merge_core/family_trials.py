@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
 from merge_core.adapters import apply_adapter, open_adapter
+from merge_core.adapters.names import memory_name
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import Finding, InvalidInput
 
@@ -81,7 +82,7 @@ def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
 
 
 def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """A random adapter on every linear layer and all fused experts of one model, against PEFT's ``merge_and_unload``."""
+    """A random adapter on every linear layer and all fused experts of a model, against PEFT's ``merge_and_unload``."""
     import peft
 
     model = copy.deepcopy(parents["a"])
@@ -111,7 +112,21 @@ def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> s
     changed = sum(not torch.equal(before[name], ours[name]) for name in before)
     assert changed >= len(found), f"{family.name}: {changed} of {len(found)}"
     load(family, root / "applied")
+    require_known_names(family, parents["a"], open_checkpoint(root / "a"))
     return DONE
+
+
+def require_known_names(family: TinyFamily, model: Any, stored: Checkpoint) -> None:
+    """What is stored has the name that an adapter must call it by, or the family is refused when one is extracted.
+
+    Raises:
+        AssertionError: A name that memory does not have: PEFT would leave such a tensor of an adapter out.
+    """
+    try:
+        names = {memory_name(name, stored) for name in stored.tensors if ".experts." not in name}
+    except InvalidInput:
+        return
+    assert names <= model.state_dict().keys(), f"{family.name}: {sorted(names - model.state_dict().keys())}"
 
 
 def adaptable(model: Any) -> list[str]:
