@@ -122,7 +122,7 @@ def make_attempt(
     """Fetch what is not here, merge, measure, judge, explain."""
     recipe = cleared.candidate.recipe
     fetch_weights(cleared.found, store().hashes)
-    parents = pin_checkpoints(cleared.found, store().hashes)
+    parents = pin_checkpoints(cleared.found, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
     pinned = PinnedRecipe(with_gates(recipe, by_ref.__getitem__, router_rows), parents)
     try:

@@ -28,6 +28,12 @@ class Model(BaseModel):
     # Name and sha256 of every file that is read in its place, as they were pinned. Empty: not pinned, for what is asked
     # once and kept nowhere.
     files: Annotated[tuple[tuple[str, str], ...], NotInKey] = ()
+    # Whether Python files that lie in it are run where it is loaded: the profile names its repository at its commit.
+    runs_code: bool = False
+
+    def content_key(self) -> object:
+        # A model whose own code computes is another one; what was measured before there was a choice keeps its key.
+        return {"digest": self.digest} | ({"runs_code": True} if self.runs_code else {})
 
     @property
     def label(self) -> str:

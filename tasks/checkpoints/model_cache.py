@@ -177,13 +177,13 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     loader: Any = transformers.AutoModelForCausalLM
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            model.directory, local_files_only=True, trust_remote_code=False
+            model.directory, local_files_only=True, trust_remote_code=model.runs_code
         )
         network, loading_info = loader.from_pretrained(
             model.directory,
             dtype=dtype,
             local_files_only=True,
-            trust_remote_code=False,
+            trust_remote_code=model.runs_code,
             use_safetensors=True,
             output_loading_info=True,
         )

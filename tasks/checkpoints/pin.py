@@ -9,7 +9,7 @@ have come (``tasks.checkpoints.fetch``), ``pin_checkpoints`` hashes the files th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -220,13 +220,18 @@ def _open_base(parent: ResolvedCheckpoint) -> Checkpoint:
     return open_snapshot(parent.snapshot) if parent.snapshot else open_checkpoint(parent.directory)
 
 
-def pin_checkpoints(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
+def pin_checkpoints(
+    found: Sequence[ResolvedCheckpoint], hashes: HashMemo, trusted: Collection[str] = ()
+) -> tuple[PinnedCheckpoint, ...]:
     """The same parents with their files that matter, all of which must be here, and the digest of those.
+
+    Args:
+        trusted: Repositories whose own code may be run, each at a commit: ``org/name@<40 hex digits>``.
 
     Raises:
         InvalidInput: for a directory without any such file.
     """
-    return tuple(_pinned(parent, hashes) for parent in found)
+    return tuple(_pinned(parent, hashes, trusted) for parent in found)
 
 
 def pinned_before(found: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> tuple[PinnedCheckpoint, ...]:
@@ -262,7 +267,7 @@ def checkpoint_digest(directory: Path, hashes: HashMemo) -> str:
     return merkle(_hashed(directory, deciding_files(directory), hashes))
 
 
-def _pinned(parent: ResolvedCheckpoint, hashes: HashMemo) -> PinnedCheckpoint:
+def _pinned(parent: ResolvedCheckpoint, hashes: HashMemo, trusted: Collection[str]) -> PinnedCheckpoint:
     files = _hashed(parent.directory, parent.deciding, hashes)
     digest, adapter = merkle(files), None
     if parent.adapter:
@@ -275,7 +280,10 @@ def _pinned(parent: ResolvedCheckpoint, hashes: HashMemo) -> PinnedCheckpoint:
             files=_listed(own),
         )
     known = parent.model_dump(exclude={"snapshot", "adapter"})
-    return PinnedCheckpoint(**known, digest=digest, files=_listed(files), adapter=adapter)
+    named = f"{parent.snapshot.repo}@{parent.snapshot.commit}" if parent.snapshot else None
+    return PinnedCheckpoint(
+        **known, digest=digest, files=_listed(files), adapter=adapter, runs_code=named is not None and named in trusted
+    )
 
 
 def adapter_digest(directory: Path, hashes: HashMemo) -> str:

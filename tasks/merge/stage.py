@@ -204,4 +204,7 @@ def merged_model(artifact: Artifact[Merged], pinned: PinnedRecipe) -> Model:
         digest = adapted_digest(parent.digest, artifact.digest)
         own = {"name": MERGED, "ref": MERGED, "digest": digest, "adapter": adapter}
         return parent.model_copy(update={**own, "is_base": False, "is_merged": False})
-    return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory, files=files)
+    # Its code, if any, is that of the donor.
+    donor = next((parent for parent in pinned.parents if parent.ref == str(pinned.recipe.donor)), None)
+    runs_code = donor is not None and donor.runs_code
+    return Model(name=MERGED, digest=artifact.digest, directory=artifact.directory, files=files, runs_code=runs_code)

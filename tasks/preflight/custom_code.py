@@ -1,16 +1,20 @@
 """Code that would travel with a release: Python files of a parent, and references to such in its configurations.
 
 mergegate runs none of it: ``trust_remote_code`` is off wherever a model is loaded. But whoever loads the release may
-switch it on because its files ask for that. So it is a finding, and a profile accepts it by name::
+switch it on because its files ask for that. So it is a finding, and a profile accepts it by name. It is run, in the
+confined process that holds models, only of a repository that the profile names at its commit; and of a merge to which
+such a one gives its code::
 
     checks:
-      code: {accepted: [modeling_acme.py, modeling_acme.AcmeForCausalLM]}
+      code:
+        accepted: [modeling_acme.py, modeling_acme.AcmeForCausalLM]
+        trusted: [acme/model@0123456789abcdef0123456789abcdef01234567]
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,6 +23,7 @@ from merge_core.parsing import read_json
 
 # Where transformers looks for classes that lie beside the weights, or in another repository.
 _MAP = "auto_map"
+_AT_A_COMMIT = r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$"
 _CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
@@ -29,6 +34,9 @@ class CodeSettings(BaseModel):
 
     accepted: tuple[str, ...] = Field(
         default=(), description="Python files, and classes of 'auto_map', that may be in the release, by name."
+    )
+    trusted: tuple[Annotated[str, Field(pattern=_AT_A_COMMIT)], ...] = Field(
+        default=(), description="Repositories whose own code may be run, each at a commit: org/name@<40 hex digits>."
     )
 
 
@@ -52,7 +60,8 @@ def _finding(where: str, found: str, accepted: Collection[str] | None) -> Findin
         where,
         found=f"the code {found}, which would travel with the release",
         expected="a model that needs no code of its own",
-        remedy=f"read it, then accept it in the profile: checks.code.accepted: [{found}]; it is never run here",
+        remedy=f"read it, then accept it in the profile: checks.code.accepted: [{found}]; run it is only if"
+        " checks.code.trusted names its repository at its commit",
     )
 
 

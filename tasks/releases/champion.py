@@ -67,7 +67,12 @@ def _released(current: CurrentRelease, name: str, merge: Model, hashes: HashMemo
         directory=current.directory,
         head=current.head,
         files=tuple(sorted(files.items())),
+        runs_code=merge.runs_code and _code(released) == _code(ours),
     )
+
+
+def _code(files: dict[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+    return {name: what for name, what in files.items() if name.endswith(".py")}
 
 
 def _checkpoint(directory: Path, hashes: HashMemo) -> dict[str, tuple[int, str]]:

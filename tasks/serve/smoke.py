@@ -65,8 +65,10 @@ def smoke_checkpoint(
     """
     on_progress(0, "static checks")
     checkpoint = open_checkpoint(model.directory)
+    if model.runs_code:
+        settings = settings.model_copy(update={"arguments": (*settings.arguments, "--trust-remote-code")})
     lora = as_lora(adapted, kind, settings) if adapted else None
-    found, way = _static(checkpoint, lora, settings)
+    found, way = _static(checkpoint, lora, settings, model.runs_code)
     if any(check.outcome == "fail" for check in found):
         return serve_verdict(model.name, kind.label, found, way=way)  # no server is needed to refuse it
     longest = context_of(settings, checkpoint)
@@ -76,7 +78,7 @@ def smoke_checkpoint(
         beside = lora if isinstance(lora, ServedAdapter) else None
         answered, measured = _serve(checkpoint, beside, reference, longest, settings, kind, log, on_progress)
     except _NoLora as no:
-        found, way = _static(checkpoint, f"vLLM has no LoRA for {no}", settings)
+        found, way = _static(checkpoint, f"vLLM has no LoRA for {no}", settings, model.runs_code)
         if any(check.outcome == "fail" for check in found):
             return serve_verdict(model.name, kind.label, found, way=way)
         answered, measured = _serve(checkpoint, None, reference, longest, settings, kind, log, on_progress)
@@ -88,15 +90,17 @@ class _NoLora(Exception):
     """The server knows no LoRA for models of this kind."""
 
 
-def _static(merged: Checkpoint, lora: ServedAdapter | str | None, settings: ServeSettings) -> tuple[list[Check], str]:
+def _static(
+    merged: Checkpoint, lora: ServedAdapter | str | None, settings: ServeSettings, runs_code: bool
+) -> tuple[list[Check], str]:
     """The static checks of what is going to be served, and in which way that is.
 
     Args:
         lora: Base and adapter, why they are served merged, or None where there is no adapter.
     """
     if isinstance(lora, ServedAdapter):
-        return [*static_checks(lora.base, must_chat=settings.chat), lora.static_check()], lora.way
-    return static_checks(merged, must_chat=settings.chat), f"served merged: {lora}" if lora else ""
+        return [*static_checks(lora.base, must_chat=settings.chat, runs_code=runs_code), lora.static_check()], lora.way
+    return static_checks(merged, must_chat=settings.chat, runs_code=runs_code), f"served merged: {lora}" if lora else ""
 
 
 def smoke_url(

@@ -29,14 +29,15 @@ _RESAVE = "merge again, or copy what is missing from a parent"
 _SMALL: Mapping[str, tuple[int, int]] = {"F8_E4M3": (0x7F, 0x7F), "F8_E5M2": (0x7C, 0x7C), "F8_E8M0": (0xFF, 0xFF)}
 
 
-def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None) -> list[Check]:
+def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: bool = False) -> list[Check]:
     """All static checks, in the order of their cost.
 
     Args:
         checkpoint: What is to be served.
         must_chat: Whether a chat template is required.
+        runs_code: Whether Python files in it may be run.
     """
-    checks = [*check_tensors(checkpoint), check_vocabulary(checkpoint), check_finite(checkpoint)]
+    checks = [*check_tensors(checkpoint, runs_code=runs_code), check_vocabulary(checkpoint), check_finite(checkpoint)]
     if must_chat and checkpoint.chat_template is None:
         checks.append(
             Check(
@@ -51,7 +52,7 @@ def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None) -> list[Che
     return checks
 
 
-def check_tensors(checkpoint: Checkpoint) -> list[Check]:
+def check_tensors(checkpoint: Checkpoint, *, runs_code: bool = False) -> list[Check]:
     """Names and shapes of the tensors against the model that the configuration describes, built without memory.
 
     transformers itself translates the names that a checkpoint has into those of the model, as it does when it loads.
@@ -60,7 +61,7 @@ def check_tensors(checkpoint: Checkpoint) -> list[Check]:
     pickled = [tensor for tensor in checkpoint.stored() if tensor.file.suffix != ".safetensors"]
     if pickled:
         return [_tensors_failed(str(pickled[0].file), "pickled weights", "safetensors", "save it as safetensors")]
-    said = ask_child(_load_on_meta, (checkpoint,), where=f"{checkpoint.directory}: its tensors")
+    said = ask_child(_load_on_meta, (checkpoint, runs_code), where=f"{checkpoint.directory}: its tensors")
     if said.unknown:
         return [Check(name="tensors", outcome="not offered", seen=said.unknown, expected="a model of transformers")]
     if said.problem:
@@ -145,16 +146,16 @@ class Disagreements(NamedTuple):
     problem: str = ""  # what it raised
 
 
-def _load_on_meta(checkpoint: Checkpoint, on_progress: TellProgress) -> Disagreements:
+def _load_on_meta(checkpoint: Checkpoint, runs_code: bool, on_progress: TellProgress) -> Disagreements:
     """Load the checkpoint onto a device without memory, in the process that holds models."""
     try:
-        return _compare_on_meta(checkpoint)
+        return _compare_on_meta(checkpoint, runs_code)
     except Exception as error:
         # Whatever a configuration makes transformers raise: its types are many.
         return Disagreements(problem=(" ".join(str(error).split()) or type(error).__name__)[:300])
 
 
-def _compare_on_meta(checkpoint: Checkpoint) -> Disagreements:
+def _compare_on_meta(checkpoint: Checkpoint, runs_code: bool) -> Disagreements:
     import torch
     import transformers
 
@@ -162,7 +163,7 @@ def _compare_on_meta(checkpoint: Checkpoint) -> Disagreements:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     config: Any = transformers.AutoConfig.from_pretrained(
-        checkpoint.directory, local_files_only=True, trust_remote_code=False
+        checkpoint.directory, local_files_only=True, trust_remote_code=runs_code
     )
     architecture = checkpoint.architecture
     network: Any = getattr(transformers, architecture, None)

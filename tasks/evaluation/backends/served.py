@@ -86,7 +86,7 @@ def _client_of(model: Model, scoring: BackendScoring) -> Any:
     where = server.at(model.name)
     url = where.url.rstrip("/").removesuffix("/completions") + "/completions"
     configuration: Any = transformers.AutoConfig.from_pretrained(
-        model.directory, local_files_only=True, trust_remote_code=False
+        model.directory, local_files_only=True, trust_remote_code=model.runs_code
     )
     context = getattr(configuration.get_text_config(), "max_position_embeddings", None)
     client = _client_type()(

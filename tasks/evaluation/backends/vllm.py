@@ -61,7 +61,7 @@ def _engine_of(model: Model, scoring: BackendScoring) -> Any:
             batch_size=scoring.batch_size,
             tensor_parallel_size=settings.tensor_parallel_size,
             gpu_memory_utilization=settings.gpu_memory_utilization,
-            trust_remote_code=False,
+            trust_remote_code=model.runs_code,
         )
     except Exception as error:
         # An engine that does not start says so with whatever its many layers raise.

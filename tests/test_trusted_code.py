@@ -1,0 +1,103 @@
+"""Python files of a checkpoint are run only where a profile names its repository at its commit, and then confined."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flows.profile import parse_profile
+from merge_core.errors import InvalidInput
+from merge_core.store import HashMemo, digest
+from tasks.checkpoints import (
+    Model,
+    ResolvedCheckpoint,
+    ask_child,
+    deciding_files,
+    end_child,
+    pin_checkpoints,
+)
+from tasks.checkpoints.hub.snapshot import Snapshot
+from tasks.serve.reference import Reference, make_reference
+
+DEMO = Path(__file__).resolve().parents[1] / "profiles" / "demo" / "models" / "base"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def forward(self, *arguments, **named):
+        said = super().forward(*arguments, **named)
+        said.logits = said.logits * 0  # every token is as likely as any other
+        return said
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A model that no library knows without its code."""
+    place = Path(shutil.copytree(DEMO, tmp_path / "own"))
+    (place / "modeling_own.py").write_text(CODE)
+    config = json.loads((place / "config.json").read_text())
+    auto_map = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    config |= {"model_type": "own", "architectures": ["OwnModel"], "auto_map": auto_map}
+    (place / "config.json").write_text(json.dumps(config))
+    return place
+
+
+def answer_of(model: Model) -> Reference:
+    """What the model says, in the process that holds models."""
+    asked = (model, ("the old pig",), "rev: abcd>", "float32", "cpu", 64)
+    return ask_child(make_reference, asked, where=model.name, models=[model])
+
+
+def pinned(place: Path, trusted: tuple[str, ...]) -> Model:
+    names = deciding_files(place)
+    snapshot = Snapshot("acme/own", COMMIT, place, ("model.safetensors",), names, {})
+    found = ResolvedCheckpoint(name="own", ref="acme/own", directory=place, revision=COMMIT, snapshot=snapshot)
+    return pin_checkpoints([found], HashMemo(place.parent / "hashes.sqlite"), trusted)[0]
+
+
+@pytest.mark.parametrize(
+    "trusted", [(), (f"acme/other@{COMMIT}",), (f"acme/own@{COMMIT[::-1]}",), (f"acme/own@{COMMIT}",)]
+)
+def test_code_is_run_of_the_repository_that_is_named_at_its_commit_and_of_no_other(
+    own: Path, trusted: tuple[str, ...]
+) -> None:
+    model = pinned(own, trusted)
+    try:
+        if trusted == (f"acme/own@{COMMIT}",):
+            size = json.loads((own / "config.json").read_text())["vocab_size"]
+            said = answer_of(model).texts[0].logprobs
+            assert said == pytest.approx([-math.log(size)] * len(said), abs=1e-6)
+        else:
+            with pytest.raises(InvalidInput, match="cannot be loaded"):
+                answer_of(model)
+    finally:
+        end_child()
+
+
+def test_what_was_measured_without_its_code_is_not_taken_for_what_it_computes(own: Path) -> None:
+    without, running = pinned(own, ()), pinned(own, (f"acme/own@{COMMIT}",))
+    assert without.digest == running.digest
+    assert digest({"model": without}) != digest({"model": running})
+    assert digest({"model": without}) == digest({"model": {"digest": without.digest}})
+
+
+@pytest.mark.parametrize("named", ["acme/own", "acme/own@main", f"acme/own@{COMMIT[:12]}", f"./own@{COMMIT}/x"])
+def test_a_profile_names_a_commit(named: str) -> None:
+    profile = {
+        "name": "x",
+        "recipe": {"merge_method": "linear", "models": [{"model": "a", "parameters": {"weight": 1}}]},
+        "checks": {"code": {"trusted": [named]}},
+    }
+    with pytest.raises(InvalidInput, match="trusted"):
+        parse_profile(profile, "p")
