@@ -8,13 +8,12 @@ of, and gives any run of its own elements in its own format, so it is streamed b
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from merge_core.checkpoint.dtypes import DType
+from merge_core.checkpoint.dtypes import DType, SizedTensor
 from merge_core.checkpoint.safetensors_file import StoredTensor
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ ReadElements: TypeAlias = "Callable[[int, Bytes], None]"
 
 
 @dataclass(frozen=True)
-class DerivedTensor(ABC):
+class DerivedTensor(SizedTensor, ABC):
     """A tensor that is computed from stored ones.
 
     Args:
@@ -42,16 +41,6 @@ class DerivedTensor(ABC):
     name: str
     dtype: DType
     shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that it would have if it were stored."""
-        return self.numel * self.dtype.size
 
     @property
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +29,23 @@ class DType:
     torch_name: str
     size: int
     kind: Literal["float", "exact", "packed"]
+
+
+class SizedTensor:
+    """What has a format and a shape has a size, wherever it lies."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * self.dtype.size
 
 
 _ALL = (

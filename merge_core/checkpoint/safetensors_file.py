@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merge_core.checkpoint.dtypes import BY_CODE, DType
+from merge_core.checkpoint.dtypes import BY_CODE, DType, SizedTensor
 from merge_core.errors import InvalidInput
 from merge_core.parsing import JsonBounds, open_plain, parse_json
 
@@ -29,7 +29,7 @@ _DAMAGED = "download or copy the file again; it is damaged or was not written by
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(SizedTensor):
     """Where one tensor lies.
 
     Args:
@@ -45,19 +45,6 @@ class StoredTensor:
     dtype: DType
     shape: tuple[int, ...]
     offset: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return self.numel * self.dtype.size
 
     @property
     def parts(self) -> tuple[StoredTensor, ...]:

@@ -9,34 +9,23 @@ bytes.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from merge_core.architecture.experts import DiskTensor, disk_name, on_disk
-from merge_core.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, DType, render_header
+from merge_core.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, DType, SizedTensor, render_header
 
 # Hugging Face's long-standing default, used when the donor is a single file and the result needs several.
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
-class OutputTensor:
+class OutputTensor(SizedTensor):
     """Name, format and shape of a tensor that will be written: alone, or as a part of one of a file."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return self.numel * self.dtype.size
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from merge_core.checkpoint import (
     DType,
     ReadElements,
     ReadStored,
+    SizedTensor,
     StoredTensor,
     promote,
 )
@@ -224,7 +225,7 @@ def _hidden_size(config: Mapping[str, Any]) -> int | None:
 
 
 @dataclass(frozen=True)
-class DiskTensor:
+class DiskTensor(SizedTensor):
     """A tensor of an output file.
 
     Args:
@@ -238,11 +239,6 @@ class DiskTensor:
     dtype: DType
     shape: tuple[int, ...]
     pieces: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return math.prod(self.shape) * self.dtype.size
 
 
 def on_disk(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor: Checkpoint) -> list[DiskTensor]:
