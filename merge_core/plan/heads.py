@@ -24,15 +24,13 @@ def with_head(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Check
     """
     if has_own_head(donor):
         return donor
-    merged = [str(source.model) for module in recipe.modules for cut in module.slices for source in cut.sources]
-    for name in dict.fromkeys(merged):
-        if has_own_head(checkpoints[name]):
-            head = next(tensor for tensor in checkpoints[name].tensors if is_head(tensor))
-            embedding = tied_to(donor, head)
-            if embedding is None or embedding.name not in checkpoints[name].tensors:
-                continue
-            tensors = {**donor.tensors, head: replace(embedding, name=head)}
-            return replace(donor, tensors=tensors, config=untied(donor.config))
+    for name in _untied_models(recipe, checkpoints):
+        head = next(tensor for tensor in checkpoints[name].tensors if is_head(tensor))
+        embedding = tied_to(donor, head)
+        if embedding is None or embedding.name not in checkpoints[name].tensors:
+            continue
+        tensors = {**donor.tensors, head: replace(embedding, name=head)}
+        return replace(donor, tensors=tensors, config=untied(donor.config))
     return donor
 
 
@@ -48,13 +46,17 @@ def lost_heads(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Chec
     """Models whose own head would have no place in the result, because nothing can stand for the donor's."""
     if has_own_head(donor):
         return
-    merged = [str(source.model) for module in recipe.modules for cut in module.slices for source in cut.sources]
-    for name in dict.fromkeys(merged):
-        if has_own_head(checkpoints[name]):
-            yield Finding(
-                "block",
-                f"{name}: config.json: tie_word_embeddings",
-                found="an output head of its own",
-                expected=f"an embedding in {donor.directory.name} that can stand for its head",
-                remedy=f"name {name} as base_model",
-            )
+    for name in _untied_models(recipe, checkpoints):
+        yield Finding(
+            "block",
+            f"{name}: config.json: tie_word_embeddings",
+            found="an output head of its own",
+            expected=f"an embedding in {donor.directory.name} that can stand for its head",
+            remedy=f"name {name} as base_model",
+        )
+
+
+def _untied_models(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
+    """The merged models that have a head of their own, in the order of the recipe."""
+    merged = (str(source.model) for module in recipe.modules for cut in module.slices for source in cut.sources)
+    yield from (name for name in dict.fromkeys(merged) if has_own_head(checkpoints[name]))
