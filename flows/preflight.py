@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from flows.candidates import Candidate
-from flows.parents import find_parents
 from flows.profile import Profile
 from merge_core import Finding, Recipe
 from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_first
 from merge_core.store import StoredValue
-from tasks.checkpoints import ResolvedCheckpoint, search_parents
+from tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
 from tasks.evaluation import CountLimit, count_task, data_revisions
 from tasks.gate import needs_champion, power_finding
 from tasks.merge import MergeSettings, numerics
@@ -250,7 +249,7 @@ def _clear(
 def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
     """The parents of each recipe that were found; those that were not are problems, all of them at once."""
     if problems.stop_at_once:
-        return find_parents(recipes)
+        return resolve_all_parents(recipes)
     search = search_parents(recipes)
     problems.findings += map(finding_of, search.problems)
     return search.found

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from tasks.processes import Confinement, SupervisedProcess, environment_of_child
+from tasks.outside import Confinement, SupervisedProcess, environment_of_child
 
 
 @cache

@@ -18,7 +18,7 @@ from confined_here import require_confinement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.processes import Confinement, SupervisedProcess, environment_of_child
+from tasks.outside import Confinement, SupervisedProcess, environment_of_child
 
 SECRET = "hf_planted_where_nobody_may_look"
 
@@ -63,7 +63,7 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
         # A process between, that was started with the secret: the environment of this one lies where pytest put it.
         script = (
             "import json, os, sys, tempfile\n"
-            "from tasks.processes import Confinement, SupervisedProcess, environment_of_child\n"
+            "from tasks.outside import Confinement, SupervisedProcess, environment_of_child\n"
             "command, confinement = json.loads(sys.argv[1])\n"
             "with tempfile.TemporaryFile() as output:\n"
             "    process = SupervisedProcess(command, environment_of_child(), output, name='test',\n"
@@ -164,7 +164,7 @@ def test_a_system_that_confines_nothing_is_said_to(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a kernel without Landlock, in a container that forbids namespaces: it runs, and the log says so."""
-    import tasks.processes.supervised as supervised
+    import tasks.outside.supervised as supervised
 
     without = Path(tempfile.mkdtemp())
     for name in ("supervised.py", "confinement.py"):

@@ -13,7 +13,7 @@ import pytest
 from loopback import answering
 
 from tasks.checkpoints.hub.access import LOOK_AGAIN_STATUSES, is_worth_another_look
-from tasks.remote import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, is_transient, retrying
+from tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, is_transient, retrying
 
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY")
 SECRET = "sesame-open"

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from flows.parents import clear_recipe
+from flows.cli.recipe_parents import clear_recipe
 from merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from merge_core.architecture.experts import match_experts
 from merge_core.engine import start_or_resume

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.parents import plan_recipe
+from flows.cli.recipe_parents import plan_recipe
 from merge_core import EngineSettings, MergePlan, load_recipe
 from merge_core.errors import InvalidInput
 from merge_core.forecast import Duration, Needs, Rates, duration, input_files, needs_of

@@ -1,7 +1,7 @@
 """The process that holds models: what hangs there is killed at a time limit, what dies takes no flow with it.
 
 One such process at a time. It is started when it is first needed, keeps models for the next question (perplexity, task
-after task, look after look: each is loaded once), and dies with this process, however that ends (``tasks.processes``)::
+after task, look after look: each is loaded once), and dies with this process, however that ends (``tasks.outside``)::
 
     answer = ask_child(function, arguments, where="task gsm8k on merge", models=[merge], on_progress=advance)
     end_child()                                                         # the models' memory is free again
@@ -10,7 +10,7 @@ after task, look after look: each is loaded once), and dies with this process, h
 answers are pickled: ``(function, arguments)`` goes there; ``("progress", done, total)`` any number of times and then
 one of ``("done", value)``, ``("problem", error)``, ``("crash", error, traceback)`` come back.
 
-Tasks, templates and tokenizers are what strangers wrote, and run there only. So it is confined (``tasks.processes``):
+Tasks, templates and tokenizers are what strangers wrote, and run there only. So it is confined (``tasks.outside``):
 our environment, our secrets, our other processes and, unless a question needs it, the network are out of its reach. An
 answer is believed to be data, and nothing else (``messages``).
 """
@@ -42,7 +42,7 @@ from tasks.checkpoints.memory import system_memory
 from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
-from tasks.processes import Confinement, SupervisedProcess, environment_of_child
+from tasks.outside import Confinement, SupervisedProcess, environment_of_child
 from tasks.stage import also_forget, home, store
 
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there

@@ -1,7 +1,8 @@
 """The judge's server: chat completions in OpenAI's protocol, asked patiently.
 
-How it is reached and what is asked again is ``tasks.remote``'s; here is what a judge is asked, and what its answers
-mean. The key comes from the environment, goes into one header, and is in no message, record or artifact.
+How it is reached and what is asked again is what all servers share (``tasks.outside.remote``); here is what a judge is
+asked, and what its answers mean. The key comes from the environment, goes into one header, and is in no message, record
+or artifact.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from merge_core.errors import InvalidInput
 from tasks.judge.settings import JudgeServer
-from tasks.remote import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, retrying
+from tasks.outside import TRANSIENT_STATUSES, Answer, JsonClient, Unreachable, retrying
 
 # 409, because a server of completions has nothing to be in conflict about: another request holds what this one needs.
 _ASKED_AGAIN = TRANSIENT_STATUSES | {409}

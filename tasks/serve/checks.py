@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from tasks.remote import Answer
+from tasks.outside import Answer
 from tasks.serve.client import Client, Completion, chat_logprobs_of, chat_text_of, completion_of
 from tasks.serve.reference import Reference
 from tasks.serve.settings import ServeSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput
-from tasks.processes import environment_of_child
+from tasks.outside import environment_of_child
 from tasks.serve.settings import ServeSettings
 
 PYTHON = Path(".venv-vllm/bin/python")  # what `make serve-env` builds

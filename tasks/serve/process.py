@@ -18,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tasks.processes import Confinement, NotStarted, ProcessEnd, SupervisedProcess
-from tasks.remote import Unreachable
+from tasks.outside import Confinement, NotStarted, ProcessEnd, SupervisedProcess, Unreachable
 from tasks.serve.client import Client
 from tasks.serve.launch import Launch
 from tasks.serve.server_log import Blame, blame, port_was_taken, root_cause

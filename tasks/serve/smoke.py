@@ -10,7 +10,7 @@ from pathlib import Path
 from merge_core.checkpoint import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput
 from tasks.checkpoints import Model, PinnedCheckpoint, ask_child
-from tasks.remote import Unreachable
+from tasks.outside import Unreachable
 from tasks.serve import checks
 from tasks.serve.checks import ServedSubject, ServerQuestion
 from tasks.serve.client import Client, models_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from tasks.remote import Answer
+from tasks.outside import Answer
 from tasks.serve.checks import ServedSubject
 from tasks.serve.client import completion_of
 from tasks.serve.measured import token_rate

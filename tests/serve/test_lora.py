@@ -19,7 +19,7 @@ from variants import model_in
 
 from merge_core.adapters import open_adapter
 from merge_core.checkpoint import open_checkpoint
-from tasks.remote import Answer
+from tasks.outside import Answer
 from tasks.serve.checks import ServedSubject, ask_adapter
 from tasks.serve.client import Client
 from tasks.serve.launch import ServerKind, launch

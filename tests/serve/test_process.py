@@ -17,7 +17,7 @@ import pytest
 from patience import HANG_S
 from traces import MARK, Traces, flow, listens, stand_in
 
-from tasks.processes import Gpus
+from tasks.outside import Gpus
 from tasks.serve.client import Client
 from tasks.serve.launch import Launch
 from tasks.serve.process import ServerEnded, ServerProcess

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from merge_core.errors import InvalidInput
 from tasks.checkpoints.hub.file import RemoteFile
-from tasks.remote import TRANSIENT_STATUSES, causes, is_transient, status_of
+from tasks.outside import TRANSIENT_STATUSES, causes, is_transient, status_of
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

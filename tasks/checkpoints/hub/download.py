@@ -21,7 +21,7 @@ from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
 from tasks.checkpoints.hub.errors import all_at_once, client_errors, hub_refusal
 from tasks.checkpoints.hub.file import RemoteFile, git_blob
 from tasks.checkpoints.hub.snapshot import Snapshot
-from tasks.remote import retrying
+from tasks.outside import retrying
 
 _FILES_AT_ONCE = 4
 _TRIES = 5  # where the client gives up at once: it asks again itself only when a connection breaks

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from tasks.checkpoints.hub.access import HubAccess, describe
-from tasks.remote import causes, status_of
+from tasks.outside import causes, status_of
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _NEITHER = "neither a directory here nor a repository on the Hub that"

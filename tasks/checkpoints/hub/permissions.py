@@ -13,7 +13,7 @@ from typing import Any
 from merge_core.errors import MergegateError, Refused, suggest
 from tasks.checkpoints.hub.access import HubAccess, describe
 from tasks.checkpoints.hub.errors import client_errors, rejected_token
-from tasks.remote import status_of
+from tasks.outside import status_of
 
 _WRITES = "repo.write"
 _READING_ROLES = frozenset({"read", "no_access"})

@@ -20,7 +20,7 @@ from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
 from tasks.checkpoints.hub.cache import snapshots_place
 from tasks.checkpoints.hub.errors import client_errors, hub_refusal, unreachable_offline
 from tasks.checkpoints.hub.file import RemoteFile
-from tasks.remote import status_of
+from tasks.outside import status_of
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # A file with the name of a small one that is larger than this comes with the weights.

@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tasks.processes.confinement import Confinement
+    from tasks.outside.confinement import Confinement
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TICK = 0.5  # seconds between two looks at memory and parent

@@ -1,11 +1,8 @@
-"""The parents of a recipe, and its plan, from headers alone: the part of a preflight that every command needs.
-
-Apart from ``flows.preflight`` because ``mergegate merge`` and ``plan`` need no more, and start in a second.
+"""The parents of a recipe, and its plan, from headers alone: the part of a preflight that ``mergegate merge`` and
+``plan`` need. Apart from ``flows.preflight``, so that they start in a second.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from merge_core import Finding, MergePlan, Recipe, plan_merge, plan_with_findings
 from tasks.checkpoints import (
@@ -17,16 +14,6 @@ from tasks.checkpoints import (
 )
 
 
-def find_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckpoint, ...], ...]:
-    """The parents of each recipe, in its order. The same branch is the same commit in all of them.
-
-    Raises:
-        InvalidInput: for references that are neither local directories nor repositories; all of them at once.
-        Refused: for repositories that may not be read, or a Hub that cannot be reached.
-    """
-    return resolve_all_parents(recipes)
-
-
 def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePlan]:
     """The parents of a recipe, and the plan, whether or not it would be a good idea.
 
@@ -34,7 +21,7 @@ def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePl
         InvalidInput: for parents that are not there, cannot be checkpoints, or of which no plan can be made.
         Refused: for parents that cannot be looked into.
     """
-    (found,) = find_parents([recipe])
+    (found,) = resolve_all_parents([recipe])
     return found, plan_merge(recipe, {parent.ref: open_parent(parent) for parent in found})
 
 
@@ -45,7 +32,7 @@ def clear_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[
         InvalidInput: for parents that are not there, or cannot be checkpoints.
         Refused: for parents that do not fit each other, or cannot be looked into.
     """
-    (found,) = find_parents([recipe])
+    (found,) = resolve_all_parents([recipe])
     require_combinable(recipe, found)
     planned = plan_with_findings(recipe, {parent.ref: open_parent(parent) for parent in found})
     findings = planned.findings
