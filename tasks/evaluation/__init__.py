@@ -5,6 +5,7 @@ scores. Results that lm-eval has written itself are read here too.
 """
 
 from tasks.evaluation.backends import Backend, find_backend
+from tasks.evaluation.division import Division, DocumentSet, SetName, divide
 from tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -51,7 +52,9 @@ __all__ = [
     "Backend",
     "CountLimit",
     "DataSource",
+    "Division",
     "DocumentScore",
+    "DocumentSet",
     "EvalTask",
     "JudgedMetrics",
     "MetricSetting",
@@ -59,6 +62,7 @@ __all__ = [
     "ResultsFile",
     "Scores",
     "Scoring",
+    "SetName",
     "TaskData",
     "TaskResults",
     "TaskScore",
@@ -69,6 +73,7 @@ __all__ = [
     "count_task",
     "data_revisions",
     "default_metric",
+    "divide",
     "document_count",
     "document_seconds",
     "document_texts",

@@ -31,11 +31,20 @@ from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import is_answer_record, journalled
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.choice_probability import PROBABILITY, answered_now, probabilities
+from tasks.evaluation.division import DocumentSet
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
 from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in
-from tasks.evaluation.task_data import DataSource, LoadedData, TaskData, digest_of_leaves, revision_now, sources_noted
+from tasks.evaluation.task_data import (
+    DataSource,
+    LoadedData,
+    TaskData,
+    digest_of_leaves,
+    revision_now,
+    sources_noted,
+)
 from tasks.evaluation.task_definition import Definition, EvalTask, function_dumper, read_definition, still_as_pinned
+from tasks.evaluation.task_texts import asked_of
 
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 _READABLE = 64  # characters of a cluster's name
@@ -52,8 +61,8 @@ class ScoredDocuments:
 
 
 def look_at_data(task: EvalTask) -> LoadedData:
-    """How many documents ``task`` has (of a group, all below it), and what pins them. Loaded anew where what was loaded
-    before is no longer what its datasets are.
+    """How many documents ``task`` has (of a group, all below it; of a set, those in it), and what pins them. Loaded
+    anew where what was loaded before is no longer what its datasets are.
 
     Raises:
         InvalidInput: when the task's data cannot be loaded.
@@ -65,7 +74,9 @@ def look_at_data(task: EvalTask) -> LoadedData:
             _last_loaded = None
             loaded = _loaded(task)
         sources = () if task.is_local else loaded.sources
-        return LoadedData(sum(loaded.sizes.values()), TaskData(digest=loaded.digest, sources=sources))
+        counted = _counted(loaded, task)
+        documents = sum(loaded.sizes.values()) if counted is None else len(counted)
+        return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources))
 
 
 def count_documents(task: EvalTask) -> int:
@@ -75,6 +86,27 @@ def count_documents(task: EvalTask) -> int:
 
 def _revisions(sources: Sequence[DataSource]) -> tuple[str | None, ...]:
     return tuple(revision_now(source) for source in sources)
+
+
+def _counted(loaded: _LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
+    """The documents that a task with a set means, as (leaf, position); None: all of them."""
+    if task.only is None:
+        return None
+    if task.only not in loaded.sets:
+        together = task.only.division.together
+        clusters = (
+            ((name, position), _together(leaf, name, document, together))
+            for name, leaf in loaded.leaves.items()
+            for position, document in enumerate(leaf.eval_docs)
+        )
+        loaded.sets[task.only] = task.only.among(clusters, f"task {task.name}")
+    return loaded.sets[task.only]
+
+
+def _together(leaf: Any, name: str, document: Mapping[str, Any], field: str | None) -> str:
+    if field is None:
+        return asked_of(leaf, document)
+    return name if field == "task" else _cluster(name, document, field)
 
 
 @contextmanager
@@ -119,7 +151,7 @@ def score_documents(
         _progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
     ):
         loaded = _loaded(task)
-        documents = documents_in(loaded.sizes, scoring.seed, part)
+        documents = documents_in(loaded.sizes, scoring.seed, part, _counted(loaded, task))
         if (found := sum(map(len, documents.values()))) != part.last - part.first:
             raise InvalidInput(
                 f"task {task.name}: {part}",
@@ -308,6 +340,7 @@ class _LoadedTask:
     revisions: tuple[str | None, ...]  # of these, when they were loaded
     digest: str  # of all that it asks
     examples: dict[tuple[str, int, int], list[Any]] = field(default_factory=dict)  # by name, number and seed
+    sets: dict[DocumentSet, frozenset[tuple[str, int]]] = field(default_factory=dict)  # that were asked for
 
     @property
     def sizes(self) -> dict[str, int]:
