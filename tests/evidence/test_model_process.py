@@ -100,6 +100,7 @@ def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> Non
     end_child()  # with what it believes of its memory
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
 def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
@@ -185,6 +186,7 @@ def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
         model_cache.unload()
 
 
+@pytest.mark.slow
 def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (tmp_path / "out").mkdir()
