@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from merge_core.errors import InvalidInput, suggest
 from merge_core.recipe import fit_to_method
 from merge_core.store import digest
-from tasks.sweep.holes import fill, holes_in
+from tasks.sweep.holes import Hole, fill, holes_in
 from tasks.sweep.settings import FreeParameter, SweepSettings, Value
 from tasks.sweep.trials import Point
 
@@ -162,6 +162,18 @@ class Space:
         ]
 
 
+def at_start(recipe: Mapping[str, Any], settings: SweepSettings, where: str) -> dict[str, Any]:
+    """The recipe as a person wrote it, with each hole filled by its start value: one number also where there will be
+    several.
+
+    Raises:
+        InvalidInput: A hole of which nothing is said.
+    """
+    for hole in holes_in(recipe, where):
+        _require_said(hole, settings)
+    return fill(recipe, lambda name: settings.parameters[name].start)
+
+
 def recipe_key(recipe: Mapping[str, Any]) -> str:
     """One for recipes that say the same: 64 hex digits."""
     return digest(recipe)
@@ -181,13 +193,7 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
     """
     holes = holes_in(recipe, where)
     for hole in holes:
-        if hole.name not in settings.parameters:
-            raise InvalidInput(
-                hole.where,
-                found=f"${hole.name}, of which sweep.parameters says nothing",
-                expected="a parameter of that name",
-                remedy=suggest(hole.name, settings.parameters),
-            )
+        _require_said(hole, settings)
     for name, free in settings.parameters.items():
         place = f"sweep.parameters.{name}"
         mine = [hole for hole in holes if hole.name == name]
@@ -242,6 +248,16 @@ def summing_to_one(values: Sequence[float], bounds: Sequence[tuple[float, float]
     for i in sorted(np.flatnonzero(room), key=lambda i: step * (units[i] - exact[i]))[: abs(missing)]:
         units[i] += step
     return [int(unit) / 10**DIGITS for unit in units]
+
+
+def _require_said(hole: Hole, settings: SweepSettings) -> None:
+    if hole.name not in settings.parameters:
+        raise InvalidInput(
+            hole.where,
+            found=f"${hole.name}, of which sweep.parameters says nothing",
+            expected="a parameter of that name",
+            remedy=suggest(hole.name, settings.parameters),
+        )
 
 
 def _coordinates(name: str, free: FreeParameter) -> list[Coordinate]:
