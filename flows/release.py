@@ -12,13 +12,11 @@ in seconds, a changed threshold runs only the gate. Whatever refuses says where,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.states import Completed, Failed
 
 from flows.assessment import assess_merge, ensemble_of
 from flows.attempt import AlreadyReleased, Attempt, FailedMerge, FurtherJudgement, JudgedMerge
@@ -26,15 +24,13 @@ from flows.judgements import judge_answers, serve_merge
 from flows.outcome import (
     RunOutcome,
     already_released,
+    concluded,
     report_content,
     reported_outcome,
-    show_in_prefect,
-    stopped_outcome,
 )
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
-from merge_core.errors import ChangedInput, DiskRefused, MergegateError, Refused
-from merge_core.store import refusing_disk
+from merge_core.errors import ChangedInput, DiskRefused, Refused
 from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
@@ -43,7 +39,7 @@ from tasks.preflight import Evidence
 from tasks.publish import publish
 from tasks.releases import find_anchor, find_champion
 from tasks.report import write_report
-from tasks.stage import ProgressLog, announce, home, is_watched, store, watched_by
+from tasks.stage import announce, store
 
 # What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
 # money and a server minutes: only for what would otherwise be published.
@@ -57,16 +53,8 @@ def release(profile: Path | Profile) -> State[RunOutcome]:
     Args:
         profile: A profile file, relative to the project, or a whole profile.
     """
-    with nullcontext() if is_watched() else watched_by(ProgressLog(get_run_logger())):
-        try:
-            with refusing_disk(home()):
-                outcome = make_release(load_profile(profile))
-        except MergegateError as error:
-            outcome = stopped_outcome(error)
-    show_in_prefect(outcome, profile.name if isinstance(profile, Profile) else profile.stem)
-    if outcome.exit_code:
-        return Failed(name="Refused", message=outcome.message, data=outcome)
-    return Completed(name=outcome.status.title().replace(" ", ""), message=outcome.message, data=outcome)
+    name = profile.name if isinstance(profile, Profile) else profile.stem
+    return concluded(lambda: make_release(load_profile(profile)), name)
 
 
 def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDGEMENTS) -> RunOutcome:
