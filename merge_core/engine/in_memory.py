@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -173,7 +173,8 @@ class _Run:
             pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda"),
             submit=_at_once,
             write=self._write,
-            finished=self._require_healthy,
+            finished=self._look_at,
+            sampled=False,
         )
 
     def tensors(self, wanted: Sequence[DiskTensor]) -> Iterator[tuple[DiskTensor, Bytes]]:
@@ -217,8 +218,13 @@ class _Run:
         if release is not None:
             release()
 
-    def _require_healthy(self, _: TensorRun, health: TensorHealth) -> None:
-        _require_sound(judge_health([health], may_zero=self.plan.method.traits.may_zero))
+    def _look_at(self, run: TensorRun, health: TensorHealth) -> None:
+        may_zero = self.plan.method.traits.may_zero
+        if health.zero and not may_zero and not run.context.sampled:
+            # Whether its inputs were zero as well decides: how large they are is looked at only now.
+            TensorRun(replace(run.context, sampled=True), run.job, run.device, run.order).begin()
+            return
+        _require_sound(judge_health([health], may_zero=may_zero))
 
 
 def _require_sound(findings: Sequence[Finding]) -> None:

@@ -116,7 +116,7 @@ def score_documents(
         backend.opened(model, scoring, device) as opened,
         open_journal(journal, is_answer_record) as kept,
         journalled(opened, kept, backend.computes_in) as lm,
-        _progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
+        progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
     ):
         loaded = load_task(task)
         documents = documents_in(loaded.sizes, scoring.seed, part)
@@ -442,7 +442,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]) -> Iterator[None]:
+def progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]) -> Iterator[None]:
     """lm-eval's own bars are its only account of progress, so they are replaced by ``on_progress``.
 
     Args:

@@ -12,15 +12,16 @@ evaluation would compute, up to the last place. Runs in the process that holds m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput
 from tasks.checkpoints import LoadedModel
-from tasks.evaluation.backends.hf import wrapped
+from tasks.evaluation.backends.hf import BACKEND, wrapped
 from tasks.evaluation.choice_probability import choices_of
-from tasks.evaluation.harness import LoadedTask, arrange, ask_documents, load_task, mistakes_of, quiet
+from tasks.evaluation.harness import LoadedTask, arrange, ask_documents, load_task, mistakes_of, progress_to, quiet
 from tasks.evaluation.metrics import choose_metrics
 from tasks.evaluation.scoring import Scoring, ordered
 from tasks.evaluation.task_definition import EvalTask
@@ -83,7 +84,7 @@ class PosedTask:
         wanted: dict[str, list[int]] = {}
         for leaf, document in sorted(self.order[position] for position in part):
             wanted.setdefault(leaf, []).append(document)
-        with quiet():
+        with quiet(), _no_progress():
             lm = wrapped(loaded, self.scoring)
             found = ask_documents(self._loaded, wanted, lm, "trial", self.task, self.scoring)
         where = f"task {self.task.name}"
@@ -106,7 +107,7 @@ def pose(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, tokens: bool 
         InvalidInput: The task's data cannot be loaded; it asks what has no right answer, or answers longer than what
             the model can read.
     """
-    with quiet():
+    with quiet(), _no_progress():
         found = load_task(task)
         order = ordered(found.sizes, scoring.seed)
         documents: dict[tuple[str, int], PosedDocument] = {}
@@ -120,6 +121,11 @@ def pose(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, tokens: bool 
                 for name, leaf in leaves.items():
                     documents |= _posed(name, leaf, by_leaf[name], lm, scoring)
     return PosedTask(task, scoring, tuple(order), tuple(documents[one] for one in order if tokens), found)
+
+
+def _no_progress() -> AbstractContextManager[None]:
+    """Neither bars nor reports: one trial is too short for them."""
+    return progress_to(lambda done, of: None, BACKEND.draws_progress)
 
 
 def _posed(

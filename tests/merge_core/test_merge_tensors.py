@@ -215,6 +215,22 @@ def test_what_the_record_of_a_merge_would_block_is_refused(tmp_path: Path) -> No
     assert said(lambda: list(merge_tensors(plan))) == str(finding.refusal())
 
 
+def test_nothing_but_zeros_out_of_parents_that_have_none_is_refused(tmp_path: Path) -> None:
+    tensors = random_tensors(0)
+    save_checkpoint(tmp_path / "a", tensors)
+    save_checkpoint(tmp_path / "b", {name: -tensor for name, tensor in tensors.items()})
+    plan = planned(LINEAR, tmp_path)
+    finding = merge_weights(plan, tmp_path / "out").findings[0]
+    assert finding.severity == "block"
+    assert said(lambda: list(merge_tensors(plan))).splitlines()[0] == str(finding.refusal()).splitlines()[0]
+
+
+def test_a_tensor_that_is_zero_in_every_parent_is_no_problem(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        save_checkpoint(tmp_path / name, random_tensors(seed) | {"model.norm.weight": torch.zeros(12)})
+    assert not dict(merge_tensors(planned(LINEAR, tmp_path)))["model.norm.weight"].any()
+
+
 def test_a_file_that_is_replaced_meanwhile_is_noticed(family: Path) -> None:
     plan = planned(LINEAR, family)
     tensors = merge_tensors(plan)
