@@ -5,6 +5,7 @@ scores. Results that lm-eval has written itself are read here too.
 """
 
 from tasks.evaluation.backends import Backend, find_backend
+from tasks.evaluation.choice_probability import AnsweredChoice
 from tasks.evaluation.division import Division, DocumentSet, SetName, divide
 from tasks.evaluation.document_scores import (
     SCORES_FILE,
@@ -25,6 +26,7 @@ from tasks.evaluation.lm_eval_results import (
 )
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, default_metric
 from tasks.evaluation.pace import document_seconds
+from tasks.evaluation.posed import PosedDocument, PosedTask, pose
 from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
     CountLimit,
@@ -49,6 +51,7 @@ from tasks.evaluation.task_texts import document_texts
 
 __all__ = [
     "SCORES_FILE",
+    "AnsweredChoice",
     "Backend",
     "CountLimit",
     "DataSource",
@@ -59,6 +62,8 @@ __all__ = [
     "JudgedMetrics",
     "MetricSetting",
     "Paired",
+    "PosedDocument",
+    "PosedTask",
     "ResultsFile",
     "Scores",
     "Scoring",
@@ -87,6 +92,7 @@ __all__ = [
     "pin_data",
     "pin_task",
     "pinned_data_before",
+    "pose",
     "precision_differences",
     "read_definition",
     "read_document_scores",

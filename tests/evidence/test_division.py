@@ -83,18 +83,20 @@ def test_a_task_that_means_a_set_has_only_its_documents(tmp_path: Path) -> None:
 
     from tasks.evaluation import harness
 
-    loaded = harness._loaded(task)
+    loaded = harness.load_task(task)
     seen = {}
     for name, part in parts.items():
         whole = DocumentRange(first=0, last=sizes[name])
-        seen[name] = documents_in(loaded.sizes, 0, whole, harness._counted(loaded, part))["t"]
+        seen[name] = documents_in(loaded.sizes, 0, whole, harness.counted_documents(loaded, part))["t"]
     assert sorted(doc for docs in seen.values() for doc in docs) == list(range(100))
     questions = {name: {rows[doc]["q"] for doc in docs} for name, docs in seen.items()}
     assert not questions["search"] & questions["gate"]
     assert not questions["confirmation"] & questions["gate"]
 
     by_passage = task.model_copy(update={"only": Division(search=20, confirmation=20, together="passage").of("gate")})
-    gate = documents_in(loaded.sizes, 0, DocumentRange(first=0, last=99), harness._counted(loaded, by_passage))["t"]
+    gate = documents_in(
+        loaded.sizes, 0, DocumentRange(first=0, last=99), harness.counted_documents(loaded, by_passage)
+    )["t"]
     passages = {rows[doc]["passage"] for doc in gate}
     assert len(gate) == sum(row["passage"] in passages for row in rows)
 
