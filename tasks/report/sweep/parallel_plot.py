@@ -1,0 +1,125 @@
+"""Many parameters at once: each a row from its low to its high end, each candidate a line through all of them.
+
+Rows instead of columns: names can be read, and a phone is tall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tasks.report.rows import shortened
+from tasks.report.svg import Ink, drawing, inline
+from tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, write
+from tasks.report.sweep.content import Choice, ReportedParameter, SweepContent
+from tasks.report.sweep.reading import score_of, state_of, trial_of
+from tasks.report.sweep.slices_plot import share_of, spoken_values
+from tasks.report.sweep.wording import value_text
+from tasks.sweep import Trial
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BEST_SHARE = 0.25  # of the trials, drawn as the better ones
+
+
+def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
+    """Wide and narrow; empty where fewer than two trials have a score."""
+    if sum(state_of(trial) != "failed" for trial in content.trials) < 2:
+        return ()
+    return tuple(_parallel(content, objective, drawn, f"parallel-{objective}-{drawn.name}") for drawn in (WIDE, NARROW))
+
+
+def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) -> str:
+    """Parameters as rows, each from its low to its high end; a candidate is a line from the first to the last row. Rows
+    instead of columns: names can be read, and a phone is tall."""
+    scored = [trial for trial in content.trials if state_of(trial) != "failed"]
+    ranked = sorted(scored, key=lambda trial: -score_of(trial, objective))
+    better = {trial.number for trial in ranked[: max(1, round(_BEST_SHARE * len(ranked)))]}
+    start = {parameter.name: parameter.start for parameter in content.parameters}
+    keys = [
+        Key.of("the best quarter", color=Ink.ACCENT.value, linewidth=1.6),
+        Key.of("all others", color=Ink.MUTED.value, linewidth=1, alpha=0.5),
+        *(
+            [Key.of("start", color=Ink.INCONCLUSIVE.value, **DASHED)]
+            if any(v is not None for v in start.values())
+            else []
+        ),
+        *([Key.of("winner", color=Ink.PASS.value, linewidth=2.6)] if content.winner is not None else []),
+    ]
+    columns = 2 if drawn.narrow else len(keys)
+    head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if drawn.narrow else 30, 8
+    left, right = (2, 2) if drawn.narrow else (236, 132)
+    count = len(content.parameters)
+    height = head + count * row + foot
+    with drawing(plot):
+        figure = blank(drawn, height)
+        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, count * row))
+        axes.spines["bottom"].set_visible(False)
+        axes.grid(visible=False)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_xlim(-0.01, 1.01)
+        axes.set_ylim(count - 0.5, -0.5)
+        below = 0.22 if drawn.narrow else 0.0  # names stand above their line
+        for trial in [*reversed(ranked)]:
+            best = trial.number in better
+            style: dict[str, Any] = (
+                {"color": Ink.ACCENT.value, "linewidth": 1.3, "alpha": 0.6, "zorder": 3}
+                if best
+                else {"color": Ink.MUTED.value, "linewidth": 0.8, "alpha": 0.22, "zorder": 2}
+            )
+            _path(axes, content, trial.point, below, **style)
+        _path(axes, content, start, below, color=Ink.INCONCLUSIVE.value, zorder=4, **DASHED)
+        winner = trial_of(content, content.winner)
+        if winner is not None:
+            _path(axes, content, winner.point, below, color=Ink.PASS.value, linewidth=2.6, zorder=5)
+        for at, parameter in enumerate(content.parameters):
+            axes.plot([0, 1], [at + below] * 2, color=Ink.RULE.value, linewidth=1.2, zorder=1)
+            _row_names(axes, parameter, at, winner, drawn, left, right)
+        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
+        return inline(figure, plot, spoken_values(content))
+
+
+def _path(axes: Axes, content: SweepContent, point: Mapping[str, Choice | None], below: float, **style: Any) -> None:
+    places = [share_of(parameter, point.get(parameter.name)) for parameter in content.parameters]
+    axes.plot(places, [at + below for at in range(len(places))], clip_on=False, **style)
+
+
+def _row_names(
+    axes: Axes,
+    parameter: ReportedParameter,
+    at: int,
+    winner: Trial | None,
+    drawn: Drawing,
+    left: float,
+    right: float,
+) -> None:
+    across = axes.get_yaxis_transform()
+    value = value_text(winner.point.get(parameter.name)) if winner is not None else ""
+    if parameter.type == "category":
+        ends = (f"{len(parameter.among)} choices", "")
+    else:
+        ends = (value_text(parameter.low), value_text(parameter.high))
+    if drawn.narrow:
+        span = f"{ends[0]} to {ends[1]}" if ends[1] else ends[0]
+        write(axes, (0, at), shortened(parameter.name, 24), shift=(2, -7), coordinates=across, size=11.5)
+        write(axes, (1, at), span, shift=(-62, -7), coordinates=across, align="right", size=10.5, ink=Ink.MUTED)
+        write(
+            axes, (1, at), value, shift=(-2, -7), coordinates=across, align="right", size=11.5, bold=True, ink=Ink.PASS
+        )
+        return
+    write(axes, (0, at), shortened(parameter.name, 26), shift=(-left, 0), coordinates=across)
+    write(axes, (0, at), ends[0], shift=(-10, 0), coordinates=across, align="right", size=11, ink=Ink.MUTED)
+    write(axes, (1, at), ends[1], shift=(10, 0), coordinates=across, size=11, ink=Ink.MUTED)
+    write(
+        axes,
+        (1, at),
+        shortened(value, 11),
+        shift=(right, 0),
+        coordinates=across,
+        align="right",
+        bold=True,
+        ink=Ink.PASS,
+    )

@@ -1,0 +1,153 @@
+"""What a person wants to know of a sweep's trials: which count, the best so far, the table of recipes, the optimism.
+
+Pure functions of ``SweepContent``; nothing here is drawn or worded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tasks.report.sweep.content import SweepContent
+from tasks.sweep import Trial
+
+TrialState = Literal["asked", "dropped", "infeasible", "failed"]
+HAND_WRITTEN, SAMPLER, BASELINE = "hand-written", "sampler", "baseline"
+
+
+@dataclass(frozen=True)
+class RecipeRow:
+    """One recipe of the table: what it scored where it was searched, and on documents that no trial saw. NaN: not
+    known."""
+
+    label: str
+    detail: str  # 'trial 41', 'the best of 15'
+    role: Literal["hand-written", "reference", "winner", "baseline"]
+    search: float
+    held_out: float
+
+    @property
+    def optimism(self) -> float:
+        """By how much the search documents flatter it."""
+        return self.search - self.held_out
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The candidates of one origin in their order: their scores, and the best until then (NaN before the first)."""
+
+    trials: tuple[Trial, ...]
+    best: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Optimism:
+    """The winner's lead over the reference, as scores are: on the search documents, and on those no trial saw."""
+
+    search: float
+    held_out: float
+
+
+def state_of(trial: Trial) -> TrialState:
+    """What became of a trial. Only one that was ``asked`` everything, within the constraints, can win."""
+    if trial.problem or not trial.scores or not all(math.isfinite(score) for score in trial.scores):
+        return "failed"
+    if trial.violation > 0:
+        return "infeasible"
+    return "dropped" if trial.dropped else "asked"
+
+
+def score_of(trial: Trial, objective: int) -> float:
+    """NaN of a failed one."""
+    return trial.scores[objective] if len(trial.scores) > objective else math.nan
+
+
+def by_origin(trials: Sequence[Trial], origin: str) -> tuple[Trial, ...]:
+    return tuple(trial for trial in trials if trial.origin == origin)
+
+
+def best_of(trials: Sequence[Trial], objective: int) -> Trial | None:
+    """The best that was asked everything; the first of equals."""
+    able = [trial for trial in trials if state_of(trial) == "asked"]
+    return max(able, key=lambda trial: score_of(trial, objective), default=None)
+
+
+def progress_of(trials: Sequence[Trial], objective: int) -> Progress:
+    best, known = [], math.nan
+    for trial in trials:
+        score = score_of(trial, objective)
+        if state_of(trial) == "asked" and not score <= known:
+            known = score
+        best.append(known)
+    return Progress(tuple(trials), tuple(best))
+
+
+def trial_of(content: SweepContent, number: int | None) -> Trial | None:
+    return next((trial for trial in content.trials if trial.number == number), None)
+
+
+def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
+    """Hand-written recipes in their order, the best of the random baseline, and the winner last."""
+    unseen = {one.trial: one.scores[objective] for one in content.held_out if len(one.scores) > objective}
+    rows = []
+    for trial in by_origin(content.trials, HAND_WRITTEN):
+        is_reference = trial.number == content.reference
+        label = trial.label or "hand-written"
+        rows.append(_row(trial, label, "", "reference" if is_reference else "hand-written", unseen, objective))
+    baseline = by_origin(content.trials, BASELINE)
+    best = best_of(baseline, objective)
+    if best is not None and best.number != content.winner:
+        detail = f"the best of {len(baseline)}, trial {best.number}"
+        rows.append(_row(best, "random search", detail, "baseline", unseen, objective))
+    winner = trial_of(content, content.winner)
+    if winner is not None and winner.origin != HAND_WRITTEN:
+        origin = ", of the random baseline" if winner.origin == BASELINE else ""
+        rows.append(_row(winner, "winner", f"trial {winner.number}{origin}", "winner", unseen, objective))
+    return tuple(rows)
+
+
+def _row(
+    trial: Trial,
+    label: str,
+    detail: str,
+    role: Literal["hand-written", "reference", "winner", "baseline"],
+    unseen: dict[int, float],
+    objective: int,
+) -> RecipeRow:
+    return RecipeRow(label, detail, role, score_of(trial, objective), unseen.get(trial.number, math.nan))
+
+
+def optimism_of(content: SweepContent, objective: int) -> Optimism | None:
+    """None where winner or reference is not known on both sets, or they are one."""
+    rows = {row.role: row for row in recipe_rows(content, objective)}
+    winner, reference = rows.get("winner"), rows.get("reference")
+    if winner is None or reference is None:
+        return None
+    found = Optimism(winner.search - reference.search, winner.held_out - reference.held_out)
+    return found if math.isfinite(found.search) and math.isfinite(found.held_out) else None
+
+
+def documents_used(trials: Sequence[Trial]) -> float:
+    """Share of the search documents that candidates were asked, of all that all candidates would have been; NaN
+    without candidates. Hand-written recipes are always asked everything, and are not counted; nor are failed ones."""
+    raced = [one.documents for one in trials if one.origin != HAND_WRITTEN and state_of(one) != "failed"]
+    return sum(raced) / len(raced) if raced else math.nan
+
+
+def decimals_for(content: SweepContent, objective: int) -> int:
+    """How many decimals tell the recipes apart: two digits of the smaller of the gain and the winner's lead, in the
+    objective's unit; between 1 and 6 (of percentage points at most 2)."""
+    shown = content.objectives[objective]
+    rows = recipe_rows(content, objective)
+    scores = sorted({row.search for row in rows if math.isfinite(row.search)})
+    differences = [scores[-1] - scores[0]] if len(scores) > 1 else []
+    if content.confirmation is not None and content.confirmation.objective == objective:
+        differences.append(abs(content.confirmation.high - content.confirmation.low) / 2)
+        differences.append(abs(content.confirmation.gain))
+    known = [abs(shown.factor * one) for one in differences if math.isfinite(one) and one != 0]
+    if not known:
+        known = [abs(shown.factor * score) for score in scores if score] or [1.0]
+    digits = 1 - math.floor(math.log10(min(known)))
+    return max(1, min(2 if shown.factor == 100 else 6, digits))
