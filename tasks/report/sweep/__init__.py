@@ -20,7 +20,7 @@ from tasks.report.sweep.content import (
 from tasks.report.sweep.page import render_sweep
 from tasks.report.sweep.search_line import SearchStatus, search_line
 from tasks.report.sweep.table import sweep_table
-from tasks.report.sweep.wording import sweep_outcome, sweep_sentence, sweep_title
+from tasks.report.sweep.wording import sweep_outcome, sweep_sentence, sweep_title, what_it_took
 
 __all__ = [
     "HeldOut",
@@ -38,4 +38,5 @@ __all__ = [
     "sweep_sentence",
     "sweep_table",
     "sweep_title",
+    "what_it_took",
 ]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tasks.report import wording
 from tasks.report.svg import Ink
 from tasks.report.sweep.content import SweepContent
-from tasks.report.sweep.reading import BASELINE, HAND_WRITTEN, SAMPLER, score_of, state_of
+from tasks.report.sweep.reading import BASELINE, HAND_WRITTEN, SAMPLER, score_in, state_of
 from tasks.sweep import Trial
 
 if TYPE_CHECKING:
@@ -86,18 +86,18 @@ def ticks(axes: Axes, which: Literal["x", "y"], count: int, *, integer: bool = F
 
 
 def score_axis(content: SweepContent, objective: int) -> Axis:
-    """Where the good ones are: candidates far below the worse half would squeeze all others into a line."""
+    """Where the better half is, and a little more: far outliers would squeeze all others into a line."""
     factor = content.objectives[objective].factor
-    scores = sorted(factor * score_of(trial, objective) for trial in content.trials if state_of(trial) != "failed")
+    scores = sorted(factor * score_in(trial, objective) for trial in content.trials if state_of(trial) != "failed")
     if not scores:
         return Axis(0.0, 1.0)
     levels = [
-        factor * score_of(trial, objective)
+        factor * score_in(trial, objective)
         for trial in content.trials
         if trial.origin == HAND_WRITTEN and state_of(trial) != "failed"
     ]
-    top, quarter = scores[-1], scores[len(scores) // 4]
-    bottom = max(scores[0], top - 2.5 * (top - quarter))
+    top, median = scores[-1], scores[len(scores) // 2]
+    bottom = max(scores[0], top - 2.2 * (top - median)) if top > median else scores[0]
     # The reference is always in the picture; of several hand-written recipes those that are not hopeless.
     bottom = min([bottom, max(levels)] if levels else [bottom])
     span = top - bottom or abs(top) or 1.0
@@ -179,7 +179,7 @@ def keys_of_trials(trials: Sequence[Trial], *, sampler: str, objective: int, axi
         found.append(Key.of("dropped", marker="o", markersize=6, **hollow))
     if "infeasible" in states:
         found.append(Key.of("outside a constraint", marker="+", markersize=8, **{**hollow, "markeredgewidth": 1.4}))
-    if any(axis.is_below(factor * score_of(trial, objective)) for trial in trials if state_of(trial) != "failed"):
+    if any(axis.is_below(factor * score_in(trial, objective)) for trial in trials if state_of(trial) != "failed"):
         found.append(Key.of("farther down", marker="v", markersize=6, **hollow))
     return found
 

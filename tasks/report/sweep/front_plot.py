@@ -23,7 +23,7 @@ from tasks.report.sweep.canvas import (
     write,
 )
 from tasks.report.sweep.content import SweepContent
-from tasks.report.sweep.reading import score_of, state_of
+from tasks.report.sweep.reading import score_in, state_of
 from tasks.report.sweep.wording import SAMPLERS
 
 
@@ -55,7 +55,7 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
         ticks(axes, "x", 4 if drawn.narrow else 8)
         ticks(axes, "y", 5 if drawn.narrow else 7)
         for trial in scored:
-            x, y = (factor * score_of(trial, at) for at, factor in enumerate(factors))
+            x, y = (factor * score_in(trial, at) for at, factor in enumerate(factors))
             if across.is_below(x):
                 continue
             strong = trial.number in content.front
@@ -64,7 +64,7 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
             else:
                 mark(axes, x, up.held(y), trial, below=up.is_below(y), strong=strong)
         best = sorted(
-            (factors[0] * score_of(trial, 0), factors[1] * score_of(trial, 1))
+            (factors[0] * score_in(trial, 0), factors[1] * score_in(trial, 1))
             for trial in scored
             if trial.number in content.front
         )

@@ -35,11 +35,12 @@ from tasks.report.sweep.reading import (
     BASELINE,
     HAND_WRITTEN,
     SAMPLER,
-    Progress,
+    Course,
     by_origin,
-    progress_of,
-    score_of,
+    course_of,
+    score_in,
     state_of,
+    trial_numbered,
 )
 from tasks.report.sweep.wording import SAMPLERS, score_text
 from tasks.sweep import Trial
@@ -54,7 +55,7 @@ _APART = 15  # pixels between names
 def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
     """Wide and narrow; empty with less than two candidates: a stair has steps."""
     factor = content.objectives[objective].factor
-    runs = {origin: progress_of(by_origin(content.trials, origin), objective) for origin in (SAMPLER, BASELINE)}
+    runs = {origin: course_of(by_origin(content.trials, origin), objective) for origin in (SAMPLER, BASELINE)}
     if sum(len(run.trials) for run in runs.values()) < 2:
         return ()
     return tuple(
@@ -63,7 +64,7 @@ def history_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
 
 
 def _draw(
-    content: SweepContent, objective: int, runs: dict[str, Progress], factor: float, drawn: Drawing, plot: str
+    content: SweepContent, objective: int, runs: dict[str, Course], factor: float, drawn: Drawing, plot: str
 ) -> str:
     axis = score_axis(content, objective)
     candidates = [trial for run in runs.values() for trial in run.trials]
@@ -80,6 +81,9 @@ def _draw(
     failed = [trial for trial in candidates if state_of(trial) == "failed"]
     if failed:
         keys.append(Key.of("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))
+    reference = trial_numbered(content, content.reference)
+    if drawn.narrow and reference is not None:
+        keys.append(Key.of(_level_name(content, objective, reference), color=INK[HAND_WRITTEN].value, **DASHED))
     left, right = (58, 4) if drawn.narrow else (66, 190)
     columns = 2 if drawn.narrow else max(1, len(keys))
     head = 20 + 19 * math.ceil(len(keys) / columns)
@@ -100,7 +104,7 @@ def _draw(
             _stair(axes, origin, run, factor)
             if winner is not None and winner in run.trials:
                 at = run.trials.index(winner) + 1
-                mark_winner(axes, at, axis.held(factor * score_of(winner, objective)))
+                mark_winner(axes, at, axis.held(factor * score_in(winner, objective)))
         write(
             axes,
             (1, 0),
@@ -117,14 +121,14 @@ def _draw(
 def _one(axes: Axes, at: int, trial: Trial, factor: float, objective: int, axis: Axis) -> None:
     if state_of(trial) == "failed":
         style: dict[str, Any] = {"markersize": 6, "markeredgewidth": 1.5, "clip_on": False, "zorder": 5}
-        axes.plot([at], [0.012], "x", color=Ink.FAIL.value, transform=axes.get_xaxis_transform(), **style)
+        axes.plot([at], [0.05], "x", color=Ink.FAIL.value, transform=axes.get_xaxis_transform(), **style)
         return
-    score = factor * score_of(trial, objective)
+    score = factor * score_in(trial, objective)
     step = 0.02 * (axis.high - axis.low)
     mark(axes, at, max(score, axis.low + step), trial, below=axis.is_below(score))
 
 
-def _stair(axes: Axes, origin: str, run: Progress, factor: float) -> None:
+def _stair(axes: Axes, origin: str, run: Course, factor: float) -> None:
     """The best so far, from the first that has a score to the last candidate."""
     points = [(at, factor * best) for at, best in enumerate(run.best, start=1) if math.isfinite(best)]
     if not points:
@@ -136,48 +140,43 @@ def _stair(axes: Axes, origin: str, run: Progress, factor: float) -> None:
 
 
 def _levels(axes: Axes, content: SweepContent, objective: int, axis: Axis, drawn: Drawing, tall: float) -> None:
-    """A line for each hand-written recipe, with its name on the right, or above its line where there is no room."""
+    """A line for each hand-written recipe, with its name on the right; on a narrow page the legend has it."""
     factor = content.objectives[objective].factor
     known = [one for one in by_origin(content.trials, HAND_WRITTEN) if state_of(one) != "failed"]
+    ink = INK[HAND_WRITTEN]
     last = math.inf  # pixels from above, of the name written last
-    for trial in sorted(known, key=lambda one: score_of(one, objective)):
-        score = factor * score_of(trial, objective)
-        if axis.is_below(score):
-            continue
-        is_reference = trial.number == content.reference
-        ink = INK[HAND_WRITTEN]
-        axes.axhline(score, color=ink.value, zorder=2, alpha=1 if is_reference else 0.6, **DASHED)
-        name = shortened(trial.label or "hand-written", _CHARACTERS)
-        down = tall * (axis.high - score) / (axis.high - axis.low)
-        place = min(down, last - _APART)
-        text = f"{name} {score_text(content, objective, score_of(trial, objective))}"
+    for trial in sorted(known, key=lambda one: score_in(one, objective)):
+        score = factor * score_in(trial, objective)
+        is_below = axis.is_below(score)
+        if not is_below:
+            axes.axhline(score, color=ink.value, zorder=2, alpha=1 if _is_reference(content, trial) else 0.6, **DASHED)
         if drawn.narrow:
-            if place == down:
-                write(
-                    axes,
-                    (1, score),
-                    text,
-                    shift=(-2, -9),
-                    coordinates=axes.get_yaxis_transform(),
-                    align="right",
-                    size=11,
-                    ink=ink,
-                )
-                last = place
-        else:
-            write(
-                axes,
-                (1, score),
-                text,
-                shift=(8, place - down),
-                coordinates=axes.get_yaxis_transform(),
-                bold=is_reference,
-                ink=ink,
-            )
-            last = place
+            continue
+        down = tall if is_below else tall * (axis.high - score) / (axis.high - axis.low)
+        place = min(down, last - _APART)
+        text = _level_name(content, objective, trial) + (" ↓" if is_below else "")
+        write(
+            axes,
+            (1, 1),
+            text,
+            shift=(8, place),
+            coordinates="axes fraction",
+            bold=_is_reference(content, trial),
+            ink=ink,
+        )
+        last = place
 
 
-def _spoken(content: SweepContent, objective: int, runs: dict[str, Progress]) -> str:
+def _level_name(content: SweepContent, objective: int, trial: Trial) -> str:
+    name = shortened(trial.label or "hand-written", _CHARACTERS)
+    return f"{name} {score_text(content, objective, score_in(trial, objective))}"
+
+
+def _is_reference(content: SweepContent, trial: Trial) -> bool:
+    return trial.number == content.reference
+
+
+def _spoken(content: SweepContent, objective: int, runs: dict[str, Course]) -> str:
     """What the picture shows, for who cannot see it."""
     said = [f"Best {content.objectives[objective].title} so far over candidates."]
     names = {SAMPLER: SAMPLERS.get(content.sampler, content.sampler), BASELINE: "Random baseline"}
@@ -187,5 +186,5 @@ def _spoken(content: SweepContent, objective: int, runs: dict[str, Progress]) ->
             first, last = (score_text(content, objective, best) for best in (found[0], found[-1]))
             said.append(f"{names[origin]}: from {first} to {last} in {len(run.trials)} candidates.")
     for trial in by_origin(content.trials, HAND_WRITTEN):
-        said.append(f"{trial.label or 'Hand-written'}: {score_text(content, objective, score_of(trial, objective))}.")
+        said.append(f"{trial.label or 'Hand-written'}: {score_text(content, objective, score_in(trial, objective))}.")
     return " ".join(said)

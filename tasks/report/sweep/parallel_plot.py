@@ -1,4 +1,4 @@
-"""Many parameters at once: each a row from its low to its high end, each candidate a line through all of them.
+"""Many parameters at once: each a row from its low to its high end; the best candidates are lines through all rows.
 
 Rows instead of columns: names can be read, and a phone is tall.
 """
@@ -13,7 +13,7 @@ from tasks.report.rows import shortened
 from tasks.report.svg import Ink, drawing, inline
 from tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, write
 from tasks.report.sweep.content import Choice, ReportedParameter, SweepContent
-from tasks.report.sweep.reading import score_of, state_of, trial_of
+from tasks.report.sweep.reading import score_in, state_of, trial_numbered
 from tasks.report.sweep.slices_plot import share_of, spoken_values
 from tasks.report.sweep.wording import value_text
 from tasks.sweep import Trial
@@ -21,7 +21,8 @@ from tasks.sweep import Trial
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BEST_SHARE = 0.25  # of the trials, drawn as the better ones
+_BEST_SHARE = 0.25  # of the trials, drawn as lines
+_ROW_MARKS: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 7, "markeredgewidth": 1.2}
 
 
 def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
@@ -35,12 +36,12 @@ def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) 
     """Parameters as rows, each from its low to its high end; a candidate is a line from the first to the last row. Rows
     instead of columns: names can be read, and a phone is tall."""
     scored = [trial for trial in content.trials if state_of(trial) != "failed"]
-    ranked = sorted(scored, key=lambda trial: -score_of(trial, objective))
+    ranked = sorted(scored, key=lambda trial: -score_in(trial, objective))
     better = {trial.number for trial in ranked[: max(1, round(_BEST_SHARE * len(ranked)))]}
     start = {parameter.name: parameter.start for parameter in content.parameters}
     keys = [
         Key.of("the best quarter", color=Ink.ACCENT.value, linewidth=1.6),
-        Key.of("all others", color=Ink.MUTED.value, linewidth=1, alpha=0.5),
+        Key.of("all others", color=Ink.MUTED.value, **_ROW_MARKS),
         *(
             [Key.of("start", color=Ink.INCONCLUSIVE.value, **DASHED)]
             if any(v is not None for v in start.values())
@@ -63,16 +64,13 @@ def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) 
         axes.set_xlim(-0.01, 1.01)
         axes.set_ylim(count - 0.5, -0.5)
         below = 0.22 if drawn.narrow else 0.0  # names stand above their line
-        for trial in [*reversed(ranked)]:
-            best = trial.number in better
-            style: dict[str, Any] = (
-                {"color": Ink.ACCENT.value, "linewidth": 1.3, "alpha": 0.6, "zorder": 3}
-                if best
-                else {"color": Ink.MUTED.value, "linewidth": 0.8, "alpha": 0.22, "zorder": 2}
-            )
-            _path(axes, content, trial.point, below, **style)
+        for trial in ranked:
+            if trial.number in better:
+                _path(axes, content, trial.point, below, color=Ink.ACCENT.value, linewidth=1.1, alpha=0.5, zorder=3)
+            else:
+                _path(axes, content, trial.point, below, color=Ink.MUTED.value, alpha=0.35, zorder=2, **_ROW_MARKS)
         _path(axes, content, start, below, color=Ink.INCONCLUSIVE.value, zorder=4, **DASHED)
-        winner = trial_of(content, content.winner)
+        winner = trial_numbered(content, content.winner)
         if winner is not None:
             _path(axes, content, winner.point, below, color=Ink.PASS.value, linewidth=2.6, zorder=5)
         for at, parameter in enumerate(content.parameters):

@@ -35,7 +35,7 @@ class RecipeRow:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Course:
     """The candidates of one origin in their order: their scores, and the best until then (NaN before the first)."""
 
     trials: tuple[Trial, ...]
@@ -59,7 +59,7 @@ def state_of(trial: Trial) -> TrialState:
     return "dropped" if trial.dropped else "asked"
 
 
-def score_of(trial: Trial, objective: int) -> float:
+def score_in(trial: Trial, objective: int) -> float:
     """NaN of a failed one."""
     return trial.scores[objective] if len(trial.scores) > objective else math.nan
 
@@ -68,24 +68,30 @@ def by_origin(trials: Sequence[Trial], origin: str) -> tuple[Trial, ...]:
     return tuple(trial for trial in trials if trial.origin == origin)
 
 
-def best_of(trials: Sequence[Trial], objective: int) -> Trial | None:
+def best_asked(trials: Sequence[Trial], objective: int) -> Trial | None:
     """The best that was asked everything; the first of equals."""
     able = [trial for trial in trials if state_of(trial) == "asked"]
-    return max(able, key=lambda trial: score_of(trial, objective), default=None)
+    return max(able, key=lambda trial: score_in(trial, objective), default=None)
 
 
-def progress_of(trials: Sequence[Trial], objective: int) -> Progress:
+def course_of(trials: Sequence[Trial], objective: int) -> Course:
     best, known = [], math.nan
     for trial in trials:
-        score = score_of(trial, objective)
+        score = score_in(trial, objective)
         if state_of(trial) == "asked" and not score <= known:
             known = score
         best.append(known)
-    return Progress(tuple(trials), tuple(best))
+    return Course(tuple(trials), tuple(best))
 
 
-def trial_of(content: SweepContent, number: int | None) -> Trial | None:
+def trial_numbered(content: SweepContent, number: int | None) -> Trial | None:
     return next((trial for trial in content.trials if trial.number == number), None)
+
+
+def trials_of_front(content: SweepContent) -> tuple[Trial, ...]:
+    """The trials of the front, the best in the first objective first."""
+    known = [trial for trial in content.trials if trial.number in content.front and state_of(trial) != "failed"]
+    return tuple(sorted(known, key=lambda trial: (-score_in(trial, 0), trial.number)))
 
 
 def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
@@ -97,11 +103,11 @@ def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
         label = trial.label or "hand-written"
         rows.append(_row(trial, label, "", "reference" if is_reference else "hand-written", unseen, objective))
     baseline = by_origin(content.trials, BASELINE)
-    best = best_of(baseline, objective)
+    best = best_asked(baseline, objective)
     if best is not None and best.number != content.winner:
         detail = f"the best of {len(baseline)}, trial {best.number}"
         rows.append(_row(best, "random search", detail, "baseline", unseen, objective))
-    winner = trial_of(content, content.winner)
+    winner = trial_numbered(content, content.winner)
     if winner is not None and winner.origin != HAND_WRITTEN:
         origin = ", of the random baseline" if winner.origin == BASELINE else ""
         rows.append(_row(winner, "winner", f"trial {winner.number}{origin}", "winner", unseen, objective))
@@ -116,7 +122,7 @@ def _row(
     unseen: dict[int, float],
     objective: int,
 ) -> RecipeRow:
-    return RecipeRow(label, detail, role, score_of(trial, objective), unseen.get(trial.number, math.nan))
+    return RecipeRow(label, detail, role, score_in(trial, objective), unseen.get(trial.number, math.nan))
 
 
 def optimism_of(content: SweepContent, objective: int) -> Optimism | None:

@@ -31,7 +31,7 @@ from tasks.report.sweep.canvas import (
     write,
 )
 from tasks.report.sweep.content import Choice, ReportedParameter, SweepContent
-from tasks.report.sweep.reading import score_of, state_of, trial_of
+from tasks.report.sweep.reading import HAND_WRITTEN, score_in, state_of, trial_numbered
 from tasks.report.sweep.wording import SAMPLERS, value_text
 from tasks.sweep import Trial
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_SLICES = 9
+_CHARACTER = 7.0  # pixels, of a choice's name
 
 
 def share_of(parameter: ReportedParameter, value: Choice | None) -> float:
@@ -65,7 +66,7 @@ def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
 
 def _slices(content: SweepContent, objective: int, drawn: Drawing, plot: str) -> str:
     factor, axis = content.objectives[objective].factor, score_axis(content, objective)
-    scored = [trial for trial in content.trials if state_of(trial) != "failed"]
+    scored = [trial for trial in content.trials if state_of(trial) != "failed" and trial.point]
     keys = _keys(content, scored, objective, axis)
     columns = min(len(content.parameters), 2 if drawn.narrow else 3)
     rows = math.ceil(len(content.parameters) / columns)
@@ -96,7 +97,7 @@ def _slices(content: SweepContent, objective: int, drawn: Drawing, plot: str) ->
                 bold=True,
                 size=12 if drawn.narrow else 13,
             )
-            _slice(axes, content, parameter, scored, objective, factor, axis, narrow=drawn.narrow)
+            _slice(axes, content, parameter, scored, objective, factor, axis, each)
         legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, legend_columns)
         return inline(figure, plot, spoken_values(content))
 
@@ -109,17 +110,16 @@ def _slice(
     objective: int,
     factor: float,
     axis: Axis,
-    *,
-    narrow: bool,
+    width: float,
 ) -> None:
     axes.set_xlim(-0.03, 1.03)
-    _range_ticks(axes, parameter, narrow=narrow)
+    _range_ticks(axes, parameter, width)
     start = share_of(parameter, parameter.start)
     if math.isfinite(start):
         axes.axvline(start, color=Ink.INCONCLUSIVE.value, zorder=2, **DASHED)
     step = 0.03 * (axis.high - axis.low)
     for trial in scored:
-        x, y = share_of(parameter, trial.point.get(parameter.name)), factor * score_of(trial, objective)
+        x, y = share_of(parameter, trial.point.get(parameter.name)), factor * score_in(trial, objective)
         if not math.isfinite(x):
             continue
         x = _apart(x, trial, parameter)
@@ -131,20 +131,22 @@ def _slice(
 
 def _apart(x: float, trial: Trial, parameter: ReportedParameter) -> float:
     """Trials of one choice side by side, always in the same places: the golden ratio fills a line evenly."""
-    if parameter.type != "category":
+    if parameter.type != "category" or trial.origin == HAND_WRITTEN:
         return x
     return x + ((trial.number * 0.6180339887) % 1 - 0.5) * 0.5 / len(parameter.among)
 
 
-def _range_ticks(axes: Axes, parameter: ReportedParameter, *, narrow: bool) -> None:
+def _range_ticks(axes: Axes, parameter: ReportedParameter, width: float) -> None:
     """Ends and middle of a range; the choices of a category."""
     if parameter.type == "category":
-        room = (9 if narrow else 26) // max(1, len(parameter.among) - 1)
+        room = int(width / len(parameter.among) / _CHARACTER)
         places = [share_of(parameter, choice) for choice in parameter.among]
         names = [shortened(value_text(choice), max(3, room)) for choice in parameter.among]
     else:
         low, high = float(parameter.low), float(parameter.high)
-        middle = math.sqrt(low * high) if parameter.type == "log" and low > 0 else (low + high) / 2
+        middle = (low + high) / 2
+        if parameter.type == "log" and low > 0:
+            middle = float(f"{math.sqrt(low * high):.1g}")
         if parameter.type == "integer":
             middle = round(middle)
         places = [0.0, share_of(parameter, middle), 1.0]
@@ -166,7 +168,7 @@ def _keys(content: SweepContent, scored: Sequence[Trial], objective: int, axis: 
 
 
 def spoken_values(content: SweepContent) -> str:
-    winner = trial_of(content, content.winner)
+    winner = trial_numbered(content, content.winner)
     said = [
         f"{parameter.name}: start {value_text(parameter.start)}, winner {value_text(winner.point.get(parameter.name))}."
         for parameter in content.parameters
