@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -27,7 +28,7 @@ def sweep_summary(content: SweepContent) -> Iterator[RenderableType]:
         for position, column in enumerate(drawn.columns):
             # Names may take several lines: where the terminal is narrow, no number is lost.
             is_text = position in (0, last)
-            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
         for row in drawn.rows:
             *cells, verdict = row.cells
             style = "bold" if row.outcome is not None else ""
@@ -36,5 +37,5 @@ def sweep_summary(content: SweepContent) -> Iterator[RenderableType]:
         yield table
         yield Text()
     yield Text(f"{content.name}: {sweep_title(content).lower()}", style=_STYLES[outcome])
-    yield Text(f"  {sweep_sentence(content)}")
-    yield Text(f"  {what_it_took(content)}", style="dim")
+    yield Padding(Text(sweep_sentence(content)), (0, 0, 0, 2))
+    yield Padding(Text(what_it_took(content), style="dim"), (0, 0, 0, 2))

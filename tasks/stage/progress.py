@@ -52,7 +52,7 @@ def advance(done: int, total: int, unit: str) -> None:
         watcher.advanced(*_running.get(), done, total, unit)
 
 
-def describe(say: Callable[[int], str]) -> None:
+def say_progress(say: Callable[[int], str]) -> None:
     """Say where the running stage is in words of its own, where a count alone says too little.
 
     Args:

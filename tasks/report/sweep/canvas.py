@@ -111,7 +111,7 @@ def mark(axes: Axes, x: float, y: float, trial: Trial, *, below: bool = False, s
     if below:
         axes.plot([x], [y], "v", markerfacecolor="none", markeredgecolor=ink, clip_on=False, **style)
     elif state == "infeasible":
-        axes.plot([x], [y], "+", markeredgecolor=ink, markeredgewidth=1.4, **{**style, "markersize": 8})
+        axes.plot([x], [y], "+", color=ink, markeredgewidth=1.4, **{**style, "markersize": 8})
     elif state == "dropped":
         axes.plot([x], [y], SHAPE[trial.origin], markerfacecolor="none", markeredgecolor=ink, **style)
     else:

@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tasks.sweep import Trial
 
-Choice = float | int | str  # what a parameter can be
+ParameterValue = float | int | str  # what a parameter can be
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A trial without a score has NaN, which JSON has not.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class ReportedParameter(_Part):
@@ -26,8 +27,8 @@ class ReportedParameter(_Part):
     type: Literal["float", "log", "integer", "category"] = "float"
     low: float = 0.0  # ends of the range; of no meaning for a category
     high: float = 1.0
-    among: tuple[Choice, ...] = ()  # choices of a category
-    start: Choice | None = None  # the hand-written value; None where the recipe had none
+    among: tuple[ParameterValue, ...] = ()  # choices of a category
+    start: ParameterValue | None = None  # the hand-written value; None where the recipe had none
     importance: float | None = None  # share in [0, 1]; None where it was not computed
 
 

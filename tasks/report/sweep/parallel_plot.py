@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.report.rows import shortened
 from tasks.report.svg import Ink, drawing, inline
 from tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, write
-from tasks.report.sweep.content import Choice, ReportedParameter, SweepContent
+from tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
 from tasks.report.sweep.reading import score_in, state_of, trial_numbered
 from tasks.report.sweep.slices_plot import share_of, spoken_values
 from tasks.report.sweep.wording import value_text
@@ -80,7 +80,9 @@ def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) 
         return inline(figure, plot, spoken_values(content))
 
 
-def _path(axes: Axes, content: SweepContent, point: Mapping[str, Choice | None], below: float, **style: Any) -> None:
+def _path(
+    axes: Axes, content: SweepContent, point: Mapping[str, ParameterValue | None], below: float, **style: Any
+) -> None:
     places = [share_of(parameter, point.get(parameter.name)) for parameter in content.parameters]
     axes.plot(places, [at + below for at in range(len(places))], clip_on=False, **style)
 

@@ -23,7 +23,8 @@ class RecipeRow:
     known."""
 
     label: str
-    detail: str  # 'trial 41', 'the best of 15'
+    detail: str  # 'trial 41', 'the best of 15, trial 9'
+    trial: int
     role: Literal["hand-written", "reference", "winner", "baseline"]
     search: float
     held_out: float
@@ -122,7 +123,7 @@ def _row(
     unseen: dict[int, float],
     objective: int,
 ) -> RecipeRow:
-    return RecipeRow(label, detail, role, score_in(trial, objective), unseen.get(trial.number, math.nan))
+    return RecipeRow(label, detail, trial.number, role, score_in(trial, objective), unseen.get(trial.number, math.nan))
 
 
 def optimism_of(content: SweepContent, objective: int) -> Optimism | None:
@@ -143,17 +144,23 @@ def documents_used(trials: Sequence[Trial]) -> float:
 
 
 def decimals_for(content: SweepContent, objective: int) -> int:
-    """How many decimals tell the recipes apart: two digits of the smaller of the gain and the winner's lead, in the
-    objective's unit; between 1 and 6 (of percentage points at most 2)."""
-    shown = content.objectives[objective]
-    rows = recipe_rows(content, objective)
-    scores = sorted({row.search for row in rows if math.isfinite(row.search)})
-    differences = [scores[-1] - scores[0]] if len(scores) > 1 else []
-    if content.confirmation is not None and content.confirmation.objective == objective:
-        differences.append(abs(content.confirmation.high - content.confirmation.low) / 2)
-        differences.append(abs(content.confirmation.gain))
-    known = [abs(shown.factor * one) for one in differences if math.isfinite(one) and one != 0]
-    if not known:
-        known = [abs(shown.factor * score) for score in scores if score] or [1.0]
-    digits = 1 - math.floor(math.log10(min(known)))
-    return max(1, min(2 if shown.factor == 100 else 6, digits))
+    """How many decimals tell this sweep's recipes apart, in the objective's unit: two digits of the gain or of half its
+    interval, whichever is larger, and as many as leave the interval's ends on their side of zero; at least 1.
+
+    Where nothing was confirmed, two digits of the best score or of its distance to the next, whichever is smaller.
+    """
+    shown, test = content.objectives[objective], content.confirmation
+    most = 3 if shown.factor == 100 else 6
+    if test is not None and test.objective == objective:
+        size = max(abs(test.gain), (test.high - test.low) / 2)
+        kept = [shown.factor * end for end in (test.low, test.high, test.gain) if end != 0]
+    else:
+        scores = sorted({row.search for row in recipe_rows(content, objective) if math.isfinite(row.search)})
+        size = min([abs(scores[-1]), *[scores[-1] - scores[-2]] * (len(scores) > 1)]) if scores else 1.0
+        kept = []
+    size *= shown.factor
+    digits = 1 - math.floor(math.log10(size)) if math.isfinite(size) and size > 0 else 1
+    decimals = max(1, min(most - 1 if shown.factor == 100 else most, digits))
+    while decimals < most and any(float(f"{end:.{decimals}f}") == 0 for end in kept):
+        decimals += 1
+    return decimals

@@ -30,7 +30,7 @@ from tasks.report.sweep.canvas import (
     ticks,
     write,
 )
-from tasks.report.sweep.content import Choice, ReportedParameter, SweepContent
+from tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
 from tasks.report.sweep.reading import HAND_WRITTEN, score_in, state_of, trial_numbered
 from tasks.report.sweep.wording import SAMPLERS, value_text
 from tasks.sweep import Trial
@@ -42,7 +42,7 @@ MOST_SLICES = 9
 _CHARACTER = 7.0  # pixels, of a choice's name
 
 
-def share_of(parameter: ReportedParameter, value: Choice | None) -> float:
+def share_of(parameter: ReportedParameter, value: ParameterValue | None) -> float:
     """Where in its range a value stands, from 0 to 1; NaN where it is none."""
     if parameter.type == "category":
         if value not in parameter.among:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tasks.report.sweep.content import SweepContent
 from tasks.report.sweep.reading import recipe_rows
-from tasks.report.sweep.wording import difference_text, score_text, sweep_outcome, sweep_title
+from tasks.report.sweep.wording import difference_text, score_text, sweep_outcome
 from tasks.report.table import Row, Table
 
 
@@ -20,10 +20,10 @@ def sweep_table(content: SweepContent, objective: int = 0) -> Table:
             score_text(content, objective, row.held_out),
             difference_text(content, objective, row.optimism),
         )
-        note = {"reference": "best hand-written", "winner": sweep_title(content).lower()}.get(row.role, "")
+        name, note = row.label, {"reference": "best by hand"}.get(row.role, "")
         if row.role == "winner":
+            name = f"winner, trial {row.trial}"
             note = {"pass": "confirmed", "fail": "not confirmed", "inconclusive": "so far"}[sweep_outcome(content)]
-        name = f"{row.label} ({row.detail})" if row.detail else row.label
         rows.append(Row((name, *numbers, note), sweep_outcome(content) if row.role == "winner" else None))
     return Table(
         title=f"{title}, {unit}" if unit else title,

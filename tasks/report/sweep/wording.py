@@ -9,7 +9,7 @@ import math
 
 from merge_core.units import format_duration
 from tasks.report.sweep.content import (
-    Choice,
+    ParameterValue,
     ReportedBudget,
     ReportedConfirmation,
     ReportedParameter,
@@ -92,9 +92,9 @@ def gain_text(content: SweepContent) -> str:
     shown = content.objectives[test.objective]
     decimals = decimals_for(content, test.objective)
     flip = -1 if test.gain < 0 and not test.note else 1
-    ends = sorted((flip * shown.factor * test.low, flip * shown.factor * test.high))
+    low, high = sorted((flip * shown.factor * test.low, flip * shown.factor * test.high))
     size = number(flip * shown.factor * test.gain, decimals)
-    return " ".join(part for part in (size, shown.unit, interval(*ends, decimals)) if part)
+    return " ".join(part for part in (size, shown.unit, interval(low, high, decimals)) if part)
 
 
 def level_text(test: ReportedConfirmation) -> str:
@@ -125,7 +125,7 @@ def difference_text(content: SweepContent, objective: int, difference: float) ->
     return f"+{text}" if math.isfinite(difference) and difference > 0 and text.strip("0.") else text
 
 
-def value_text(value: Choice | None) -> str:
+def value_text(value: ParameterValue | None) -> str:
     """A parameter's value with three digits; a category as it is written."""
     if value is None:
         return NONE
