@@ -98,18 +98,19 @@ def score_axis(content: SweepContent, objective: int) -> Axis:
     ]
     top, median = scores[-1], scores[len(scores) // 2]
     bottom = max(scores[0], top - 2.2 * (top - median)) if top > median else scores[0]
-    # The reference is always in the picture; of several hand-written recipes those that are not hopeless.
-    bottom = min([bottom, max(levels)] if levels else [bottom])
+    # The reference and a front are always in the picture; of several hand-written recipes those that are not hopeless.
+    shown = [factor * score_in(trial, objective) for trial in content.trials if trial.number in content.front]
+    bottom = min([bottom, *shown, *([max(levels)] if levels else [])])
     span = top - bottom or abs(top) or 1.0
     return Axis(bottom - 0.06 * span, top + 0.08 * span)
 
 
-def mark(axes: Axes, x: float, y: float, trial: Trial, *, below: bool = False, strong: bool = False) -> None:
-    """One trial. ``below``: its score is under the picture's edge."""
+def mark(axes: Axes, x: float, y: float, trial: Trial, *, beyond: str = "", strong: bool = False) -> None:
+    """One trial. ``beyond``: 'v' or '<', of one whose score is outside of the picture, under it or left of it."""
     ink, state = INK[trial.origin].value, state_of(trial)
     style: dict[str, Any] = {"markersize": SIZE[trial.origin], "alpha": 1.0 if strong else FAINT, "zorder": 4}
-    if below:
-        axes.plot([x], [y], "v", markerfacecolor="none", markeredgecolor=ink, clip_on=False, **style)
+    if beyond:
+        axes.plot([x], [y], beyond, markerfacecolor="none", markeredgecolor=ink, clip_on=False, **style)
     elif state == "infeasible":
         axes.plot([x], [y], "+", color=ink, markeredgewidth=1.4, **{**style, "markersize": 8})
     elif state == "dropped":

@@ -56,13 +56,12 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
         ticks(axes, "y", 5 if drawn.narrow else 7)
         for trial in scored:
             x, y = (factor * score_in(trial, at) for at, factor in enumerate(factors))
-            if across.is_below(x):
-                continue
             strong = trial.number in content.front
             if trial.number == content.winner:
-                mark_winner(axes, x, up.held(y))
+                mark_winner(axes, across.held(x), up.held(y))
             else:
-                mark(axes, x, up.held(y), trial, below=up.is_below(y), strong=strong)
+                beyond = "<" if across.is_below(x) else "v" if up.is_below(y) else ""
+                mark(axes, across.held(x), up.held(y), trial, beyond=beyond, strong=strong)
         best = sorted(
             (factors[0] * score_in(trial, 0), factors[1] * score_in(trial, 1))
             for trial in scored

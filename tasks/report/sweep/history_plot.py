@@ -125,7 +125,7 @@ def _one(axes: Axes, at: int, trial: Trial, factor: float, objective: int, axis:
         return
     score = factor * score_in(trial, objective)
     step = 0.02 * (axis.high - axis.low)
-    mark(axes, at, max(score, axis.low + step), trial, below=axis.is_below(score))
+    mark(axes, at, max(score, axis.low + step), trial, beyond="v" if axis.is_below(score) else "")
 
 
 def _stair(axes: Axes, origin: str, run: Course, factor: float) -> None:

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BEST_SHARE = 0.25  # of the trials, drawn as lines
-_ROW_MARKS: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 7, "markeredgewidth": 1.2}
+_MARKS: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 7, "markeredgewidth": 1.2}
+_OTHERS: dict[str, Any] = {"color": Ink.MUTED.value, "alpha": 0.35, "zorder": 2, **_MARKS}
+_LINES: dict[str, Any] = {"color": Ink.ACCENT.value, "linewidth": 1.1, "alpha": 0.5, "zorder": 3}
+_WINNERS_LINE: dict[str, Any] = {"color": Ink.PASS.value, "linewidth": 2.6}
+# On a narrow page names stand above their rows, where lines would cross them: all are marks.
+_BETTER: dict[str, Any] = {**_LINES, **_MARKS, "alpha": 0.9, "markersize": 10, "markeredgewidth": 1.6}
+_START: dict[str, Any] = {**_MARKS, "markersize": 15, "markeredgewidth": 1.8}
+_WINNER: dict[str, Any] = {"color": Ink.PASS.value, "linestyle": "none", "marker": "o", "markersize": 9}
 
 
 def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
@@ -39,16 +46,12 @@ def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) 
     ranked = sorted(scored, key=lambda trial: -score_in(trial, objective))
     better = {trial.number for trial in ranked[: max(1, round(_BEST_SHARE * len(ranked)))]}
     start = {parameter.name: parameter.start for parameter in content.parameters}
-    keys = [
-        Key.of("the best quarter", color=Ink.ACCENT.value, linewidth=1.6),
-        Key.of("all others", color=Ink.MUTED.value, **_ROW_MARKS),
-        *(
-            [Key.of("start", color=Ink.INCONCLUSIVE.value, **DASHED)]
-            if any(v is not None for v in start.values())
-            else []
-        ),
-        *([Key.of("winner", color=Ink.PASS.value, linewidth=2.6)] if content.winner is not None else []),
-    ]
+    better_style = _BETTER if drawn.narrow else _LINES
+    keys = [Key.of("the best quarter", **better_style), Key.of("all others", **_OTHERS)]
+    if any(value is not None for value in start.values()):
+        keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **(_START if drawn.narrow else DASHED)))
+    if content.winner is not None:
+        keys.append(Key.of("winner", **(_WINNER if drawn.narrow else _WINNERS_LINE)))
     columns = 2 if drawn.narrow else len(keys)
     head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if drawn.narrow else 30, 8
     left, right = (2, 2) if drawn.narrow else (236, 132)
@@ -65,14 +68,13 @@ def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) 
         axes.set_ylim(count - 0.5, -0.5)
         below = 0.22 if drawn.narrow else 0.0  # names stand above their line
         for trial in ranked:
-            if trial.number in better:
-                _path(axes, content, trial.point, below, color=Ink.ACCENT.value, linewidth=1.1, alpha=0.5, zorder=3)
-            else:
-                _path(axes, content, trial.point, below, color=Ink.MUTED.value, alpha=0.35, zorder=2, **_ROW_MARKS)
-        _path(axes, content, start, below, color=Ink.INCONCLUSIVE.value, zorder=4, **DASHED)
+            style = better_style if trial.number in better else _OTHERS
+            _path(axes, content, trial.point, below, **style)
+        starts_style = _START if drawn.narrow else DASHED
+        _path(axes, content, start, below, color=Ink.INCONCLUSIVE.value, zorder=4, **starts_style)
         winner = trial_numbered(content, content.winner)
         if winner is not None:
-            _path(axes, content, winner.point, below, color=Ink.PASS.value, linewidth=2.6, zorder=5)
+            _path(axes, content, winner.point, below, zorder=5, **(_WINNER if drawn.narrow else _WINNERS_LINE))
         for at, parameter in enumerate(content.parameters):
             axes.plot([0, 1], [at + below] * 2, color=Ink.RULE.value, linewidth=1.2, zorder=1)
             _row_names(axes, parameter, at, winner, drawn, left, right)
@@ -83,6 +85,7 @@ def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) 
 def _path(
     axes: Axes, content: SweepContent, point: Mapping[str, ParameterValue | None], below: float, **style: Any
 ) -> None:
+    """One point through all rows; categories that are no choice leave a gap."""
     places = [share_of(parameter, point.get(parameter.name)) for parameter in content.parameters]
     axes.plot(places, [at + below for at in range(len(places))], clip_on=False, **style)
 

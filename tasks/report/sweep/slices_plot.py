@@ -126,7 +126,7 @@ def _slice(
         if trial.number == content.winner:
             mark_winner(axes, x, axis.held(y))
         else:
-            mark(axes, x, max(y, axis.low + step), trial, below=axis.is_below(y))
+            mark(axes, x, max(y, axis.low + step), trial, beyond="v" if axis.is_below(y) else "")
 
 
 def _apart(x: float, trial: Trial, parameter: ReportedParameter) -> float:

@@ -186,7 +186,11 @@ def optimism_sentence(content: SweepContent, objective: int) -> str:
 def counts_sentence(content: SweepContent) -> str:
     """What was tried, and what became of it: candidates by origin, dropped, failed, infeasible."""
     parts = []
-    for origin, words in ((HAND_WRITTEN, "hand-written"), (SAMPLER, _sampler(content)), (BASELINE, "random baseline")):
+    for origin, words in (
+        (HAND_WRITTEN, "hand-written"),
+        (SAMPLER, _sampler(content)),
+        (BASELINE, "by the random baseline"),
+    ):
         count = len(by_origin(content.trials, origin))
         if count:
             parts.append(f"{count} {words}")
@@ -285,7 +289,7 @@ def _named(label: str) -> str:
 
 
 def _sampler(content: SweepContent) -> str:
-    return f"of {SAMPLERS.get(content.sampler, content.sampler)}"
+    return f"by {SAMPLERS.get(content.sampler, content.sampler)}"
 
 
 def _listed(numbers: list[int]) -> str:
