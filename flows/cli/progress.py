@@ -10,7 +10,7 @@ On a terminal the lines live; elsewhere (a log, CI) each is printed once, when i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,6 +31,7 @@ _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the term
     "failed": ("✗", "x", "bold red"),
 }
 _BRIEF = 12  # characters that one of several subjects may take
+_MARGIN = 3 + 13 + 4  # columns of a row that are not for its text and its time: mark, name, what is between
 _SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "rebuilt", "refused", "failed")
 
 
@@ -44,6 +45,7 @@ class _Call:
     done: int = 0
     total: int = 0
     unit: str = ""
+    words: Callable[[int], str] | None = None  # what it says of itself, in so many characters
     status: StageStatus | None = None
     seconds: float = 0.0
     summary: str = ""
@@ -65,9 +67,12 @@ class _Line:
     def seconds(self) -> float:
         return sum(call.seconds if call.status else time.monotonic() - call.began for call in self.calls)
 
-    def text(self) -> str:
-        """What to say: the summary of a single call; of several, what was cached and what each new one found."""
+    def text(self, width: int) -> str:
+        """What to say: the summary of a single call; of several, what was cached and what each new one found. What a
+        running stage says of itself fits into ``width`` characters."""
         running = [call for call in self.calls if call.status is None]
+        if running and running[-1].words is not None:
+            return running[-1].words(width)
         if running:
             return _how_far(running[-1], time.monotonic())
         if not any(call.subject for call in self.calls):
@@ -132,6 +137,9 @@ class TerminalProgress:
         call.done, call.total, call.unit = done, total, unit
         call.moved = call.moved or (time.monotonic(), done)
 
+    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+        self._running(stage, subject).words = say
+
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         call = self._running(stage, subject)
         call.status, call.seconds, call.summary = status, seconds, summary
@@ -164,10 +172,10 @@ class TerminalProgress:
         else:
             glyph, plain, style = _MARKS[line.status]
             mark = Text(plain if self._ascii else glyph, style=style)
+        took = format_duration(line.seconds)
+        room = self._console.width - _MARGIN - len(took)
         text_style = style if line.status in ("refused", "failed") else ""
-        grid.add_row(
-            mark, Text(line.stage), Text(line.text(), style=text_style), Text(format_duration(line.seconds), "dim")
-        )
+        grid.add_row(mark, Text(line.stage), Text(line.text(max(room, 1)), style=text_style), Text(took, "dim"))
         return grid
 
 

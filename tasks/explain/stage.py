@@ -43,9 +43,15 @@ class Weights(StageValue):
         ratio = movement(whole)
         parts = [
             f"sign conflict {100 * whole.conflict:.0f} %" if whole.conflict is not None else "",
-            f"merge moved {ratio:.2f} times as far as any parent" if ratio is not None else "",
+            _how_far(ratio) if ratio is not None else "",
         ]
         return " · ".join(part for part in parts if part) or f"{len(self.interference.spots)} parts compared"
+
+
+def _how_far(ratio: float) -> str:
+    if ratio < 0.005:
+        return "merge is its base, where weights compare"
+    return f"merge moved {ratio:.2f} times as far as any parent"
 
 
 class Flip(BaseModel):

@@ -12,6 +12,8 @@ from tasks.report.wording import NONE, interval, number, plain
 
 # Layers whose sign conflict differs by less are alike.
 _ALIKE = 0.03
+# A movement that would be told as 0.00 is none.
+_UNMOVED = 0.005
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ def _movement(explanation: Explanation, whole: Tally) -> list[str]:
         return []
     names = explanation.vectors
     farthest = max(range(whole.vectors), key=whole.norm)
+    if ratio < _UNMOVED:
+        return [f"In the weights that could be compared the merge is {explanation.origin}: it moved nowhere."]
     far = f"The merge moved {number(ratio, 2)} times as far from {explanation.origin} as {names[farthest]}"
     far += ", the parent that moved farthest" if len(names) > 1 else ""
     distances = [whole.merge_distance(at) or 0.0 for at in range(whole.vectors)]

@@ -14,7 +14,7 @@ from tasks.report import explaining, heat_map, plots, serving, table, wording
 from tasks.report.content import ReportContent
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, Template
     from markupsafe import Markup
 
 HERE = Path(__file__).parent
@@ -53,13 +53,22 @@ def render(content: ReportContent) -> str:
 
 @cache
 def _template() -> Template:
+    return page_environment(HERE).get_template("template.html")
+
+
+def page_environment(folder: Path) -> Environment:
+    """How templates of this package are read: all that comes from outside is escaped, what is missing is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["breakable"] = _breakable
-    return environment.get_template("template.html")
+    return environment
 
 
 def _breakable(text: str, every: int = 20) -> Markup:

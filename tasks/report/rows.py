@@ -123,7 +123,7 @@ def _dot(axes: Axes, form: Format, at: int, dot: Dot, ends: tuple[float, float])
 
 def _dot_names(axes: Axes, form: Format, at: int, dot: Dot) -> None:
     weight: Literal["normal", "bold"] = "bold" if dot.merged else "normal"
-    label = _shortened(dot.name, form.label_length)
+    label = shortened(dot.name, form.label_length)
     if form.stacked:
         _write(axes, 0, at, (0, -8), label, weight=weight)
         _write(axes, 1, at, (0, -8), dot.text, align="right", weight=weight)
@@ -230,8 +230,8 @@ def _interval(axes: Axes, y: float, line: Line, end: float) -> None:
 
 def _names(axes: Axes, form: Format, at: int, line: Line) -> None:
     """Names, numbers and outcome of a row: beside its interval or, stacked, above it."""
-    label = _shortened(line.label, form.label_length)
-    detail = _shortened(line.detail, form.label_length + 5)
+    label = shortened(line.label, form.label_length)
+    detail = shortened(line.detail, form.label_length + 5)
     verdict = f"{wording.GLYPHS[line.outcome]} {line.word}"
     ink = OUTCOME_INK[line.outcome]
     if form.stacked:
@@ -274,7 +274,7 @@ def _write(
     )
 
 
-def _shortened(text: str, length: int) -> str:
+def shortened(text: str, length: int) -> str:
     """One printable line of at most ``length`` characters: names are told apart by both their ends."""
     text = "".join(
         character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in " ".join(text.split())

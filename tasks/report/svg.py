@@ -29,6 +29,7 @@ class Ink(Enum):
     PASS = "#00705a"
     FAIL = "#b5380a"
     INCONCLUSIVE = "#7a5c01"
+    ACCENT = "#1d5fa6"  # a second series, beside TEXT; told apart by its shape too
 
     @property
     def variable(self) -> str:

@@ -20,8 +20,11 @@ def number(value: float, decimals: int) -> str:
 
 
 def plain(value: float) -> str:
-    """A threshold as a person would write it: 3, 2.5."""
-    return f"{value:g}".replace("-", MINUS)
+    """A threshold as a person would write it: 3, 2.5; of the mean of several, which nobody wrote, two decimals."""
+    text = f"{value:g}"
+    if len(text.partition(".")[2]) > 4 and abs(value) >= 0.1 and "e" not in text:
+        text = f"{value:.2f}"
+    return text.replace("-", MINUS)
 
 
 def interval(low: float, high: float, decimals: int) -> str:
@@ -41,9 +44,11 @@ def what_was_asked(verdict: GateVerdict) -> str:
 
 
 def guard_decimals(guard: GuardVerdict) -> int:
-    """The fewest decimals (1 to 3) that leave every bound on its own side of its limit: 3.04 is not within 3."""
+    """The fewest decimals (1 to 3) that leave every bound on its own side of its limit: 3.04 is not within 3. A loss
+    that is shown to be one is not shown as zero."""
     pairs = [(bound, limit) for bound in (guard.drop, guard.high) for limit in (guard.max_drop, guard.margin)]
-    return _decimals_that_keep_order([*pairs, (guard.low, 0.0)], fewest=1, most=3)
+    shown_worse = [(guard.low, 0.0)] * (guard.low > 0)
+    return _decimals_that_keep_order([*pairs, *shown_worse], fewest=1, most=3)
 
 
 def drift_decimals(drift: DriftVerdict) -> int:

@@ -5,7 +5,7 @@ Declare a stage with ``@stage``, an uncached step with ``@step``. A judgement re
 
 from tasks.stage.combined import report_together
 from tasks.stage.environment import Runtime, device_kind, runtime, versions
-from tasks.stage.progress import ProgressLog, StageStatus, advance, announce, is_watched, watched_by
+from tasks.stage.progress import ProgressLog, StageStatus, advance, announce, is_watched, say_progress, watched_by
 from tasks.stage.project import home, nearest
 from tasks.stage.reading import PinnedInput, also_forget, read_pinned, require_pinned
 from tasks.stage.stages import (
@@ -47,6 +47,7 @@ __all__ = [
     "report_together",
     "require_pinned",
     "runtime",
+    "say_progress",
     "severity",
     "stage",
     "step",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 
@@ -47,6 +47,9 @@ class _Together:
         self._total = total
         to_come = round(total * sum(self._left[1:]) / self._left[0])
         self._outside.run(advance, self._before + done, self._before + total + to_come, unit)
+
+    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+        """Nothing: many calls are one line, and that is a count."""
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         if stage != self._stage:

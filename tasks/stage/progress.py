@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ class Watcher(Protocol):
     def announced(self, text: str) -> None: ...
     def started(self, stage: str, subject: str) -> None: ...
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None: ...
+    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None: ...
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None: ...
 
 
@@ -49,6 +50,16 @@ def advance(done: int, total: int, unit: str) -> None:
     """Say how far the running stage has come: ``done`` of ``total`` in ``unit`` ('B', 'documents')."""
     if (watcher := _watcher.get()) is not None:
         watcher.advanced(*_running.get(), done, total, unit)
+
+
+def say_progress(say: Callable[[int], str]) -> None:
+    """Say where the running stage is in words of its own, where a count alone says too little.
+
+    Args:
+        say: The line, in at most so many characters.
+    """
+    if (watcher := _watcher.get()) is not None:
+        watcher.described(*_running.get(), say)
 
 
 def announce(text: str) -> None:
@@ -103,6 +114,9 @@ class ProgressLog:
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
         """Nothing: a log is no place for bars."""
+
+    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+        """Nothing, for the same reason."""
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         words = " ".join(part for part in (stage, subject) if part)

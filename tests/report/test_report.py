@@ -8,13 +8,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 
 import matplotlib
 import pytest
 import report_samples as samples
-from pages import page_of
+from pages import Page, page_of
 
 from merge_core.store.keys import stage_key
 from tasks.evaluation.task_data import DataSource, TaskData
@@ -24,7 +23,6 @@ from tasks.report.stage import write_report
 from tasks.report.table import as_markdown, final_table, task_rows
 from tasks.report.wording import MINUS, TIMES
 
-VOID = {"meta", "br", "hr", "img", "wbr", "link", "input"}
 SAMPLES: list[Callable[[], ReportContent]] = [
     samples.released,
     samples.refused,
@@ -38,41 +36,6 @@ SAMPLES: list[Callable[[], ReportContent]] = [
 ]
 IDS = ["released", "refused", "inconclusive", "not finite", "exploded", "large", "explained", "served", "compared"]
 HOSTILE = "<script>'$x$'\x1b\"&|"
-
-
-class Page(HTMLParser):
-    """Reads a page and complains about every tag that is not closed in order."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.text = ""
-        self.texts: dict[str, list[str]] = {}
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in VOID or "svg" in self.open, f"<{tag}/> is not closed in HTML"
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.text += data
-            self.texts.setdefault(self.open[-1], []).append(data)
-
-    def attributes(self, name: str) -> list[str]:
-        return [value for _, attributes in self.elements if (value := attributes.get(name)) is not None]
 
 
 @pytest.fixture(params=SAMPLES, ids=IDS)

@@ -37,6 +37,17 @@ def test_a_bound_just_beyond_the_margin_is_not_rounded_onto_it() -> None:
     assert wording.drop(guard) == "2.00 [0.96, 3.04]"
 
 
+def test_a_limit_that_nobody_wrote_has_two_decimals_and_one_that_was_written_all_of_its_own() -> None:
+    assert [wording.plain(limit) for limit in (11 / 3, 3, 2.5, 1.0555)] == ["3.67", "3", "2.5", "1.0555"]
+
+
+def test_only_a_loss_that_is_one_needs_more_digits_to_be_told_from_zero() -> None:
+    no_loss = samples.guard("reversing", "reverser", (1.0, 0.99), (1.0, -0.004, 2.209), "pass")
+    loss = samples.guard("reversing", "reverser", (1.0, 0.99), (1.0, 0.004, 2.209), "pass")
+    assert wording.drop(no_loss) == "1.0 [0.0, 2.2]"
+    assert wording.drop(loss) == "1.000 [0.004, 2.209]"
+
+
 @given(st.floats(-100, 100), st.floats(0, 50))
 def test_shown_bounds_stand_on_the_same_side_of_the_limit_unless_nearer_than_a_thousandth(
     estimate: float, half: float

@@ -1,0 +1,41 @@
+"""The last lines of a sweep: recipes with their two scores, the verdict, and what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tasks.report import SweepContent, sweep_outcome, sweep_sentence, sweep_table, sweep_title, what_it_took
+from tasks.stage import Outcome
+
+_STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold yellow", "fail": "bold red"}
+
+
+def sweep_summary(content: SweepContent) -> Iterator[RenderableType]:
+    """What to print, a piece a time: a table for each objective, the verdict and its reason, and what it took."""
+    outcome = sweep_outcome(content)
+    for objective in range(len(content.objectives)):
+        drawn = sweep_table(content, objective)
+        if not drawn.rows:
+            continue
+        yield Text(drawn.title, style="dim")
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+        last = len(drawn.columns) - 1
+        for position, column in enumerate(drawn.columns):
+            # Names may take several lines: where the terminal is narrow, no number is lost.
+            is_text = position in (0, last)
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+        for row in drawn.rows:
+            *cells, verdict = row.cells
+            style = "bold" if row.outcome is not None else ""
+            colour = _STYLES[row.outcome] if row.outcome is not None else "dim"
+            table.add_row(*(Text(cell, style=style) for cell in cells), Text(verdict, style=colour))
+        yield table
+        yield Text()
+    yield Text(f"{content.name}: {sweep_title(content).lower()}", style=_STYLES[outcome])
+    yield Padding(Text(sweep_sentence(content)), (0, 0, 0, 2))
+    yield Padding(Text(what_it_took(content), style="dim"), (0, 0, 0, 2))

@@ -1,0 +1,42 @@
+"""The report of a sweep: one self-contained page, the table of its last lines, and the line while it searches.
+
+::
+
+    html = render_sweep(SweepContent(...))      # the page
+    sweep_table(content)                        # recipes, winner and baseline, for the terminal and for Markdown
+    search_line(SearchStatus(...))              # 'trial 37 of 60 · best …'
+"""
+
+from tasks.report.sweep.content import (
+    HeldOut,
+    ReportedBudget,
+    ReportedConfirmation,
+    ReportedObjective,
+    ReportedParameter,
+    ReportedRacing,
+    ReportedSet,
+    SweepContent,
+)
+from tasks.report.sweep.page import render_sweep
+from tasks.report.sweep.search_line import SearchStatus, search_line
+from tasks.report.sweep.table import sweep_table
+from tasks.report.sweep.wording import sweep_outcome, sweep_sentence, sweep_title, what_it_took
+
+__all__ = [
+    "HeldOut",
+    "ReportedBudget",
+    "ReportedConfirmation",
+    "ReportedObjective",
+    "ReportedParameter",
+    "ReportedRacing",
+    "ReportedSet",
+    "SearchStatus",
+    "SweepContent",
+    "render_sweep",
+    "search_line",
+    "sweep_outcome",
+    "sweep_sentence",
+    "sweep_table",
+    "sweep_title",
+    "what_it_took",
+]

@@ -1,0 +1,86 @@
+"""Several objectives: which candidates no other one beats in all of them."""
+
+from __future__ import annotations
+
+import math
+
+from tasks.report.rows import shortened
+from tasks.report.svg import Ink, drawing, inline
+from tasks.report.sweep.canvas import (
+    NARROW,
+    WIDE,
+    WINNER,
+    Drawing,
+    Key,
+    blank,
+    keys_of_trials,
+    legend,
+    mark,
+    mark_winner,
+    panel,
+    score_axis,
+    ticks,
+    write,
+)
+from tasks.report.sweep.content import SweepContent
+from tasks.report.sweep.reading import score_in, state_of
+from tasks.report.sweep.wording import SAMPLERS
+
+
+def front_plot(content: SweepContent) -> tuple[str, ...]:
+    """The first two objectives against each other, with the front; wide and narrow. Empty with one objective."""
+    if len(content.objectives) < 2 or not content.front:
+        return ()
+    return tuple(_front(content, drawn, f"front-{drawn.name}") for drawn in (WIDE, NARROW))
+
+
+def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
+    across, up = score_axis(content, 0), score_axis(content, 1)
+    scored = [trial for trial in content.trials if state_of(trial) != "failed"]
+    factors = [one.factor for one in content.objectives[:2]]
+    keys = keys_of_trials(
+        scored, sampler=SAMPLERS.get(content.sampler, content.sampler), objective=1, axis=up, factor=factors[1]
+    )
+    keys += [Key.of("front", color=Ink.PASS.value, linewidth=1.8), *([WINNER] if content.winner is not None else [])]
+    columns = 2 if drawn.narrow else len(keys)
+    head = 36 + 19 * math.ceil(len(keys) / columns)
+    left, right, tall, foot = (58, 8, 270, 46) if drawn.narrow else (66, 60, 380, 46)
+    height = head + tall + foot
+    with drawing(plot):
+        figure = blank(drawn, height)
+        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, tall))
+        axes.grid(axis="x", color=Ink.RULE.value, linewidth=0.7)
+        axes.set_xlim(across.low, across.high)
+        axes.set_ylim(up.low, up.high)
+        ticks(axes, "x", 4 if drawn.narrow else 8)
+        ticks(axes, "y", 5 if drawn.narrow else 7)
+        for trial in scored:
+            x, y = (factor * score_in(trial, at) for at, factor in enumerate(factors))
+            strong = trial.number in content.front
+            if trial.number == content.winner:
+                mark_winner(axes, across.held(x), up.held(y))
+            else:
+                beyond = "<" if across.is_below(x) else "v" if up.is_below(y) else ""
+                mark(axes, across.held(x), up.held(y), trial, beyond=beyond, strong=strong)
+        best = sorted(
+            (factors[0] * score_in(trial, 0), factors[1] * score_in(trial, 1))
+            for trial in scored
+            if trial.number in content.front
+        )
+        if len(content.objectives) == 2:
+            xs, ys = zip(*best, strict=True)
+            axes.plot(xs, ys, color=Ink.PASS.value, linewidth=1.8, drawstyle="steps-pre", zorder=3)
+        names = [f"{one.title}{f', {one.unit}' if one.unit else ''}" for one in content.objectives[:2]]
+        write(
+            axes,
+            (1, 0),
+            shortened(names[0], 60),
+            shift=(0, 34),
+            coordinates="axes fraction",
+            align="right",
+            ink=Ink.MUTED,
+        )
+        write(axes, (0, 1), shortened(names[1], 60), shift=(-left + 2, -14), coordinates="axes fraction", ink=Ink.MUTED)
+        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
+        said = " ".join(f"Trial {number}." for number in content.front)
+        return inline(figure, plot, f"{names[0]} against {names[1]}. On the front: {said}")

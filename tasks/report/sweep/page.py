@@ -1,0 +1,62 @@
+"""The page of a sweep: content into ``sweep.html``, in the look of a release's report."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from merge_core.units import format_duration
+from tasks.report import wording
+from tasks.report.page import page_environment
+from tasks.report.sweep import reading
+from tasks.report.sweep import wording as words
+from tasks.report.sweep.content import SweepContent
+from tasks.report.sweep.front_plot import front_plot
+from tasks.report.sweep.history_plot import history_plot
+from tasks.report.sweep.parallel_plot import parallel_plot
+from tasks.report.sweep.slices_plot import MOST_SLICES, slices_plot
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+HERE = Path(__file__).parent
+
+
+def render_sweep(content: SweepContent) -> str:
+    """The page as text, without scripts or anything to load. Equal content gives equal text."""
+    from markupsafe import Markup
+
+    def safe(plots: tuple[str, ...]) -> list[Markup]:
+        return [Markup(plot) for plot in plots]  # drawn by matplotlib, which escapes the names in them
+
+    styles = (HERE.parent / "style.css", HERE / "sweep.css")
+    objectives = range(len(content.objectives))
+    ranked = sorted(
+        (one for one in content.parameters if one.importance is not None), key=lambda one: -(one.importance or 0.0)
+    )
+    return _sweep_template().render(
+        content=content,
+        wording=wording,
+        words=words,
+        duration=format_duration,
+        outcome_of_sweep=words.sweep_outcome(content),
+        style=Markup("\n".join(file.read_text(encoding="utf-8") for file in styles)),
+        history=[safe(history_plot(content, at)) for at in objectives],
+        slices=[safe(slices_plot(content, at)) for at in objectives],
+        parallel=[safe(parallel_plot(content, at)) for at in objectives]
+        if len(content.parameters) > MOST_SLICES
+        else [],
+        front=safe(front_plot(content)),
+        rows=[reading.recipe_rows(content, at) for at in objectives],
+        winner=reading.trial_numbered(content, content.winner),
+        front_trials=reading.trials_of_front(content),
+        ranked=ranked,
+        budget=words.budget_rows(content.budget, len(content.trials)),
+        problems=words.problems_of(content),
+    )
+
+
+@cache
+def _sweep_template() -> Template:
+    return page_environment(HERE).get_template("sweep.html")

@@ -1,0 +1,128 @@
+"""Many parameters at once: each a row from its low to its high end; the best candidates are lines through all rows.
+
+Rows instead of columns: names can be read, and a phone is tall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tasks.report.rows import shortened
+from tasks.report.svg import Ink, drawing, inline
+from tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, write
+from tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
+from tasks.report.sweep.reading import score_in, state_of, trial_numbered
+from tasks.report.sweep.slices_plot import share_of, spoken_values
+from tasks.report.sweep.wording import value_text
+from tasks.sweep import Trial
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BEST_SHARE = 0.25  # of the trials, drawn as lines
+_MARKS: dict[str, Any] = {"linestyle": "none", "marker": "|", "markersize": 7, "markeredgewidth": 1.2}
+_OTHERS: dict[str, Any] = {"color": Ink.MUTED.value, "alpha": 0.35, "zorder": 2, **_MARKS}
+_LINES: dict[str, Any] = {"color": Ink.ACCENT.value, "linewidth": 1.1, "alpha": 0.5, "zorder": 3}
+_WINNERS_LINE: dict[str, Any] = {"color": Ink.PASS.value, "linewidth": 2.6}
+# On a narrow page names stand above their rows, where lines would cross them: all are marks.
+_BETTER: dict[str, Any] = {**_LINES, **_MARKS, "alpha": 0.9, "markersize": 10, "markeredgewidth": 1.6}
+_START: dict[str, Any] = {**_MARKS, "markersize": 15, "markeredgewidth": 1.8}
+_WINNER: dict[str, Any] = {"color": Ink.PASS.value, "linestyle": "none", "marker": "o", "markersize": 9}
+
+
+def parallel_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
+    """Wide and narrow; empty where fewer than two trials have a score."""
+    if sum(state_of(trial) != "failed" for trial in content.trials) < 2:
+        return ()
+    return tuple(_parallel(content, objective, drawn, f"parallel-{objective}-{drawn.name}") for drawn in (WIDE, NARROW))
+
+
+def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) -> str:
+    """Parameters as rows, each from its low to its high end; a candidate is a line from the first to the last row. Rows
+    instead of columns: names can be read, and a phone is tall."""
+    scored = [trial for trial in content.trials if state_of(trial) != "failed"]
+    ranked = sorted(scored, key=lambda trial: -score_in(trial, objective))
+    better = {trial.number for trial in ranked[: max(1, round(_BEST_SHARE * len(ranked)))]}
+    start = {parameter.name: parameter.start for parameter in content.parameters}
+    better_style = _BETTER if drawn.narrow else _LINES
+    keys = [Key.of("the best quarter", **better_style), Key.of("all others", **_OTHERS)]
+    if any(value is not None for value in start.values()):
+        keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **(_START if drawn.narrow else DASHED)))
+    if content.winner is not None:
+        keys.append(Key.of("winner", **(_WINNER if drawn.narrow else _WINNERS_LINE)))
+    columns = 2 if drawn.narrow else len(keys)
+    head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if drawn.narrow else 30, 8
+    left, right = (2, 2) if drawn.narrow else (236, 132)
+    count = len(content.parameters)
+    height = head + count * row + foot
+    with drawing(plot):
+        figure = blank(drawn, height)
+        axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, count * row))
+        axes.spines["bottom"].set_visible(False)
+        axes.grid(visible=False)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_xlim(-0.01, 1.01)
+        axes.set_ylim(count - 0.5, -0.5)
+        below = 0.22 if drawn.narrow else 0.0  # names stand above their line
+        for trial in ranked:
+            style = better_style if trial.number in better else _OTHERS
+            _path(axes, content, trial.point, below, **style)
+        starts_style = _START if drawn.narrow else DASHED
+        _path(axes, content, start, below, color=Ink.INCONCLUSIVE.value, zorder=4, **starts_style)
+        winner = trial_numbered(content, content.winner)
+        if winner is not None:
+            _path(axes, content, winner.point, below, zorder=5, **(_WINNER if drawn.narrow else _WINNERS_LINE))
+        for at, parameter in enumerate(content.parameters):
+            axes.plot([0, 1], [at + below] * 2, color=Ink.RULE.value, linewidth=1.2, zorder=1)
+            _row_names(axes, parameter, at, winner, drawn, left, right)
+        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
+        return inline(figure, plot, spoken_values(content))
+
+
+def _path(
+    axes: Axes, content: SweepContent, point: Mapping[str, ParameterValue | None], below: float, **style: Any
+) -> None:
+    """One point through all rows; categories that are no choice leave a gap."""
+    places = [share_of(parameter, point.get(parameter.name)) for parameter in content.parameters]
+    axes.plot(places, [at + below for at in range(len(places))], clip_on=False, **style)
+
+
+def _row_names(
+    axes: Axes,
+    parameter: ReportedParameter,
+    at: int,
+    winner: Trial | None,
+    drawn: Drawing,
+    left: float,
+    right: float,
+) -> None:
+    across = axes.get_yaxis_transform()
+    value = value_text(winner.point.get(parameter.name)) if winner is not None else ""
+    if parameter.type == "category":
+        ends = (f"{len(parameter.among)} choices", "")
+    else:
+        ends = (value_text(parameter.low), value_text(parameter.high))
+    if drawn.narrow:
+        span = f"{ends[0]} to {ends[1]}" if ends[1] else ends[0]
+        write(axes, (0, at), shortened(parameter.name, 24), shift=(2, -7), coordinates=across, size=11.5)
+        write(axes, (1, at), span, shift=(-62, -7), coordinates=across, align="right", size=10.5, ink=Ink.MUTED)
+        write(
+            axes, (1, at), value, shift=(-2, -7), coordinates=across, align="right", size=11.5, bold=True, ink=Ink.PASS
+        )
+        return
+    write(axes, (0, at), shortened(parameter.name, 26), shift=(-left, 0), coordinates=across)
+    write(axes, (0, at), ends[0], shift=(-10, 0), coordinates=across, align="right", size=11, ink=Ink.MUTED)
+    write(axes, (1, at), ends[1], shift=(10, 0), coordinates=across, size=11, ink=Ink.MUTED)
+    write(
+        axes,
+        (1, at),
+        shortened(value, 11),
+        shift=(right, 0),
+        coordinates=across,
+        align="right",
+        bold=True,
+        ink=Ink.PASS,
+    )

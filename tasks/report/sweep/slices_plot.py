@@ -1,0 +1,177 @@
+"""Scores against the values of the parameters, a slice for each.
+
+A slice shows one parameter while all others vary too: a ridge says that it matters, a cloud does not say that it does
+not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tasks.report.rows import shortened
+from tasks.report.svg import Ink, drawing, inline
+from tasks.report.sweep.canvas import (
+    DASHED,
+    NARROW,
+    WIDE,
+    WINNER,
+    Axis,
+    Drawing,
+    Key,
+    blank,
+    keys_of_trials,
+    legend,
+    mark,
+    mark_winner,
+    panel,
+    score_axis,
+    ticks,
+    write,
+)
+from tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
+from tasks.report.sweep.reading import HAND_WRITTEN, score_in, state_of, trial_numbered
+from tasks.report.sweep.wording import SAMPLERS, value_text
+from tasks.sweep import Trial
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_SLICES = 9
+_CHARACTER = 7.0  # pixels, of a choice's name
+
+
+def share_of(parameter: ReportedParameter, value: ParameterValue | None) -> float:
+    """Where in its range a value stands, from 0 to 1; NaN where it is none."""
+    if parameter.type == "category":
+        if value not in parameter.among:
+            return math.nan
+        return (parameter.among.index(value) + 0.5) / len(parameter.among)
+    if value is None or isinstance(value, str):
+        return math.nan
+    low, high, at = float(parameter.low), float(parameter.high), float(value)
+    if parameter.type == "log" and low > 0:
+        low, high, at = math.log(low), math.log(high), math.log(max(at, low))
+    return (at - low) / (high - low) if high > low else 0.5
+
+
+def slices_plot(content: SweepContent, objective: int) -> tuple[str, ...]:
+    """Wide and narrow; empty where fewer than two trials have a score, and of more than ``MOST_SLICES`` parameters."""
+    scored = sum(state_of(trial) != "failed" for trial in content.trials)
+    if scored < 2 or not 0 < len(content.parameters) <= MOST_SLICES:
+        return ()
+    return tuple(_slices(content, objective, drawn, f"slices-{objective}-{drawn.name}") for drawn in (WIDE, NARROW))
+
+
+def _slices(content: SweepContent, objective: int, drawn: Drawing, plot: str) -> str:
+    factor, axis = content.objectives[objective].factor, score_axis(content, objective)
+    scored = [trial for trial in content.trials if state_of(trial) != "failed" and trial.point]
+    keys = _keys(content, scored, objective, axis)
+    columns = min(len(content.parameters), 2 if drawn.narrow else 3)
+    rows = math.ceil(len(content.parameters) / columns)
+    legend_columns = 2 if drawn.narrow else len(keys)
+    head = 14 + 19 * math.ceil(len(keys) / legend_columns)
+    left, gap, tall, title, foot = (44, 16, 120, 28, 26) if drawn.narrow else (66, 34, 170, 32, 30)
+    each = (drawn.width - left - gap * (columns - 1) - 4) / columns
+    if len(content.parameters) < columns + 1 and not drawn.narrow:
+        each = min(each, 400)
+    height = head + rows * (title + tall + foot)
+    with drawing(plot):
+        figure = blank(drawn, height)
+        for at, parameter in enumerate(content.parameters):
+            row, column = divmod(at, columns)
+            box = (left + column * (each + gap), head + row * (title + tall + foot) + title, each, tall)
+            axes = panel(figure, drawn, height, box)
+            axes.set_ylim(axis.low, axis.high)
+            ticks(axes, "y", 4)
+            if column:
+                axes.set_yticklabels([])
+            characters = 17 if drawn.narrow else 34
+            write(
+                axes,
+                (0, 1),
+                shortened(parameter.name, characters),
+                shift=(0, -13),
+                coordinates="axes fraction",
+                bold=True,
+                size=12 if drawn.narrow else 13,
+            )
+            _slice(axes, content, parameter, scored, objective, factor, axis, each)
+        legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, legend_columns)
+        return inline(figure, plot, spoken_values(content))
+
+
+def _slice(
+    axes: Axes,
+    content: SweepContent,
+    parameter: ReportedParameter,
+    scored: Sequence[Trial],
+    objective: int,
+    factor: float,
+    axis: Axis,
+    width: float,
+) -> None:
+    axes.set_xlim(-0.03, 1.03)
+    _range_ticks(axes, parameter, width)
+    start = share_of(parameter, parameter.start)
+    if math.isfinite(start):
+        axes.axvline(start, color=Ink.INCONCLUSIVE.value, zorder=2, **DASHED)
+    step = 0.03 * (axis.high - axis.low)
+    for trial in scored:
+        x, y = share_of(parameter, trial.point.get(parameter.name)), factor * score_in(trial, objective)
+        if not math.isfinite(x):
+            continue
+        x = _apart(x, trial, parameter)
+        if trial.number == content.winner:
+            mark_winner(axes, x, axis.held(y))
+        else:
+            mark(axes, x, max(y, axis.low + step), trial, beyond="v" if axis.is_below(y) else "")
+
+
+def _apart(x: float, trial: Trial, parameter: ReportedParameter) -> float:
+    """Trials of one choice side by side, always in the same places: the golden ratio fills a line evenly."""
+    if parameter.type != "category" or trial.origin == HAND_WRITTEN:
+        return x
+    return x + ((trial.number * 0.6180339887) % 1 - 0.5) * 0.5 / len(parameter.among)
+
+
+def _range_ticks(axes: Axes, parameter: ReportedParameter, width: float) -> None:
+    """Ends and middle of a range; the choices of a category."""
+    if parameter.type == "category":
+        room = int(width / len(parameter.among) / _CHARACTER)
+        places = [share_of(parameter, choice) for choice in parameter.among]
+        names = [shortened(value_text(choice), max(3, room)) for choice in parameter.among]
+    else:
+        low, high = float(parameter.low), float(parameter.high)
+        middle = (low + high) / 2
+        if parameter.type == "log" and low > 0:
+            middle = float(f"{math.sqrt(low * high):.1g}")
+        if parameter.type == "integer":
+            middle = round(middle)
+        places = [0.0, share_of(parameter, middle), 1.0]
+        names = [value_text(low), value_text(middle), value_text(high)]
+        if len(set(names)) < 3:
+            places, names = [0.0, 1.0], [value_text(low), value_text(high)]
+    axes.set_xticks(places, names)
+
+
+def _keys(content: SweepContent, scored: Sequence[Trial], objective: int, axis: Axis) -> list[Key]:
+    sampler = SAMPLERS.get(content.sampler, content.sampler)
+    factor = content.objectives[objective].factor
+    keys = keys_of_trials(scored, sampler=sampler, objective=objective, axis=axis, factor=factor)
+    if content.winner is not None:
+        keys.append(WINNER)
+    if any(parameter.start is not None for parameter in content.parameters):
+        keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **DASHED))
+    return keys
+
+
+def spoken_values(content: SweepContent) -> str:
+    winner = trial_numbered(content, content.winner)
+    said = [
+        f"{parameter.name}: start {value_text(parameter.start)}, winner {value_text(winner.point.get(parameter.name))}."
+        for parameter in content.parameters
+        if winner is not None
+    ]
+    return " ".join(["Scores against the values of the parameters.", *said])

@@ -1,0 +1,32 @@
+"""The table of recipes, winner and baseline: for the last lines on a terminal, and for Markdown."""
+
+from __future__ import annotations
+
+from tasks.report.sweep.content import SweepContent
+from tasks.report.sweep.reading import recipe_rows
+from tasks.report.sweep.wording import difference_text, score_text, sweep_outcome
+from tasks.report.table import Row, Table
+
+
+def sweep_table(content: SweepContent, objective: int = 0) -> Table:
+    """A row for each recipe: its score where it was searched, on documents that no trial saw, and the difference. The
+    winner's has the sweep's outcome."""
+    unit = content.objectives[objective].unit
+    title = content.objectives[objective].title
+    rows = []
+    for row in recipe_rows(content, objective):
+        numbers = (
+            score_text(content, objective, row.search),
+            score_text(content, objective, row.held_out),
+            difference_text(content, objective, row.optimism),
+        )
+        name, note = row.label, {"reference": "best by hand"}.get(row.role, "")
+        if row.role == "winner":
+            name = f"winner, trial {row.trial}"
+            note = {"pass": "confirmed", "fail": "not confirmed", "inconclusive": "so far"}[sweep_outcome(content)]
+        rows.append(Row((name, *numbers, note), sweep_outcome(content) if row.role == "winner" else None))
+    return Table(
+        title=f"{title}, {unit}" if unit else title,
+        columns=("recipe", "search", "held-out", "optimism", ""),
+        rows=tuple(rows),
+    )

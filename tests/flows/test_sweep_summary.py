@@ -1,0 +1,70 @@
+"""The last lines of a sweep, and its one line while it searches, on wide terminals and on narrow ones."""
+
+from __future__ import annotations
+
+import io
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from flows.cli.progress import TerminalProgress
+from flows.cli.sweep_summary import sweep_summary
+from tasks.report import SearchStatus, search_line
+from tasks.report.sweep.content import SweepContent
+from tasks.stage import say_progress, watched_by
+from tasks.stage.progress import report_stage
+
+sys.path.append(str(Path(__file__).parent.parent / "report"))
+import sweep_samples as samples
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def printed(content: SweepContent, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    for piece in sweep_summary(content):
+        console.print(piece)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 44])
+def test_no_number_is_lost_however_narrow_the_terminal(width: int) -> None:
+    text = printed(samples.confirmed(), width)
+    for number in (f"{MINUS}0.0072", f"{MINUS}0.0831", f"{MINUS}0.0053", "+0.0002"):
+        assert number in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_the_verdict_is_the_line_after_the_tables() -> None:
+    lines = [line.strip() for line in printed(samples.unconfirmed(), 100).splitlines()]
+    assert "nightly-sweep: no candidate confirmed" in lines
+    assert "that may be chance" in " ".join(lines)
+    assert lines[-1] == "61 trials in 10.1 s for 0.0034"
+
+
+def test_several_objectives_have_a_table_each() -> None:
+    text = printed(samples.several(), 100)
+    assert text.index("exact match of reverse, points") < text.index("exact match of shift, points")
+
+
+def test_a_search_without_a_score_has_no_table() -> None:
+    assert printed(samples.lonely(), 100).startswith("demo-sweep: no candidate confirmed\n")
+
+
+@pytest.mark.parametrize("width", [120, 72, 50])
+def test_while_it_searches_there_is_one_line_that_fits(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True)
+    shown = TerminalProgress(console)
+    status = SearchStatus(37, 60, -0.00491, -0.0072, generation=4, generations=5, dropped=9, seconds_left=41)
+    with watched_by(shown), report_stage("search", ""):
+        say_progress(partial(search_line, status))
+        plain = Console(file=io.StringIO(), width=width)
+        plain.print(shown._draw())
+        lines = str(plain.file.getvalue()).splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 1
+    assert f"best {MINUS}0.0049" in lines[0]
+    assert ("about 40 s left" in lines[0]) == (width >= 100)

@@ -1,0 +1,326 @@
+"""Made-up sweeps: confirmed, by layer, with a front, none confirmed, stopped early, with failures, of one trial only.
+
+The scores come from a smooth bowl with seeded noise, so that slices have ridges and stairs have steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tasks.report.sweep import (
+    HeldOut,
+    ReportedBudget,
+    ReportedConfirmation,
+    ReportedObjective,
+    ReportedParameter,
+    ReportedRacing,
+    ReportedSet,
+    SweepContent,
+)
+from tasks.sweep import Trial
+
+LIKELIHOOD = ReportedObjective(
+    title="log-likelihood of the answers", terms=("copy", "reverse", "shift"), unit="nats a token"
+)
+EXACT = ReportedObjective(title="exact match", terms=("reverse", "shift"), unit="points", factor=100)
+FIVE = (
+    ReportedParameter(name="weight_reverser", low=0.2, high=1.8, start=1.0, importance=0.61),
+    ReportedParameter(name="weight_shifter", low=0.2, high=1.8, start=1.0, importance=0.19),
+    ReportedParameter(name="density", type="log", low=0.05, high=1.0, start=0.5, importance=0.12),
+    ReportedParameter(name="lambda", low=0.5, high=1.5, start=1.0, importance=0.05),
+    ReportedParameter(
+        name="method", type="category", among=("ties", "dare_ties", "della"), start="ties", importance=0.03
+    ),
+)
+SETS = tuple(ReportedSet(task=task, search=100, confirmation=400, gate=1000) for task in ("copy", "reverse", "shift"))
+RECIPE = """\
+merge_method: ties
+base_model: ../models/base
+models:
+- model: ../models/reverser
+  parameters: {weight: 0.8132, density: 0.71}
+- model: ../models/shifter
+  parameters: {weight: 1.2207, density: 0.71}
+parameters: {lambda: 1.04}
+dtype: float32
+"""
+Bowl = Callable[[np.ndarray], tuple[float, ...]]
+
+
+def point_of(parameters: Sequence[ReportedParameter], at: np.ndarray) -> dict[str, float | int | str]:
+    """Values from shares of ranges."""
+    found: dict[str, float | int | str] = {}
+    for one, share in zip(parameters, at, strict=True):
+        if one.type == "category":
+            found[one.name] = one.among[min(int(share * len(one.among)), len(one.among) - 1)]
+        elif one.type == "log":
+            found[one.name] = float(one.low * (one.high / one.low) ** share)
+        else:
+            found[one.name] = float(one.low + share * (one.high - one.low))
+    return found
+
+
+def searched(
+    parameters: Sequence[ReportedParameter],
+    bowl: Bowl,
+    hand_written: dict[str, tuple[float, ...]],
+    count: int = 60,
+    baseline: int = 15,
+    seed: int = 0,
+    drops: bool = True,
+) -> tuple[Trial, ...]:
+    """Hand-written trials, then generations that draw together around the bowl's best, with the baseline between."""
+    rng = np.random.default_rng(seed)
+    dimensions = len(parameters)
+    start = {one.name: one.start for one in parameters if one.start is not None}
+    trials = [
+        Trial(number, -1, "hand-written", label, start if number == 0 else {}, scores, seconds=0.11)
+        for number, (label, scores) in enumerate(hand_written.items())
+    ]
+    centre = np.full(dimensions, 0.5)
+    width, best = 0.24, max(scores[0] for scores in hand_written.values()) if hand_written else -math.inf
+    size = 8
+    for at in range(count):
+        is_baseline = at < 4 * baseline and at % 4 == 3
+        share = rng.random(dimensions) if is_baseline else np.clip(centre + width * rng.normal(size=dimensions), 0, 1)
+        scores = bowl(share)
+        dropped = bool(drops and scores[0] < best - 0.002 and rng.random() < 0.7)
+        origin = "baseline" if is_baseline else "sampler"
+        point = point_of(parameters, share)
+        used = float(rng.choice([0.125, 0.25, 0.5])) if dropped else 1.0
+        trials.append(
+            Trial(len(trials), at // size, origin, "", point, scores, dropped=dropped, documents=used, seconds=0.11)
+        )
+        if not is_baseline and scores[0] > best:
+            best = scores[0]
+            centre = 0.5 * centre + 0.5 * share
+        width *= 0.985
+    return tuple(trials)
+
+
+def likelihood(dimensions: int, floor: float = -0.0047, seed: int = 1) -> Bowl:
+    """Nats a token: ``floor`` at the optimum, far worse far away."""
+    rng = np.random.default_rng(seed)
+    optimum = rng.uniform(0.3, 0.75, dimensions)
+    steep = rng.gamma(1.0, 0.03, dimensions) * 5 / dimensions + 0.002
+
+    def bowl(share: np.ndarray) -> tuple[float, ...]:
+        away = float((steep * (share - optimum) ** 2).sum())
+        return (floor - away - 3 * away**2 - 0.0002 * abs(float(rng.normal())),)
+
+    return bowl
+
+
+def winner_of(trials: Sequence[Trial], objective: int = 0) -> int:
+    able = [one for one in trials if not one.dropped and not one.problem and one.violation == 0]
+    return max(able, key=lambda one: one.scores[objective]).number
+
+
+def confirmed() -> SweepContent:
+    """60 trials in 5 dimensions, likelihood against hand-written TIES and linear."""
+    trials = searched(FIVE, likelihood(5), {"ties.yaml": (-0.0072,), "linear.yaml": (-0.0831,)})
+    winner = winner_of(trials)
+    score = trials[winner].scores[0]
+    best_random = max((one for one in trials if one.origin == "baseline" and not one.dropped), key=lambda o: o.scores)
+    return SweepContent(
+        name="demo-sweep",
+        method="ties of 2 over base",
+        parameters=FIVE,
+        objectives=(LIKELIHOOD,),
+        constraints=("A candidate may be at most 2 points of exact match below base on copy.",),
+        trials=trials,
+        winner=winner,
+        reference=0,
+        held_out=(
+            HeldOut(trial=0, scores=(-0.0071,)),
+            HeldOut(trial=1, scores=(-0.0822,)),
+            HeldOut(trial=winner, scores=(score - 0.00021,)),
+            HeldOut(trial=best_random.number, scores=(best_random.scores[0] - 0.0003,)),
+        ),
+        confirmation=ReportedConfirmation(
+            confirmed=True,
+            gain=score - 0.00021 + 0.0071,
+            low=score - 0.00021 + 0.0071 - 0.0006,
+            high=score - 0.00021 + 0.0071 + 0.0006,
+            p=3.2e-8,
+            confidence=0.95,
+            documents=1200,
+        ),
+        power="Said before the sweep: 1,200 documents confirm a gain of 0.0012 nats a token four times in five.",
+        sets=SETS,
+        racing=ReportedRacing(rule="paired", error=0.05, looks=(0.125, 0.25, 0.5, 1.0)),
+        budget=ReportedBudget(trials=62, hours=0.5, cost=2.0, spent_hours=0.0028, spent_cost=0.0034),
+        recipe=RECIPE,
+        population=8,
+        runner="local, 2 processes",
+        seconds_by_part=(("merge", 2.9), ("load", 0.1), ("score", 4.6)),
+        reproduce=("mergegate sweep profiles/demo-sweep.yaml",),
+        versions=("cmaes 0.13.1", "numpy 2.4.0"),
+    )
+
+
+def by_layer() -> SweepContent:
+    """17 dimensions, so lines instead of slices; importances could not be computed."""
+    names = ["lambda", *(f"{name}.layers_{at}" for name in ("weight_reverser", "weight_shifter") for at in range(8))]
+    parameters = tuple(ReportedParameter(name=name, low=0.2, high=1.8, start=1.0) for name in names)
+    trials = searched(parameters, likelihood(17, floor=-0.0035, seed=6), {"ties.yaml": (-0.0092,)}, seed=3)
+    winner = winner_of(trials)
+    return confirmed().model_copy(
+        update={
+            "name": "demo-sweep-layers",
+            "parameters": parameters,
+            "trials": trials,
+            "winner": winner,
+            "constraints": (),
+            "held_out": (HeldOut(trial=0, scores=(-0.0093,)), HeldOut(trial=winner, scores=(-0.0078,))),
+            "confirmation": ReportedConfirmation(
+                confirmed=True, gain=0.0015, low=0.0009, high=0.0021, p=2.1e-6, confidence=0.95, documents=1200
+            ),
+            "no_importances": "optuna is not installed (pip install 'mergegate[sweep]')",
+        }
+    )
+
+
+def several() -> SweepContent:
+    """Two objectives that pull apart, and a front."""
+    parameters = FIVE[:3]
+    rng = np.random.default_rng(4)
+
+    def bowl(share: np.ndarray) -> tuple[float, ...]:
+        one, other, density = share
+        noise = 0.006 * rng.normal(size=2)
+        reverse = 0.55 + 0.45 * one ** (0.4 + 0.8 * other) - 0.1 * abs(density - 0.6)
+        shift = 0.55 + 0.45 * other ** (0.4 + 0.8 * one) - 0.1 * abs(density - 0.4)
+        return (min(1.0, reverse + noise[0]), min(1.0, shift + noise[1]))
+
+    trials = searched(parameters, bowl, {"linear.yaml": (0.771, 0.783)}, drops=False, seed=8)
+    front = tuple(
+        one.number
+        for one in trials
+        if not any(
+            all(a >= b for a, b in zip(other.scores, one.scores, strict=True)) and other.scores != one.scores
+            for other in trials
+        )
+    )
+    winner = max(front, key=lambda number: min(trials[number].scores))
+    unseen = tuple(score - 0.011 for score in trials[winner].scores)
+    return confirmed().model_copy(
+        update={
+            "name": "demo-sweep-front",
+            "method": "linear of 2",
+            "parameters": tuple(one.model_copy(update={"importance": None}) for one in parameters),
+            "no_importances": "they are computed of one objective only",
+            "objectives": (
+                EXACT.model_copy(update={"title": "exact match of reverse", "terms": ()}),
+                EXACT.model_copy(update={"title": "exact match of shift", "terms": ()}),
+            ),
+            "constraints": (),
+            "trials": trials,
+            "winner": winner,
+            "front": front,
+            "held_out": (HeldOut(trial=0, scores=(0.768, 0.79)), HeldOut(trial=winner, scores=unseen)),
+            "confirmation": ReportedConfirmation(
+                confirmed=True, gain=0.061, low=0.038, high=0.084, p=2.4e-5, confidence=0.95, documents=400
+            ),
+            "sampler": "nsga2",
+            "racing": ReportedRacing(rule="none"),
+            "power": "",
+        }
+    )
+
+
+def unconfirmed() -> SweepContent:
+    """Pure noise: the best of sixty looks better where it was searched, and is not."""
+    rng = np.random.default_rng(2)
+    trials = searched(
+        FIVE[:2], lambda _: (round(float(rng.binomial(200, 0.924)) / 200, 4),), {"ties.yaml": (0.925,)}, drops=False
+    )
+    winner = winner_of(trials)
+    return confirmed().model_copy(
+        update={
+            "name": "nightly-sweep",
+            "parameters": FIVE[:2],
+            "objectives": (EXACT,),
+            "constraints": (),
+            "trials": trials,
+            "winner": winner,
+            "reference": 0,
+            "held_out": (HeldOut(trial=0, scores=(0.923,)), HeldOut(trial=winner, scores=(0.9255,))),
+            "confirmation": ReportedConfirmation(
+                confirmed=False, gain=0.0025, low=-0.0098, high=0.0148, p=0.37, confidence=0.95, documents=400
+            ),
+            "power": "Said before the sweep: 400 documents confirm a gain of 4.1 points four times in five.",
+            "recipe": "",
+            "sampler": "random",
+        }
+    )
+
+
+def stopped() -> SweepContent:
+    """Killed after a handful."""
+    whole = confirmed()
+    trials = whole.trials[:7]
+    return whole.model_copy(
+        update={
+            "finished": False,
+            "ending": "It was stopped after 7 of 62 trials.",
+            "trials": trials,
+            "winner": winner_of(trials),
+            "held_out": (),
+            "confirmation": None,
+            "recipe": "",
+            "seconds_by_part": (),
+            "parameters": tuple(one.model_copy(update={"importance": None}) for one in whole.parameters),
+            "no_importances": "with 5 candidates they would say nothing",
+        }
+    )
+
+
+def failing() -> SweepContent:
+    """Trials without a score, trials outside a constraint, one that is far away."""
+    whole = confirmed()
+    trials = list(whole.trials)
+    for at in (9, 17, 33):
+        trials[at] = _changed(trials[at], scores=(math.nan,), problem="the merge has NaN in model.layers.0.mlp")
+    trials[21] = _changed(trials[21], scores=(math.nan,), problem="density 0 keeps nothing of reverser")
+    for at in (12, 13, 40):
+        trials[at] = _changed(trials[at], violation=1.4, dropped=False)
+    trials[25] = _changed(trials[25], scores=(-3.2,), dropped=True)
+    return whole.model_copy(update={"trials": tuple(trials), "winner": winner_of(trials)})
+
+
+def lonely() -> SweepContent:
+    """Nothing but one candidate, and that one without a score."""
+    whole = confirmed()
+    trial = Trial(0, 0, "sampler", "", dict(whole.trials[5].point), (math.nan,), problem="not enough memory")
+    return whole.model_copy(
+        update={
+            "trials": (trial,),
+            "winner": None,
+            "reference": None,
+            "held_out": (),
+            "confirmation": None,
+            "ending": "It has no score.",
+            "recipe": "",
+            "constraints": (),
+        }
+    )
+
+
+def _changed(trial: Trial, **values: object) -> Trial:
+    return replace(trial, **values)  # type: ignore[arg-type]
+
+
+EVERY = {
+    "confirmed": confirmed,
+    "by layer": by_layer,
+    "front": several,
+    "not confirmed": unconfirmed,
+    "stopped": stopped,
+    "failing": failing,
+    "lonely": lonely,
+}

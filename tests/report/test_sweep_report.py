@@ -1,0 +1,296 @@
+"""What a sweep leaves behind: the page says the verdict first, shows every trial, and nothing on it is guessed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import sweep_samples as samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pages import Page
+
+from tasks.report import SearchStatus, render_sweep, search_line, sweep_table
+from tasks.report.sweep import reading, wording
+from tasks.report.sweep.canvas import score_axis
+from tasks.report.sweep.content import HeldOut, ReportedParameter, SweepContent
+from tasks.report.sweep.slices_plot import share_of
+from tasks.sweep import Trial
+
+MINUS = "\N{MINUS SIGN}"
+_drawn: dict[str, str] = {}
+
+
+def page_of_sweep(name: str) -> str:
+    if name not in _drawn:
+        _drawn[name] = render_sweep(samples.EVERY[name]())
+    return _drawn[name]
+
+
+@pytest.fixture(params=[*samples.EVERY])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def text_of(html: str) -> str:
+    return " ".join(Page(html).text.split())
+
+
+def test_the_page_is_well_formed_with_unique_ids_that_all_references_find(name: str) -> None:
+    page = Page(page_of_sweep(name))
+    ids = page.attributes("id")
+    assert len(ids) == len(set(ids))
+    styles = " ".join(page.attributes("clip-path") + page.attributes("style"))
+    targets = [href.removeprefix("#") for href in page.attributes("href")] + re.findall(r"url\(#([^)]+)\)", styles)
+    assert set(targets) <= set(ids)
+
+
+def test_the_page_loads_nothing_and_runs_nothing(name: str) -> None:
+    html = page_of_sweep(name)
+    tags = {tag for tag, _ in Page(html).elements}
+    assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "image"})
+    assert "http://" not in html
+    assert "https://" not in html
+    assert re.search(r"@import|url\((?!#)", html) is None
+
+
+def test_every_colour_of_a_plot_is_the_pages_own(name: str) -> None:
+    """So that it is readable in the light, in the dark and on paper."""
+    plots = " ".join(re.findall(r"<svg.*?</svg>", page_of_sweep(name), re.DOTALL))
+    assert re.findall(r"#[0-9a-f]{6}", plots) == []
+    style = re.search(r"<style>(.*?)</style>", page_of_sweep(name), re.DOTALL)
+    assert style is not None
+    for variable in set(re.findall(r"var\(--([a-z]+)\)", plots)):
+        assert style[1].count(f"--{variable}:") == 3, variable
+
+
+def test_the_same_sweep_gives_the_same_bytes() -> None:
+    assert render_sweep(samples.unconfirmed()) == page_of_sweep("not confirmed")
+
+
+@pytest.mark.parametrize("make", [samples.several, samples.failing], ids=["front", "with NaN"])
+def test_a_sweep_survives_json(make: Callable[[], SweepContent]) -> None:
+    text = make().model_dump_json()
+    assert "NaN" not in re.sub(r'"[^"]*"', "", text)  # outside of strings it is no JSON
+    assert SweepContent.model_validate_json(text).model_dump_json() == text
+
+
+def test_names_from_outside_are_text() -> None:
+    hostile = "<script>'$x$'\x1b\"&|"
+    content = samples.stopped()
+    parameters = tuple(one.model_copy(update={"name": f"{one.name}{hostile}"}) for one in content.parameters)
+    trials = tuple(
+        replace(one, label=hostile, problem=hostile if one.number == 3 else "", point={f"{hostile}": 1.0})
+        for one in content.trials
+    )
+    poisoned = content.model_copy(
+        update={"name": hostile, "method": hostile, "parameters": parameters, "trials": trials, "recipe": hostile}
+    )
+    page = Page(render_sweep(poisoned))
+    assert "script" not in {tag for tag, _ in page.elements}
+    assert "<script>" in page.text
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "told"),
+    [
+        (
+            "confirmed",
+            "Confirmed",
+            f"it is 0.0016 nats a token [0.0010, 0.0022] better than the hand-written recipe ties.yaml, p = 3e{MINUS}8",
+        ),
+        ("not confirmed", "No candidate confirmed", f"it is 0.2 points [{MINUS}1.0, 1.5] better than"),
+        ("stopped", "Not finished", "It was stopped after 7 of 62 trials."),
+        ("lonely", "No candidate confirmed", "1 candidate was tried. It has no score."),
+    ],
+)
+def test_the_verdict_stands_first_in_one_sentence_with_numbers(name: str, title: str, told: str) -> None:
+    page = Page(page_of_sweep(name))
+    assert page.texts["h1"][-1].strip() == title or title in " ".join(page.texts["h1"])
+    text = text_of(page_of_sweep(name))
+    assert told in text
+    assert text.index(told) < text.index("Recipes, searched and held out")
+
+
+def test_a_winner_that_is_worse_on_fresh_documents_is_called_worse() -> None:
+    content = samples.unconfirmed()
+    assert content.confirmation is not None
+    turned = content.confirmation.model_copy(update={"gain": -0.01, "low": -0.022, "high": 0.002, "p": 0.93})
+    said = wording.sweep_sentence(content.model_copy(update={"confirmation": turned}))
+    assert f"1.0 points [{MINUS}0.2, 2.2] worse than" in said
+
+
+def test_search_score_held_out_score_and_their_difference_stand_in_a_row_of_each_recipe() -> None:
+    drawn = sweep_table(samples.confirmed())
+    assert drawn.columns == ("recipe", "search", "held-out", "optimism", "")
+    by_name = {row.cells[0]: row.cells[1:] for row in drawn.rows}
+    assert by_name["ties.yaml"] == (f"{MINUS}0.0072", f"{MINUS}0.0071", f"{MINUS}0.0001", "best by hand")
+    winner = by_name["winner, trial 59"]
+    assert winner == (f"{MINUS}0.0053", f"{MINUS}0.0055", "+0.0002", "confirmed")
+    assert [row.cells[0] for row in drawn.rows] == ["ties.yaml", "linear.yaml", "random search", "winner, trial 59"]
+
+
+def test_what_was_not_measured_is_a_dash_and_no_number() -> None:
+    (best,) = (row.cells for row in sweep_table(samples.by_layer()).rows if row.cells[0] == "random search")
+    assert best[2:4] == ("\N{EN DASH}", "\N{EN DASH}")
+
+
+@pytest.mark.parametrize(
+    ("held_out", "said"),
+    [
+        (0.955, "none of the lead was luck"),
+        (0.935, "67 % of the lead was luck"),
+        (0.9, "the whole lead was luck"),
+    ],
+)
+def test_how_much_of_the_lead_was_luck_is_said(held_out: float, said: str) -> None:
+    """The reference has 92.5 where it was searched and 92.5 elsewhere, the winner leads it by 3 points."""
+    content = samples.unconfirmed()
+    assert content.winner is not None
+    unseen = (HeldOut(trial=0, scores=(0.925,)), HeldOut(trial=content.winner, scores=(held_out,)))
+    scores = {0: 0.925, content.winner: 0.955}
+    trials = tuple(replace(one, scores=(scores.get(one.number, 0.9),)) for one in content.trials)
+    told = wording.optimism_sentence(content.model_copy(update={"held_out": unseen, "trials": trials}), 0)
+    assert said in told
+    assert "+3.0 points" in told
+
+
+def test_failed_dropped_and_infeasible_trials_are_counted_and_named() -> None:
+    text = text_of(page_of_sweep("failing"))
+    assert "3 outside a constraint, 4 without a score" in text
+    assert "trials 9, 17 and 33: the merge has NaN in model.layers.0.mlp" in text
+    assert "trial 21: density 0 keeps nothing of reverser" in text
+    for key in ("dropped", "outside a constraint", "without a score", "farther down"):
+        assert key in text
+
+
+def test_the_error_and_the_saving_of_dropping_are_said() -> None:
+    text = text_of(page_of_sweep("confirmed"))
+    assert "after 12.5, 25, 50 % of the documents; at most 5 % of those that are not worse are lost so" in text
+    asked = [one.documents for one in samples.confirmed().trials if one.origin != "hand-written"]
+    assert f"It asked {100 * sum(asked) / len(asked):.0f} % of the documents." in text
+
+
+def test_a_trial_without_a_score_can_neither_win_nor_be_a_step() -> None:
+    failed = Trial(1, 0, "sampler", "", {}, (math.nan,), problem="NaN")
+    infeasible = Trial(2, 0, "sampler", "", {}, (0.99,), violation=0.5)
+    dropped = Trial(3, 0, "sampler", "", {}, (0.98,), dropped=True, documents=0.25)
+    good = Trial(4, 0, "sampler", "", {}, (0.5,))
+    course = reading.course_of((failed, infeasible, dropped, good), 0)
+    assert [math.isnan(best) for best in course.best] == [True, True, True, False]
+    assert course.best[-1] == 0.5
+    assert reading.best_asked((failed, infeasible, dropped, good), 0) is good
+
+
+@given(st.lists(st.floats(-10, 10) | st.just(math.nan), max_size=30))
+def test_the_best_so_far_is_the_running_maximum(scores: list[float]) -> None:
+    trials = tuple(Trial(at, 0, "sampler", "", {}, (score,)) for at, score in enumerate(scores))
+    course = reading.course_of(trials, 0)
+    for at, best in enumerate(course.best, start=1):
+        seen = [score for score in scores[:at] if not math.isnan(score)]
+        assert best == max(seen) if seen else math.isnan(best)
+
+
+def test_many_parameters_are_lines_instead_of_slices() -> None:
+    page = Page(page_of_sweep("by layer"))
+    classes = " ".join(page.attributes("class"))
+    assert "parallel-0-wide" in classes
+    assert "slices-0-wide" not in classes
+    for parameter in samples.by_layer().parameters:
+        assert parameter.name in page.text
+
+
+def test_what_is_not_there_is_said() -> None:
+    assert "There are no importances: optuna is not installed" in text_of(page_of_sweep("by layer"))
+    lonely = text_of(page_of_sweep("lonely"))
+    assert "Less than two candidates were tried: there is no course to draw." in lonely
+    assert "No recipe has a score yet." in lonely
+    assert "indicative" in text_of(page_of_sweep("confirmed"))
+
+
+def test_a_front_is_drawn_and_listed_the_best_in_the_first_objective_first() -> None:
+    content = samples.several()
+    page = Page(page_of_sweep("front"))
+    assert "front-wide" in " ".join(page.attributes("class"))
+    listed = [trial.number for trial in reading.trials_of_front(content)]
+    assert sorted(listed) == sorted(content.front)
+    first = [content.trials[number].scores[0] for number in listed]
+    assert first == sorted(first, reverse=True)
+
+
+def test_the_sets_the_recipe_and_how_to_run_it_again_are_there() -> None:
+    text, cells = text_of(page_of_sweep("confirmed")), " ".join(Page(page_of_sweep("confirmed")).texts["td"])
+    assert "100 400 1,000" in cells
+    assert "base_model: ../models/base" in text
+    assert "mergegate sweep profiles/demo-sweep.yaml" in text
+    assert "10.1 s 30 m 00 s" in cells
+    assert "0.0034 2.00" in cells
+
+
+def test_far_outliers_do_not_squeeze_the_picture_and_the_reference_is_always_in_it() -> None:
+    axis = score_axis(samples.failing(), 0)
+    assert axis.low > -0.05  # one trial has -3.2
+    assert axis.low < -0.0072 < axis.high
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "share"),
+    [
+        (ReportedParameter(name="a", low=0.5, high=1.5), 1.0, 0.5),
+        (ReportedParameter(name="a", type="log", low=0.01, high=1.0), 0.1, 0.5),
+        (ReportedParameter(name="a", type="integer", low=1, high=5), 2, 0.25),
+        (ReportedParameter(name="a", type="category", among=("x", "y")), "y", 0.75),
+        (ReportedParameter(name="a", type="category", among=("x", "y")), "z", math.nan),
+        (ReportedParameter(name="a", low=1, high=1), 1.0, 0.5),
+        (ReportedParameter(name="a"), None, math.nan),
+    ],
+)
+def test_a_value_stands_in_its_range(parameter: ReportedParameter, value: float | str | None, share: float) -> None:
+    assert share_of(parameter, value) == pytest.approx(share, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("p", "text"),
+    [(0.42, "p = 0.42"), (0.0312, "p = 0.031"), (3.2e-8, f"p = 3e{MINUS}8"), (0.0, f"p < 1e{MINUS}12")],
+)
+def test_a_p_value_has_sensible_digits(p: float, text: str) -> None:
+    assert wording.p_text(p) == text
+
+
+@given(st.floats(1e-7, 0.3), st.floats(-0.3, 0.3), st.sampled_from([1.0, 100.0]))
+@settings(max_examples=60)
+def test_an_interval_that_ends_on_one_side_of_zero_is_never_shown_as_reaching_it(
+    half: float, gain: float, factor: float
+) -> None:
+    """Down to what can be shown at all."""
+    content = samples.lonely()
+    test = samples.confirmed().confirmation
+    assert test is not None
+    test = test.model_copy(update={"gain": gain, "low": gain - half, "high": gain + half})
+    objective = content.objectives[0].model_copy(update={"factor": factor})
+    shown = content.model_copy(update={"confirmation": test, "objectives": (objective,)})
+    decimals = reading.decimals_for(shown, 0)
+    most = 3 if factor == 100 else 6
+    assert 1 <= decimals <= most
+    for end in (factor * test.low, factor * test.high):
+        if abs(end) > 10.0**-most:
+            assert float(f"{end:.{decimals}f}") != 0
+
+
+def test_the_line_while_it_searches() -> None:
+    status = SearchStatus(37, 60, -0.00491, -0.0072, generation=4, generations=5, seconds_left=41)
+    assert search_line(status) == (
+        f"trial 37 of 60 · best {MINUS}0.0049 (hand-written {MINUS}0.0072) · 4 of 5 generations · about 40 s left"
+    )
+    assert search_line(SearchStatus(0, 60)) == "trial 0 of 60"
+
+
+@given(st.integers(1, 140), st.floats(-5, 5) | st.just(math.nan), st.floats(-5, 5), st.integers(0, 9))
+def test_the_line_fits_whatever_the_terminal(width: int, best: float, other: float, failed: int) -> None:
+    status = SearchStatus(37, 60, best, other, generation=4, generations=5, failed=failed, seconds_left=4000)
+    line = search_line(status, width)
+    assert len(line) <= width
+    assert line.startswith("trial 37 of 60"[:width]) or line.startswith("37/60"[:width])
