@@ -104,8 +104,9 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
 
 
 def load_apart(model: Model, *, dtype: str, device: str) -> LoadedModel:
-    """A model that the caller holds by himself, and changes. Nothing else is held when it is loaded, and when another is
-    loaded here he is to let go of it (``also_unload``).
+    """A model that the caller holds by himself, and changes.
+
+    Nothing else is held when it is loaded, and when another is loaded here he is to let go of it (``also_unload``).
 
     Raises: as ``load_model``.
     """

@@ -80,7 +80,7 @@ def answered_now(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | None:
 
 
 def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[int]] | None:
-    """How many choices lm-eval's ``task`` gives, and which are right; None where it asks none or has its own way to judge.
+    """How many choices lm-eval's ``task`` gives, and which are right; None where it asks none, or judges otherwise.
 
     Args:
         task: ``lm_eval.api.task.Task``.
