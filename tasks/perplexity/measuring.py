@@ -10,7 +10,7 @@ Each batch of windows that is done is kept in the journal; after a kill the next
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -131,17 +131,13 @@ def read_held_out(
     model: Model,
     documents: HeldOutText,
     windows: WindowSettings,
-    chosen: Collection[int] | None = None,
 ) -> HeldOutReading:
     """Cut held-out documents into the windows in which a model reads them.
-
-    Args:
-        chosen: Positions in the file that are wanted; None: all that ``windows`` wants.
 
     Raises:
         InvalidInput: as ``measure``.
     """
-    texts = [one for one in read_texts(documents, windows.documents) if chosen is None or one[0] in chosen]
+    texts = read_texts(documents, windows.documents)
     reading = read_by(loaded, model, texts, windows)
     rows = tuple(row for row, tokens in enumerate(reading.tokens) if tokens)
     return HeldOutReading(tuple(texts[row][0] for row in rows), windows.batch_size, rows, reading)

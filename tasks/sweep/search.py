@@ -22,7 +22,7 @@ from tasks.sweep.racing import Race, doubling_looks, going_on, heat, heats
 from tasks.sweep.samplers import Told, generation_size, make_baseline, make_sampler
 from tasks.sweep.settings import SweepSettings
 from tasks.sweep.space import Space, recipe_key
-from tasks.sweep.study import HandWritten, SearchProgress, Stop, Study
+from tasks.sweep.study import HandWritten, SearchEnd, SearchProgress, Study
 from tasks.sweep.trials import Asked, Point, Sheet, Trial, TrialRequest, TrialScores
 
 _BASELINE = 3  # one trial of random search beside so many of the sampler, where a profile does not say
@@ -114,7 +114,7 @@ class _Search:
         self._hand_written(hand_written, references)
         start = self.trials[0]
         sampler.begin(Told(self.space.start, start.scores, start.violation))
-        stopped: Stop = "trials"
+        stopped: SearchEnd = "trials"
         generation, budget, asked, drawn = 0, self.settings.budget.trials, 0, 0
         while len(self.trials) < budget:
             points = sampler.ask()
@@ -168,7 +168,7 @@ class _Search:
         looks = doubling_looks(rule.first)
         return Race(asked, self.objective.weights, looks, rule.error, self.objective.clips, lead)
 
-    def _is_over(self, requests: Sequence[TrialRequest]) -> Stop | None:
+    def _is_over(self, requests: Sequence[TrialRequest]) -> SearchEnd | None:
         """Whether time or money is used up; what was begun is ended, so a resumed search ends there too."""
         heat_keys = [request_key(replace(one, race=self._first_heat()), self.directory) for one in requests]
         keys = [request_key(one, self.directory) for one in requests]
@@ -339,7 +339,7 @@ class _Search:
             )
         )
 
-    def _study(self, stopped: Stop) -> Study:
+    def _study(self, stopped: SearchEnd) -> Study:
         return Study(
             settings=self.settings,
             objective=self.objective,

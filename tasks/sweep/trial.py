@@ -5,7 +5,7 @@ merged tensor by tensor into the network (``network``) and answers (``questions`
 that the engine would write for the same recipe and seed::
 
     setting = TrialSetting(parents=pinned, sets={"search": TrialSet(tasks=...)}, asked=..., scoring=Scoring())
-    scores = score_trial(setting, TrialRequest(recipe={"merge_method": "ties", ...}, set="search"))
+    scores = score_trial(setting, TrialRequest(recipe={"merge_method": "ties", ...}, documents="search"))
     scores.sheet[Asked("reverse", "log_likelihood")]            # one number a document
 
 It does not matter which process is asked, nor what it was asked before.
@@ -17,8 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,24 +38,12 @@ from tasks.evaluation import EvalTask, Scoring, pose
 from tasks.perplexity import HeldOutText, WindowSettings, read_held_out
 from tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
 from tasks.sweep.questions import Questions
-from tasks.sweep.trials import TEXT, Asked, Sheet, TrialScores
+from tasks.sweep.trials import TEXT, Asked, AskedSet, TrialRequest, TrialScores
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
 
-SetName = Literal["search", "confirmation"]
 _KEPT_QUESTIONS = 4  # sets of documents that are kept as tokens, for one tokenizer each
-
-
-class StoppingRule(Protocol):
-    """What drops a candidate before all documents are asked; ``tasks.sweep.racing.Race`` is one. Picklable."""
-
-    @property
-    def looks(self) -> tuple[float, ...]:
-        """Shares of each task's documents that have been asked after each look, rising; the last is 1."""
-
-    def is_hopeless(self, seen: Sheet, look: int) -> bool:
-        """Whether a candidate with these numbers of the first documents is dropped after look ``look``, from 0."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +52,11 @@ class TrialSet:
 
     Args:
         tasks: Each with the documents of this set only.
-        text: Held-out text; None: it is not asked.
-        text_documents: Positions in its file that are of this set; None: all.
+        text: Held-out text, with the documents of this set only; None: it is not asked.
     """
 
     tasks: tuple[EvalTask, ...] = ()
     text: HeldOutText | None = None
-    text_documents: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +79,7 @@ class TrialSetting:
     """
 
     parents: tuple[PinnedCheckpoint, ...]
-    sets: Mapping[SetName, TrialSet]
+    sets: Mapping[AskedSet, TrialSet]
     asked: tuple[Asked, ...]
     scoring: Scoring
     windows: WindowSettings = field(default_factory=WindowSettings)
@@ -104,23 +89,6 @@ class TrialSetting:
     base: str = ""
     looks: tuple[float, ...] = (1.0,)
     threads: int = 1
-
-
-@dataclass(frozen=True)
-class TrialRequest:
-    """One candidate.
-
-    Args:
-        recipe: A document as YAML says it, or the text of several.
-        set: Which documents it is asked.
-        race: Drops it early; None: it is asked everything.
-        directory: Of the recipe, for messages.
-    """
-
-    recipe: Mapping[str, Any] | str
-    set: SetName = "search"
-    race: StoppingRule | None = None
-    directory: Path | None = None
 
 
 def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
@@ -146,7 +114,7 @@ def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
     return TrialScores(sheet, found.dropped, found.change, seconds, found.problem)
 
 
-def score_model(setting: TrialSetting, name: str, which: SetName = "search") -> TrialScores:
+def score_model(setting: TrialSetting, name: str, which: AskedSet = "search") -> TrialScores:
     """As :func:`score_trial`, of a parent as it is (with its adapter, if it has one).
 
     Args:
@@ -157,7 +125,7 @@ def score_model(setting: TrialSetting, name: str, which: SetName = "search") -> 
         InvalidInput: There is no such parent; or as :func:`score_trial`.
     """
     recipe = {"merge_method": PASSTHROUGH.name, "models": [{"model": _parent(setting, name).ref}]}
-    return score_trial(setting, TrialRequest(recipe, which))
+    return score_trial(setting, TrialRequest(recipe, documents=which))
 
 
 def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:
@@ -247,7 +215,7 @@ class _Place:
         assert network is not None, "it was filled"
         looks = request.race.looks if request.race else self.setting.looks
         with watch.on("questions"):
-            questions = self._questions_for(network, request.set, looks)
+            questions = self._questions_for(network, request.documents, looks)
         sheet, dropped = {}, False
         with watch.on("score"):
             for look, sheet in enumerate(questions.ask(network.loaded)):
@@ -304,7 +272,7 @@ class _Place:
         matched = match_experts(recipe, tables)
         return plan_merge(matched.recipe, matched.checkpoints)
 
-    def _questions_for(self, network: KeptNetwork, which: SetName, looks: tuple[float, ...]) -> Questions:
+    def _questions_for(self, network: KeptNetwork, which: AskedSet, looks: tuple[float, ...]) -> Questions:
         wanted = (*self._reading, which, looks)
         if wanted not in self._questions:
             while len(self._questions) >= _KEPT_QUESTIONS:
@@ -314,7 +282,7 @@ class _Place:
         return found
 
 
-def _pose(setting: TrialSetting, which: SetName, looks: tuple[float, ...], network: KeptNetwork) -> Questions:
+def _pose(setting: TrialSetting, which: AskedSet, looks: tuple[float, ...], network: KeptNetwork) -> Questions:
     chosen, loaded = setting.sets[which], network.loaded
     every = {task.name: task for task in chosen.tasks}
     tasks = {}
@@ -330,7 +298,7 @@ def _pose(setting: TrialSetting, which: SetName, looks: tuple[float, ...], netwo
                 "sweep", found=f"no held-out text for the {which}", expected="perplexity: {documents: ...}"
             )
         model: Model = setting.parents[0]
-        text = read_held_out(loaded, model, chosen.text, setting.windows, chosen.text_documents)
+        text = read_held_out(loaded, model, chosen.text, setting.windows)
     return Questions(setting.asked, tasks, text, looks)
 
 

@@ -34,7 +34,7 @@ Sheet = Mapping[Asked, NDArray[np.float64]]  # [documents of that task that were
 Point = Mapping[str, Value]  # value by name of parameter
 
 
-DocumentSet = Literal["search", "confirmation"]
+AskedSet = Literal["search", "confirmation"]
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class TrialRequest:
 
     Args:
         recipe: One document, as YAML says it, without holes.
-        directory: Where its relative paths are sought.
+        directory: Where its relative paths are sought; None: it has none.
         documents: Which set is asked.
         race: What it is held against on the way; None: it is asked everything.
     """
 
     recipe: Mapping[str, Any]
-    directory: Path | None
-    documents: DocumentSet = "search"
+    directory: Path | None = None
+    documents: AskedSet = "search"
     race: Race | None = None
 
 

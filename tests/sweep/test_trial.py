@@ -19,12 +19,13 @@ from trial_settings import DEMO, PLAIN, demo, setting_of, stage_scores, ties, wr
 
 from merge_core.errors import ChangedInput, InvalidInput
 from tasks.checkpoints import load_model, messages, unload
-from tasks.evaluation import Scoring, pose
+from tasks.evaluation import Division, Scoring, pose
 from tasks.evaluation.backends.hf import wrapped
 from tasks.perplexity.measuring import WindowSettings, measure
+from tasks.perplexity.text import read_texts
 from tasks.sweep import trial
-from tasks.sweep.trial import TrialAnswer, TrialRequest, TrialSet, TrialSetting, score_model, score_trial
-from tasks.sweep.trials import TEXT, Asked, Sheet, TrialScores
+from tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_model, score_trial
+from tasks.sweep.trials import TEXT, Asked, Sheet, TrialRequest, TrialScores
 
 EVERY = tuple(Asked(task, "log_likelihood") for task in PLAIN)
 
@@ -168,9 +169,12 @@ def test_held_out_text_is_read_as_the_perplexity_stage_reads_it(place: Path, tmp
     assert text is not None
     rows = measure(model, text, windows, "cpu", _nowhere(tmp_path), lambda done, total: None).rows
     assert scores.tolist() == pytest.approx([row.loglik / row.tokens for row in rows], rel=1e-6)
-    some = replace(setting, sets={"search": TrialSet(text=text, text_documents=(1, 4, 5))})
+    only = text.model_copy(update={"only": Division(search=3, confirmation=2).of("search")})
+    some = replace(setting, sets={"search": TrialSet(text=only)})
     of_some = score_trial(some, TrialRequest(ties())).sheet[Asked(TEXT, "log_likelihood")]
-    assert of_some.tolist() == pytest.approx([rows[at].loglik / rows[at].tokens for at in (1, 4, 5)], rel=1e-2)
+    those = [at for at, _ in read_texts(only, None)]
+    assert len(those) == 3
+    assert of_some.tolist() == pytest.approx([rows[at].loglik / rows[at].tokens for at in those], rel=1e-2)
 
 
 def _nowhere(directory: Path) -> Any:
@@ -211,7 +215,7 @@ def test_what_was_asked_before_changes_nothing(setting: TrialSetting) -> None:
     first = score_trial(setting, TrialRequest(ties(0.8)))  # loaded from files
     score_trial(setting, TrialRequest(ties(0.3, 0.2, "dare_ties")))
     again = score_trial(setting, TrialRequest(ties(0.8)))  # copied in
-    score_trial(setting, TrialRequest(ties(), set="confirmation"))
+    score_trial(setting, TrialRequest(ties(), documents="confirmation"))
     third = score_trial(setting, TrialRequest(ties(0.8)))
     assert same(first, again)
     assert same(first, third)
