@@ -91,8 +91,8 @@ def ask_child(
     """What ``function(*arguments, on_progress)`` returns in the process that holds models.
 
     Where memory runs short while it holds several, it is started anew for one at a time and asked once more; where
-    others like it were at work beside it, it is asked once more when they are gone. What ``function`` keeps in a journal
-    is not done again.
+    others like it were at work beside it, it is asked once more when they are gone. What ``function`` keeps in a
+    journal is not done again.
 
     Args:
         where: What messages call the question.
@@ -100,8 +100,8 @@ def ask_child(
         own_process: Only the death of the process frees the memory of these models.
         network: The question cannot be answered without.
         passing: Variables of our environment that it cannot be answered without, and a stranger's code may thus see.
-        time_limit: Seconds for all of it, but for waiting until others are gone; None: it is ended when nothing is heard
-            from it for an hour.
+        time_limit: Seconds for all of it, but for waiting until others are gone; None: it is ended when nothing is
+            heard from it for an hour.
 
     Raises:
         MergegateError: what ``function`` raises.
@@ -208,7 +208,7 @@ class _Place:
                 except ShortOfMemory:
                     if _alone or len(process.models) < 2:
                         raise
-                    _log.warning("%s: memory was short with several models in it; one at a time from now", question.where)
+                    _log.warning("%s: memory was short with several models in it; now one at a time", question.where)
                     self.end()
                     _alone = True
 

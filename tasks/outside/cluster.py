@@ -15,14 +15,15 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
-from tempfile import NamedTemporaryFile
+from tempfile import mkstemp
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -115,11 +116,14 @@ class ClusterRunner:
         waiting = iter(enumerate(items))
         running: dict[int, Any] = {}
 
+        def told(at: int, state: Any) -> None:
+            done.put((at, state))
+
         def submit_next() -> None:
             if (one := next(waiting, None)) is not None:
                 at, item = one
                 order = pickle.dumps(_Order(function, item, home(), mark, self._address is None))
-                running[at] = cluster.submit(_task(), order, lambda state, at=at: done.put((at, state)))
+                running[at] = cluster.submit(_task(), order, partial(told, at))
 
         try:
             # No more than are worked on: who waits at a worker would be taken for guilty of its death.
@@ -148,8 +152,9 @@ class ClusterRunner:
             api = _api()
             if self._address is not None:
                 _require_reachable(api.get("PREFECT_API_URL", ""), self._address)
-            with NamedTemporaryFile(dir=state_directory(home()), prefix="runner-", suffix=".partial", delete=False) as file:
-                self._mark = Path(file.name)
+            descriptor, name = mkstemp(dir=state_directory(home()), prefix="runner-", suffix=".partial")
+            os.close(descriptor)
+            self._mark = Path(name)
             self._cluster = self._start(api)
         return self._cluster, self._mark
 
@@ -165,6 +170,8 @@ class ClusterRunner:
             from tasks.outside.dask_cluster import DaskCluster
 
             return DaskCluster.at(self._address) if self._address else DaskCluster.here(workers, _TRIES, environment)
+        for name, value in ray_environment(ours=self._address is None).items():
+            os.environ.setdefault(name, value)
         from tasks.outside.ray_cluster import RayCluster
 
         return RayCluster.at(self._address) if self._address else RayCluster.here(workers, _TRIES, environment)
@@ -178,9 +185,13 @@ class ClusterRunner:
                 expected="a worker that lives until it is done",
                 remedy="look for what kills it: memory, mostly; fewer workers leave each of them more",
             )
-        answer = state if isinstance(state, Exception) else state.result(raise_on_failure=False, _sync=True)
+        answer = state
+        if not isinstance(state, Exception):
+            answer = state.result(raise_on_failure=False, _sync=True)
+        if isinstance(answer, Exception):
+            return answer
         if not isinstance(answer, bytes):
-            return answer if isinstance(answer, Exception) else InvalidInput(where, found=f"{state!r}", expected="an answer")
+            return InvalidInput(where, found=f"{state!r}", expected="an answer")
         done: _Done = pickle.loads(answer)  # by a worker, which runs our code and has our secret
         retell(done.stages)
         return done.result
@@ -259,8 +270,15 @@ def _require_reachable(api: str, address: str) -> None:
             f"runner.address: {address}",
             found=f"Prefect's API at {api or 'no address'}, which is reached from this machine only",
             expected="a Prefect server that the workers reach",
-            remedy="start one that listens for them (prefect server start --host …) and set PREFECT_API_URL, here and there",
+            remedy="start one that listens for them (prefect server start --host …), and set PREFECT_API_URL",
         )
+
+
+def ray_environment(*, ours: bool) -> dict[str, str]:
+    """What Ray reads when it is imported, here and in all that it starts: nothing is told to anybody, and a machine
+    that is busy may take its time. Of ours: a token, so that none is written into the user's home."""
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
+    return quiet | ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)} if ours else {})
 
 
 def _api() -> dict[str, str]:

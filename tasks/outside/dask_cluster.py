@@ -65,7 +65,7 @@ class DaskCluster:
                     }
                 )
             )
-            place = held.enter_context(tempfile.TemporaryDirectory(prefix="mergegate-dask-", ignore_cleanup_errors=True))
+            place = tempfile.TemporaryDirectory(prefix="mergegate-dask-", ignore_cleanup_errors=True)
             cluster = held.enter_context(
                 LocalCluster(
                     n_workers=workers,
@@ -76,7 +76,7 @@ class DaskCluster:
                     security=True,
                     memory_limit=0,
                     silence_logs=logging.CRITICAL,
-                    local_directory=place,
+                    local_directory=held.enter_context(place),
                     env=dict(environment),
                 )
             )

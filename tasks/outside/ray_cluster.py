@@ -3,38 +3,31 @@
 Prefect's runner would start and end Ray with every flow, and hangs the second time; so it is started here, once, and
 the runner finds it running and leaves it alone. Each item has a process to itself, with one core, or one GPU where
 there are any (then Ray sets CUDA_VISIBLE_DEVICES).
+
+It listens on the machine's own address, whatever it is told, and whoever reaches it can have anything run: so an
+instance of ours wants a token, which is in the environment of what we start and nowhere else. Ray looks at its own
+environment when it is imported, so that is prepared before this file is (``ray_environment``).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Self
 
+import ray
+from prefect_ray.context import remote_options
+from prefect_ray.task_runners import RayTaskRunner
+
 from merge_core.errors import InvalidInput
 from tasks.outside.cluster import WorkerLost
-
-# Read when it is imported, here and in everything that it starts: nothing is told to anybody, no secret is written into
-# the user's home, and a machine that is busy may take its time.
-_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_enable_metrics_collection": "0",
-}
-for _name, _value in _ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
-
-import ray  # noqa: E402
-from prefect_ray.context import remote_options  # noqa: E402
-from prefect_ray.task_runners import RayTaskRunner  # noqa: E402
 
 if TYPE_CHECKING:
     from prefect import Task
 
+_LOST = (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError)
 _MEMORY = 100 << 20  # bytes for objects: orders and answers are small
 
 
@@ -61,15 +54,15 @@ class RayCluster:
         """Start one on this machine. Arguments as of ``DaskCluster.here``."""
         with ExitStack() as held:
             # Names of sockets have 107 characters, of which Ray takes most.
-            place = held.enter_context(tempfile.TemporaryDirectory(prefix="mg-ray-", dir="/tmp", ignore_cleanup_errors=True))
+            place = tempfile.TemporaryDirectory(prefix="mg-ray-", dir="/tmp", ignore_cleanup_errors=True)
+            directory = held.enter_context(place)
             held.callback(ray.shutdown)
             _init(
                 num_cpus=workers,
                 include_dashboard=False,
                 object_store_memory=_MEMORY,
                 runtime_env={"env_vars": dict(environment)},
-                _node_ip_address="127.0.0.1",
-                _temp_dir=place,
+                _temp_dir=directory,
             )
             return cls(tries, held.pop_all())
         raise AssertionError
@@ -98,7 +91,7 @@ class RayCluster:
         def told(future: Any) -> None:
             try:
                 done(future.result())
-            except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError) as error:
+            except _LOST as error:
                 done(WorkerLost(type(error).__name__))
             except BaseException as error:
                 done(error if isinstance(error, Exception) else RuntimeError(repr(error)))
@@ -117,6 +110,9 @@ class RayCluster:
 
 
 def _init(**options: Any) -> None:
+    # What it has to say of workers it would print among what we print, where a program may be reading.
+    with suppress(AttributeError):
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None
     ray.init(
         namespace="mergegate",
         configure_logging=True,

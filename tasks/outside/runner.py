@@ -11,8 +11,8 @@
 
 ``local`` is threads of this process, each at a place of its own (``slots``), so that what one asks of models it asks of
 a process of its own; a task of Prefect costs as much as a small trial, so it makes none. ``dask`` and ``ray`` are in
-``cluster``. A cluster of ours is started when it is first needed, once, and is gone at the end; one at an ``address`` is
-used and left as it is.
+``cluster``. A cluster of ours is started when it is first needed, once, and is gone at the end; one at an ``address``
+is used and left as it is.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RunnerSettings(BaseModel):
     address: str | None = Field(
         default=None,
         min_length=1,
-        description="Of a cluster that is there: tcp://host:8786 of Dask's scheduler, host:6379, ray://host:10001 or auto "
-        "of Ray. Absent: one is started on this machine.",
+        description="Of a cluster that is there: tcp://host:8786 of Dask's scheduler; host:6379, ray://host:10001 or "
+        "auto of Ray. Absent: one is started on this machine.",
     )
 
     @model_validator(mode="after")
