@@ -32,6 +32,7 @@ from tasks.checkpoints import (
 )
 from tasks.evaluation import join_parts, pin_data
 from tasks.gate import distinct_guards
+from tasks.outside import open_runner
 from tasks.preflight import Evidence
 from tasks.report import Library, ReportContent, ReportedModel, write_report
 from tasks.stage import store, versions
@@ -59,7 +60,8 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
     fetch_weights(found, store().hashes)
     models = loadable(pin_checkpoints(found, store().hashes))
 
-    measured = assess_merge(models[1], models[:1], None, evidence)
+    with open_runner(profile.runner) as runner:
+        measured = assess_merge(models[1], models[:1], None, evidence, runner=runner)
     verdict = measured.verdict.value
 
     content = comparison_content(profile, models, measured)

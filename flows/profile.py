@@ -26,6 +26,7 @@ from tasks.evaluation import find_backend
 from tasks.gate import EvaluateSettings
 from tasks.judge import JudgeSettings
 from tasks.merge import MergeSettings
+from tasks.outside import RunnerSettings
 from tasks.perplexity import PerplexitySettings
 from tasks.preflight import CodeSettings, Evidence, TokenizerSettings, check_references, pin_evidence
 from tasks.preflight.licenses import LicenseSettings
@@ -61,6 +62,9 @@ class Profile(ProfileSection):
     serve: ServeSettings | None = Field(default=None, description="How it is served first; absent: it is not.")
     remedies: tuple[Written, ...] = Field(
         default=(), description="Tried in order when the gate refuses: changes ('density: 0.3'), or another recipe."
+    )
+    runner: RunnerSettings = Field(
+        default=RunnerSettings(), description="Where models are measured side by side; absent: here, one after another."
     )
     publish: Target | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
     sweep: SweepSettings | None = Field(

@@ -35,6 +35,7 @@ from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loa
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
 from tasks.merge import merge, merged_model, numerics, router_rows, with_gates
+from tasks.outside import Runner, open_runner
 from tasks.preflight import Evidence
 from tasks.publish import publish
 from tasks.releases import find_anchor, find_champion
@@ -59,11 +60,12 @@ def release(profile: Path | Profile) -> State[RunOutcome]:
 
 def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDGEMENTS) -> RunOutcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
-    # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
-    ready = preflight_profile(profile, Problems(stop_at_once=True))
-    assert ready.evidence is not None  # or its problem had been raised
+    with open_runner(profile.runner) as runner:
+        # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
+        ready = preflight_profile(profile, Problems(stop_at_once=True))
+        assert ready.evidence is not None  # or its problem had been raised
 
-    attempt, earlier = first_that_passes(ready.cleared, profile, ready.evidence, judgements)
+        attempt, earlier = first_that_passes(ready.cleared, profile, ready.evidence, judgements, runner)
     if isinstance(attempt, AlreadyReleased):
         return already_released(profile.name, attempt)
 
@@ -86,7 +88,11 @@ def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDG
 
 
 def first_that_passes(
-    cleared: Sequence[ClearedCandidate], profile: Profile, evidence: Evidence, judgements: Sequence[FurtherJudgement]
+    cleared: Sequence[ClearedCandidate],
+    profile: Profile,
+    evidence: Evidence,
+    judgements: Sequence[FurtherJudgement],
+    runner: Runner,
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
     """The first recipe whose merge passes the gate, else the last one; and what was tried before it."""
     tried: list[Attempt | AlreadyReleased | FailedMerge] = []
@@ -95,7 +101,7 @@ def first_that_passes(
             announce(f"remedy {len(tried)}: {one.candidate.remedy}")
         # Each could pass by chance: together they must not do so more often than one.
         rule = evidence.rule.for_attempt(number, len(cleared))
-        tried.append(make_attempt(one, profile, evidence._replace(rule=rule), judgements))
+        tried.append(make_attempt(one, profile, evidence._replace(rule=rule), judgements, runner))
         if tried[-1].is_good:
             break
     *earlier, last = tried
@@ -105,7 +111,11 @@ def first_that_passes(
 
 
 def make_attempt(
-    cleared: ClearedCandidate, profile: Profile, evidence: Evidence, judgements: Sequence[FurtherJudgement]
+    cleared: ClearedCandidate,
+    profile: Profile,
+    evidence: Evidence,
+    judgements: Sequence[FurtherJudgement],
+    runner: Runner,
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch what is not here, merge, measure, judge, explain."""
     recipe = cleared.candidate.recipe
@@ -132,7 +142,7 @@ def make_attempt(
     parents = loadable(pinned.parents)
     adapted = model if isinstance(model, PinnedCheckpoint) else None
     model = loadable([adapted])[0] if adapted else model
-    assessment = assess_merge(model, parents, champion, evidence, anchor)
+    assessment = assess_merge(model, parents, champion, evidence, anchor, runner)
     gate = assessment.verdict.value
     whole = replace(pinned, parents=parents)
     explanation = explain_merge(whole, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks)

@@ -126,8 +126,9 @@ def test_perplexity_is_killed_by_no_more_than_a_task_is(
     (tmp_path / "out").mkdir()
 
     def die(done: int, total: int, unit: str) -> None:
-        assert model_process._current is not None
-        child = model_process._current.process.pid
+        place = model_process._places[0]
+        assert place.current is not None
+        child = place.current.process.pid
         assert parent_of(parent_of(child)) == os.getpid()  # behind its supervisor: ours
         os.kill(child, signal.SIGKILL)
 
