@@ -74,12 +74,12 @@ def searched_recipe(written: Written, root: Path, where: str) -> SearchedRecipe:
 
 
 def candidate_recipes(
-    own: Written | SearchedRecipe, remedies: Sequence[Written], root: Path, where: str
+    own: Written | SearchedRecipe, remedies: Sequence[Written | SearchedRecipe], root: Path, where: str
 ) -> tuple[Candidate, ...]:
     """The recipe ``own`` and its remedies; relative paths are relative to ``root``.
 
     Args:
-        own: Of a recipe that is searched, one whose holes are filled.
+        own, remedies: Of a recipe that is searched, with its holes filled.
 
     Raises:
         InvalidInput: For a recipe that cannot mean anything, or a change that does not fit the recipe.
@@ -91,7 +91,9 @@ def candidate_recipes(
     found = [first]
     for position, remedy in enumerate(remedies):
         place = f"{where}: remedies[{position}]"
-        if isinstance(remedy, Path):
+        if isinstance(remedy, SearchedRecipe):
+            found.append(_inline(remedy.document, "another recipe", remedy.directory, remedy.where))
+        elif isinstance(remedy, Path):
             found.append(_candidate(remedy, str(remedy), root, place))
         elif "experts" in remedy or ("merge_method" in remedy and ({"models", "slices", "modules"} & remedy.keys())):
             found.append(_candidate(remedy, "another recipe", root, place))

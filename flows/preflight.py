@@ -108,8 +108,13 @@ class Preflight:
     evidence: Evidence | None
 
 
-def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
+def preflight_profile(
+    profile: Profile, problems: Problems, candidates: Sequence[Candidate] | None = None
+) -> Preflight:
     """Look at target, server, recipes, parents, evidence; then at each recipe's licences, headers and machine.
+
+    Args:
+        candidates: In place of the profile's own recipe and remedies.
 
     Raises:
         MergegateError: the first problem, if ``problems`` stops at once.
@@ -122,7 +127,7 @@ def preflight_profile(profile: Profile, problems: Problems) -> Preflight:
             profile.publish.earlier(profile.root, profile.evaluate.anchor)
     with problems.noted():
         check_server(profile.serve, profile.root)
-    candidates = profile.candidates()
+    candidates = profile.candidates() if candidates is None else candidates
     parents = _parents([candidate.recipe for candidate in candidates], problems)
     evidence = None
     if _is_whole(candidates[0].recipe, parents[0]):

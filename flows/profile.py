@@ -140,6 +140,10 @@ class Profile(ProfileSection):
             tasks=swept.left_for_the_gate(evidence.tasks), documents=swept.text_of("gate") or evidence.documents
         )
 
+    def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
+        """The same profile for another recipe, whose paths are relative to ``root``; without remedies."""
+        return Profile.model_validate({**dict(self), "recipe": dict(recipe), "remedies": ()})
+
     def pin_sweep(self, evidence: Evidence, hashes: HashMemo) -> SweepEvidence:
         """What the sweep asks about, by content, and how the documents are divided.
 
@@ -148,7 +152,8 @@ class Profile(ProfileSection):
         """
         assert self.sweep is not None
         guarded = {guard.task: guard.cluster_by for guard in (self.evaluate.tasks if self.evaluate else ())}
-        return pin_sweep(self.sweep, evidence.documents, guarded, self.root, hashes)
+        text = evidence.documents and evidence.documents.model_copy(update={"only": None})
+        return pin_sweep(self.sweep, text, guarded, self.root, hashes)
 
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
         """In which the models will be loaded on this machine to be measured."""

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
-from tasks.evaluation import Division, EvalTask, SetName, pin_task
-from tasks.perplexity import HeldOutText
+from tasks.evaluation import Division, EvalTask, SetName, pin_data, pin_task
+from tasks.perplexity import HeldOutText, WindowSettings, read_texts
 from tasks.sweep.settings import SweepSettings
+from tasks.sweep.trial import TrialSet
+from tasks.sweep.trials import AskedSet
 
 
 class SweepEvidence(NamedTuple):
@@ -45,6 +47,24 @@ class SweepEvidence(NamedTuple):
 
     def _only(self, task: EvalTask, name: SetName) -> EvalTask:
         return task.model_copy(update={"only": self.divisions[task.name].of(name), "data_digest": None})
+
+
+def trial_sets(evidence: SweepEvidence, windows: WindowSettings, time_limit: float | None) -> dict[AskedSet, TrialSet]:
+    """What trials are asked, and what the confirmation asks: with the data of each task pinned as they are now.
+
+    Raises:
+        InvalidInput, Refused: as ``pin_data``.
+    """
+    names: tuple[AskedSet, ...] = ("search", "confirmation")
+    found: dict[AskedSet, TrialSet] = {}
+    for name in names:
+        text = evidence.text_of(name)
+        found[name] = TrialSet(
+            tasks=tuple(pin_data(task, time_limit) for task in evidence.tasks_of(name)),
+            text=text,
+            text_documents=len(read_texts(text, windows.documents)) if text else 0,
+        )
+    return found
 
 
 def pin_sweep(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +25,7 @@ from merge_core import Checkpoint, MergePlan, load_recipe, plan_merge
 from merge_core.architecture.experts import match_experts
 from merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, suggest
 from merge_core.methods import PASSTHROUGH
+from merge_core.store import digest
 from tasks.checkpoints import (
     PinnedCheckpoint,
     ShortOfMemory,
@@ -36,6 +37,7 @@ from tasks.checkpoints import (
 )
 from tasks.evaluation import EvalTask, Scoring, pose
 from tasks.perplexity import HeldOutText, WindowSettings, read_held_out
+from tasks.stage import versions
 from tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
 from tasks.sweep.questions import Questions
 from tasks.sweep.trials import TEXT, Asked, AskedSet, TrialRequest, TrialScores
@@ -43,6 +45,7 @@ from tasks.sweep.trials import TEXT, Asked, AskedSet, TrialRequest, TrialScores
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
 
+_VERSION = 1  # to be raised when a trial means something else than before
 _KEPT_QUESTIONS = 4  # sets of documents that are kept as tokens, for one tokenizer each
 
 
@@ -53,10 +56,17 @@ class TrialSet:
     Args:
         tasks: Each with the documents of this set only.
         text: Held-out text, with the documents of this set only; None: it is not asked.
+        text_documents: How many of those are read.
     """
 
     tasks: tuple[EvalTask, ...] = ()
     text: HeldOutText | None = None
+    text_documents: int = 0
+
+    def size(self, task: str) -> int:
+        """Documents of a task, or of the text."""
+        found = {one.name: one.documents or 0 for one in self.tasks}
+        return self.text_documents if task == TEXT else found[task]
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,35 @@ class TrialSetting:
     base: str = ""
     looks: tuple[float, ...] = (1.0,)
     threads: int = 1
+
+    def as_it_is(self, name: str) -> TrialRequest:
+        """A parent, with its adapter if it has one, as a candidate.
+
+        Args:
+            name: Of one of the parents.
+
+        Raises:
+            InvalidInput: There is no such parent.
+        """
+        return TrialRequest({"merge_method": PASSTHROUGH.name, "models": [{"model": _parent(self, name).ref}]})
+
+    def digest(self) -> str:
+        """Of all that decides a score, but for the candidate: 64 hex digits. Threads are not in it."""
+        return digest(
+            {
+                "version": _VERSION,
+                "parents": {parent.ref: parent for parent in self.parents},
+                "sets": {name: [one.tasks, one.text] for name, one in self.sets.items()},
+                "asked": [list(asked) for asked in self.asked],
+                "scoring": self.scoring,
+                "windows": self.windows,
+                "device": self.device,
+                "merge": [self.merge_device, self.seed],
+                "base": self.base,
+                "looks": self.looks,
+                "versions": versions("torch", "transformers", "lm_eval", "numba"),
+            }
+        )
 
 
 def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
@@ -124,8 +163,7 @@ def score_model(setting: TrialSetting, name: str, which: AskedSet = "search") ->
     Raises:
         InvalidInput: There is no such parent; or as :func:`score_trial`.
     """
-    recipe = {"merge_method": PASSTHROUGH.name, "models": [{"model": _parent(setting, name).ref}]}
-    return score_trial(setting, TrialRequest(recipe, documents=which))
+    return score_trial(setting, replace(setting.as_it_is(name), documents=which))
 
 
 def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:

@@ -1,0 +1,50 @@
+"""Recipes of a sweep as people keep them: every choice once, and paths that are right wherever the file lies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks.sweep.space import Space
+
+_REFERENCES = ("model", "base_model", "source_model", "tokenizer_source", "source")
+
+
+def choices_once(space: Space) -> Iterator[dict[str, Any]]:
+    """The hand-written recipe with another choice in one place, for each choice: together they name all that a
+    candidate can be made of."""
+    for coordinate in space.coordinates:
+        for choice in coordinate.free.among:
+            if choice != space.start[coordinate.name]:
+                yield space.recipe_of({**space.start, coordinate.name: choice})
+
+
+def relocated(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]:
+    """``recipe`` with relative paths of directories that lie at ``before`` rewritten for a file in ``now``."""
+
+    def moved(text: str) -> str:
+        model, plus, adapter = text.partition("+")
+        return path(model) + plus + (path(adapter) if adapter else "")
+
+    def path(text: str) -> str:
+        if not text or Path(text).is_absolute() or not (before / text).is_dir():
+            return text
+        return os.path.relpath((before / text).absolute(), now.absolute())
+
+    def look(node: Any, key: str = "") -> Any:
+        if isinstance(node, Mapping):
+            return {name: look(value, str(name)) for name, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return [look(item, key) for item in node]
+        return moved(node) if isinstance(node, str) and key in (*_REFERENCES, "path") else node
+
+    return {name: look(value, str(name)) for name, value in recipe.items()}
+
+
+def recipe_text(recipe: Mapping[str, Any], comment: str) -> str:
+    """The recipe as YAML, with a line above that says where it comes from."""
+    return f"# {comment}\n" + yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)

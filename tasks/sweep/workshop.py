@@ -1,0 +1,108 @@
+"""Where candidates are scored: each once, by whoever is free, and kept.
+
+What is pure (what to ask for next, what a score means, whether a gain is one) lies elsewhere; here it meets a runner
+and the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from merge_core.errors import Refused
+from tasks.outside import Runner
+from tasks.sweep.batch import score_once
+from tasks.sweep.confirmation import Confirmation, Unconfirmed, confirm, nothing_to_confirm
+from tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
+from tasks.sweep.ledger import Ledger
+from tasks.sweep.objective import Objective
+from tasks.sweep.search import score_hand_written, search
+from tasks.sweep.settings import SweepSettings
+from tasks.sweep.space import Space
+from tasks.sweep.study import HandWritten, SearchProgress, Study
+from tasks.sweep.trial import TrialSetting, score_trial
+from tasks.sweep.trials import Sheet, TrialRequest, TrialScores
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A search that can begin, and who does its work.
+
+    Args:
+        hand_written: The recipes that people wrote; the first is the one with the holes at their start values.
+        directory: What paths in recipes are relative to.
+        workers: That money is counted for.
+    """
+
+    settings: SweepSettings
+    space: Space
+    objective: Objective
+    setting: TrialSetting
+    hand_written: tuple[HandWritten, ...]
+    directory: Path
+    runner: Runner
+    ledger: Ledger
+    workers: int
+
+    def power(self) -> ConfirmationPower:
+        """What the confirmation will be able to show; scores the hand-written recipes on the documents of the search.
+
+        Raises:
+            Refused: One of them cannot be scored.
+        """
+        sheets = score_hand_written(self.hand_written, self._score_all, self.ledger, self.directory)
+        documents = {asked: self.setting.sets["confirmation"].size(asked.task) for asked in self.objective.asked}
+        return confirmation_power(
+            self.objective, list(sheets.values()), documents, self.settings.confidence
+        )
+
+    def search(self, on_progress: Callable[[SearchProgress], None]) -> Study:
+        """Search until the budget is used.
+
+        Raises:
+            Refused: A hand-written recipe, or a parent that a constraint names, has no score.
+        """
+        return search(
+            self.space,
+            self.settings,
+            self._score_all,
+            self.ledger,
+            objective=self.objective,
+            hand_written=self.hand_written,
+            references=self._references(),
+            workers=self.workers,
+            on_progress=on_progress,
+        )
+
+    def confirm(self, study: Study) -> Confirmation | Unconfirmed:
+        """The one test on documents that no trial saw; that there is nothing to be tested.
+
+        Raises:
+            Refused: The winner, or what it is held against, has no score there.
+        """
+        nothing = nothing_to_confirm(study)
+        if nothing is not None or study.best is None:
+            return nothing or Unconfirmed(why="there is no candidate")
+        recipes = [study.recipes[trial.number] for trial in (study.best, study.reference)]
+        requests = [TrialRequest(recipe, self.directory, documents="confirmation") for recipe in recipes]
+        winner, reference = self._sheets(requests, "the confirmation")
+        return confirm(study, winner, reference)
+
+    def _references(self) -> dict[str, Sheet]:
+        """What the parents that constraints compare with got on the documents of the search."""
+        names = self.objective.guards
+        requests = [self.setting.as_it_is(name) for name in names]
+        return dict(zip(names, self._sheets(requests, "sweep.constraints"), strict=True))
+
+    def _sheets(self, requests: Sequence[TrialRequest], where: str) -> list[Sheet]:
+        scored = score_once(requests, self._score_all, self.ledger, directory=self.directory)
+        for scores in scored:
+            if scores.problem:
+                raise Refused(f"sweep: {where}", found=f"no score: {scores.problem}", expected="a number a document")
+        return [scores.sheet for scores in scored]
+
+    def _score_all(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+        return self.runner.each(partial(score_trial, self.setting), requests)
+
