@@ -10,7 +10,7 @@ from tasks.perplexity.stage import (
     pin_documents,
     read_documents,
 )
-from tasks.perplexity.text import HeldOutText
+from tasks.perplexity.text import HeldOutText, read_texts
 
 __all__ = [
     "DocumentLikelihood",
@@ -26,4 +26,5 @@ __all__ = [
     "pin_documents",
     "read_documents",
     "read_held_out",
+    "read_texts",
 ]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from merge_core import Checkpoint, EngineSettings, MergePlan, load_recipe, merge_tensors, merge_weights, plan_merge
 from merge_core.methods import PASSTHROUGH
-from merge_core.store import digest
+from merge_core.store import digest, sha256_file
 from tasks.checkpoints import LoadedModel, Model, load_apart
 
 if TYPE_CHECKING:
@@ -63,17 +63,28 @@ class Stopwatch:
             self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
 
-def structure_of(plan: MergePlan) -> str:
-    """Digest of all that decides which network ``plan`` makes, and how it reads text, without its weights."""
+def structure_of(plan: MergePlan, seen: dict[Path, str]) -> str:
+    """Digest of all that decides which network ``plan`` makes, and how it reads text, without its weights.
+
+    Args:
+        seen: sha256 of the files beside the weights that were looked at before; added to.
+    """
+    beside = {}
+    for part, checkpoint in (("network", plan.donor), ("text", plan.tokenizer)):
+        for name in checkpoint.companions:
+            path = checkpoint.directory / name
+            if path not in seen:
+                seen[path] = sha256_file(path)
+            beside[f"{part}: {name}"] = seen[path]
     return digest(
         {
             "config": plan.config,
             "tensors": [
                 [tensor.name, tensor.dtype.code, list(tensor.shape)] for shard in plan.shards for tensor in shard.stored
             ],
-            "tokenizer": str(plan.tokenizer.directory),
+            "beside": beside,
             "template": plan.chat_template,
-            "files": {name: None if text is None else text.hex() for name, text in plan.rewritten.items()},
+            "rewritten": {name: None if content is None else content.hex() for name, content in plan.rewritten.items()},
         }
     )
 
@@ -174,14 +185,13 @@ class Change:
 
 
 def network_from_files(
-    plan: MergePlan, how: MergeHow, dtype: str, device: str, runs_code: bool, watch: Stopwatch
+    plan: MergePlan, structure: str, how: MergeHow, dtype: str, device: str, runs_code: bool, watch: Stopwatch
 ) -> KeptNetwork:
     """Write the merge of ``plan`` where temporary files go, load it, and see which tensor went where.
 
     Raises:
         MergegateError: The merge is refused, or what came out cannot be loaded.
     """
-    structure = structure_of(plan)
     with tempfile.TemporaryDirectory(prefix="mergegate-trial-") as name:
         place = Path(name)
         with watch.on("write"):

@@ -218,7 +218,10 @@ def _batch(
 
     longest = len(part[0])
     tokens = torch.zeros((len(part), longest), dtype=torch.long)
-    row, place, target, answer = [], [], [], []
+    row: list[int] = []
+    place: list[int] = []
+    target: list[int] = []
+    answer: list[int] = []
     for number, read in enumerate(part):
         tokens[number, : len(read)] = torch.tensor(read)
         for which, first, continuation in rows[read]:

@@ -40,7 +40,7 @@ from tasks.perplexity import HeldOutText, WindowSettings, read_held_out
 from tasks.stage import versions
 from tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
 from tasks.sweep.questions import Questions
-from tasks.sweep.trials import TEXT, Asked, AskedSet, TrialRequest, TrialScores
+from tasks.sweep.trials import TEXT, Asked, AskedSet, Sheet, TrialRequest, TrialScores
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
@@ -224,6 +224,7 @@ class _Place:
         self._checkpoints: dict[str, Checkpoint] = {}
         self._change = Change(_parent(setting, setting.base).open()) if setting.base else None
         self._how = MergeHow(setting.seed, setting.merge_device, setting.threads)
+        self._beside: dict[Path, str] = {}
         self._questions: dict[tuple[object, ...], Questions] = {}
         self.network: KeptNetwork | None = None
         self._reading: tuple[object, ...] = ()  # how the network reads text
@@ -254,14 +255,15 @@ class _Place:
         looks = request.race.looks if request.race else self.setting.looks
         with watch.on("questions"):
             questions = self._questions_for(network, request.documents, looks)
-        sheet, dropped = {}, False
+        sheet: Sheet = {}
+        dropped = False
         with watch.on("score"):
             for look, sheet in enumerate(questions.ask(network.loaded)):
                 broken = next((asked for asked, numbers in sheet.items() if not np.isfinite(numbers).all()), None)
                 if broken is not None:
                     where = broken.task or "held-out text"
-                    problem = f"{where}: {broken.measure} is no finite number for some documents"
-                    return TrialAnswer(change=change, seconds=watch.seconds, problem=problem)
+                    found = f"{where}: {broken.measure} is no finite number for some documents"
+                    return TrialAnswer(change=change, seconds=watch.seconds, problem=found)
                 if request.race is not None and request.race.is_hopeless(sheet, look):
                     dropped = look < len(looks) - 1
                     break
@@ -272,7 +274,7 @@ class _Place:
         """Have the merge of ``request`` in the network; the relative size of its change."""
         with watch.on("plan"):
             plan = self._plan(request)
-            structure = structure_of(plan)
+            structure = structure_of(plan, self._beside)
         kept = self.network
         if kept is not None and kept.structure == structure and kept.fill(plan, self._how, watch, self._change):
             return self._change.relative if self._change else float("nan")
@@ -280,7 +282,9 @@ class _Place:
         self.network = None  # its memory is needed for the next one
         setting = self.setting
         runs_code = any(parent.runs_code for parent in setting.parents if parent.ref == str(plan.recipe.donor))
-        self.network = network_from_files(plan, self._how, setting.scoring.dtype, setting.device, runs_code, watch)
+        self.network = network_from_files(
+            plan, structure, self._how, setting.scoring.dtype, setting.device, runs_code, watch
+        )
         loaded = self.network.loaded
         template = getattr(loaded.tokenizer, "chat_template", None)
         self._reading = (tokenizer_digest(loaded.tokenizer), template, loaded.context)

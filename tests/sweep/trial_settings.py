@@ -1,4 +1,4 @@
-"""Studies over the demo family, with few documents and tasks of every kind; and what the stages say of the same merge."""
+"""Studies over the demo family, with few documents and tasks of every kind; what the stages say of the same merge."""
 
 from __future__ import annotations
 

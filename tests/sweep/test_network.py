@@ -1,0 +1,178 @@
+"""One network for all candidates: what is copied into it is what loading would give, or it is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from trial_settings import DEMO
+
+from merge_core import Checkpoint, load_recipe, open_checkpoint, plan_merge
+from merge_core.errors import Refused
+from tasks.checkpoints import Model, load_model, unload
+from tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
+
+HOW = MergeHow(seed=0, device="cpu", threads=1)
+SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_memory() -> Iterator[None]:
+    yield
+    unload()
+
+
+def saved(place: Path, config: Any, seed: int) -> Path:
+    """A random model with the demo's tokenizer."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(place)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "models/base" / name, place)
+    return place
+
+
+class Study:
+    """Merges of two models of one configuration, in one network."""
+
+    def __init__(self, root: Path, config: Any) -> None:
+        self.root = root
+        self.tables: dict[str, Checkpoint] = {
+            name: open_checkpoint(saved(root / name, config, seed)) for seed, name in enumerate("ab")
+        }
+        self.network: KeptNetwork | None = None
+
+    def try_one(self, recipe: dict[str, Any]) -> str:
+        """Put a candidate into the network, and say how."""
+        plan = plan_merge(load_recipe(recipe), self.tables)
+        structure = structure_of(plan, {})
+        kept = self.network
+        if kept and kept.structure == structure and kept.fill(plan, HOW, Stopwatch(), None):
+            return "copied"
+        self.network = network_from_files(plan, structure, HOW, "auto", "cpu", False, Stopwatch())
+        return "loaded"
+
+    def require_right(self, recipe: dict[str, Any]) -> None:
+        """What is in the network is what transformers loads of the files of the engine."""
+        from merge_core import merge_weights
+
+        out = self.root / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        merge_weights(plan_merge(load_recipe(recipe), self.tables), out, device="cpu")
+        assert self.network is not None
+        ours = self.network.loaded.network
+        with load_model(Model(name="out", digest="out", directory=out), dtype="auto", device="cpu") as loaded:
+            theirs = loaded.network
+            assert ours.state_dict().keys() == theirs.state_dict().keys()
+            for name, tensor in theirs.state_dict().items():
+                assert torch.equal(tensor, ours.state_dict()[name]), name
+            read = torch.arange(20)[None]
+            with torch.inference_mode():
+                assert torch.equal(ours(read).logits, theirs(read).logits)
+        unload()
+
+
+def linear(weight: float, **more: Any) -> dict[str, Any]:
+    models = [{"model": "a", "parameters": {"weight": weight}}, {"model": "b", "parameters": {"weight": 1 - weight}}]
+    return {"merge_method": "linear", "models": models, **more}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_candidates_are_copied_into_the_network_of_the_first(tmp_path: Path, tied: bool) -> None:
+    study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=tied))
+    assert study.try_one(linear(0.5)) == "loaded"
+    for weight in (0.1, 0.9):
+        assert study.try_one(linear(weight)) == "copied"
+        study.require_right(linear(weight))
+
+
+def test_another_format_of_weights_is_another_network(tmp_path: Path) -> None:
+    study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
+    assert study.try_one(linear(0.5)) == "loaded"
+    assert study.try_one(linear(0.5, dtype="bfloat16")) == "loaded"
+    study.require_right(linear(0.5, dtype="bfloat16"))
+    assert study.network is not None
+    assert study.network.loaded.network.dtype == torch.bfloat16
+
+
+def test_other_layers_are_another_network_and_back(tmp_path: Path) -> None:
+    study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
+    cut = [{"sources": [{"model": "a", "layer_range": [0, 2]}]}, {"sources": [{"model": "b", "layer_range": [0, 3]}]}]
+    stacked = {"merge_method": "passthrough", "slices": cut}
+    for recipe, way in ((linear(0.2), "loaded"), (stacked, "loaded"), (stacked, "copied"), (linear(0.3), "loaded")):
+        assert study.try_one(recipe) == way
+        study.require_right(recipe)
+
+
+def test_where_transformers_joins_tensors_a_candidate_is_loaded(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        **SIZES,
+        **HEADS,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        decoder_sparse_step=1,
+    )
+    study = Study(tmp_path, config)
+    for weight in (0.5, 0.2):
+        assert study.try_one(linear(weight)) == "loaded"
+        study.require_right(linear(weight))
+    assert study.network is not None
+    assert study.network.places == {}
+
+
+def tie_in_name_only(directory: Path, seed: int | None) -> None:
+    """Store the head as well, though the configuration ties it: the embedding itself, or another matrix."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    drawn = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(seed)) if seed is not None else None
+    tensors["lm_head.weight"] = embedding.clone() if drawn is None else drawn
+    save_file(tensors, path, {"format": "pt"})
+
+
+def test_weights_that_are_tied_in_some_candidates_only_are_loaded_where_they_differ(tmp_path: Path) -> None:
+    study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True))
+    for name in "ab":
+        tie_in_name_only(tmp_path / name, None)
+    study.tables = {name: open_checkpoint(tmp_path / name) for name in "ab"}
+    apart = linear(0.5)
+    apart["models"][0]["parameters"]["weight"] = [{"filter": "lm_head", "value": 3.0}, {"value": 0.5}]
+    for recipe, way in ((linear(0.5), "loaded"), (linear(0.2), "copied"), (apart, "loaded"), (linear(0.3), "copied")):
+        assert study.try_one(recipe) == way
+        study.require_right(recipe)
+
+
+def test_a_merge_that_is_not_healthy_is_refused_on_both_ways(tmp_path: Path) -> None:
+    study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
+    nothing = linear(0.0)
+    nothing["models"][1]["parameters"]["weight"] = 1e39
+    nothing["parameters"] = {"normalize": False}
+    for _ in range(2):
+        with pytest.raises(Refused):
+            study.try_one(nothing)
+        study.try_one(linear(0.5))
+
+
+def test_a_change_counts_what_both_have(tmp_path: Path) -> None:
+    study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
+    change = Change(study.tables["a"])
+    plan = plan_merge(load_recipe(linear(0.0)), study.tables)  # b itself
+    change.measure(plan, HOW)
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    moved = sum(float((b[name].double() - a[name].double()).square().sum()) for name in a)
+    assert change.relative == pytest.approx(
+        (moved / sum(float(one.double().square().sum()) for one in a.values())) ** 0.5
+    )
+    change.measure(plan_merge(load_recipe(linear(1.0)), study.tables), HOW)
+    assert change.relative == 0
+    assert json.loads((tmp_path / "a/config.json").read_text())["num_hidden_layers"] == 3
