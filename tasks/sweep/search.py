@@ -22,7 +22,7 @@ from tasks.sweep.racing import Race, doubling_looks, going_on, heat, heats
 from tasks.sweep.samplers import Told, generation_size, make_baseline, make_sampler
 from tasks.sweep.settings import SweepSettings
 from tasks.sweep.space import Space, recipe_key
-from tasks.sweep.study import HandWritten, SearchProgress, Stop, Study
+from tasks.sweep.study import HandWritten, SearchEnd, SearchProgress, Study
 from tasks.sweep.trials import Asked, Point, Sheet, Trial, TrialRequest, TrialScores
 
 _BASELINE = 3  # one trial of random search beside so many of the sampler, where a profile does not say
@@ -36,7 +36,7 @@ def score_hand_written(
     Raises:
         Refused: One of them cannot be scored: there is nothing to compare with.
     """
-    requests = [TrialRequest(one.recipe, one.directory) for one in recipes]
+    requests = [TrialRequest(one.recipe, directory=one.directory) for one in recipes]
     scored = score_once(requests, score_all, ledger, directory=directory)
     for one, scores in zip(recipes, scored, strict=True):
         if scores.problem:
@@ -114,7 +114,7 @@ class _Search:
         self._hand_written(hand_written, references)
         start = self.trials[0]
         sampler.begin(Told(self.space.start, start.scores, start.violation))
-        stopped: Stop = "trials"
+        stopped: SearchEnd = "trials"
         generation, budget, asked, drawn = 0, self.settings.budget.trials, 0, 0
         while len(self.trials) < budget:
             points = sampler.ask()
@@ -122,7 +122,9 @@ class _Search:
             kept = points[: budget - len(self.trials) - beside]
             own = [("sampler", point) for point in kept] + [("baseline", point) for point in baseline.draw(beside)]
             race = self._race()
-            requests = [TrialRequest(self.space.recipe_of(point), self.directory, race=race) for _, point in own]
+            requests = [
+                TrialRequest(self.space.recipe_of(point), race=race, directory=self.directory) for _, point in own
+            ]
             if (over := self._is_over(requests)) is not None:
                 stopped = over
                 break
@@ -138,7 +140,7 @@ class _Search:
         self.references = {**references, HAND_WRITTEN: sheets[recipes[0].label]}
         self.sizes = {asked: len(sheets[recipes[0].label][asked]) for asked in self.objective.asked}
         for number, one in enumerate(recipes):
-            scores = self.ledger.find(request_key(TrialRequest(one.recipe, one.directory), self.directory))
+            scores = self.ledger.find(request_key(TrialRequest(one.recipe, directory=one.directory), self.directory))
             assert scores is not None
             point = self.space.start if number == 0 else {}
             self._add(self._trial(number, -1, "hand-written", one.label, point, scores), one.recipe, scores)
@@ -168,7 +170,7 @@ class _Search:
         looks = doubling_looks(rule.first)
         return Race(asked, self.objective.weights, looks, rule.error, self.objective.clips, lead)
 
-    def _is_over(self, requests: Sequence[TrialRequest]) -> Stop | None:
+    def _is_over(self, requests: Sequence[TrialRequest]) -> SearchEnd | None:
         """Whether time or money is used up; what was begun is ended, so a resumed search ends there too."""
         heat_keys = [request_key(replace(one, race=self._first_heat()), self.directory) for one in requests]
         keys = [request_key(one, self.directory) for one in requests]
@@ -339,7 +341,7 @@ class _Search:
             )
         )
 
-    def _study(self, stopped: Stop) -> Study:
+    def _study(self, stopped: SearchEnd) -> Study:
         return Study(
             settings=self.settings,
             objective=self.objective,

@@ -12,7 +12,7 @@ from tasks.sweep.settings import SweepSettings
 from tasks.sweep.space import Coordinate
 from tasks.sweep.trials import Asked, Sheet, Trial
 
-Stop = Literal["trials", "hours", "cost"]
+SearchEnd = Literal["trials", "hours", "cost"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Study:
     scored: int
     seconds: Mapping[str, float]
     spent: float | None
-    stopped: Stop
+    stopped: SearchEnd
 
     @property
     def hand_written(self) -> tuple[Trial, ...]:

@@ -34,7 +34,7 @@ Sheet = Mapping[Asked, NDArray[np.float64]]  # [documents of that task that were
 Point = Mapping[str, Value]  # value by name of parameter
 
 
-DocumentSet = Literal["search", "confirmation"]
+SetName = Literal["search", "confirmation"]
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class TrialRequest:
 
     Args:
         recipe: One document, as YAML says it, without holes.
-        directory: Where its relative paths are sought.
-        documents: Which set is asked.
+        set: Which documents it is asked.
         race: What it is held against on the way; None: it is asked everything.
+        directory: Of the recipe.
     """
 
     recipe: Mapping[str, Any]
-    directory: Path | None
-    documents: DocumentSet = "search"
+    set: SetName = "search"
     race: Race | None = None
+    directory: Path | None = None
 
 
 @dataclass(frozen=True)

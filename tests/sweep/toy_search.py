@@ -72,7 +72,7 @@ class ToyModels:
         from scipy.special import ndtri
 
         own = int(hashlib.sha256((recipe_key(request.recipe) + asked.task).encode()).hexdigest()[:12], 16)
-        common = int(hashlib.sha256(f"{request.documents} {asked.task} {self._seed}".encode()).hexdigest()[:12], 16)
+        common = int(hashlib.sha256(f"{request.set} {asked.task} {self._seed}".encode()).hexdigest()[:12], 16)
         shared, alone = (
             np.random.default_rng([seed, self._seed]).standard_normal(self._documents) for seed in (common, own)
         )
