@@ -129,9 +129,9 @@ def heat(share: float) -> Race:
 
 
 def heats(racing: Racing) -> tuple[float, ...]:
-    """Shares of the documents of each round of halving; the last is all."""
+    """Shares of the documents of each round of halving, from about ``racing.first``; the last is all."""
     shares = [1.0]
-    while shares[0] / KEPT > racing.first * (1 - 1e-9):
+    while shares[0] / KEPT > 0.8 * racing.first:
         shares.insert(0, shares[0] / KEPT)
     return tuple(shares)
 
