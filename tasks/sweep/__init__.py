@@ -5,8 +5,10 @@ saw, or nothing is.
 from tasks.sweep.batch import ScoreAll, score_once
 from tasks.sweep.confirmation import Confirmation, Unconfirmed, confirm, nothing_to_confirm
 from tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
+from tasks.sweep.evolve import Converted, NotCarried, profile_of_evolve
 from tasks.sweep.ledger import Ledger, open_ledger, study_key
 from tasks.sweep.objective import HAND_WRITTEN, Objective, objective_of
+from tasks.sweep.optuna_view import Importances, StudyView, importances, open_view, serve_dashboard
 from tasks.sweep.racing import Race, doubling_looks
 from tasks.sweep.search import hand_written_recipes, score_hand_written, search
 from tasks.sweep.settings import SweepSettings
@@ -19,8 +21,11 @@ __all__ = [
     "Asked",
     "Confirmation",
     "ConfirmationPower",
+    "Converted",
     "HandWritten",
+    "Importances",
     "Ledger",
+    "NotCarried",
     "Objective",
     "Race",
     "ScoreAll",
@@ -28,6 +33,7 @@ __all__ = [
     "Sheet",
     "Space",
     "Study",
+    "StudyView",
     "SweepSettings",
     "Trial",
     "TrialRequest",
@@ -37,13 +43,17 @@ __all__ = [
     "confirmation_power",
     "doubling_looks",
     "hand_written_recipes",
+    "importances",
     "make_space",
     "nothing_to_confirm",
     "objective_of",
     "open_ledger",
+    "open_view",
+    "profile_of_evolve",
     "recipe_key",
     "score_hand_written",
     "score_once",
     "search",
+    "serve_dashboard",
     "study_key",
 ]
