@@ -10,16 +10,17 @@ Every scored trial is kept: a sweep that was killed goes on where it was, with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.candidates import SearchedRecipe, candidate_recipes, searched_recipe
-from flows.outcome import RunOutcome, concluded, keep_sweep_page
-from flows.preflight import ClearedCandidate, Problems, preflight_profile
+from flows.outcome import RunOutcome, concluded, keep_sweep
+from flows.preflight import Problems, preflight_profile
 from flows.profile import Profile, load_profile
 from flows.release import make_release
 from merge_core.errors import InvalidInput
@@ -27,14 +28,15 @@ from merge_core.store import state_directory, write_state
 from tasks.checkpoints import PinnedCheckpoint, fetch_weights, pin_checkpoints
 from tasks.evaluation import Scoring
 from tasks.merge import numerics
-from tasks.outside import open_runner
+from tasks.outside import Runner, open_runner
 from tasks.perplexity import WindowSettings
-from tasks.report import SearchStatus, search_line, sweep_content, sweep_sentence
+from tasks.preflight import Evidence
+from tasks.report import sweep_content, sweep_line, sweep_sentence
 from tasks.stage import announce, home, report_stage, runtime, say_progress, store
 from tasks.sweep import (
     Confirmation,
     HandWritten,
-    SearchProgress,
+    Ledger,
     Study,
     SweepSettings,
     TrialSetting,
@@ -42,7 +44,7 @@ from tasks.sweep import (
     Workshop,
     at_start,
     choices_once,
-    doubling_looks,
+    documents_seen_after,
     hand_written_recipes,
     layers_of,
     make_space,
@@ -69,6 +71,40 @@ def sweep(profile: Path | Profile, release: bool = True) -> State[RunOutcome]:
 
 def make_sweep(profile: Profile, *, release: bool = True) -> RunOutcome:
     """The story. Raises whatever a check refuses; that no candidate was confirmed comes back with its report."""
-    settings, recipe = searched_in(profile)
-    cleared = clear_candidates(profile, settings, recipe)
-    ...
+    prepared = prepare_search(profile)
+    with open_runner(profile.runner) as runner:
+        scoring, study_of = prepared.setting.digest(), study_key(prepared.space, prepared.settings)
+        with open_ledger(scoring, study_of, on_wait=lambda: announce("another sweep has these trials; waiting")) as ledger:
+            workshop = replace(prepared, runner=runner, ledger=ledger)
+            power = workshop.power()
+            announce(power.sentence())
+            study = search_for(workshop)
+            verdict = confirm_winner(workshop, study)
+    content = sweep_content(study, verdict, power, workshop, name=profile.name, runner=profile.runner.said())
+    page = keep_sweep(content)
+    if not isinstance(verdict, Confirmation) or not verdict.confirmed:
+        return RunOutcome(status="refused", message=f"no candidate confirmed\n{sweep_sentence(content)}", report=page)
+    winner = study.recipes[verdict.winner]
+    file = keep_winner(profile.name, winner, workshop.directory, sweep_sentence(content))
+    announce(f"confirmed: {sweep_sentence(content)} The winner is {file}")
+    if not release:
+        return RunOutcome(status="passed", message=sweep_sentence(content), location=file, report=page)
+    return make_release(profile.with_recipe(relocated(winner, workshop.directory, profile.root)))
+
+
+def search_for(workshop: Workshop) -> Study:
+    """The search, as a stage that people watch."""
+    with report_stage("search", "") as said:
+        study = workshop.search(lambda progress: say_progress(lambda width: sweep_line(progress, workshop, width)))
+        said.status = "made" if study.scored_now else "cached"
+        said.summary = study.summary()
+    return study
+
+
+def confirm_winner(workshop: Workshop, study: Study) -> Confirmation | Unconfirmed:
+    """The one test, as a stage that people watch."""
+    with report_stage("confirm", "") as said:
+        verdict = workshop.confirm(study)
+        said.status = "made" if verdict.as_verdict().publishable else "refused"
+        said.summary = verdict.sentence()
+    return verdict

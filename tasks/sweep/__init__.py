@@ -2,9 +2,76 @@
 saw, or nothing is.
 """
 
-from tasks.sweep.evidence import SweepEvidence, pin_sweep
+from tasks.sweep.batch import ScoreAll, score_once
+from tasks.sweep.confirmation import Confirmation, Unconfirmed, confirm, nothing_to_confirm
+from tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
+from tasks.sweep.evidence import SweepEvidence, pin_sweep, trial_sets
+from tasks.sweep.evolve import Converted, NotCarried, profile_of_evolve
+from tasks.sweep.ledger import Ledger, open_ledger, study_key
+from tasks.sweep.objective import HAND_WRITTEN, Objective, objective_of
+from tasks.sweep.optuna_view import Importances, StudyView, importances, open_view, serve_dashboard
+from tasks.sweep.racing import Race, doubling_looks, documents_seen_after
+from tasks.sweep.recipes import choices_once, layers_of, recipe_text, relocated
+from tasks.sweep.search import hand_written_recipes, score_hand_written, search
 from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import at_start
-from tasks.sweep.trials import Asked, Sheet, Trial, TrialScores
+from tasks.sweep.space import Space, at_start, make_space, recipe_key
+from tasks.sweep.study import HandWritten, SearchProgress, Study
+from tasks.sweep.trial import TrialSet, TrialSetting, score_model, score_trial
+from tasks.sweep.trials import Asked, Sheet, Trial, TrialRequest, TrialScores
+from tasks.sweep.workshop import Workshop
 
-__all__ = ["Asked", "Sheet", "SweepEvidence", "SweepSettings", "Trial", "TrialScores", "at_start", "pin_sweep"]
+__all__ = [
+    "HAND_WRITTEN",
+    "Asked",
+    "Confirmation",
+    "ConfirmationPower",
+    "Converted",
+    "HandWritten",
+    "Importances",
+    "Ledger",
+    "NotCarried",
+    "Objective",
+    "Race",
+    "ScoreAll",
+    "SearchProgress",
+    "Sheet",
+    "Space",
+    "Study",
+    "StudyView",
+    "SweepEvidence",
+    "SweepSettings",
+    "Trial",
+    "TrialRequest",
+    "TrialScores",
+    "TrialSet",
+    "TrialSetting",
+    "Unconfirmed",
+    "Workshop",
+    "at_start",
+    "choices_once",
+    "confirm",
+    "confirmation_power",
+    "documents_seen_after",
+    "doubling_looks",
+    "hand_written_recipes",
+    "importances",
+    "layers_of",
+    "make_space",
+    "nothing_to_confirm",
+    "objective_of",
+    "open_ledger",
+    "open_view",
+    "pin_sweep",
+    "profile_of_evolve",
+    "recipe_key",
+    "recipe_text",
+    "relocated",
+    "score_hand_written",
+    "score_model",
+    "score_once",
+    "score_trial",
+    "search",
+    "serve_dashboard",
+    "study_key",
+    "trial_sets",
+]

@@ -1,8 +1,9 @@
 """Several candidates scored: what is known already is not asked again, and what goes wrong is told from a bad recipe.
 
-A merge that is refused, or that computes NaN, has no score, and would not have one tomorrow. A worker that died says
-nothing of its candidate: that is scored once more, and has no score only when it happens again. A disk that is full, or
-an input that was changed meanwhile, ends the sweep; it goes on from there.
+A merge that is refused, or that computes NaN, comes back as a result: it has no score, and would not have one tomorrow.
+A worker that died, or ran out of time, says nothing of its candidate: that is scored once more, and has no score only
+when it happens again. A disk that is full, or an input that was changed meanwhile, ends the sweep; it goes on from
+there.
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ def score_once(
             key = list(asked)[number]
             if isinstance(result, _ENDING):
                 raise result
-            if isinstance(result, MergegateError):
-                result = TrialScores({}, problem=_told(result))
             if isinstance(result, Exception):
                 crashed[key] = result
                 continue
@@ -60,6 +59,8 @@ def score_once(
     # One may be a candidate that no process survives; where all of them are, it is not the candidates.
     if crashed and len(crashed) == len(set(keys)) and (len(crashed) > 1 or not len(ledger)):
         first = next(iter(crashed.values()))
+        if isinstance(first, MergegateError):
+            raise first
         raise Refused(
             "sweep",
             found=f"none of {len(crashed)} candidates could be scored: {_told(first)}",
@@ -67,7 +68,7 @@ def score_once(
             remedy="see what ended them (memory?); the sweep goes on where it is",
         ) from first
     for key, error in crashed.items():
-        scores = TrialScores({}, problem=f"ended its process twice: {_told(error)}")
+        scores = TrialScores({}, problem=f"no score in two tries: {_told(error)}")
         ledger.add(key, scores)
         on_scored(scores)
     return tuple(found for key in keys if (found := ledger.find(key)) is not None)

@@ -111,7 +111,7 @@ def request_key(request: TrialRequest, directory: Path | None = None) -> str:
     """Of one trial: recipe, set and race. Where the recipe lies counts only as seen from ``directory``."""
     place = os.path.relpath(request.directory, directory) if request.directory and directory else "."
     race = request.race.digest() if request.race else ""
-    return digest({"recipe": request.recipe, "from": place, "set": request.documents, "race": race})
+    return digest({"recipe": request.recipe, "from": place, "set": request.set, "race": race})
 
 
 def _fits(record: Any) -> bool:

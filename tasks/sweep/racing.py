@@ -108,6 +108,11 @@ def doubling_looks(first: float) -> tuple[float, ...]:
     return (*looks, 1.0)
 
 
+def documents_seen_after(racing: Racing) -> tuple[float, ...]:
+    """Shares of each task's documents that have been asked after each look of a candidate that is not dropped."""
+    return doubling_looks(racing.first) if racing.rule == "paired" else (1.0,)
+
+
 def spent_at(look: int, interim: int, error: float) -> float:
     """Error that is spent at this look of those before the last.
 
@@ -129,9 +134,9 @@ def heat(share: float) -> Race:
 
 
 def heats(racing: Racing) -> tuple[float, ...]:
-    """Shares of the documents of each round of halving; the last is all."""
+    """Shares of the documents of each round of halving, from about ``racing.first``; the last is all."""
     shares = [1.0]
-    while shares[0] / KEPT > racing.first * (1 - 1e-9):
+    while shares[0] / KEPT > 0.8 * racing.first:
         shares.insert(0, shares[0] / KEPT)
     return tuple(shares)
 

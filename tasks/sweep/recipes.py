@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from merge_core import MergePlan
+from merge_core.architecture import stacks
 from tasks.sweep.space import Space
 
 _REFERENCES = ("model", "base_model", "source_model", "tokenizer_source", "source")
@@ -43,6 +45,12 @@ def relocated(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, A
         return moved(node) if isinstance(node, str) and key in (*_REFERENCES, "path") else node
 
     return {name: look(value, str(name)) for name, value in recipe.items()}
+
+
+def layers_of(plan: MergePlan) -> int | None:
+    """Layers of the model that comes out; of several stacks the deepest, which is what gradients run along. None: it
+    has none."""
+    return max(stacks(job.output.name for job in plan.jobs).values(), default=None)
 
 
 def recipe_text(recipe: Mapping[str, Any], comment: str) -> str:

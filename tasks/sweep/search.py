@@ -36,7 +36,7 @@ def score_hand_written(
     Raises:
         Refused: One of them cannot be scored: there is nothing to compare with.
     """
-    requests = [TrialRequest(one.recipe, one.directory) for one in recipes]
+    requests = [TrialRequest(one.recipe, directory=one.directory) for one in recipes]
     scored = score_once(requests, score_all, ledger, directory=directory)
     for one, scores in zip(recipes, scored, strict=True):
         if scores.problem:
@@ -122,7 +122,9 @@ class _Search:
             kept = points[: budget - len(self.trials) - beside]
             own = [("sampler", point) for point in kept] + [("baseline", point) for point in baseline.draw(beside)]
             race = self._race()
-            requests = [TrialRequest(self.space.recipe_of(point), self.directory, race=race) for _, point in own]
+            requests = [
+                TrialRequest(self.space.recipe_of(point), race=race, directory=self.directory) for _, point in own
+            ]
             if (over := self._is_over(requests)) is not None:
                 stopped = over
                 break
@@ -138,7 +140,7 @@ class _Search:
         self.references = {**references, HAND_WRITTEN: sheets[recipes[0].label]}
         self.sizes = {asked: len(sheets[recipes[0].label][asked]) for asked in self.objective.asked}
         for number, one in enumerate(recipes):
-            scores = self.ledger.find(request_key(TrialRequest(one.recipe, one.directory), self.directory))
+            scores = self.ledger.find(request_key(TrialRequest(one.recipe, directory=one.directory), self.directory))
             assert scores is not None
             point = self.space.start if number == 0 else {}
             self._add(self._trial(number, -1, "hand-written", one.label, point, scores), one.recipe, scores)

@@ -129,6 +129,8 @@ class SweepSettings(_Settings):
     sigma: float = Field(default=0.2, gt=0, le=1, description="cma: first step, as a share of each range.")
     baseline: int | None = Field(default=None, ge=0, description="Trials of random search beside; absent: a quarter.")
     documents: SetSizes = SetSizes()
-    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="One-sided, of the one confirmation.")
+    confidence: float = Field(
+        default=0.975, gt=0.5, lt=1, description="One-sided, of the one confirmation: 0.975 is 0.95 two-sided."
+    )
     budget: Budget = Budget()
     racing: Racing = Racing()

@@ -5,7 +5,7 @@ merged tensor by tensor into the network (``network``) and answers (``questions`
 that the engine would write for the same recipe and seed::
 
     setting = TrialSetting(parents=pinned, sets={"search": TrialSet(tasks=...)}, asked=..., scoring=Scoring())
-    scores = score_trial(setting, TrialRequest(recipe={"merge_method": "ties", ...}, documents="search"))
+    scores = score_trial(setting, TrialRequest(recipe={"merge_method": "ties", ...}, set="search"))
     scores.sheet[Asked("reverse", "log_likelihood")]            # one number a document
 
 It does not matter which process is asked, nor what it was asked before.
@@ -163,7 +163,7 @@ def score_model(setting: TrialSetting, name: str, which: AskedSet = "search") ->
     Raises:
         InvalidInput: There is no such parent; or as :func:`score_trial`.
     """
-    return score_trial(setting, replace(setting.as_it_is(name), documents=which))
+    return score_trial(setting, replace(setting.as_it_is(name), set=which))
 
 
 def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:
@@ -254,7 +254,7 @@ class _Place:
         assert network is not None, "it was filled"
         looks = request.race.looks if request.race else self.setting.looks
         with watch.on("questions"):
-            questions = self._questions_for(network, request.documents, looks)
+            questions = self._questions_for(network, request.set, looks)
         sheet: Sheet = {}
         dropped = False
         with watch.on("score"):

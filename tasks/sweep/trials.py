@@ -43,15 +43,15 @@ class TrialRequest:
 
     Args:
         recipe: One document, as YAML says it, without holes.
-        directory: Where its relative paths are sought; None: it has none.
-        documents: Which set is asked.
+        set: Which documents it is asked.
         race: What it is held against on the way; None: it is asked everything.
+        directory: What its relative paths are relative to; None: it has none.
     """
 
     recipe: Mapping[str, Any]
-    directory: Path | None = None
-    documents: AskedSet = "search"
+    set: AskedSet = "search"
     race: Race | None = None
+    directory: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Workshop:
         if nothing is not None or study.best is None:
             return nothing or Unconfirmed(why="there is no candidate")
         recipes = [study.recipes[trial.number] for trial in (study.best, study.reference)]
-        requests = [TrialRequest(recipe, self.directory, documents="confirmation") for recipe in recipes]
+        requests = [TrialRequest(recipe, set="confirmation", directory=self.directory) for recipe in recipes]
         winner, reference = self._sheets(requests, "the confirmation")
         return confirm(study, winner, reference)
 

@@ -31,7 +31,7 @@ def study_of(objective: Objective, searched: float = 0.9, by_hand: float = 0.8, 
         for number, one in enumerate((reference, best))
     }
     return Study(
-        settings=toy_settings(),
+        settings=toy_settings(confidence=0.95),
         objective=objective,
         coordinates=(),
         trials=(reference, best),

@@ -93,14 +93,14 @@ def test_time_that_was_used_is_that_of_all_runs_of_a_study(tmp_path: Path) -> No
 def test_a_request_is_known_by_recipe_set_race_and_place(tmp_path: Path) -> None:
     recipe: dict[str, Any] = {"merge_method": "linear", "models": ["a"]}
     requests = [
-        TrialRequest(recipe, tmp_path),
-        TrialRequest({**recipe, "models": ["b"]}, tmp_path),
-        TrialRequest(recipe, tmp_path, "confirmation"),
-        TrialRequest(recipe, tmp_path, "search", heat(0.5)),
-        TrialRequest(recipe, tmp_path / "other"),
+        TrialRequest(recipe, directory=tmp_path),
+        TrialRequest({**recipe, "models": ["b"]}, directory=tmp_path),
+        TrialRequest(recipe, "confirmation", directory=tmp_path),
+        TrialRequest(recipe, "search", heat(0.5), tmp_path),
+        TrialRequest(recipe, directory=tmp_path / "other"),
     ]
     assert len({request_key(one, tmp_path) for one in requests}) == len(requests)
-    moved = TrialRequest(dict(reversed(recipe.items())), tmp_path / "moved")
+    moved = TrialRequest(dict(reversed(recipe.items())), directory=tmp_path / "moved")
     assert request_key(moved, tmp_path / "moved") == request_key(requests[0], tmp_path)
 
 

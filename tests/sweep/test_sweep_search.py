@@ -170,15 +170,8 @@ def test_a_candidate_without_a_score_is_a_trial_that_ranks_last(tmp_path: Path) 
     class Partly(ToyModels):
         def one(self, request: TrialRequest) -> TrialScores:
             if request.recipe["models"][0]["parameters"]["weight"] > 1.05:
-                raise InvalidInput("r.yaml", found="too much")
+                return TrialScores({}, problem="too much")
             return super().one(request)
-
-        def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-            for number, request in enumerate(requests):
-                try:
-                    yield number, self.one(request)
-                except InvalidInput as error:
-                    yield number, error
 
     study = run_toy(Partly(), tmp_path)
     failed = [trial for trial in study.trials if trial.problem]
@@ -216,11 +209,32 @@ def test_a_dead_worker_costs_one_more_try_and_a_dead_machine_the_run(tmp_path: P
         run_toy(full, tmp_path / "d")
 
 
-def test_a_hand_written_recipe_without_a_score_ends_the_sweep_before_it_begins(tmp_path: Path) -> None:
-    def refused(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        yield from ((number, InvalidInput("ties", found="no base")) for number in range(len(requests)))
+def test_one_candidate_that_no_process_survives_is_a_trial_without_a_score(tmp_path: Path) -> None:
+    class Fatal(ToyModels):
+        def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+            for number, result in super().__call__(requests):
+                is_fatal = requests[number].recipe["models"][0]["parameters"]["weight"] > 1.3
+                yield number, (InvalidInput("scoring", found="the process died") if is_fatal else result)
 
-    with pytest.raises(Refused, match="hand-written recipe ties") as caught:
+    study = run_toy(Fatal(), tmp_path)
+    assert {trial.problem.partition(":")[0] for trial in study.trials} == {"", "no score in two tries"}
+    assert said(run_toy(Fatal(), tmp_path).trials) == said(study.trials)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (TrialScores({}, problem="no base"), "hand-written recipe ties: no score: no base"),
+        (Refused("scoring", found="took longer than 60 s"), "took longer"),
+    ],
+)
+def test_a_hand_written_recipe_without_a_score_ends_the_sweep_before_it_begins(
+    result: TrialScores | Exception, message: str, tmp_path: Path
+) -> None:
+    def refused(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+        yield from ((number, result) for number in range(len(requests)))
+
+    with pytest.raises(Refused, match=message) as caught:
         run_toy(refused, tmp_path)
     assert caught.value.exit_code == 3
 

@@ -215,7 +215,7 @@ def test_what_was_asked_before_changes_nothing(setting: TrialSetting) -> None:
     first = score_trial(setting, TrialRequest(ties(0.8)))  # loaded from files
     score_trial(setting, TrialRequest(ties(0.3, 0.2, "dare_ties")))
     again = score_trial(setting, TrialRequest(ties(0.8)))  # copied in
-    score_trial(setting, TrialRequest(ties(), documents="confirmation"))
+    score_trial(setting, TrialRequest(ties(), set="confirmation"))
     third = score_trial(setting, TrialRequest(ties(0.8)))
     assert same(first, again)
     assert same(first, third)

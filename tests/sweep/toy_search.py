@@ -71,8 +71,10 @@ class ToyModels:
         """Right where a normal variate, partly the document's own, lies below the quantile of the quality."""
         from scipy.special import ndtri
 
-        own = int(hashlib.sha256((recipe_key(request.recipe) + asked.task).encode()).hexdigest()[:12], 16)
-        common = int(hashlib.sha256(f"{request.documents} {asked.task} {self._seed}".encode()).hexdigest()[:12], 16)
+        own = int(
+            hashlib.sha256((f"{recipe_key(request.recipe)} {request.set} {asked.task}").encode()).hexdigest()[:12], 16
+        )
+        common = int(hashlib.sha256(f"{request.set} {asked.task} {self._seed}".encode()).hexdigest()[:12], 16)
         shared, alone = (
             np.random.default_rng([seed, self._seed]).standard_normal(self._documents) for seed in (common, own)
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -25,3 +28,16 @@ def installed(package: str, extra: str = "sweep") -> Any:
             expected=f"the extra '{extra}'",
             remedy=f"pip install mergegate[{extra}]",
         ) from None
+
+
+@contextmanager
+def quiet(optuna: Any) -> Iterator[None]:
+    """Optuna tells every trial to standard error, and warns of what is experimental."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)

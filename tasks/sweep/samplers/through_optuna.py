@@ -7,16 +7,14 @@ same is asked again.
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tasks.sweep.objective import Objective
 from tasks.sweep.samplers.contract import Told
-from tasks.sweep.samplers.extras import installed
+from tasks.sweep.samplers.extras import installed, quiet
 from tasks.sweep.space import Space
 from tasks.sweep.trials import Point
 
@@ -41,7 +39,7 @@ class OptunaSearch:
         self._worst: list[float] = []
         self._asked: list[Any] = []
         samplers = self._optuna.samplers
-        with _quiet(self._optuna):
+        with quiet(self._optuna):
             sampler = {
                 "tpe": lambda: samplers.TPESampler(seed=seed, constant_liar=True, multivariate=True),
                 "gp": lambda: samplers.GPSampler(seed=seed, deterministic_objective=False),
@@ -60,12 +58,12 @@ class OptunaSearch:
             return
         unit = dict(zip(self._distributions, self._space.encode(start.point), strict=True))
         self._study.enqueue_trial({name: self._as_asked(name, float(at)) for name, at in unit.items()})
-        with _quiet(self._optuna):
+        with quiet(self._optuna):
             self._told(self._study.ask(self._distributions), start)
 
     def ask(self) -> list[Point]:
         """``size`` points."""
-        with _quiet(self._optuna):
+        with quiet(self._optuna):
             self._asked = [self._study.ask(self._distributions) for _ in range(self._size)]
         return [
             self._space.decode([self._unit(name, one.params[name]) for name in self._distributions])
@@ -74,7 +72,7 @@ class OptunaSearch:
 
     def tell(self, scored: Sequence[Told]) -> None:
         """In the order in which they were asked."""
-        with _quiet(self._optuna):
+        with quiet(self._optuna):
             for trial, told in zip(self._asked, scored, strict=True):
                 self._told(trial, told)
 
@@ -106,16 +104,3 @@ class OptunaSearch:
 
     def _choices(self, name: str) -> int:
         return next(one.choices for one in self._space.coordinates if one.name == name)
-
-
-@contextmanager
-def _quiet(optuna: Any) -> Iterator[None]:
-    """Optuna tells every trial to standard error, and warns of what is experimental."""
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        optuna.logging.set_verbosity(before)

@@ -1,0 +1,51 @@
+"""A small edition of ``benchmarks/sweep_simulation.py``: sweeps of noise are not confirmed; racing loses nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "sweep_simulation.py"
+
+
+@pytest.fixture(scope="module")
+def simulation() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sweep_simulation", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sweep_simulation"] = module  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_of_a_hundred_sweeps_of_noise_no_candidate_is_confirmed_in_95(simulation: ModuleType) -> None:
+    one = simulation.lies(
+        simulation.KINDS["exact match, wide"], 100, {"search": 100, "confirmation": 400}, budget={"trials": 30}
+    )
+    assert one.confirmed <= 5
+    # Where winners are chosen, every other one would be.
+    assert one.on_search >= 20
+    assert one.optimism > 0.04
+
+
+@pytest.mark.parametrize("rule", ["paired", "halving"])
+def test_racing_saves_documents_and_finds_as_good_a_winner(rule: str, simulation: ModuleType) -> None:
+    kind, documents = simulation.KINDS["exact match, wide"], {"search": 400, "confirmation": 400}
+    scores: dict[str, list[float]] = {rule: [], "none": []}
+    asked = dict.fromkeys(scores, 0)
+    dropped = ahead = 0
+    for seed in range(8):
+        for one, found in scores.items():
+            models = simulation.DrawnModels(kind, documents, seed)
+            study = simulation.sweep(models, simulation.settings_of(kind, seed=seed, racing={"rule": one}))
+            found.append(models.true_score(study.recipes[study.best.number]))
+            asked[one] += models.asked
+            dropped, ahead = dropped + models.ahead_dropped, ahead + models.ahead
+    assert asked[rule] < (0.85 if rule == "paired" else 0.6) * asked["none"]
+    assert sum(scores[rule]) / 8 > sum(scores["none"]) / 8 - 0.01
+    assert dropped <= 0.05 * ahead
