@@ -16,11 +16,11 @@ from tasks.report.sweep.canvas import (
     DASHED,
     NARROW,
     WIDE,
-    WINNER,
     Axis,
     Drawing,
     Key,
     blank,
+    key_of_winner,
     keys_of_trials,
     legend,
     mark,
@@ -163,7 +163,7 @@ def _keys(content: SweepContent, scored: Sequence[Trial], objective: int, axis: 
     factor = content.objectives[objective].factor
     keys = keys_of_trials(scored, sampler=sampler, objective=objective, axis=axis, factor=factor)
     if content.winner is not None:
-        keys.append(WINNER)
+        keys.append(key_of_winner(content))
     if any(parameter.start is not None for parameter in content.parameters):
         keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **DASHED))
     return keys

@@ -86,6 +86,11 @@ def sweep_consequence(content: SweepContent) -> str:
     return "Nothing is released. The best hand-written recipe remains what is known to be best."
 
 
+def winner_word(content: SweepContent) -> str:
+    """What the best trial is called: only of a search that is over it has won."""
+    return "winner" if content.finished else "best so far"
+
+
 def gain_text(content: SweepContent) -> str:
     """'0.0021 nats a token [0.0016, 0.0026]': the size of the difference, and its interval with its signs."""
     test = content.confirmation
