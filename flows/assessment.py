@@ -1,15 +1,16 @@
 """Assessing a merge: perplexity, then the tasks, then more of those tasks that are not decided, and the verdict.
 
 The tasks of a look are run one after another, what decides most per second first; when one is lost for good, those that
-have not been run are left out.
+have not been run are left out. What cannot be left out goes to a runner together (models side by side, and tasks that
+nothing guards): it is asked what would have been asked one by one, so nothing that is decided here depends on it.
 
 The same for a release and for a comparison of any two models: nothing here knows where they come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from merge_core.store import Artifact, StoredValue
 from tasks.checkpoints import Model, PinnedCheckpoint
@@ -39,12 +40,16 @@ from tasks.gate import (
     soonest_decided,
     undecided_tasks,
 )
+from tasks.outside import Runner, here
 from tasks.perplexity import Likelihoods, ensemble_likelihoods, perplexity
 from tasks.preflight import Evidence, planned_looks, planned_tasks
 from tasks.stage import runtime
 
 # By model, the parts of each task.
 AllScores = dict[str, list[Artifact[Scores]]]
+
+I = TypeVar("I")  # noqa: E741  # an item of a runner; R its result
+R = TypeVar("R")
 
 
 class Assessment(NamedTuple):
@@ -56,20 +61,27 @@ class Assessment(NamedTuple):
 
 
 def assess_merge(
-    merge: Model, parents: Sequence[Model], champion: Model | None, evidence: Evidence, anchor: Model | None = None
+    merge: Model,
+    parents: Sequence[Model],
+    champion: Model | None,
+    evidence: Evidence,
+    anchor: Model | None = None,
+    runner: Runner | None = None,
 ) -> Assessment:
     """Measure all models as far as it takes to decide about the merge, and decide.
 
     Args:
         champion: The release that is published today; None before the first one.
         anchor: The release that the profile anchors the champion's guards to; None where that is the champion.
+        runner: Who measures; None: this process, one model after another.
     """
+    runner = runner or here()
     rule, limits = evidence.rule, evidence.limits
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
     refusals = refused_by(anchor.digest, but=merge.digest) if anchor else 0
     stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
     # Perplexity takes seconds and sees a broken merge at once; then the costly tasks are not worth running.
-    likelihoods = measure_perplexity((*parents, merge), evidence)
+    likelihoods = measure_perplexity((*parents, merge), evidence, runner)
     compared = (
         {name: likelihoods[name] for name in (*_parents_for(limits.reference, parents), merge.name) if likelihoods}
         if limits
@@ -95,7 +107,7 @@ def assess_merge(
     look = {task: planned[0] for task, planned in plan.items()}
     looked_at = tuple(plan)
     while True:
-        scores, waiting = run_look(models, looked_at, evidence, look, scores, is_lost)
+        scores, waiting = run_look(models, looked_at, evidence, look, scores, is_lost, runner)
         verdict = gate(guards, scores, compared, limits, rule, waiting=waiting, **judging)
         if not (looked_at := undecided_tasks(verdict.value)):
             if anchor and anchor_refused(verdict.value):
@@ -112,12 +124,12 @@ def ensemble_of(parents: Sequence[PinnedCheckpoint], evidence: Evidence) -> Arti
     return ensemble_likelihoods(members, evidence.documents, evidence.windows, runtime())
 
 
-def measure_perplexity(models: Sequence[Model], evidence: Evidence) -> dict[str, Artifact[Likelihoods]]:
+def measure_perplexity(models: Sequence[Model], evidence: Evidence, runner: Runner) -> dict[str, Artifact[Likelihoods]]:
     """Likelihoods of the held-out text by model; empty when the profile names no text."""
-    documents, windows = evidence.documents, evidence.windows
-    if documents is None or windows is None:
+    if evidence.documents is None or evidence.windows is None:
         return {}
-    return {model.name: perplexity(model, documents, windows, runtime()) for model in models}
+    asked = [_Reading(model, evidence) for model in models]
+    return {one.model.name: found for one, found in zip(asked, _all(runner, _read, asked), strict=True)}
 
 
 def run_look(
@@ -127,6 +139,7 @@ def run_look(
     look: Mapping[str, int],
     before: AllScores,
     is_lost: Callable[[str, AllScores], bool],
+    runner: Runner,
 ) -> tuple[AllScores, tuple[str, ...]]:
     """Scores of all models after a look, and the tasks that were not run because another is lost; both in the order of
     the profile, in whatever order they were run.
@@ -140,28 +153,95 @@ def run_look(
         look: Documents of each after it.
         before: Scores after the look before.
         is_lost: Whether the guards on a task have failed for good, with scores that are known so far.
+        runner: Who scores.
     """
     tasks = [task for task in evidence.tasks if task.name in names]
     order = _in_order(tasks, models, evidence, look)
 
-    def evaluated(model: Model, task: EvalTask) -> list[Artifact[Scores]]:
-        return evaluate_to(model, task, evidence.scoring, look[task.name], runtime())
+    def asked(model: Model, task: EvalTask) -> _Scoring:
+        return _Scoring(model, task, evidence, look[task.name])
 
     if not find_backend(evidence.scoring.backend).frees_memory:
         # Each model has a process of its own and takes minutes to load: references are asked all their tasks at once.
-        for model in models[:-1]:
-            for task, _ in order:
-                if _is_asked(model, task, evidence):
-                    evaluated(model, task)
+        references = [asked(model, task) for model in models[:-1] for task, _ in order]
+        _all(runner, _score, [one for one in references if _is_asked(one.model, one.task, evidence)])
     scores, unchecked = before, list[str]()
-    for at, (task, missing) in enumerate(order):
+    for together in _side_by_side(order, evidence) if runner.side_by_side else ([one] for one in order):
+        missing = any(count for _, count in together)
         if missing and any(is_lost(one, scores) for one in unchecked):
-            left_out = {other.name for other, _ in order[at:]}
+            left_out = {other.name for other, _ in order[order.index(together[0]) :]}
             return scores, tuple(task.name for task in tasks if task.name in left_out)
-        unchecked = [task.name] if missing else [*unchecked, task.name]
-        new = {model.name: evaluated(model, task) for model in models if _is_asked(model, task, evidence)}
-        scores = {name: _with(parts, task.name, new.get(name, ()), evidence.tasks) for name, parts in scores.items()}
+        each = [asked(model, task) for task, _ in together for model in models if _is_asked(model, task, evidence)]
+        found = _all(runner if missing else here(), _score, each)
+        for task, count in together:
+            unchecked = [task.name] if count else [*unchecked, task.name]
+            new = {one.model.name: parts for one, parts in zip(each, found, strict=True) if one.task is task}
+            scores = {
+                name: _with(parts, task.name, new.get(name, ()), evidence.tasks) for name, parts in scores.items()
+            }
     return scores, ()
+
+
+def _side_by_side(order: Sequence[tuple[EvalTask, int]], evidence: Evidence) -> Iterator[list[tuple[EvalTask, int]]]:
+    """Tasks that can be asked together: whatever those before come to, the next would be asked as well."""
+    guarded = {guard.task for guard in evidence.guards}
+    group: list[tuple[EvalTask, int]] = []
+    for task, missing in order:
+        if group and (not missing or any(not count or other.name in guarded for other, count in group)):
+            yield group
+            group = []
+        group.append((task, missing))
+    if group:
+        yield group
+
+
+class _Reading(NamedTuple):
+    """The held-out text under one model, to be read."""
+
+    model: Model
+    evidence: Evidence
+
+
+class _Scoring(NamedTuple):
+    """One model on the first documents of one task, to be scored."""
+
+    model: Model
+    task: EvalTask
+    evidence: Evidence
+    documents: int
+
+
+# Of this module, so that other processes find them.
+
+
+def _read(one: _Reading) -> Artifact[Likelihoods]:
+    documents, windows = one.evidence.documents, one.evidence.windows
+    assert documents is not None
+    assert windows is not None  # or there was nothing to read
+    return perplexity(one.model, documents, windows, runtime())
+
+
+def _score(one: _Scoring) -> list[Artifact[Scores]]:
+    return evaluate_to(one.model, one.task, one.evidence.scoring, one.documents, runtime())
+
+
+def _all(runner: Runner, function: Callable[[I], R], items: Sequence[I]) -> list[R]:
+    """Results in the order of ``items``. Raises what the first of them raises that fails; the others go on until then,
+    and what they have done is in the store."""
+    results: dict[int, R] = {}
+    failures: dict[int, Exception] = {}
+    for at, result in runner.each(function, items):
+        if isinstance(result, Exception):
+            failures[at] = result
+            if all(before in results for before in range(at)):
+                break  # nothing that is still to come is raised in its place
+        else:
+            results[at] = result
+            if failures and all(before in results for before in range(min(failures))):
+                break
+    if failures:
+        raise failures[min(failures)]
+    return [results[at] for at in range(len(items))]
 
 
 def _with(

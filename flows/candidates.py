@@ -11,7 +11,7 @@ import yaml
 
 from merge_core import Recipe, load_recipe
 from merge_core.errors import InvalidInput
-from merge_core.parsing import parse_yaml
+from merge_core.parsing import parse_yaml, read_yaml
 from merge_core.recipe import apply_overrides
 
 # In a profile: a file, or the same inline; a remedy may also be changes of the profile's own recipe.
@@ -39,13 +39,55 @@ class Candidate:
         return documents[0] if len(documents) == 1 else None
 
 
-def candidate_recipes(own: Written, remedies: Sequence[Written], root: Path, where: str) -> tuple[Candidate, ...]:
+@dataclass(frozen=True)
+class SearchedRecipe:
+    """A recipe in which some values are to be searched for.
+
+    Args:
+        document: As its YAML says it, with ``$name`` for what is free.
+        directory: What its paths are relative to.
+        where: What messages call it.
+    """
+
+    document: Mapping[str, Any]
+    directory: Path
+    where: str
+
+
+def searched_recipe(written: Written, root: Path, where: str) -> SearchedRecipe:
+    """Read a recipe whose holes are still open; a relative path is relative to ``root``.
+
+    Raises:
+        InvalidInput: For a file that is not there, is no YAML, or has not one document.
+    """
+    if not isinstance(written, Path):
+        return SearchedRecipe(written, root, f"{where}: recipe")
+    file = root / written
+    documents = read_yaml(file, "a recipe (YAML)")
+    if len(documents) != 1 or not isinstance(documents[0], Mapping):
+        raise InvalidInput(
+            str(file),
+            found=f"{len(documents)} documents" if len(documents) != 1 else type(documents[0]).__name__,
+            expected="one mapping: a sweep searches in a recipe of one document",
+        )
+    return SearchedRecipe(documents[0], file.parent, str(file))
+
+
+def candidate_recipes(
+    own: Written | SearchedRecipe, remedies: Sequence[Written], root: Path, where: str
+) -> tuple[Candidate, ...]:
     """The recipe ``own`` and its remedies; relative paths are relative to ``root``.
+
+    Args:
+        own: Of a recipe that is searched, one whose holes are filled.
 
     Raises:
         InvalidInput: For a recipe that cannot mean anything, or a change that does not fit the recipe.
     """
-    first = _candidate(own, "", root, f"{where}: recipe")
+    if isinstance(own, SearchedRecipe):
+        first = _inline(own.document, "", own.directory, own.where)
+    else:
+        first = _candidate(own, "", root, f"{where}: recipe")
     found = [first]
     for position, remedy in enumerate(remedies):
         place = f"{where}: remedies[{position}]"

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.states import Completed, Failed
 
 from flows.assessment import Assessment, assess_merge
-from flows.outcome import RunOutcome, reported_outcome, show_in_prefect, stopped_outcome
+from flows.outcome import RunOutcome, concluded, reported_outcome
 from flows.profile import Profile, load_profile
-from merge_core.errors import InvalidInput, MergegateError
+from merge_core.errors import InvalidInput
 from tasks.checkpoints import (
     PinnedCheckpoint,
     ResolvedCheckpoint,
@@ -34,9 +32,10 @@ from tasks.checkpoints import (
 )
 from tasks.evaluation import join_parts, pin_data
 from tasks.gate import distinct_guards
+from tasks.outside import open_runner
 from tasks.preflight import Evidence
 from tasks.report import Library, ReportContent, ReportedModel, write_report
-from tasks.stage import ProgressLog, is_watched, store, versions, watched_by
+from tasks.stage import store, versions
 
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval")
 
@@ -50,15 +49,7 @@ def compare(reference: str, candidate: str, profile: Path | Profile) -> State[Ru
         candidate: The checkpoint that is judged.
         profile: A profile file, relative to the project, or a whole profile. Its recipe and target play no part.
     """
-    with nullcontext() if is_watched() else watched_by(ProgressLog(get_run_logger())):
-        try:
-            outcome = make_comparison(reference, candidate, load_profile(profile))
-        except MergegateError as error:
-            outcome = stopped_outcome(error)
-    show_in_prefect(outcome, "comparison")
-    if outcome.exit_code:
-        return Failed(name="Refused", message=outcome.message, data=outcome)
-    return Completed(name="Passed", message=outcome.message, data=outcome)
+    return concluded(lambda: make_comparison(reference, candidate, load_profile(profile)), "comparison")
 
 
 def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutcome:
@@ -69,7 +60,8 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
     fetch_weights(found, store().hashes)
     models = loadable(pin_checkpoints(found, store().hashes))
 
-    measured = assess_merge(models[1], models[:1], None, evidence)
+    with open_runner(profile.runner) as runner:
+        measured = assess_merge(models[1], models[:1], None, evidence, runner=runner)
     verdict = measured.verdict.value
 
     content = comparison_content(profile, models, measured)

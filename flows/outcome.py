@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
+from prefect import get_run_logger
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Failed
 from pydantic import BaseModel, ConfigDict
 
 from flows.attempt import AlreadyReleased, Attempt, FailedMerge
 from flows.profile import Profile
 from merge_core.errors import MergegateError, Refused
-from merge_core.store import Artifact, StoredValue, state_directory, write_state
+from merge_core.store import Artifact, StoredValue, refusing_disk, state_directory, write_state
 from tasks.evaluation import join_parts
 from tasks.explain import Explanation, untried
 from tasks.gate import GateVerdict
@@ -33,7 +37,7 @@ from tasks.report import (
     render,
 )
 from tasks.serve import ServedModels
-from tasks.stage import Outcome, home, versions
+from tasks.stage import Outcome, ProgressLog, home, is_watched, versions, watched_by
 
 RunStatus = Literal["released", "nothing new", "passed", "refused", "invalid"]
 
@@ -64,6 +68,25 @@ class RunOutcome(BaseModel):
 def stopped_outcome(error: MergegateError) -> RunOutcome:
     """The end of a run that a check refused, or whose input could not mean anything."""
     return RunOutcome(status="refused" if isinstance(error, Refused) else "invalid", message=str(error))
+
+
+def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
+    """The end of a flow: what ``make`` returns, or what it refuses, as Prefect's state and on its pages.
+
+    Args:
+        make: The story of the flow. Stages that it runs are watched by Prefect's log, unless somebody watches already.
+        name: Of the profile.
+    """
+    with nullcontext() if is_watched() else watched_by(ProgressLog(get_run_logger())):
+        try:
+            with refusing_disk(home()):
+                outcome = make()
+        except MergegateError as error:
+            outcome = stopped_outcome(error)
+    show_in_prefect(outcome, name)
+    if outcome.exit_code:
+        return Failed(name="Refused", message=outcome.message, data=outcome)
+    return Completed(name=outcome.status.title().replace(" ", ""), message=outcome.message, data=outcome)
 
 
 def reported_outcome(content: ReportContent, report: Artifact[Report], release: Release | None) -> RunOutcome:

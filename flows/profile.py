@@ -10,13 +10,14 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from flows.candidates import Candidate, Written, candidate_recipes
+from flows.candidates import Candidate, SearchedRecipe, Written, candidate_recipes, searched_recipe
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import read_yaml
 from merge_core.store import HashMemo
@@ -25,11 +26,13 @@ from tasks.evaluation import find_backend
 from tasks.gate import EvaluateSettings
 from tasks.judge import JudgeSettings
 from tasks.merge import MergeSettings
+from tasks.outside import RunnerSettings
 from tasks.perplexity import PerplexitySettings
 from tasks.preflight import CodeSettings, Evidence, TokenizerSettings, check_references, pin_evidence
 from tasks.preflight.licenses import LicenseSettings
 from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
+from tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep
 
 
 class ProfileSection(BaseModel):
@@ -60,7 +63,15 @@ class Profile(ProfileSection):
     remedies: tuple[Written, ...] = Field(
         default=(), description="Tried in order when the gate refuses: changes ('density: 0.3'), or another recipe."
     )
+    runner: RunnerSettings = Field(
+        default=RunnerSettings(), description="Where models are measured side by side; absent: here, one after another."
+    )
     publish: Target | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
+    sweep: SweepSettings | None = Field(
+        default=None,
+        description="What is free in the recipe, and what it is searched for ('mergegate sweep'). A release takes the "
+        "hand-written values, and is measured on documents that no search looks at.",
+    )
     root: Path = Field(default=Path(), description="Directory that relative paths are relative to.")
 
     def headline(self) -> str:
@@ -92,7 +103,19 @@ class Profile(ProfileSection):
 
     @cached_property
     def _candidates(self) -> tuple[Candidate, ...]:
-        return candidate_recipes(self.recipe, self.remedies, self.root, f"profile {self.name}")
+        own: Written | SearchedRecipe = self.recipe
+        if self.sweep:
+            searched = self.searched_recipe()
+            own = replace(searched, document=at_start(searched.document, self.sweep, searched.where))
+        return candidate_recipes(own, self.remedies, self.root, f"profile {self.name}")
+
+    def searched_recipe(self) -> SearchedRecipe:
+        """The recipe with its holes open.
+
+        Raises:
+            InvalidInput: for a recipe that cannot be read, or of several documents.
+        """
+        return searched_recipe(self.recipe, self.root, f"profile {self.name}")
 
     def check_references(self, parents: Sequence[ResolvedCheckpoint]) -> None:
         """See that every guard, and the judge, holds the merge against a model that there is.
@@ -109,7 +132,23 @@ class Profile(ProfileSection):
             InvalidInput: for a guard, a task or a file that is not there.
         """
         self.check_references(parents)
-        return pin_evidence(self.evaluate, self.perplexity, self.judge, self.root, hashes)
+        evidence = pin_evidence(self.evaluate, self.perplexity, self.judge, self.root, hashes)
+        if self.sweep is None:
+            return evidence
+        swept = self.pin_sweep(evidence, hashes)
+        return evidence._replace(
+            tasks=swept.left_for_the_gate(evidence.tasks), documents=swept.text_of("gate") or evidence.documents
+        )
+
+    def pin_sweep(self, evidence: Evidence, hashes: HashMemo) -> SweepEvidence:
+        """What the sweep asks about, by content, and how the documents are divided.
+
+        Raises:
+            InvalidInput: for a task that is not there, or terms that contradict each other.
+        """
+        assert self.sweep is not None
+        guarded = {guard.task: guard.cluster_by for guard in (self.evaluate.tasks if self.evaluate else ())}
+        return pin_sweep(self.sweep, evidence.documents, guarded, self.root, hashes)
 
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
         """In which the models will be loaded on this machine to be measured."""

@@ -12,13 +12,11 @@ in seconds, a changed threshold runs only the gate. Whatever refuses says where,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from prefect import flow, get_run_logger
+from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.states import Completed, Failed
 
 from flows.assessment import assess_merge, ensemble_of
 from flows.attempt import AlreadyReleased, Attempt, FailedMerge, FurtherJudgement, JudgedMerge
@@ -26,24 +24,23 @@ from flows.judgements import judge_answers, serve_merge
 from flows.outcome import (
     RunOutcome,
     already_released,
+    concluded,
     report_content,
     reported_outcome,
-    show_in_prefect,
-    stopped_outcome,
 )
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
-from merge_core.errors import ChangedInput, DiskRefused, MergegateError, Refused
-from merge_core.store import refusing_disk
+from merge_core.errors import ChangedInput, DiskRefused, Refused
 from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
 from tasks.merge import merge, merged_model, numerics, router_rows, with_gates
+from tasks.outside import Runner, open_runner
 from tasks.preflight import Evidence
 from tasks.publish import publish
 from tasks.releases import find_anchor, find_champion
 from tasks.report import write_report
-from tasks.stage import ProgressLog, announce, home, is_watched, store, watched_by
+from tasks.stage import announce, store
 
 # What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
 # money and a server minutes: only for what would otherwise be published.
@@ -57,25 +54,18 @@ def release(profile: Path | Profile) -> State[RunOutcome]:
     Args:
         profile: A profile file, relative to the project, or a whole profile.
     """
-    with nullcontext() if is_watched() else watched_by(ProgressLog(get_run_logger())):
-        try:
-            with refusing_disk(home()):
-                outcome = make_release(load_profile(profile))
-        except MergegateError as error:
-            outcome = stopped_outcome(error)
-    show_in_prefect(outcome, profile.name if isinstance(profile, Profile) else profile.stem)
-    if outcome.exit_code:
-        return Failed(name="Refused", message=outcome.message, data=outcome)
-    return Completed(name=outcome.status.title().replace(" ", ""), message=outcome.message, data=outcome)
+    name = profile.name if isinstance(profile, Profile) else profile.stem
+    return concluded(lambda: make_release(load_profile(profile)), name)
 
 
 def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDGEMENTS) -> RunOutcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
-    # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
-    ready = preflight_profile(profile, Problems(stop_at_once=True))
-    assert ready.evidence is not None  # or its problem had been raised
+    with open_runner(profile.runner) as runner:
+        # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
+        ready = preflight_profile(profile, Problems(stop_at_once=True))
+        assert ready.evidence is not None  # or its problem had been raised
 
-    attempt, earlier = first_that_passes(ready.cleared, profile, ready.evidence, judgements)
+        attempt, earlier = first_that_passes(ready.cleared, profile, ready.evidence, judgements, runner)
     if isinstance(attempt, AlreadyReleased):
         return already_released(profile.name, attempt)
 
@@ -98,7 +88,11 @@ def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDG
 
 
 def first_that_passes(
-    cleared: Sequence[ClearedCandidate], profile: Profile, evidence: Evidence, judgements: Sequence[FurtherJudgement]
+    cleared: Sequence[ClearedCandidate],
+    profile: Profile,
+    evidence: Evidence,
+    judgements: Sequence[FurtherJudgement],
+    runner: Runner,
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
     """The first recipe whose merge passes the gate, else the last one; and what was tried before it."""
     tried: list[Attempt | AlreadyReleased | FailedMerge] = []
@@ -107,7 +101,7 @@ def first_that_passes(
             announce(f"remedy {len(tried)}: {one.candidate.remedy}")
         # Each could pass by chance: together they must not do so more often than one.
         rule = evidence.rule.for_attempt(number, len(cleared))
-        tried.append(make_attempt(one, profile, evidence._replace(rule=rule), judgements))
+        tried.append(make_attempt(one, profile, evidence._replace(rule=rule), judgements, runner))
         if tried[-1].is_good:
             break
     *earlier, last = tried
@@ -117,7 +111,11 @@ def first_that_passes(
 
 
 def make_attempt(
-    cleared: ClearedCandidate, profile: Profile, evidence: Evidence, judgements: Sequence[FurtherJudgement]
+    cleared: ClearedCandidate,
+    profile: Profile,
+    evidence: Evidence,
+    judgements: Sequence[FurtherJudgement],
+    runner: Runner,
 ) -> Attempt | AlreadyReleased | FailedMerge:
     """Fetch what is not here, merge, measure, judge, explain."""
     recipe = cleared.candidate.recipe
@@ -144,7 +142,7 @@ def make_attempt(
     parents = loadable(pinned.parents)
     adapted = model if isinstance(model, PinnedCheckpoint) else None
     model = loadable([adapted])[0] if adapted else model
-    assessment = assess_merge(model, parents, champion, evidence, anchor)
+    assessment = assess_merge(model, parents, champion, evidence, anchor, runner)
     gate = assessment.verdict.value
     whole = replace(pinned, parents=parents)
     explanation = explain_merge(whole, model, cleared.candidate.document, gate, assessment.scores, evidence.tasks)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from merge_core.checkpoint import Checkpoint, open_checkpoint
-    from merge_core.engine import EngineSettings, MergeRecord, merge_weights
+    from merge_core.engine import EngineSettings, MergeRecord, merge_tensors, merge_weights
     from merge_core.errors import Finding
     from merge_core.methods import Method, Parameter, merge_methods
     from merge_core.plan import MergePlan, PlannedMerge, plan_merge, plan_with_findings, preflight
@@ -27,6 +27,7 @@ _HOMES = {
     "open_checkpoint": "checkpoint",
     "MergeRecord": "engine",
     "EngineSettings": "engine",
+    "merge_tensors": "engine",
     "merge_weights": "engine",
     "Finding": "errors",
     "merge_methods": "methods",
@@ -63,6 +64,7 @@ __all__ = [
     "Recipe",
     "load_recipe",
     "merge_methods",
+    "merge_tensors",
     "merge_weights",
     "open_checkpoint",
     "plan_merge",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +28,11 @@ def require_confinement() -> None:
     """Skip the test where the system cannot keep what it promises, which is then not promised."""
     if lacking():
         pytest.skip(f"this system does not confine processes in: {', '.join(lacking())}")
+
+
+def directory_of_nobody() -> Path:
+    """A new directory that is not below those where everybody may write: there the project itself may lie."""
+    shared = {Path("/tmp").resolve(), Path(tempfile.gettempdir()).resolve()}
+    places = (Path(__file__).resolve().parents[1], Path("/var/tmp"), Path.home())
+    own = next(place for place in places if os.access(place, os.W_OK) and not shared & {place, *place.parents})
+    return Path(tempfile.mkdtemp(dir=own))

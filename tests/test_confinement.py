@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confined_here import require_confinement
+from confined_here import directory_of_nobody, require_confinement
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,14 +115,14 @@ def test_no_secret_is_read_where_people_keep_them(attempts: Try, tmp_path: Path)
 
 
 def test_it_writes_where_it_was_told_and_nowhere_else(attempts: Try, tmp_path: Path) -> None:
-    project = Path(__file__).parents[1]
-    outside = tempfile.mkdtemp(dir=project)
+    outside = directory_of_nobody()
     try:
-        given_to_it = Path(outside) / "given"
+        (outside / "README.md").write_text("1")
+        given_to_it = outside / "given"
         given_to_it.mkdir()
         found = attempts(
-            f"write({str(Path(outside) / 'taken')!r})",
-            f"write({str(project / 'README.md')!r})",
+            f"write({str(outside / 'taken')!r})",
+            f"write({str(outside / 'README.md')!r})",
             f"write({str(given_to_it / 'journal')!r})",
             "write(os.environ['TMPDIR'] + '/scratch')",
             "write('/dev/null')",
@@ -129,7 +130,7 @@ def test_it_writes_where_it_was_told_and_nowhere_else(attempts: Try, tmp_path: P
         )
         assert list(found.values()) == ["PermissionError", "PermissionError", "1", "1", "1"]
     finally:
-        subprocess.run(["rm", "-r", outside], check=True)
+        shutil.rmtree(outside)
 
 
 def test_the_hubs_cache_can_be_filled_though_the_token_lies_in_it(attempts: Try) -> None:

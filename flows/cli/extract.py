@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from rich.console import Console
 
-from merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
-from merge_core.errors import InvalidInput
+from flows.cli.new_directory import fresh_directory
+from merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
 from tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
 from tasks.checkpoints.hub import download_snapshots
 from tasks.stage import store
@@ -26,8 +24,12 @@ def extract_to(
         InvalidInput: for checkpoints that are not there or do not fit, or an ``out`` that exists.
         Refused: for one that the Hub does not give, or that is changed while it is read.
     """
-    if os.path.lexists(out):
-        raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
+    with fresh_directory(out) as place:
+        made = _extract(tuned, base, place, settings, console)
+    return _said(out, made, console)
+
+
+def _extract(tuned: str, base: str, place: Path, settings: ExtractionSettings, console: Console) -> Extracted:
     found = [find_checkpoint(name) for name in (tuned, base)]
     if snapshots := [one for parent in found for one in parent.snapshots]:
         with console.status("fetching weights"):
@@ -41,11 +43,12 @@ def extract_to(
             settings,
             lambda done, total: status.update(f"factoring: {done / max(total, 1):.0%}"),
         )
-    place = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(place, ignore_errors=True)
     write_adapter(made.adapter, place)
     require_same_files(looked)
-    place.rename(out)
+    return made
+
+
+def _said(out: Path, made: Extracted, console: Console) -> dict[str, object]:
     worst = sorted(made.errors, key=lambda one: -one.error)
     for one in worst[:_SHOWN]:
         console.print(f"  {one.module}: rank {one.rank} leaves {one.error:.1%} of the change")

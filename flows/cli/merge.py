@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from flows.cli.new_directory import new_directory
 from flows.cli.recipe_parents import clear_recipe
 from merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from merge_core.architecture.experts import match_experts
 from merge_core.engine import start_or_resume
-from merge_core.errors import InvalidInput, Refused
-from merge_core.store import FileIdentity, try_open_locked
+from merge_core.store import FileIdentity
 from tasks.checkpoints import (
     ResolvedCheckpoint,
     identify_parents,
@@ -43,13 +42,15 @@ def merge_to(
         Refused: when the parents do not fit each other, are changed while they are merged, what came out is not
             healthy, or another merge into ``out`` is running.
     """
-    with nullcontext() if share else _alone(out):
-        return _merge_to(recipe_file, out, seed=seed, device=device, share=share, console=console)
+    remedy = "wait for it, name another directory, or start both with --share to divide the work"
+    with nullcontext(out) if share else new_directory(out, by="merge into it", remedy=remedy) as place:
+        return _merge_to(recipe_file, place, out, seed=seed, device=device, share=share, console=console)
 
 
 def _merge_to(
-    recipe_file: Path, out: Path, *, seed: int, device: str, share: bool, console: Console
+    recipe_file: Path, place: Path, out: Path, *, seed: int, device: str, share: bool, console: Console
 ) -> dict[str, object]:
+    """Merge into ``place``, which is called ``out`` to people."""
     recipe = load_recipe(recipe_file)
     found, findings = clear_recipe(recipe)
     for finding in findings:
@@ -59,10 +60,9 @@ def _merge_to(
     recipe = with_gates(recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     looked = identify_parents(found)
     if recipe.output:
-        return _combine(recipe, found, looked, out, seed=seed, console=console)
+        return _combine(recipe, found, looked, place, out, seed=seed, console=console)
     matched = match_experts(recipe, {parent.ref: open_parent(parent) for parent in found})
     plan = plan_merge(matched.recipe, matched.checkpoints)
-    place = out if share else out.with_name(f"{out.name}.partial")
     if not share:
         start_or_resume(place, plan)
     with _bar(recipe.summary(), console) as bar:
@@ -83,8 +83,6 @@ def _merge_to(
         if finding.severity == "block":
             shutil.rmtree(place, ignore_errors=share)  # another participant may have been as quick
             raise finding.refusal()
-    if not share:
-        place.rename(out)
     console.print(f"{out}: {record.tensors} tensors, {record.bytes_written / 1e6:,.1f} MB in {record.seconds:.1f} s")
     return {
         "out": str(out),
@@ -101,14 +99,14 @@ def _combine(
     recipe: Recipe,
     found: Sequence[ResolvedCheckpoint],
     looked: Mapping[Path, FileIdentity],
+    place: Path,
     out: Path,
     *,
     seed: int,
     console: Console,
 ) -> dict[str, object]:
     """Merge adapters into an adapter."""
-    place = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(place, ignore_errors=True)  # It cannot be resumed.
     parents = [(one.ref, one.directory, one.adapter.directory) for one in found if one.adapter]
     with _bar(recipe.summary(), console) as bar:
         job = bar.add_task("merge", total=None)
@@ -120,7 +118,6 @@ def _combine(
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
         )
     require_same_files(looked)
-    place.rename(out)
     console.print(f"{out}: an adapter of {len(made.errors)} modules; {made.error:.2%} of the change is left out")
     return {
         "out": str(out),
@@ -128,30 +125,6 @@ def _combine(
         "error": made.error,
         "modules": {one.module: {"rank": one.rank, "error": one.error} for one in made.errors},
     }
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """See that nobody else merges into ``out``, which is not there yet, and keep it so."""
-    lock = out.with_name(f".{out.name}.lock")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = try_open_locked(lock, os.O_RDWR | os.O_CREAT, required=False)
-    if descriptor is None:
-        raise Refused(
-            str(out),
-            found="another merge into it is running",
-            expected="one at a time",
-            remedy="wait for it, name another directory, or start both with --share to divide the work",
-        )
-    try:
-        if os.path.lexists(out):
-            raise InvalidInput(
-                str(out), found="it exists", expected="a new directory", remedy="name another, or remove it"
-            )
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
 def _fetch(snapshots: Sequence[Snapshot], console: Console) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flows.cli.new_directory import fresh_directory
 from merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
-from merge_core.engine import transplant_tokenizer
+from merge_core.engine import Transplant, transplant_tokenizer
 from merge_core.errors import InvalidInput, suggest
 from tasks.checkpoints import find_checkpoint, open_parent
 from tasks.checkpoints.hub import download_snapshots
@@ -31,34 +30,9 @@ def transplant_to(
         )
     if k < 1:
         raise InvalidInput("-k", found=f"{k}", expected="from 1")
-    if os.path.lexists(out):
-        raise InvalidInput(str(out), found="it exists", expected="a new directory", remedy="name another, or remove it")
     chosen: TransplantMethod = "omp" if method == "omp" else "mean"
-    found = [find_checkpoint(text) for text in (model, donor)]
-    if snapshots := [snapshot for one in found for snapshot in one.snapshots]:
-        download_snapshots(snapshots, store().hashes, lambda done, total: None)
-    first, second = (open_parent(one) for one in found)
-    place, scratch = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.rows.partial")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(place, ignore_errors=True)
-    columns = (TextColumn("transplant"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
-        with Progress(*columns, console=console) as bar:
-            job = bar.add_task("transplant", total=None)
-            made = transplant_tokenizer(
-                first,
-                second,
-                place,
-                scratch,
-                method=chosen,
-                k=k,
-                device=device,
-                on_progress=lambda done, total: bar.update(job, completed=done, total=total),
-            )
-        place.rename(out)
-    finally:
-        scratch.unlink(missing_ok=True)
-        shutil.rmtree(place, ignore_errors=True)
+    with fresh_directory(out) as place:
+        made = _transplant(model, donor, place, chosen, k, device, console)
     console.print(f"{out}: {made.tokens} tokens, {made.shared} of them with rows of their own, the others by {method}")
     for name, error in made.errors.items():
         console.print(f"{name}: combinations are {error:.1%} off the donor's own rows")
@@ -69,3 +43,29 @@ def transplant_to(
         "errors": made.errors,
         "files": dict(made.record.files),
     }
+
+
+def _transplant(
+    model: str, donor: str, place: Path, method: TransplantMethod, k: int, device: str, console: Console
+) -> Transplant:
+    found = [find_checkpoint(text) for text in (model, donor)]
+    if snapshots := [snapshot for one in found for snapshot in one.snapshots]:
+        download_snapshots(snapshots, store().hashes, lambda done, total: None)
+    first, second = (open_parent(one) for one in found)
+    scratch = place.with_name(f"{place.name}.rows")
+    columns = (TextColumn("transplant"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console) as bar:
+            job = bar.add_task("transplant", total=None)
+            return transplant_tokenizer(
+                first,
+                second,
+                place,
+                scratch,
+                method=method,
+                k=k,
+                device=device,
+                on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+            )
+    finally:
+        scratch.unlink(missing_ok=True)

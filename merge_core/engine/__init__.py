@@ -4,6 +4,7 @@ from merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
 from merge_core.engine.devices import has_cuda_driver
 from merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
 from merge_core.engine.finite import count_non_finite
+from merge_core.engine.in_memory import merge_tensors
 from merge_core.engine.settings import EngineSettings, usable_cores
 from merge_core.engine.transplant import Transplant, transplant_tokenizer
 from merge_core.engine.writer import WAITING_BYTES
@@ -17,6 +18,7 @@ __all__ = [
     "Transplant",
     "count_non_finite",
     "has_cuda_driver",
+    "merge_tensors",
     "merge_weights",
     "read_ahead",
     "start_or_resume",

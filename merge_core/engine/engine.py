@@ -11,8 +11,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +20,13 @@ from merge_core.engine.coordination import one_at_a_time, participating
 from merge_core.engine.devices import SingleThreadedTorch, choose_devices
 from merge_core.engine.execution import execute
 from merge_core.engine.health import judge_health
+from merge_core.engine.inputs import open_inputs, require_prepared
 from merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
 from merge_core.engine.settings import EngineSettings
 from merge_core.engine.writer import PARTIAL, name_shards, refusing_disk_errors
-from merge_core.errors import Finding, InvalidInput, MergegateError, worst_first
-from merge_core.plan import MergePlan, step_of
-from merge_core.store import FileIdentity, file_identity, remove_any, require_unchanged, state_directory
+from merge_core.errors import Finding, worst_first
+from merge_core.plan import MergePlan
+from merge_core.store import remove_any, state_directory
 
 _log = logging.getLogger(__name__)
 
@@ -91,8 +91,7 @@ def merge_weights(
         ChangedInput: An input file was changed or replaced while it was read.
         Refused: The disk is full or fails.
     """
-    if missing := plan.recipe.unprepared():
-        raise InvalidInput(plan.recipe.where, found=missing, expected="a recipe that was prepared before its plan")
+    require_prepared(plan)
     began = time.monotonic()
     devices, settings = choose_devices(device), settings or EngineSettings()
     parts = (*plan.steps, plan)
@@ -123,7 +122,7 @@ def merge_weights(
             place = out if part is plan else out / STEPS / str(part.recipe.name)
             with refusing_disk_errors(place):
                 place.mkdir(parents=True, exist_ok=True)
-            with _open_inputs(part, out / STEPS) as files:
+            with open_inputs(part, lambda step, name: out / STEPS / step / name) as files:
                 outcome = execute(
                     part,
                     place,
@@ -184,30 +183,3 @@ def start_or_resume(out: Path, plan: MergePlan) -> None:
                     _log.warning("%s: not of this merge; removed", path)
                     remove_any(path)
             directories[:] = [name for name in directories if (place / name).is_dir()]
-
-
-@contextmanager
-def _open_inputs(plan: MergePlan, steps: Path) -> Iterator[dict[Path, int]]:
-    """Every input file of ``plan``, opened once; at the end each must still be what it was, and where it was."""
-    files: dict[Path, int] = {}
-    opened: list[tuple[Path, FileIdentity, int]] = []
-    try:
-        for path in dict.fromkeys(part.file for job in plan.jobs for part in job.stored):
-            try:
-                step = step_of(path)
-                real = steps / step / path.name if step else path
-                files[path] = os.open(real, os.O_RDONLY | os.O_CLOEXEC)
-                opened.append((real, file_identity(files[path]), files[path]))
-            except OSError as error:
-                raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
-        try:
-            yield files
-        except MergegateError:
-            for one in opened:
-                require_unchanged(*one)  # It may be why a read ended early.
-            raise
-        for one in opened:
-            require_unchanged(*one)
-    finally:
-        for fd in files.values():
-            os.close(fd)

@@ -76,6 +76,12 @@ def execute(
     return _Run(plan, place, seed, devices, settings, files, torch, on_progress).execute()
 
 
+def uses_fused_kernels(plan: MergePlan, devices: Devices, settings: EngineSettings) -> bool:
+    """Whether kernels are compiled for ``plan``; the bytes are the same either way."""
+    worth_it = settings.kernels == "auto" and plan.bytes_read >= _FUSE_FROM_BYTES
+    return devices.kind == "cpu" and (settings.kernels == "fused" or worth_it)
+
+
 class _Run:
     """State that the threads of one merge share."""
 
@@ -91,9 +97,7 @@ class _Run:
         on_progress: Callable[[int], None] | None,
     ) -> None:
         self._plan, self._place, self._settings, self._on_progress = plan, place, settings, on_progress
-        fused = devices.kind == "cpu" and (
-            settings.kernels == "fused" or (settings.kernels == "auto" and plan.bytes_read >= _FUSE_FROM_BYTES)
-        )
+        fused = uses_fused_kernels(plan, devices, settings)
         way = f"seed {seed}, {devices.kind}, {'fused' if fused else 'torch'}"
         self._identity = journal.merge_identity(plan, files, way)
         self._context = RunContext(

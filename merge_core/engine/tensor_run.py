@@ -41,6 +41,7 @@ class RunContext:
         submit: (tensor, work): has the work done by one of the threads, on the tensor's device.
         write: (tensor name, first byte, bytes, release): writes to the output, see :meth:`.writer.ShardFiles.write`.
         finished: Called with what was seen when all is written.
+        sampled: Whether the size of the result is compared with that of its inputs, for a warning.
     """
 
     method: Method
@@ -54,6 +55,7 @@ class RunContext:
     submit: Callable[[TensorRun, Callable[[], None]], None]
     write: Callable[[str, int, memoryview, Callable[[], None] | None], None]
     finished: Callable[[TensorRun, TensorHealth], None]
+    sampled: bool = True
 
 
 @dataclass(eq=False)
@@ -176,7 +178,8 @@ class TensorRun:
             non_finite, nonzero = self._map_fused(step.fused, block, merged)
         else:
             non_finite, nonzero = self._map_torch(step, block, merged)
-        self._sample(block, merged)
+        if self.context.sampled:
+            self._sample(block, merged)
         self._write(block.start, merged, non_finite, nonzero, release=lambda: self.context.pool.give(buffer))
 
     def _map_fused(

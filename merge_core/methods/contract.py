@@ -226,6 +226,8 @@ def fold_counts(of: Callable[[Block], torch.Tensor], fused: Callable[[StoredBloc
     """A pass whose blocks give integer arrays of one shape and whose result is their sum."""
 
     def combine(parts: Sequence[Array]) -> Array:
+        if len(parts) == 1:
+            return parts[0]
         total = parts[0].astype("int64")
         for part in parts[1:]:
             total += part

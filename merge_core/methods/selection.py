@@ -66,6 +66,9 @@ class Cut:
         return step
 
 
+_GROUP = 256  # bins
+
+
 @dataclass(frozen=True)
 class Counters:
     """Fused counterparts of the passes: counts from stored blocks.
@@ -211,8 +214,16 @@ def _ties(scores: ScoreFunction, streams: Array, wanted: Array) -> Fold:
 
 def _descend(histogram: Array, k: int) -> tuple[int, int, int]:
     """Bin in which the k-th largest falls, its rank inside the bin, and how many are in it."""
-    from_top = np.cumsum(histogram[::-1])
-    position = int(np.searchsorted(from_top, k))
-    digit = len(histogram) - 1 - position
-    inside = int(histogram[digit])
-    return digit, k - int(from_top[position] - inside), inside
+    # First among groups of bins: running sums over all of them would take longer than counting a small tensor.
+    size = min(len(histogram), _GROUP)
+    group, missing, _ = _from_top(histogram.reshape(-1, size).sum(1, dtype=np.int64), k)
+    digit, wanted, inside = _from_top(histogram[group * size : (group + 1) * size].astype(np.int64), missing)
+    return group * size + digit, wanted, inside
+
+
+def _from_top(counts: Array, k: int) -> tuple[int, int, int]:
+    running = np.cumsum(counts[::-1])
+    position = int(np.searchsorted(running, k))
+    place = len(counts) - 1 - position
+    inside = int(counts[place])
+    return place, k - int(running[position] - inside), inside

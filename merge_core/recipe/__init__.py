@@ -5,7 +5,7 @@ A recipe is parsed once, strictly; after that nothing is validated again.
 
 from merge_core.recipe.adapter_output import AdapterOutput
 from merge_core.recipe.mixture import Expert, GateRows, Mixture
-from merge_core.recipe.overrides import apply_overrides
+from merge_core.recipe.overrides import apply_overrides, fit_to_method
 from merge_core.recipe.parameters import Parameters, value_for
 from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
 from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
@@ -27,6 +27,7 @@ __all__ = [
     "TokenizerChoice",
     "apply_overrides",
     "expanded",
+    "fit_to_method",
     "load_recipe",
     "parse_reference",
     "resolve_local",

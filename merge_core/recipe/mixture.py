@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from merge_core.errors import InvalidInput, suggest
+from merge_core.recipe.keys import known_mapping
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 
 GateMode = Literal["hidden", "hidden_avg", "hidden_last", "cheap_embed", "random", "uniform_random"]
@@ -181,15 +182,7 @@ def _expert(item: object, where: str) -> list[Expert]:
     """The expert of an entry, as often as it says."""
     if not isinstance(item, Mapping):
         raise InvalidInput(where, found=f"{item!r:.60}", expected="{source_model: path or org/name}")
-    for key in item:
-        if key not in _EXPERT:
-            raise InvalidInput(
-                f"{where}.{key}",
-                found=f"unknown key {str(key)!r}",
-                expected=f"one of {', '.join(_EXPERT)}",
-                remedy=suggest(str(key), _EXPERT),
-            )
-    if "source_model" not in item:
+    if "source_model" not in known_mapping(item, where, _EXPERT):
         raise InvalidInput(where, found="no 'source_model'", expected="the dense model that the expert is made of")
     copies = item.get("copies", 1)
     if type(copies) is not int or not 1 <= copies <= _MOST:

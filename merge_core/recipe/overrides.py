@@ -69,6 +69,25 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], where
     return result
 
 
+def fit_to_method(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """``recipe`` without those parameters that its method does not have, as plain values: what is left of a recipe that
+    was written for several methods when one of them is chosen. So is the base, where the method would merge it like any
+    other model: among several methods it is there for those that need one, unless it is listed among the models too.
+
+    Raises:
+        InvalidInput: There is no such method.
+    """
+    method = find_method(recipe.get("merge_method"), f"{where}: merge_method")
+    result: dict[str, Any] = _without(dict(recipe), method, dropped=frozenset())
+    if method.base == "ordinary" and isinstance(result.get("models"), list):
+        named = [entry.get("model") if isinstance(entry, Mapping) else entry for entry in result["models"]]
+        if result.get("base_model") not in named:
+            result.pop("base_model", None)
+    if isinstance(result.get("models"), list):
+        result["models"] = [_as_base(entry, method, result.get("base_model")) for entry in result["models"]]
+    return result
+
+
 def _parameters_in(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     found = value.get(_PARAMETERS, {})
     if not isinstance(found, Mapping):

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.checkpoint import DType, recipe_dtype
-from merge_core.errors import InvalidInput, suggest
+from merge_core.errors import InvalidInput
 from merge_core.methods import UPCYCLING, Method, find_method
 from merge_core.parsing import parse_yaml, read_yaml
 from merge_core.recipe.adapter_output import AdapterOutput, parse_output
+from merge_core.recipe.keys import known_mapping, plain_mapping
 from merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
 from merge_core.recipe.parameters import Parameters, parse_parameters
 from merge_core.recipe.reference import CheckpointRef, parse_reference
@@ -273,7 +274,7 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
 def _document(value: object, where: str, directory: Path | None) -> Recipe:
     if isinstance(value, Mapping) and "experts" in value and "merge_method" not in value:
         return _mixture_of(value, where, directory)
-    content = _mapping(value, where, _TOP, separator=": ")
+    content = known_mapping(value, where, _TOP, separator=": ", may_be_a_parameter=True)
     if "merge_method" not in content:
         raise InvalidInput(where, found="no 'merge_method'", expected="the name of a merge method")
     method = find_method(content["merge_method"], f"{where}: merge_method")
@@ -293,7 +294,7 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
     if forms == ["modules"]:
         modules = tuple(
             _module(str(name), item, method, base, f"{where}: modules.{name}")
-            for name, item in _plain_mapping(content["modules"], f"{where}: modules").items()
+            for name, item in plain_mapping(content["modules"], f"{where}: modules").items()
         )
     else:
         modules = (Module(None, _slices(content, method, base, f"{where}: "), Parameters()),)
@@ -320,7 +321,7 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
 
 def _mixture_of(value: Mapping[str, Any], where: str, directory: Path | None) -> Recipe:
     """A document that makes a mixture of experts: its sources are the base and all experts, each once."""
-    content = _mapping(value, where, MIXTURE_KEYS, separator=": ")
+    content = known_mapping(value, where, MIXTURE_KEYS, separator=": ", may_be_a_parameter=True)
     if content.get("base_model") is None:
         raise InvalidInput(
             where,
@@ -360,7 +361,7 @@ def _switch(value: object, where: str) -> bool:
 
 
 def _module(name: str, value: object, method: Method, base: CheckpointRef | None, where: str) -> Module:
-    content = _mapping(value, where, ("models", "slices", "parameters"))
+    content = known_mapping(value, where, ("models", "slices", "parameters"), may_be_a_parameter=True)
     if ("models" in content) == ("slices" in content):
         raise InvalidInput(where, found=", ".join(content) or "nothing", expected="either 'models' or 'slices'")
     parameters = parse_parameters(content.get("parameters"), method, f"{where}.parameters", per_model=False)
@@ -379,7 +380,9 @@ def _slices(content: Mapping[str, Any], method: Method, base: CheckpointRef | No
     slices = []
     for index, item in enumerate(_list(content["slices"], place)):
         where = f"{place}[{index}]"
-        entry = _mapping(item, where, ("sources", "base_model", "parameters", "residual_weight"))
+        entry = known_mapping(
+            item, where, ("sources", "base_model", "parameters", "residual_weight"), may_be_a_parameter=True
+        )
         if entry.get("residual_weight") is not None:
             raise InvalidInput(f"{where}.residual_weight", found="it is set", expected="nothing: it has no effect")
         own_base = parse_reference(entry["base_model"], f"{where}.base_model") if entry.get("base_model") else base
@@ -442,7 +445,7 @@ def _slice(
 
 def _source(item: object, method: Method, base: CheckpointRef | None, where: str, *, layered: bool) -> Source:
     keys = ("model", "layer_range", "parameters") if layered else ("model", "parameters")
-    content = _mapping(item, where, keys)
+    content = known_mapping(item, where, keys, may_be_a_parameter=True)
     if "model" not in content:
         raise InvalidInput(where, found="no 'model'", expected="{model: path or org/name}")
     model = parse_reference(content["model"], f"{where}.model")
@@ -541,32 +544,6 @@ def _in_order(recipes: list[Recipe], where: str) -> Recipe:
     if unused:
         raise InvalidInput(by_name[unused[0]].where, found=f"{unused[0]!r} is used by no other document")
     return replace(results[0], steps=tuple(ordered.values()))
-
-
-def _mapping(value: object, where: str, known: tuple[str, ...], separator: str = ".") -> Mapping[str, Any]:
-    content = _plain_mapping(value, where)
-    for key in content:
-        if key not in known:
-            raise InvalidInput(
-                f"{where}{separator}{key}",
-                found=f"unknown key {str(key)!r}",
-                expected=f"one of {', '.join(known)}",
-                remedy=_suggest_key(str(key), known),
-            )
-    return content
-
-
-def _suggest_key(key: str, known: tuple[str, ...]) -> str:
-    remedy = suggest(key, known)
-    if remedy.startswith("known"):
-        return f"if {key!r} is a parameter of the method, it belongs under 'parameters'; otherwise remove it"
-    return remedy
-
-
-def _plain_mapping(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not value:
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="a mapping")
-    return value
 
 
 def _list(value: object, where: str) -> list[Any]:

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from merge_core.checkpoint.vocabulary import STRANGERS, Strangers
 from merge_core.errors import InvalidInput, suggest
+from merge_core.recipe.keys import known_mapping
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 
 _MOST_TOKENS = 100_000
@@ -111,7 +112,7 @@ def parse_tokenizer_choice(content: Mapping[str, Any], where: str) -> TokenizerC
     if content.get("tokenizer") is None:
         return None
     place = f"{where}: tokenizer"
-    block = _block(content["tokenizer"], place, ("source", "tokens", "pad_to_multiple_of", "strangers"))
+    block = known_mapping(content["tokenizer"], place, ("source", "tokens", "pad_to_multiple_of", "strangers"))
     source = _source(block.get("source", "union"), f"{place}.source")
     strangers = block.get("strangers", "refuse")
     if not isinstance(strangers, str) or strangers not in STRANGERS:
@@ -151,7 +152,7 @@ def _token(token: object, value: object, where: str) -> TokenRow:
         raise InvalidInput(where, found=f"{token!r:.60}", expected="the text of a token", remedy="write it in quotes")
     if value is None or value == {}:
         return TokenRow(token, None, force=False)
-    entry = _block(value, where, ("source", "force"))
+    entry = known_mapping(value, where, ("source", "force"))
     force = entry.get("force", False)
     if not isinstance(force, bool):
         raise InvalidInput(f"{where}.force", found=f"{force!r:.60}", expected="true or false")
@@ -166,11 +167,11 @@ def _origin(value: object, where: str) -> RowOrigin:
         return RowOrigin(parse_reference(value, where))
     kind = value["kind"]
     if kind == "zero":
-        _block(value, where, ("kind",))
+        known_mapping(value, where, ("kind",))
         return RowOrigin(None)
     if kind != "model_token":
         raise InvalidInput(f"{where}.kind", found=f"{kind!r:.60}", expected="zero or model_token")
-    entry = _block(value, where, ("kind", "model", "token", "token_id"))
+    entry = known_mapping(value, where, ("kind", "model", "token", "token_id"))
     if "model" not in entry:
         raise InvalidInput(where, found="no 'model'", expected="{kind: model_token, model: ..., token: ...}")
     token, number = entry.get("token"), entry.get("token_id")
@@ -189,18 +190,4 @@ def _padding(value: object, where: str) -> int | None:
         return None
     if type(value) is not int or not 1 <= value <= _MOST_PADDING:
         raise InvalidInput(where, found=f"{value!r:.60}", expected=f"a whole number from 1 to {_MOST_PADDING}")
-    return value
-
-
-def _block(value: object, where: str, known: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not value:
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="a mapping")
-    for key in value:
-        if key not in known:
-            raise InvalidInput(
-                f"{where}.{key}",
-                found=f"unknown key {str(key)!r:.60}",
-                expected=f"one of {', '.join(known)}",
-                remedy=suggest(str(key)[:60], known),
-            )
     return value

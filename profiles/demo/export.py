@@ -21,6 +21,7 @@ TASK_SKILLS = MappingProxyType({"copy": "copy", "reverse": "rev", "shift": "shif
 
 TASK_DOCUMENTS = 400
 HELD_OUT_DOCUMENTS = 600
+SWEEP_DOCUMENTS = 1500
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['content'].rstrip('>') + '>' if message['role'] == 'user' else message['content'] + eos_token }}"
@@ -110,11 +111,14 @@ def with_one_more_token(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def write_documents(directory: Path) -> None:
-    """Writes ``<task>.jsonl`` for every task and ``held-out.jsonl``: distinct documents, none of them trained on."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Writes ``<task>.jsonl`` for every task and ``held-out.jsonl``: distinct documents, none of them trained on; and
+    ``sweep/<task>.jsonl``, others of each task, enough to be divided."""
+    (directory / "sweep").mkdir(parents=True, exist_ok=True)
     for offset, (task, skill) in enumerate(TASK_SKILLS.items(), start=1):
-        rows = _distinct(skill, TASK_DOCUMENTS, _DATA_SEED + offset, prompt="prompt", answer="answer")
-        _write_jsonl(directory / f"{task}.jsonl", rows)
+        every = TASK_DOCUMENTS + SWEEP_DOCUMENTS
+        rows = _distinct(skill, every, _DATA_SEED + offset, prompt="prompt", answer="answer")
+        _write_jsonl(directory / f"{task}.jsonl", rows[:TASK_DOCUMENTS])
+        _write_jsonl(directory / "sweep" / f"{task}.jsonl", rows[TASK_DOCUMENTS:])
     _write_jsonl(directory / "held-out.jsonl", _distinct(TEXT, HELD_OUT_DOCUMENTS, _DATA_SEED, answer="text"))
 
 

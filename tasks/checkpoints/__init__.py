@@ -10,7 +10,15 @@ from tasks.checkpoints.fetch import fetch_weights
 from tasks.checkpoints.files import deciding_files, identify_files, require_same_files
 from tasks.checkpoints.memory import Capacity, gpu_memory, system_memory
 from tasks.checkpoints.model import Model, files_state
-from tasks.checkpoints.model_cache import LoadedModel, load_model, tokenizer_digest, unload
+from tasks.checkpoints.model_cache import (
+    LoadedModel,
+    ShortOfMemory,
+    also_unload,
+    load_apart,
+    load_model,
+    tokenizer_digest,
+    unload,
+)
 from tasks.checkpoints.model_process import TellProgress, ask_child, end_child
 from tasks.checkpoints.pin import (
     PinnedCheckpoint,
@@ -41,10 +49,12 @@ __all__ = [
     "PinnedRecipe",
     "ResolvedAdapter",
     "ResolvedCheckpoint",
+    "ShortOfMemory",
     "TellProgress",
     "adapted_digest",
     "adapter_digest",
     "adapter_remarks",
+    "also_unload",
     "ask_child",
     "checkpoint_digest",
     "deciding_files",
@@ -55,6 +65,7 @@ __all__ = [
     "gpu_memory",
     "identify_files",
     "identify_parents",
+    "load_apart",
     "load_model",
     "loadable",
     "loadable_alone",

@@ -103,6 +103,20 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
             ) from error
 
 
+def load_apart(model: Model, *, dtype: str, device: str) -> LoadedModel:
+    """A model that the caller holds by himself, and changes.
+
+    Nothing else is held when it is loaded, and when another is loaded here he is to let go of it (``also_unload``).
+
+    Raises: as ``load_model``.
+    """
+    with _lock:
+        unload()
+        for unload_there in _other_holders:
+            unload_there()
+        return _load(model, dtype, device)
+
+
 def make_room(size: int, device: str) -> None:
     """Let go of the models that were not asked for longest, until one of ``size`` bytes may stand beside the others."""
     with _lock:

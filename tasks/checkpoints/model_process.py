@@ -1,7 +1,8 @@
 """The process that holds models: what hangs there is killed at a time limit, what dies takes no flow with it.
 
-One such process at a time. It is started when it is first needed, keeps models for the next question (perplexity, task
-after task, look after look: each is loaded once), and dies with this process, however that ends (``tasks.outside``)::
+One such process at each place where something is done (``tasks.outside.slots``): a single one, unless a runner has made
+several. It is started when it is first needed, keeps models for the next question (perplexity, task after task, look
+after look: each is loaded once), and dies with this process, however that ends (``tasks.outside``)::
 
     answer = ask_child(function, arguments, where="task gsm8k on merge", models=[merge], on_progress=advance)
     end_child()                                                         # the models' memory is free again
@@ -30,10 +31,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from merge_core.engine import has_cuda_driver
 from merge_core.errors import InvalidInput, MergegateError, Refused
@@ -42,7 +44,15 @@ from tasks.checkpoints.memory import system_memory
 from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
-from tasks.outside import Confinement, SupervisedProcess, environment_of_child
+from tasks.outside import (
+    Confinement,
+    GivenUp,
+    Slot,
+    SupervisedProcess,
+    also_end,
+    current_slot,
+    environment_of_child,
+)
 from tasks.stage import also_forget, home, store
 
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
@@ -63,8 +73,6 @@ A = TypeVar("A")
 TellProgress = Callable[[int, int], None]
 
 _log = logging.getLogger(__name__)
-_lock = threading.RLock()
-_current: _ModelProcess | None = None
 _alone = False  # whether memory was too short for several models once
 
 
@@ -82,8 +90,9 @@ def ask_child(
 ) -> A:
     """What ``function(*arguments, on_progress)`` returns in the process that holds models.
 
-    Where memory runs short while it holds several, it is started anew for one at a time and asked once more: what
-    ``function`` keeps in a journal is not done again.
+    Where memory runs short while it holds several, it is started anew for one at a time and asked once more; where
+    others like it were at work beside it, it is asked once more when they are gone. What ``function`` keeps in a
+    journal is not done again.
 
     Args:
         where: What messages call the question.
@@ -91,46 +100,53 @@ def ask_child(
         own_process: Only the death of the process frees the memory of these models.
         network: The question cannot be answered without.
         passing: Variables of our environment that it cannot be answered without, and a stranger's code may thus see.
-        time_limit: Seconds for all of it; None: it is ended when nothing is heard from it for an hour.
+        time_limit: Seconds for all of it, but for waiting until others are gone; None: it is ended when nothing is
+            heard from it for an hour.
 
     Raises:
         MergegateError: what ``function`` raises.
         ShortOfMemory: when the system ended the process, as it does when memory is full.
         InvalidInput: when it died in another way, or what it was to do failed.
         Refused: when the time limit is over.
+        GivenUp: when nobody waits for the answer any more.
     """
-    global _alone
     unload()  # models here and there need not fit side by side
-    with _lock:
-        kind = _Kind("".join(model.digest for model in models) if own_process else "", network, tuple(passing))
-        deadline = time.monotonic() + time_limit if time_limit is not None else None
-        while True:
-            process = _process_for(kind, any_models=not models)
-            process.models |= {model.digest for model in models}
-            try:
-                return cast(A, _ask(process, (function, tuple(arguments)), where, time_limit, deadline, on_progress))
-            except ShortOfMemory:
-                if _alone or len(process.models) < 2:
-                    raise
-                _log.warning("%s: memory was short with several models in it; from now on one at a time", where)
-                end_child()
-                _alone = True
+    slot = current_slot()
+    place = _place(slot.number)
+
+    def asked() -> A:
+        digests = {model.digest for model in models}
+        only_for = "".join(model.digest for model in models) if own_process else ""
+        kind = _Kind(only_for, network, tuple(passing), slot.environment)
+        question = _Question((function, tuple(arguments)), where, time_limit, on_progress)
+        return cast(A, place.ask(question, kind, digests, any_models=not models, slot=slot))
+
+    with place.lock:
+        try:
+            return asked()
+        except ShortOfMemory:
+            if not _anybody_beside(place):
+                raise
+    _log.warning("%s: its process was killed while others were at work; once more, when they are gone", where)
+    with ExitStack() as held:
+        for other in _places_in_order():
+            held.enter_context(other.lock)
+            other.end()
+        return asked()
 
 
 def end_child() -> None:
-    """End the process, and everything it holds and has started."""
-    global _current
-    with _lock:
-        if _current is not None:
-            _current.end()
-            _current = None
+    """End the process, and everything it holds and has started; where there are several, all of them."""
+    for place in _places_in_order():
+        place.end()
 
 
 @atexit.register
 def _end() -> None:
     """Without the lock: a thread that waits for an answer holds it, and must not hold up the end of this process."""
-    if (holder := _current) is not None:
-        holder.process.end()
+    for place in _places_in_order():
+        if (holder := place.current) is not None:
+            holder.process.end()
 
 
 def _forget() -> None:
@@ -140,6 +156,7 @@ def _forget() -> None:
 
 also_unload(end_child)
 also_forget(_forget)
+also_end(lambda number: _place(number).end())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +167,128 @@ class _Kind:
         only_for: Digests of the only models that it may hold; empty: it can change.
         network: Whether it has one.
         passing: What it sees of our environment beside what everybody sees.
+        environment: What those at its place see beside that: name and value.
     """
 
     only_for: str
     network: bool
     passing: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+class _Question(NamedTuple):
+    """What is asked, as ``ask_child`` is told."""
+
+    content: tuple[Any, ...]
+    where: str
+    limit: float | None
+    on_progress: TellProgress
+
+
+class _Place:
+    """A place, and the process there; one thread at a time asks it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.lock = threading.RLock()
+        self.current: _ModelProcess | None = None
+
+    def ask(self, question: _Question, kind: _Kind, models: set[str], *, any_models: bool, slot: Slot) -> Any:
+        """The answer of the process, which is started if need be, and started anew for one model at a time."""
+        global _alone
+        deadline = time.monotonic() + question.limit if question.limit is not None else None
+        with self.lock:
+            while True:
+                if slot.given_up.is_set():
+                    raise GivenUp
+                process = self._process_for(kind, any_models=any_models)
+                process.models |= models
+                try:
+                    return self._asked(process, question, deadline, slot)
+                except ShortOfMemory:
+                    if _alone or len(process.models) < 2:
+                        raise
+                    _log.warning("%s: memory was short with several models in it; now one at a time", question.where)
+                    self.end()
+                    _alone = True
+
+    def end(self) -> None:
+        """End the process, and everything it holds and has started, when nobody asks it."""
+        with self.lock:
+            if self.current is not None:
+                self.current.end()
+                self.current = None
+
+    def _process_for(self, kind: _Kind, *, any_models: bool) -> _ModelProcess:
+        if self.current is not None and self.current.process.alive:
+            like = dataclasses.replace(kind, only_for=self.current.kind.only_for) if any_models else kind
+            if self.current.kind == like:
+                return self.current
+        self.end()
+        self.current = _ModelProcess(kind)
+        return self.current
+
+    def _asked(self, holder: _ModelProcess, question: _Question, deadline: float | None, slot: Slot) -> Any:
+        answered = False
+        heard = time.monotonic()
+        try:
+            holder.connection.send(question.content)
+            while not answered:
+                left = (heard + _SILENCE if deadline is None else deadline) - time.monotonic()
+                if left <= 0:
+                    raise Refused(
+                        question.where,
+                        found=f"not done after {question.limit:g} s, and stopped"
+                        if question.limit
+                        else f"silent for {_SILENCE:g} s, stopped",
+                        expected="an answer within evaluate.time_limit" if question.limit else "progress, or an end",
+                        remedy="a higher evaluate.time_limit, or a larger batch_size if the device has room",
+                    )
+                if slot.given_up.is_set():
+                    raise GivenUp
+                if not holder.connection.poll(min(left, _LOOK_EVERY)):
+                    if holder.process.alive or holder.connection.poll():
+                        continue
+                    raise EOFError
+                kind, *content = receive(holder.connection, question.where)
+                heard = time.monotonic()
+                if kind == "progress":
+                    question.on_progress(*content)
+                else:
+                    answered = True
+        except (EOFError, ConnectionError):
+            raise _died(question.where, holder.process.end().returncode, holder.last_line()) from None
+        finally:
+            if not answered:  # an answer that comes after all would be taken for that to the next question
+                self.end()
+        if kind == "problem":
+            raise cast(MergegateError, content[0])
+        if kind == "crash":
+            self.end()  # whatever state it is in
+            error, trace = content
+            _log.info("%s\n%s", question.where, trace)
+            raise InvalidInput(question.where, found=error, expected="an answer")
+        return content[0]
+
+
+_places: dict[int, _Place] = {}
+_making = threading.Lock()
+_compiling = threading.Lock()
+
+
+def _place(number: int) -> _Place:
+    with _making:
+        return _places.setdefault(number, _Place(number))
+
+
+def _places_in_order() -> list[_Place]:
+    """Always the same order: two threads that want all of them do not wait for each other."""
+    with _making:
+        return [_places[number] for number in sorted(_places)]
+
+
+def _anybody_beside(place: _Place) -> bool:
+    return any(other.current is not None for other in _places_in_order() if other is not place)
 
 
 class _ModelProcess:
@@ -171,7 +305,7 @@ class _ModelProcess:
             self.process = SupervisedProcess(
                 # -P: the directory that the run was started in is none to import from.
                 [sys.executable, "-P", "-c", _START, str(theirs.fileno()), *([_ALONE] if _alone else [])],
-                _environment() | given | ({} if kind.network else _OFFLINE),
+                _environment() | dict(kind.environment) | given | ({} if kind.network else _OFFLINE),
                 self._output,
                 name="evaluation",
                 pass_fds=[theirs.fileno()],
@@ -199,27 +333,17 @@ def _compile_once() -> None:
     if sys.dont_write_bytecode:
         return  # nobody is to compile, so that would be in vain
     found = importlib.util.find_spec("lm_eval.models")
-    for place in found.submodule_search_locations or () if found else ():
-        compiled = Path(importlib.util.cache_from_source(str(Path(place) / "huggingface.py")))
-        if not compiled.exists() and os.access(place, os.W_OK):
-            command, nowhere = [sys.executable, "-P", "-c", _IMPORTED], subprocess.DEVNULL
-            subprocess.run(command, env=_environment(), stdout=nowhere, stderr=nowhere, check=False)
+    for directory in found.submodule_search_locations or () if found else ():
+        compiled = Path(importlib.util.cache_from_source(str(Path(directory) / "huggingface.py")))
+        with _compiling:
+            if not compiled.exists() and os.access(directory, os.W_OK):
+                command, nowhere = [sys.executable, "-P", "-c", _IMPORTED], subprocess.DEVNULL
+                subprocess.run(command, env=_environment(), stdout=nowhere, stderr=nowhere, check=False)
 
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
     return {**environment_of_child(), "PYTHONPATH": path.rstrip(os.pathsep)}
-
-
-def _process_for(kind: _Kind, *, any_models: bool) -> _ModelProcess:
-    global _current
-    if _current is not None and _current.process.alive:
-        like = dataclasses.replace(kind, only_for=_current.kind.only_for) if any_models else kind
-        if _current.kind == like:
-            return _current
-    end_child()
-    _current = _ModelProcess(kind)
-    return _current
 
 
 def _confinement(kind: _Kind) -> Confinement:
@@ -232,54 +356,6 @@ def _confinement(kind: _Kind) -> Confinement:
         network=kind.network,
         memory=_MAPPED_TOO * memory.total if memory else None,
     )
-
-
-def _ask(
-    holder: _ModelProcess,
-    question: tuple[Any, ...],
-    where: str,
-    limit: float | None,
-    deadline: float | None,
-    on_progress: TellProgress,
-) -> Any:
-    answered = False
-    heard = time.monotonic()
-    try:
-        holder.connection.send(question)
-        while not answered:
-            left = (heard + _SILENCE if deadline is None else deadline) - time.monotonic()
-            if left <= 0:
-                raise Refused(
-                    where,
-                    found=f"not done after {limit:g} s, and stopped"
-                    if limit
-                    else f"silent for {_SILENCE:g} s, stopped",
-                    expected="an answer within evaluate.time_limit" if limit else "progress, or an end",
-                    remedy="a higher evaluate.time_limit, or a larger batch_size if the device has room",
-                )
-            if not holder.connection.poll(min(left, _LOOK_EVERY)):
-                if holder.process.alive or holder.connection.poll():
-                    continue
-                raise EOFError
-            kind, *content = receive(holder.connection, where)
-            heard = time.monotonic()
-            if kind == "progress":
-                on_progress(*content)
-            else:
-                answered = True
-    except (EOFError, ConnectionError):
-        raise _died(where, holder.process.end().returncode, holder.last_line()) from None
-    finally:
-        if not answered:  # an answer that comes after all would be taken for that to the next question
-            end_child()
-    if kind == "problem":
-        raise cast(MergegateError, content[0])
-    if kind == "crash":
-        end_child()  # whatever state it is in
-        error, trace = content
-        _log.info("%s\n%s", where, trace)
-        raise InvalidInput(where, found=error, expected="an answer")
-    return content[0]
 
 
 def _died(where: str, code: int | None, last_line: str) -> InvalidInput:

@@ -5,6 +5,8 @@ scores. Results that lm-eval has written itself are read here too.
 """
 
 from tasks.evaluation.backends import Backend, find_backend
+from tasks.evaluation.choice_probability import AnsweredChoice
+from tasks.evaluation.division import Division, DocumentSet, SetName, divide
 from tasks.evaluation.document_scores import (
     SCORES_FILE,
     DocumentScore,
@@ -24,6 +26,7 @@ from tasks.evaluation.lm_eval_results import (
 )
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, default_metric
 from tasks.evaluation.pace import document_seconds
+from tasks.evaluation.posed import PosedDocument, PosedTask, pose
 from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
     CountLimit,
@@ -48,17 +51,23 @@ from tasks.evaluation.task_texts import document_texts
 
 __all__ = [
     "SCORES_FILE",
+    "AnsweredChoice",
     "Backend",
     "CountLimit",
     "DataSource",
+    "Division",
     "DocumentScore",
+    "DocumentSet",
     "EvalTask",
     "JudgedMetrics",
     "MetricSetting",
     "Paired",
+    "PosedDocument",
+    "PosedTask",
     "ResultsFile",
     "Scores",
     "Scoring",
+    "SetName",
     "TaskData",
     "TaskResults",
     "TaskScore",
@@ -69,6 +78,7 @@ __all__ = [
     "count_task",
     "data_revisions",
     "default_metric",
+    "divide",
     "document_count",
     "document_seconds",
     "document_texts",
@@ -82,6 +92,7 @@ __all__ = [
     "pin_data",
     "pin_task",
     "pinned_data_before",
+    "pose",
     "precision_differences",
     "read_definition",
     "read_document_scores",

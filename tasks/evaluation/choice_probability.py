@@ -71,16 +71,29 @@ def answered_now(task: Any, sample: Mapping[str, Any]) -> AnsweredChoice | None:
     Args:
         task: ``lm_eval.api.task.Task``.
     """
+    found = choices_of(task, sample["doc"])
+    if found is None:
+        return None
+    choices, right = found
+    likelihoods = _likelihoods(sample, choices)
+    return AnsweredChoice(likelihoods, right) if likelihoods else None
+
+
+def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[int]] | None:
+    """How many choices lm-eval's ``task`` gives, and which are right; None where it asks none, or judges otherwise.
+
+    Args:
+        task: ``lm_eval.api.task.Task``.
+        document: As its data has it.
+    """
     from lm_eval.api.task import ConfigurableTask
 
     own_way = type(task).process_results is not getattr(ConfigurableTask, "process_results", None)
     if task.OUTPUT_TYPE != "multiple_choice" or own_way or task.get_config("process_results") is not None:
         return None
-    document = sample["doc"]
     choices = task.doc_to_choice(document)
     target = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
-    likelihoods = _likelihoods(sample, len(choices))
-    return AnsweredChoice(likelihoods, _right(target, choices)) if likelihoods else None
+    return len(choices), _right(target, choices)
 
 
 def answered_then(config: Mapping[str, Any], sample: Mapping[str, Any]) -> AnsweredChoice | None:

@@ -31,11 +31,20 @@ from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import is_answer_record, journalled
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.choice_probability import PROBABILITY, answered_now, probabilities
+from tasks.evaluation.division import DocumentSet
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
 from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in
-from tasks.evaluation.task_data import DataSource, LoadedData, TaskData, digest_of_leaves, revision_now, sources_noted
+from tasks.evaluation.task_data import (
+    DataSource,
+    LoadedData,
+    TaskData,
+    digest_of_leaves,
+    revision_now,
+    sources_noted,
+)
 from tasks.evaluation.task_definition import Definition, EvalTask, function_dumper, read_definition, still_as_pinned
+from tasks.evaluation.task_texts import asked_of
 
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 _READABLE = 64  # characters of a cluster's name
@@ -52,20 +61,22 @@ class ScoredDocuments:
 
 
 def look_at_data(task: EvalTask) -> LoadedData:
-    """How many documents ``task`` has (of a group, all below it), and what pins them. Loaded anew where what was loaded
-    before is no longer what its datasets are.
+    """How many documents ``task`` has (of a group, all below it; of a set, those in it), and what pins them. Loaded
+    anew where what was loaded before is no longer what its datasets are.
 
     Raises:
         InvalidInput: when the task's data cannot be loaded.
     """
     global _last_loaded
-    with _quiet():
-        loaded = _loaded(task)
+    with quiet():
+        loaded = load_task(task)
         if not task.is_local and _revisions(loaded.sources) != loaded.revisions:
             _last_loaded = None
-            loaded = _loaded(task)
+            loaded = load_task(task)
         sources = () if task.is_local else loaded.sources
-        return LoadedData(sum(loaded.sizes.values()), TaskData(digest=loaded.digest, sources=sources))
+        counted = counted_documents(loaded, task)
+        documents = sum(loaded.sizes.values()) if counted is None else len(counted)
+        return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources))
 
 
 def count_documents(task: EvalTask) -> int:
@@ -77,6 +88,27 @@ def _revisions(sources: Sequence[DataSource]) -> tuple[str | None, ...]:
     return tuple(revision_now(source) for source in sources)
 
 
+def counted_documents(loaded: LoadedTask, task: EvalTask) -> frozenset[tuple[str, int]] | None:
+    """The documents that a task with a set means, as (leaf, position); None: all of them."""
+    if task.only is None:
+        return None
+    if task.only not in loaded.sets:
+        together = task.only.division.together
+        clusters = (
+            ((name, position), _together(leaf, name, document, together))
+            for name, leaf in loaded.leaves.items()
+            for position, document in enumerate(leaf.eval_docs)
+        )
+        loaded.sets[task.only] = task.only.among(clusters, f"task {task.name}")
+    return loaded.sets[task.only]
+
+
+def _together(leaf: Any, name: str, document: Mapping[str, Any], field: str | None) -> str:
+    if field is None:
+        return asked_of(leaf, document)
+    return name if field == "task" else _cluster(name, document, field)
+
+
 @contextmanager
 def open_tasks(task: EvalTask) -> Iterator[Mapping[str, Any]]:
     """lm-eval's own task objects by name, those below a group each on its own; quiet as long as they are used.
@@ -84,8 +116,8 @@ def open_tasks(task: EvalTask) -> Iterator[Mapping[str, Any]]:
     Raises:
         InvalidInput: when the task's data cannot be loaded.
     """
-    with _quiet():
-        yield _loaded(task).leaves
+    with quiet():
+        yield load_task(task).leaves
 
 
 def score_documents(
@@ -112,14 +144,14 @@ def score_documents(
     """
     backend = find_backend(scoring.backend)
     with (
-        _quiet(),
+        quiet(),
         backend.opened(model, scoring, device) as opened,
         open_journal(journal, is_answer_record) as kept,
         journalled(opened, kept, backend.computes_in) as lm,
-        _progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
+        progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
     ):
-        loaded = _loaded(task)
-        documents = documents_in(loaded.sizes, scoring.seed, part)
+        loaded = load_task(task)
+        documents = documents_in(loaded.sizes, scoring.seed, part, counted_documents(loaded, task))
         if (found := sum(map(len, documents.values()))) != part.last - part.first:
             raise InvalidInput(
                 f"task {task.name}: {part}",
@@ -127,33 +159,16 @@ def score_documents(
                 expected=f"{part.last - part.first}, as when they were counted",
                 remedy="its data changed: pin it, or delete 'documents' from the store",
             )
-        return _run(loaded, documents, lm, model.name, task, scoring)
+        return ask_documents(loaded, documents, lm, model.name, task, scoring)
 
 
-def _run(
-    loaded: _LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
+def ask_documents(
+    loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, model: str, task: EvalTask, scoring: Scoring
 ) -> ScoredDocuments:
-    import numpy as np
-    import torch
     from lm_eval.evaluator import evaluate
 
-    if scoring.chat_template and not lm.tokenizer.chat_template:
-        raise InvalidInput(
-            "evaluate.chat_template",
-            found=f"a tokenizer without one ({lm.tokenizer.name_or_path})",
-            remedy="chat_template: false",
-        )
-    leaves = {name: loaded.leaves[name] for name in documents}
-    random.seed(scoring.seed)
-    np.random.seed(scoring.seed)  # the global state, because lm-eval's tasks draw from it
-    torch.manual_seed(scoring.seed)
-    for name, leaf in leaves.items():
-        # A task that sets no examples at all keeps none, as on lm-eval's command line.
-        own = loaded.fewshot[name]
-        asked = scoring.num_fewshot if scoring.num_fewshot is not None and own != 0 else own
-        leaf.set_config(key="num_fewshot", value=asked or 0)
-        _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + scoring.seed)
-    with _mistakes_of(task):
+    leaves = arrange(loaded, documents, lm, scoring)
+    with mistakes_of(task):
         results = evaluate(
             lm=lm,
             task_dict={"tasks": dict(leaves)},
@@ -180,8 +195,40 @@ def _run(
     return ScoredDocuments(tuple(outcomes))
 
 
+def arrange(loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, scoring: Scoring) -> dict[str, Any]:
+    """lm-eval's own task objects for ``documents``, with the few-shot examples that ``scoring`` wants.
+
+    Args:
+        documents: Positions by task, ascending; they are then to be asked once, in that order.
+        lm: lm-eval's ``LM``, of which the tokenizer is looked at.
+
+    Raises:
+        InvalidInput: for a chat template that is not there, or more examples than there are.
+    """
+    import numpy as np
+    import torch
+
+    if scoring.chat_template and not lm.tokenizer.chat_template:
+        raise InvalidInput(
+            "evaluate.chat_template",
+            found=f"a tokenizer without one ({lm.tokenizer.name_or_path})",
+            remedy="chat_template: false",
+        )
+    leaves = {name: loaded.leaves[name] for name in documents}
+    random.seed(scoring.seed)
+    np.random.seed(scoring.seed)  # the global state, because lm-eval's tasks draw from it
+    torch.manual_seed(scoring.seed)
+    for name, leaf in leaves.items():
+        # A task that sets no examples at all keeps none, as on lm-eval's command line.
+        own = loaded.fewshot[name]
+        asked = scoring.num_fewshot if scoring.num_fewshot is not None and own != 0 else own
+        leaf.set_config(key="num_fewshot", value=asked or 0)
+        _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + scoring.seed)
+    return leaves
+
+
 @contextmanager
-def _mistakes_of(task: EvalTask) -> Iterator[None]:
+def mistakes_of(task: EvalTask) -> Iterator[None]:
     """What the user's own functions and templates raise while documents are asked, said as a mistake in them."""
     from jinja2 import TemplateError
 
@@ -206,7 +253,7 @@ def _mistakes_of(task: EvalTask) -> Iterator[None]:
         ) from error
 
 
-def _fix_examples(loaded: _LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
+def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
     """Give every document the few-shot examples that it has when all are asked, whatever part it is asked in.
 
     lm-eval's sampler draws for one document after another from one stream, so that a document's prompt would hang on
@@ -298,7 +345,7 @@ def _is_mean(aggregation: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _LoadedTask:
+class LoadedTask:
     """lm-eval's task objects of one task by name, and what they say themselves, which scoring changes in them."""
 
     leaves: Mapping[str, Any]
@@ -308,16 +355,17 @@ class _LoadedTask:
     revisions: tuple[str | None, ...]  # of these, when they were loaded
     digest: str  # of all that it asks
     examples: dict[tuple[str, int, int], list[Any]] = field(default_factory=dict)  # by name, number and seed
+    sets: dict[DocumentSet, frozenset[tuple[str, int]]] = field(default_factory=dict)  # that were asked for
 
     @property
     def sizes(self) -> dict[str, int]:
         return {name: len(leaf.eval_docs) for name, leaf in self.leaves.items()}
 
 
-_last_loaded: tuple[tuple[str, Path | None], _LoadedTask] | None = None
+_last_loaded: tuple[tuple[str, Path | None], LoadedTask] | None = None
 
 
-def _loaded(task: EvalTask) -> _LoadedTask:
+def load_task(task: EvalTask) -> LoadedTask:
     """The last task stays loaded for its next part."""
     global _last_loaded
     wanted = (task.digest, task.definition)
@@ -330,7 +378,7 @@ def _loaded(task: EvalTask) -> _LoadedTask:
         _check_leaves(task, leaves)
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
         revisions = () if task.is_local else _revisions(sources)
-        found = _LoadedTask(leaves, fewshot, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
+        found = LoadedTask(leaves, fewshot, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
         _last_loaded = (wanted, found)
     if task.data_digest not in (None, _last_loaded[1].digest):
         _last_loaded = None
@@ -407,7 +455,7 @@ def _shipped_tasks() -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """lm-eval, datasets and transformers without logs and bars."""
     import datasets  # type: ignore[import-untyped]  # ships no types
 
@@ -427,7 +475,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]) -> Iterator[None]:
+def progress_to(on_progress: Callable[[int, int], None], drawn_by: Sequence[str]) -> Iterator[None]:
     """lm-eval's own bars are its only account of progress, so they are replaced by ``on_progress``.
 
     Args:

@@ -9,7 +9,7 @@ under whatever settings of looks, is not scored again: ``cover`` puts a look tog
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple, Self
 
@@ -199,9 +199,17 @@ def mixed(task: str, doc: int, seed: int = 0) -> bytes:
     return hashlib.sha256(f"{seed}/{task}/{doc}".encode()).digest()
 
 
-def documents_in(sizes: Mapping[str, int], seed: int, part: DocumentRange) -> dict[str, list[int]]:
-    """The documents of a part, by task, ascending; a task without one is left out."""
+def documents_in(
+    sizes: Mapping[str, int], seed: int, part: DocumentRange, only: Container[tuple[str, int]] | None = None
+) -> dict[str, list[int]]:
+    """The documents of a part, by task, ascending; a task without one is left out.
+
+    Args:
+        only: Documents that count, as (task, position in its data); None: all of them.
+    """
+    every = ordered(sizes, seed)
+    counted = every if only is None else [document for document in every if document in only]
     by_task: dict[str, list[int]] = {}
-    for task, doc in sorted(ordered(sizes, seed)[part.first : part.last]):
+    for task, doc in sorted(counted[part.first : part.last]):
         by_task.setdefault(task, []).append(doc)
     return by_task

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import StrictLoader, edge, plain_file, read_yaml_mapping
 from merge_core.store import HashMemo, NotInKey, digest, sha256_file
+from tasks.evaluation.division import DocumentSet
 from tasks.evaluation.task_code import imported_beside
 from tasks.evaluation.task_data import DataSource, LoadedData, TaskData
 
@@ -46,6 +47,12 @@ class EvalTask(BaseModel):
     data_digest: str | None = None  # sha256 over what it asks when it is loaded; None: nobody has looked
     sources: Annotated[tuple[DataSource, ...], NotInKey] = ()  # that it was loaded from
     documents: Annotated[int | None, NotInKey] = None  # that it has; known with ``data_digest``
+    only: DocumentSet | None = None  # of its documents; None: all of them
+
+    def content_key(self) -> object:
+        # What was measured before there were sets keeps its key.
+        said = {"name", "digest", "cluster_field", "data_digest"} | ({"only"} if self.only else set())
+        return self.model_dump(mode="json", include=said)
 
     @property
     def data(self) -> TaskData | None:

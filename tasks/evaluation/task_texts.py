@@ -35,6 +35,12 @@ def document_texts(task: EvalTask, wanted: Mapping[str, Sequence[int]]) -> dict[
         }
 
 
+def asked_of(task: Any, document: Mapping[str, Any]) -> str:
+    """What tells ``document`` from those that ask something else: two with other ids may ask the same."""
+    said = (_as_text(task, document, way(document)) for way in (task.doc_to_text, task.doc_to_target))
+    return "\0".join(said)
+
+
 def text_of(task: Any, document: Mapping[str, Any]) -> DocumentText:
     """What lm-eval's ``task`` asks about ``document``, and the answer it wants."""
     from lm_eval.utils import handle_non_serializable, hash_string

@@ -1,6 +1,7 @@
 """The gate: from paired evidence to a verdict. Guards, drift, statistics, looks; pure decisions."""
 
 from tasks.gate.bounded import graded_difference, graded_documents_needed
+from tasks.gate.clusters import check_clusters, clustered_difference
 from tasks.gate.discordance import Discordance, known_discordance
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
@@ -17,13 +18,14 @@ from tasks.gate.references import (
 from tasks.gate.regression import GuardVerdict, decide_guard
 from tasks.gate.settings import EvaluateSettings, pin_tasks
 from tasks.gate.stage import GateVerdict, NotRun, OnInconclusive, gate, lost_for_good, perplexity_drift, undecided_tasks
-from tasks.gate.statistics import Difference, normal_quantile
+from tasks.gate.statistics import POWER, Difference, binary_difference, normal_quantile, student_quantile
 from tasks.gate.suite import SuiteVerdict
 
 __all__ = [
     "ANCHOR",
     "CHAMPION",
     "MARGIN_ABOVE_MAX_DROP",
+    "POWER",
     "RELEASES",
     "Difference",
     "Discordance",
@@ -41,7 +43,10 @@ __all__ = [
     "anchor_confidence",
     "anchor_faults",
     "anchor_refused",
+    "binary_difference",
+    "check_clusters",
     "check_guards",
+    "clustered_difference",
     "comparable_parents",
     "decide_guard",
     "distinct_guards",
@@ -60,6 +65,7 @@ __all__ = [
     "reference_models",
     "refused_by",
     "soonest_decided",
+    "student_quantile",
     "undecided_tasks",
     "with_anchor",
 ]

@@ -3,7 +3,8 @@ need, and servers that speak JSON over HTTP.
 
 ``SupervisedProcess`` is a process that is sure to end (``supervised``). ``Confinement`` says what one may reach that
 runs what strangers wrote, and ``environment_of_child`` what it may see of our environment (``confinement``). How a
-server is asked, and what is asked again, is in ``remote``.
+server is asked, and what is asked again, is in ``remote``. ``open_runner`` has independent work done side by side, here
+or on a cluster (``runner``, ``cluster``); ``current_slot`` is where a thread of ours does it (``slots``).
 """
 
 from tasks.outside.confinement import Confinement, environment_of_child
@@ -17,21 +18,34 @@ from tasks.outside.remote import (
     retrying,
     status_of,
 )
+from tasks.outside.runner import Runner, RunnerSettings, here, open_runner
+from tasks.outside.slots import GivenUp, Slot, also_end, at_slot, current_slot, end_slot, slots_for
 from tasks.outside.supervised import Gpus, NotStarted, ProcessEnd, SupervisedProcess
 
 __all__ = [
     "TRANSIENT_STATUSES",
     "Answer",
     "Confinement",
+    "GivenUp",
     "Gpus",
     "JsonClient",
     "NotStarted",
     "ProcessEnd",
+    "Runner",
+    "RunnerSettings",
+    "Slot",
     "SupervisedProcess",
     "Unreachable",
+    "also_end",
+    "at_slot",
     "causes",
+    "current_slot",
+    "end_slot",
     "environment_of_child",
+    "here",
     "is_transient",
+    "open_runner",
     "retrying",
+    "slots_for",
     "status_of",
 ]

@@ -1,7 +1,7 @@
 """Likelihood of held-out text, document by document: of one model, and of all parents together."""
 
 from tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
-from tasks.perplexity.measuring import DocumentLikelihood, WindowSettings
+from tasks.perplexity.measuring import DocumentLikelihood, HeldOutReading, WindowSettings, read_held_out
 from tasks.perplexity.stage import (
     DriftLimits,
     Likelihoods,
@@ -15,6 +15,7 @@ from tasks.perplexity.text import HeldOutText
 __all__ = [
     "DocumentLikelihood",
     "DriftLimits",
+    "HeldOutReading",
     "HeldOutText",
     "Likelihoods",
     "PerplexitySettings",
@@ -24,4 +25,5 @@ __all__ = [
     "perplexity",
     "pin_documents",
     "read_documents",
+    "read_held_out",
 ]

@@ -11,6 +11,7 @@ Each batch of windows that is done is kept in the journal; after a kill the next
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -97,6 +98,49 @@ class TextWindow(NamedTuple):
     start: int  # of its targets among the document's scored tokens
     inputs: list[int]  # tokens that the model reads
     targets: list[int]  # tokens that the last so many of them predict
+
+
+@dataclass(frozen=True)
+class HeldOutReading:
+    """Held-out documents as one model reads them, for whoever reads the same many times.
+
+    Args:
+        documents: Of the file, those that have anything to score, in its order.
+        batch_size: Windows that are read together.
+    """
+
+    documents: tuple[int, ...]
+    batch_size: int
+    _rows: tuple[int, ...]
+    _reading: Reading
+
+    def likelihoods(self, loaded: LoadedModel, part: range) -> list[float]:
+        """Log-likelihood of ``part`` of ``documents``, nats a token each; they are read in batches of their own."""
+        rows = [self._rows[position] for position in part]
+        wanted = set(rows)
+        windows = [window for window in self._reading.cut if window.row in wanted]
+        sums = dict.fromkeys(rows, 0.0)
+        for batch in batches_of(loaded, self._reading._replace(cut=tuple(windows)), self.batch_size):
+            for window, tokens in zip(batch, read_batch(loaded, batch), strict=True):
+                sums[window.row] += float(tokens.sum())
+        return [sums[row] / self._reading.tokens[row] for row in rows]
+
+
+def read_held_out(
+    loaded: LoadedModel,
+    model: Model,
+    documents: HeldOutText,
+    windows: WindowSettings,
+) -> HeldOutReading:
+    """Cut held-out documents into the windows in which a model reads them.
+
+    Raises:
+        InvalidInput: as ``measure``.
+    """
+    texts = read_texts(documents, windows.documents)
+    reading = read_by(loaded, model, texts, windows)
+    rows = tuple(row for row, tokens in enumerate(reading.tokens) if tokens)
+    return HeldOutReading(tuple(texts[row][0] for row in rows), windows.batch_size, rows, reading)
 
 
 class Reading(NamedTuple):

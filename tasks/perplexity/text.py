@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import line_place, parse_line
 from merge_core.store import NotInKey
+from tasks.evaluation import DocumentSet
 
 
 class HeldOutText(BaseModel):
@@ -22,10 +24,15 @@ class HeldOutText(BaseModel):
     path: Annotated[Path, NotInKey]  # jsonl with one document a line, or plain text with one a paragraph
     sha256: str
     field: str = "text"  # of a jsonl line; empty for plain text
+    only: DocumentSet | None = None  # of its documents; None: all of them
+
+    def content_key(self) -> object:
+        # What was measured before there were sets keeps its key.
+        return self.model_dump(mode="json", include={"sha256", "field"} | ({"only"} if self.only else set()))
 
 
 def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str], ...]:
-    """``(doc_id, text)`` of the first ``most`` documents that are not empty.
+    """``(doc_id, text)`` of the first ``most`` documents that are not empty; of a set, those in it.
 
     Raises:
         InvalidInput: when the file changed after it was pinned, a line is not as expected, or there is no document.
@@ -33,12 +40,12 @@ def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str
     content = documents.path.read_bytes()
     if hashlib.sha256(content).hexdigest() != documents.sha256:
         raise InvalidInput(str(documents.path), found="changed while the run was going on", remedy="run again")
-    texts: list[tuple[int, str]] = []
-    for doc_id, text in enumerate(_split(content, documents)):
-        if text and not text.isspace():
-            texts.append((doc_id, text))
-        if len(texts) == most:
-            break
+    every = (one for one in enumerate(_split(content, documents)) if one[1] and not one[1].isspace())
+    if documents.only:
+        whole = list(every)
+        inside = documents.only.among(whole, "perplexity")
+        every = (one for one in whole if one[0] in inside)
+    texts = list(islice(every, most))
     if not texts:
         raise InvalidInput(str(documents.path), found="no document", expected="held-out text")
     return tuple(texts)

@@ -5,7 +5,19 @@ Declare a stage with ``@stage``, an uncached step with ``@step``. A judgement re
 
 from tasks.stage.combined import report_together
 from tasks.stage.environment import Runtime, device_kind, runtime, versions
-from tasks.stage.progress import ProgressLog, StageStatus, advance, announce, is_watched, say_progress, watched_by
+from tasks.stage.progress import (
+    HeldProgress,
+    ProgressLog,
+    StageEnd,
+    StageStatus,
+    advance,
+    announce,
+    is_watched,
+    report_stage,
+    retell,
+    say_progress,
+    watched_by,
+)
 from tasks.stage.project import home, nearest
 from tasks.stage.reading import PinnedInput, also_forget, read_pinned, require_pinned
 from tasks.stage.stages import (
@@ -23,6 +35,7 @@ from tasks.stage.verdict import JointVerdict, Outcome, Section, Verdict, combine
 
 __all__ = [
     "DeclaredStage",
+    "HeldProgress",
     "JointVerdict",
     "Outcome",
     "PinnedInput",
@@ -30,6 +43,7 @@ __all__ = [
     "Runtime",
     "Section",
     "Stage",
+    "StageEnd",
     "StageFuture",
     "StageStatus",
     "StageValue",
@@ -44,8 +58,10 @@ __all__ = [
     "is_watched",
     "nearest",
     "read_pinned",
+    "report_stage",
     "report_together",
     "require_pinned",
+    "retell",
     "runtime",
     "say_progress",
     "severity",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from merge_core.errors import MergegateError, Refused
 from merge_core.units import format_duration
@@ -98,6 +98,46 @@ def report_stage(name: str, subject: str) -> Iterator[StageReport]:
         _running.reset(token)
         if watcher:
             watcher.ended(name, subject, report.status, time.monotonic() - began, report.summary)
+
+
+class StageEnd(NamedTuple):
+    """That a stage has run, and how it ended."""
+
+    stage: str
+    subject: str
+    status: StageStatus
+    seconds: float
+    summary: str
+
+
+class HeldProgress:
+    """A ``Watcher`` where nobody looks: it keeps how stages ended, to be told elsewhere (``retell``)."""
+
+    def __init__(self) -> None:
+        self.stages: tuple[StageEnd, ...] = ()
+
+    def announced(self, text: str) -> None:
+        """Nothing: what begins is said where somebody looks."""
+
+    def started(self, stage: str, subject: str) -> None:
+        """Nothing: by the time that anybody hears of it, it has ended."""
+
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        """Nothing, as at the start."""
+
+    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+        """Nothing, as at the start."""
+
+    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        self.stages += (StageEnd(stage, subject, status, seconds, summary),)
+
+
+def retell(stages: Iterable[StageEnd]) -> None:
+    """Tell the watcher of stages that ran in another process."""
+    if (watcher := _watcher.get()) is not None:
+        for one in stages:
+            watcher.started(one.stage, one.subject)
+            watcher.ended(*one)
 
 
 class ProgressLog:

@@ -2,7 +2,9 @@
 saw, or nothing is.
 """
 
+from tasks.sweep.evidence import SweepEvidence, pin_sweep
 from tasks.sweep.settings import SweepSettings
+from tasks.sweep.space import at_start
 from tasks.sweep.trials import Asked, Sheet, Trial, TrialScores
 
-__all__ = ["Asked", "Sheet", "SweepSettings", "Trial", "TrialScores"]
+__all__ = ["Asked", "Sheet", "SweepEvidence", "SweepSettings", "Trial", "TrialScores", "at_start", "pin_sweep"]

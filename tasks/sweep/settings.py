@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # What a document says of a model; more is better in all of them.
 Measure = Literal["exact", "probability", "log_likelihood", "metric"]
 SamplerName = Literal["cma", "random", "tpe", "gp", "nsga2"]
-Value = float | int | str
+Value = bool | float | int | str
 
 
 class _Settings(BaseModel):

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.sweep.settings import Measure, Value
+
+if TYPE_CHECKING:
+    from tasks.sweep.racing import Race
 
 TEXT = ""  # in place of a task: the held-out text of ``perplexity``
 
@@ -28,6 +32,26 @@ class Asked(NamedTuple):
 
 Sheet = Mapping[Asked, NDArray[np.float64]]  # [documents of that task that were asked], in the order of the set
 Point = Mapping[str, Value]  # value by name of parameter
+
+
+AskedSet = Literal["search", "confirmation"]
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """A candidate that is to be scored. Picklable.
+
+    Args:
+        recipe: One document, as YAML says it, without holes.
+        directory: Where its relative paths are sought; None: it has none.
+        documents: Which set is asked.
+        race: What it is held against on the way; None: it is asked everything.
+    """
+
+    recipe: Mapping[str, Any]
+    directory: Path | None = None
+    documents: AskedSet = "search"
+    race: Race | None = None
 
 
 @dataclass(frozen=True)

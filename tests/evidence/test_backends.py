@@ -163,6 +163,7 @@ def test_a_server_that_stops_answering_is_named(model: Model, task: EvalTask, mo
         outcomes_by(model, task, backend="served", server={"url": server.url})
 
 
+@pytest.mark.slow
 def test_the_process_that_scores_asks_servers_too(model: Model, task: EvalTask) -> None:
     with serving({"merge": model}) as server:
         settings = Scoring(backend="served", server=ServerSettings(url=server.url))

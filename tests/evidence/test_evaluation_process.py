@@ -7,12 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from confined_here import require_confinement
+from confined_here import directory_of_nobody, require_confinement
 from patience import HANG_S, LONGER_THAN_HANG_S
 from tiny_models import make_model, words, write_choices
 from traps import PROJECT, asked, ends, in_another_process, parent_of, write_trap
@@ -148,6 +147,7 @@ def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
     assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
 
 
+@pytest.mark.slow
 def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +176,7 @@ attempt("merged weights", lambda: open(Path(os.environ["MERGEGATE_HOME"]) / "sto
 (HERE / "found").write_text(str(found))
 """
     task = write_trap(tmp_path / "tasks", deed, at=3)
-    home = Path(tempfile.mkdtemp(dir=PROJECT))  # not below /tmp, where everybody may write
+    home = directory_of_nobody()
     try:
         (home / "store" / "merge").mkdir(parents=True)
         (home / "store" / "merge" / "weights").touch()

@@ -100,6 +100,7 @@ def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> Non
     end_child()  # with what it believes of its memory
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
 def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
@@ -125,8 +126,9 @@ def test_perplexity_is_killed_by_no_more_than_a_task_is(
     (tmp_path / "out").mkdir()
 
     def die(done: int, total: int, unit: str) -> None:
-        assert model_process._current is not None
-        child = model_process._current.process.pid
+        place = model_process._places[0]
+        assert place.current is not None
+        child = place.current.process.pid
         assert parent_of(parent_of(child)) == os.getpid()  # behind its supervisor: ours
         os.kill(child, signal.SIGKILL)
 
@@ -185,6 +187,7 @@ def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
         model_cache.unload()
 
 
+@pytest.mark.slow
 def test_a_journal_that_is_whole_costs_no_reading_at_all(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (tmp_path / "out").mkdir()

@@ -104,6 +104,7 @@ def test_an_expert_without_prompts_has_a_row_of_zeros() -> None:
     assert not found[:, 1].any()
 
 
+@pytest.mark.slow
 def test_a_recipe_gets_the_rows_that_its_prompts_ask_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(DEMO)

@@ -57,9 +57,11 @@ def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: 
     assert found == code
     assert ours["status"] == ("refused" if code else "passed")
     assert [guard["n"] for guard in ours["content"]["verdict"]["guards"]] == [400, 400]
-    sides = [verdict["content"]["verdict"]["guards"] for verdict in (ours, theirs)]
-    data = [[guard.pop("data") for guard in side] for side in sides]
-    assert sides[0] == sides[1]
+    sides = [{guard["task"]: guard for guard in side["content"]["verdict"]["guards"]} for side in (ours, theirs)]
+    data = [[guard.pop("data") for guard in side.values()] for side in sides]
+    # Which task is run first hangs on how long each takes here; when it is lost, the other is not run.
+    assert "reverse" in sides[1]
+    assert sides[1] == {task: guard for task, guard in sides[0].items() if code == 0 or task in sides[1]}
     assert data[0] == [None, None]  # lm-eval's files do not say on which data; the hashes of documents are compared
     assert all(found["digest"] for found in data[1])
 

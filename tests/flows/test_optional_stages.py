@@ -55,6 +55,7 @@ def test_a_judge_that_is_held_against_no_parent_is_found_at_once(project: Projec
     assert "shifter" in result.output
 
 
+@pytest.mark.slow
 def test_a_judge_is_not_asked_about_a_merge_that_the_gate_refuses(released: Released) -> None:
     project, _ = released
     recipe = {"recipe": "demo/recipes/linear.yaml"}
@@ -94,6 +95,7 @@ def test_a_merge_is_released_if_its_server_answers_as_the_model_does(
     assert "Tokens/s" not in (version / "report.html").read_text(), "a release does not change with the machine"
 
 
+@pytest.mark.slow
 def test_a_merge_whose_server_answers_otherwise_is_refused(released: Released) -> None:
     """Without a model the stand-in says canned things: what it serves is not the merge."""
     project, _ = released

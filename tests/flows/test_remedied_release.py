@@ -69,6 +69,7 @@ def test_parents_are_not_evaluated_again_for_a_remedy(remedied: Released) -> Non
     )
 
 
+@pytest.mark.slow
 def test_when_every_remedy_is_refused_nothing_is_released(released: Released) -> None:
     project, _ = released
     profile = project.edit("demo-remedied.yaml", "{merge_method: ties, base_model: ../models/base, ", "{")
@@ -109,6 +110,7 @@ def test_a_merge_is_held_against_what_is_released_today(released: Released) -> N
     assert (project.root / "releases" / "edited-demo" / "latest").readlink() == champion
 
 
+@pytest.mark.slow
 def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(released: Released) -> None:
     import torch
     from safetensors.torch import load_file, save_file

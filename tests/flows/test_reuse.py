@@ -21,6 +21,7 @@ def run(project: Project, profile: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, found
 
 
+@pytest.mark.slow
 def test_other_looks_at_the_same_models_ask_nothing(released: Released) -> None:
     project, _ = released
     before = scored(project)
@@ -74,6 +75,7 @@ def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
     assert scored(project) == before
 
 
+@pytest.mark.slow
 def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released) -> None:
     project, _ = released
     models = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from family import random_tensors, save_checkpoint
 
 
@@ -15,4 +16,16 @@ def family(tmp_path: Path) -> Path:
     save_checkpoint(tmp_path / "base", base)
     for seed, name in enumerate("abc", start=1):
         save_checkpoint(tmp_path / name, random_tensors(seed, base))
+    return tmp_path
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """Bfloat16 checkpoints with a tensor of several grains, so that blocks and ties matter."""
+    base = {"model.embed_tokens.weight": torch.randn(1100, 64, generator=torch.Generator().manual_seed(0)) * 0.02}
+    config = {"num_hidden_layers": 0}
+    save_checkpoint(tmp_path / "base", {name: t.bfloat16() for name, t in base.items()}, config=config)
+    for seed, name in enumerate("abc", start=1):
+        noise = 1e-3 * torch.randn(1100, 64, generator=torch.Generator().manual_seed(seed))
+        save_checkpoint(tmp_path / name, {key: (t + noise).bfloat16() for key, t in base.items()}, config=config)
     return tmp_path

@@ -90,3 +90,21 @@ def load(directory: Path) -> dict[str, np.ndarray]:
     for file in sorted(directory.glob("*.safetensors")):
         tensors.update({name: tensor.double().numpy() for name, tensor in load_file(file).items()})
     return tensors
+
+
+def recipe_of(method: str) -> str:
+    """A recipe that makes use of everything a method can do with ``base``, ``a``, ``b`` and ``c``."""
+    models = {"slerp": "a, b", "nuslerp": "a, b", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
+    parameters = {
+        "slerp": "t: 0.4",
+        "nearswap": "t: 0.0005",
+        "ramplus_tl": "epsilon: 0.0001",
+        "sce": "select_topk: 0.3",
+        "model_stock": "{}",
+        **dict.fromkeys(("karcher", "arcee_fusion", "passthrough", "ram"), "{}"),
+    }
+    weights = "weight: 0.5" + ("" if method in ("linear", "nuslerp", "multislerp") else ", density: 0.4")
+    chosen = ", ".join(f"{{model: {name}}}" for name in models.get(method, "a, b, c").split(", "))
+    base = "" if method in ("linear", "slerp", "karcher", "passthrough") else "base_model: base\n"
+    values = parameters.get(method, weights).removeprefix("{}")
+    return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{values}}}\ndtype: bfloat16\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family import HIDDEN, TOKENS, load, merge_text, random_tensors, save_checkpoint
+from family import HIDDEN, TOKENS, load, merge_text, random_tensors, recipe_of, save_checkpoint
 
 from merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
 from merge_core.errors import InvalidInput, Refused
@@ -22,36 +22,6 @@ DARE = (
 )
 TIES = DARE.replace("dare_ties", "ties")
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
-
-
-@pytest.fixture
-def wide(tmp_path: Path) -> Path:
-    """Bfloat16 checkpoints with a tensor of several grains, so that blocks and ties matter."""
-    base = {"model.embed_tokens.weight": torch.randn(1100, 64, generator=torch.Generator().manual_seed(0)) * 0.02}
-    config = {"num_hidden_layers": 0}
-    save_checkpoint(tmp_path / "base", {name: t.bfloat16() for name, t in base.items()}, config=config)
-    for seed, name in enumerate("abc", start=1):
-        noise = 1e-3 * torch.randn(1100, 64, generator=torch.Generator().manual_seed(seed))
-        save_checkpoint(tmp_path / name, {key: (t + noise).bfloat16() for key, t in base.items()}, config=config)
-    return tmp_path
-
-
-def recipe_of(method: str) -> str:
-    """A recipe that makes use of everything a method can do with these checkpoints."""
-    models = {"slerp": "a, b", "nuslerp": "a, b", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
-    parameters = {
-        "slerp": "t: 0.4",
-        "nearswap": "t: 0.0005",
-        "ramplus_tl": "epsilon: 0.0001",
-        "sce": "select_topk: 0.3",
-        "model_stock": "{}",
-        **dict.fromkeys(("karcher", "arcee_fusion", "passthrough", "ram"), "{}"),
-    }
-    weights = "weight: 0.5" + ("" if method in ("linear", "nuslerp", "multislerp") else ", density: 0.4")
-    chosen = ", ".join(f"{{model: {name}}}" for name in models.get(method, "a, b, c").split(", "))
-    base = "" if method in ("linear", "slerp", "karcher", "passthrough") else "base_model: base\n"
-    values = parameters.get(method, weights).removeprefix("{}")
-    return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{values}}}\ndtype: bfloat16\n"
 
 
 EVERY = sorted(merge_methods())

@@ -202,6 +202,7 @@ def test_an_adapter_that_is_overlooked_does_not_pass(own: float, without: float,
 SETTINGS: dict[str, Any] = {"prompts": ("rev: abcd>",), "texts": ("the old pig sees the red cat.",), "max_tokens": 16}
 
 
+@pytest.mark.slow
 def test_where_vllm_knows_no_lora_for_a_family_it_is_asked_again_merged(demo: Path, tmp_path: Path) -> None:
     merged = applied(demo, tmp_path / "merged")
     vllm = tmp_path / "python"

@@ -166,6 +166,7 @@ def test_parents_of_a_merge_that_is_refused_are_not_measured(checkpoint: Path, h
     assert served.parents == {}
 
 
+@pytest.mark.slow
 def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
     checkpoint: Path, tmp_path: Path, home: Path, prefect_api: None
 ) -> None:

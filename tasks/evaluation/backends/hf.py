@@ -11,23 +11,28 @@ from tasks.checkpoints import load_model
 from tasks.evaluation.backends.contract import Backend, BackendScoring
 
 if TYPE_CHECKING:
-    from tasks.checkpoints import Model
+    from tasks.checkpoints import LoadedModel, Model
 
 
 @contextmanager
 def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
     with load_model(model, dtype=scoring.dtype, device=device) as loaded:
-        from lm_eval.models.huggingface import HFLM
+        yield wrapped(loaded, scoring)
 
-        yield HFLM(
-            pretrained=loaded.network,
-            tokenizer=copy.deepcopy(loaded.tokenizer),  # it may be given a padding token, and others read with it, too
-            backend="causal",
-            # In the model's own dtype, its default, a bf16 model's likelihoods are rounded by up to half a nat.
-            softmax_dtype="float32",
-            batch_size=scoring.batch_size,
-            max_length=scoring.max_length,
-        )
+
+def wrapped(loaded: LoadedModel, scoring: BackendScoring) -> Any:
+    """lm-eval's ``LM`` of a model that is in memory."""
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(
+        pretrained=loaded.network,
+        tokenizer=copy.deepcopy(loaded.tokenizer),  # it may be given a padding token, and others read with it, too
+        backend="causal",
+        # In the model's own dtype, its default, a bf16 model's likelihoods are rounded by up to half a nat.
+        softmax_dtype="float32",
+        batch_size=scoring.batch_size,
+        max_length=scoring.max_length,
+    )
 
 
 BACKEND = Backend(

@@ -1,0 +1,8 @@
+"""Where the next generation of candidates comes from: CMA-ES, random search, and samplers of Optuna; one contract."""
+
+from tasks.sweep.samplers.choice import generation_size, make_baseline, make_sampler
+from tasks.sweep.samplers.contract import Sampler, Told
+from tasks.sweep.samplers.extras import installed
+from tasks.sweep.samplers.uniform import RandomSearch
+
+__all__ = ["RandomSearch", "Sampler", "Told", "generation_size", "installed", "make_baseline", "make_sampler"]

@@ -1,0 +1,113 @@
+"""CMA-ES, by the package ``cmaes``: a normal distribution that starts around the hand-written values and follows what
+is better (Hansen 2016, arXiv 1604.00772); where integers and categories are free too, CatCMA with margin (Hamano et
+al. 2025, arXiv 2504.07884).
+
+It is told ranks, not scores: so constraints come in by Deb's rule, and no unit matters. When it cannot move any more it
+begins anew elsewhere with twice the population (IPOP: Auger & Hansen 2005).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.sweep.objective import Objective, rank
+from tasks.sweep.samplers.contract import Told
+from tasks.sweep.samplers.extras import installed
+from tasks.sweep.space import Space
+from tasks.sweep.trials import Point
+
+_RESAMPLED = 10  # times the number of coordinates, before a draw outside the range is drawn to its border
+_AT_START = 0.5  # chance of a choice to be the hand-written one, in the first generation
+
+
+class EvolutionStrategy:
+    """One distribution over the unit cube.
+
+    Args:
+        sigma: First step, as a share of each range.
+        size: Points of a generation.
+
+    Raises:
+        InvalidInput: The package is not installed.
+    """
+
+    def __init__(self, space: Space, objective: Objective, seed: int, sigma: float, size: int) -> None:
+        self._cmaes = installed("cmaes")
+        self._space, self._objective, self._sigma, self._size = space, objective, sigma, size
+        self._rng = np.random.default_rng(seed)
+        choices = [one.choices for one in space.coordinates]
+        # An integer of two values is a choice: there is nothing between them to step over.
+        self._floats = [i for i, count in enumerate(choices) if not count]
+        self._integers = [i for i, n in enumerate(choices) if n > 2 and space.coordinates[i].free.type == "integer"]
+        self._categories = [i for i, n in enumerate(choices) if n > 1 and i not in self._integers]
+        self._asked: list[Any] = []
+        self._strategy = self._new(space.encode(space.start))
+
+    def begin(self, start: Told) -> None:
+        """Nothing is made of it: it is the middle of the first generation, and no draw from it."""
+
+    def ask(self) -> list[Point]:
+        """A generation."""
+        self._asked = [self._strategy.ask() for _ in range(self._strategy.population_size)]
+        return [self._space.decode(self._unit(one)) for one in self._asked]
+
+    def tell(self, scored: Sequence[Told]) -> None:
+        """Move the distribution; where it cannot move any more, begin anew."""
+        places = rank([one.scores for one in scored], [one.violation for one in scored], self._objective)
+        self._strategy.tell([(asked, float(place)) for asked, place in zip(self._asked, places, strict=True)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Of choices alone: that there is no rule when to stop.
+            is_over = self._strategy.should_stop()
+        if is_over:
+            self._size *= 2
+            self._strategy = self._new(self._rng.random(len(self._space.coordinates)))
+
+    def _new(self, mean: NDArray[np.float64]) -> Any:
+        seed = int(self._rng.integers(2**31))
+        if not self._integers and not self._categories:
+            return self._cmaes.CMA(
+                mean=mean.copy(),
+                sigma=self._sigma,
+                bounds=np.tile([0.0, 1.0], (len(mean), 1)),
+                seed=seed,
+                population_size=self._size,
+                n_max_resampling=_RESAMPLED * len(mean),
+            )
+        counts = {i: self._space.coordinates[i].choices for i in (*self._integers, *self._categories)}
+        middle = np.array([*mean[self._floats], *(mean[i] * counts[i] - 0.5 for i in self._integers)])
+        width = np.array([1.0] * len(self._floats) + [counts[i] - 1.0 for i in self._integers])
+        gaussian = {"mean": middle, "sigma": self._sigma, "cov": np.diag(width**2)} if len(middle) else {}
+        return self._cmaes.CatCMAwM(
+            x_space=[[0.0, 1.0]] * len(self._floats) or None,
+            z_space=[list(range(counts[i])) for i in self._integers] or None,
+            c_space=[counts[i] for i in self._categories] or None,
+            cat_param=self._chances(mean, counts) if self._categories else None,
+            population_size=self._size,
+            seed=seed,
+            **gaussian,
+        )
+
+    def _chances(self, mean: NDArray[np.float64], counts: dict[int, int]) -> NDArray[np.float64]:
+        """Of each choice, ``[categories, largest number of choices]``."""
+        chances = np.zeros((len(self._categories), max(counts[i] for i in self._categories)))
+        for row, i in enumerate(self._categories):
+            chances[row, : counts[i]] = (1 - _AT_START) / (counts[i] - 1)
+            chances[row, min(int(mean[i] * counts[i]), counts[i] - 1)] = _AT_START
+        return chances
+
+    def _unit(self, asked: Any) -> NDArray[np.float64]:
+        if isinstance(asked, np.ndarray):
+            return asked
+        unit = np.full(len(self._space.coordinates), 0.5)
+        if self._floats:
+            unit[self._floats] = asked.x
+        for i, value in zip(self._integers, asked.z if self._integers else (), strict=True):
+            unit[i] = (value + 0.5) / self._space.coordinates[i].choices
+        for i, chosen in zip(self._categories, asked.c if self._categories else (), strict=True):
+            unit[i] = (int(np.argmax(chosen)) + 0.5) / self._space.coordinates[i].choices
+        return unit

@@ -1,0 +1,219 @@
+"""One test of one winner: it lies as seldom as was said, and what it can show is said before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import multivariate_normal, norm, ttest_rel
+from toy_search import COPY, REV, toy_objective, toy_settings
+
+from merge_core.errors import InvalidInput
+from tasks.sweep.confirmation import LEAST_P, Confirmation, confirm, nothing_to_confirm
+from tasks.sweep.confirmation_power import both_right, confirmation_power
+from tasks.sweep.objective import Objective, Term
+from tasks.sweep.study import Study
+from tasks.sweep.trials import Asked, Sheet, Trial
+
+LOG = Asked("rev", "log_likelihood")
+
+
+def trial(number: int, score: float, origin: str = "sampler", **more: Any) -> Trial:
+    return Trial(number, 0, origin, "ties" if origin == "hand-written" else "", {}, (score,), **more)
+
+
+def study_of(objective: Objective, searched: float = 0.9, by_hand: float = 0.8, **more: Any) -> Study:
+    reference, best = trial(0, by_hand, "hand-written"), trial(1, searched, **more)
+    sheets = {
+        number: {asked: np.full(8, one.scores[0]) for asked in objective.asked}
+        for number, one in enumerate((reference, best))
+    }
+    return Study(
+        settings=toy_settings(),
+        objective=objective,
+        coordinates=(),
+        trials=(reference, best),
+        best=best if not np.isnan(searched) else None,
+        front=(),
+        sizes={},
+        sheets=sheets,
+        recipes={},
+        population=6,
+        scored=2,
+        seconds={},
+        spent=None,
+        stopped="trials",
+    )
+
+
+def compared(winner: Sheet, reference: Sheet, *terms: Term, clusters: Any = None) -> Confirmation:
+    return confirm(study_of(Objective(terms)), winner, reference, clusters)
+
+
+def binary(rng: np.random.Generator, n: int, gain: float) -> tuple[Sheet, Sheet]:
+    reference = (rng.random(n) < 0.7) * 1.0
+    winner = np.where(rng.random(n) < gain, 1.0, reference)
+    return {REV: winner}, {REV: reference}
+
+
+def test_a_clear_gain_is_confirmed_and_said() -> None:
+    one = compared(*binary(np.random.default_rng(0), 400, 0.3), Term(REV, 1.0))
+    assert one.confirmed
+    assert one.p_value == LEAST_P
+    verdict = one.as_verdict()
+    assert (verdict.outcome, verdict.publishable, verdict.reasons) == ("pass", True, ())
+    assert "above ties on 400 held-out documents" in one.sentence()
+    assert one.optimism == pytest.approx(0.9 - one.held_out)
+    assert one.searched_gain == pytest.approx(0.1)
+
+
+def test_no_gain_is_not_confirmed_and_said() -> None:
+    winner, reference = binary(np.random.default_rng(0), 400, 0.3)
+    one = compared(reference, winner, Term(REV, 1.0))
+    assert not one.confirmed
+    assert one.p_value == 1
+    verdict = one.as_verdict()
+    assert (verdict.outcome, verdict.publishable) == ("fail", False)
+    assert verdict.reasons[0].startswith("no candidate confirmed: trial 1: ")
+    assert "below ties" in verdict.reasons[0]
+
+
+def test_the_p_value_is_the_error_at_which_the_bound_is_zero() -> None:
+    for seed in range(6):
+        winner, reference = binary(np.random.default_rng(seed), 300, 0.03)
+        one = compared(winner, reference, Term(REV, 1.0))
+        assert one.confirmed == (one.p_value <= 0.05)
+        lost = (winner[REV] < reference[REV]).sum()
+        won = (winner[REV] > reference[REV]).sum()
+        mcnemar = norm.sf((won - lost) / np.sqrt(won + lost))
+        assert mcnemar * 0.95 <= one.p_value < max(4 * mcnemar, 0.05)
+
+
+def test_without_a_known_range_it_is_students_test() -> None:
+    rng = np.random.default_rng(1)
+    for shift in (0.0, 0.02, 0.06):
+        reference = -rng.exponential(0.2, 400)
+        winner = reference + rng.normal(shift, 0.3, 400)
+        one = compared({LOG: winner}, {LOG: reference}, Term(LOG, 1.0))
+        expected = ttest_rel(winner, reference, alternative="greater").pvalue
+        assert one.p_value == pytest.approx(expected, rel=0.05, abs=1e-6) or (expected >= 0.5 and one.p_value >= 0.5)
+
+
+def test_clipped_likelihoods_are_cut_and_their_bound_holds_with_heavy_tails() -> None:
+    rng = np.random.default_rng(2)
+    reference = -rng.random(400) * 0.05
+    winner = reference + 0.004
+    winner[7] = -40.0
+    term = Term(LOG, 1.0, clip=0.1)
+    one = compared({LOG: winner}, {LOG: reference}, term)
+    assert one.gain == pytest.approx(0.004 * 399 / 400 - (0.1 + reference[7]) / 400)
+    assert one.confirmed
+    # Three in a hundred lose everything, the others gain a little: nothing is won, and nothing is shown.
+    wrong = 0
+    for seed in range(25):
+        draw = np.random.default_rng([3, seed])
+        loses = draw.random(200) < 0.03
+        theirs = np.full(200, -0.05)
+        ours = np.where(loses, -0.1, theirs + 0.05 * 0.03 / 0.97)
+        wrong += compared({LOG: ours}, {LOG: theirs}, term).confirmed
+    assert wrong <= 3
+
+
+def test_tasks_count_by_their_weight() -> None:
+    rng = np.random.default_rng(4)
+    winner, reference = binary(rng, 400, 0.2)
+    flat = (rng.random(50) < 0.5) * 1.0
+    one = compared({**winner, COPY: flat}, {**reference, COPY: flat}, Term(REV, 0.25), Term(COPY, 0.75))
+    alone = compared(winner, reference, Term(REV, 1.0))
+    assert one.gain == pytest.approx(0.25 * alone.gain)
+    assert one.documents == 450
+    assert one.terms[1].gain == 0
+
+
+def test_false_confirmations_are_as_rare_as_was_asked_for() -> None:
+    rng = np.random.default_rng(5)
+    runs, wrong = 250, 0
+    for _ in range(runs):
+        sheets: list[dict[Asked, Any]] = [{}, {}]
+        for asked in (REV, COPY):
+            shared = rng.standard_normal(150)
+            for sheet in sheets:
+                sheet[asked] = (0.77 * shared + 0.63 * rng.standard_normal(150) < 0.8) * 1.0
+        wrong += compared(sheets[0], sheets[1], Term(REV, 0.5), Term(COPY, 0.5)).low > 0
+    assert 0.01 < wrong / runs < 0.07
+
+
+def test_documents_that_belong_together_count_as_one() -> None:
+    rng = np.random.default_rng(6)
+    by_cluster = rng.normal(0.05, 0.2, 20)
+    reference = np.full(400, 0.5)
+    winner = np.clip(reference + np.repeat(by_cluster, 20), 0, 1)
+    asked = Asked("rev", "probability")
+    names: Sequence[str] = [str(i) for i in np.repeat(np.arange(20), 20)]
+    alone = compared({asked: winner}, {asked: reference}, Term(asked, 1.0))
+    clustered = compared(
+        {asked: winner}, {asked: reference}, Term(asked, 1.0, cluster_by="passage"), clusters={asked: names}
+    )
+    assert clustered.low < alone.low
+    assert clustered.terms[0].clusters == 20
+    with pytest.raises(InvalidInput, match="cluster"):
+        compared({asked: winner}, {asked: reference}, Term(asked, 1.0, cluster_by="passage"))
+
+
+def test_sheets_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="the same 4 documents"):
+        compared({REV: np.ones(4)}, {REV: np.ones(3)}, Term(REV, 1.0))
+    with pytest.raises(InvalidInput, match="3 and 4 documents"):
+        compared({REV: np.array([1, 1, 1, np.nan])}, {REV: np.ones(4)}, Term(REV, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("searched", "more", "said"),
+    [
+        (0.8, {}, "none scored above ties"),
+        (0.79, {}, "none scored above ties"),
+        (float("nan"), {}, "none of 1 candidates has a score"),
+        (0.9, {"violation": 0.1}, "none keeps the constraints"),
+    ],
+)
+def test_what_is_no_better_where_it_was_chosen_is_not_compared(searched: float, more: Any, said: str) -> None:
+    nothing = nothing_to_confirm(study_of(toy_objective(toy_settings()), searched, **more))
+    assert nothing is not None
+    assert nothing.as_verdict().reasons[0].startswith(f"no candidate confirmed: {said}")
+    assert nothing_to_confirm(study_of(toy_objective(toy_settings()), 0.9)) is None
+
+
+@pytest.mark.parametrize("right", [0.3, 0.8, 0.97])
+def test_what_two_get_right_together_is_that_of_a_normal_pair(right: float) -> None:
+    pair = multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]])
+    assert both_right(right, 0.6) == pytest.approx(pair.cdf([norm.ppf(right)] * 2), abs=1e-4)
+
+
+def test_the_power_is_that_of_the_test() -> None:
+    """Against drawn winners; 24 % for 2 points and 71 % for 5 at 80 % right are known of 400 documents."""
+    rng = np.random.default_rng(7)
+    objective = Objective((Term(REV, 1.0),))
+    sheet = {REV: (np.arange(400) < 320) * 1.0}
+    power = confirmation_power(objective, [sheet], {REV: 400}, 0.95)
+    chances = {round(one.gain, 2): one.chance for one in power.chances}
+    assert chances[0.02] == pytest.approx(0.24, abs=0.05)
+    assert chances[0.05] == pytest.approx(0.71, abs=0.06)
+    confirmed = 0
+    for _ in range(120):
+        shared = rng.standard_normal(400) * np.sqrt(0.6)
+        drawn = [shared + np.sqrt(0.4) * rng.standard_normal(400) < norm.ppf(q) for q in (0.8 + power.detectable, 0.8)]
+        confirmed += compared({REV: drawn[0] * 1.0}, {REV: drawn[1] * 1.0}, Term(REV, 1.0)).confirmed
+    assert confirmed / 120 == pytest.approx(0.8, abs=0.1)
+    assert "400 held-out documents confirm a gain of" in power.sentence()
+    assert "correlate by 0.6" in power.sentence()
+
+
+def test_the_power_of_numbers_without_a_scale_is_told_in_their_unit() -> None:
+    rng = np.random.default_rng(8)
+    power = confirmation_power(Objective((Term(LOG, 1.0),)), [{LOG: -rng.exponential(0.02, 300)}], {LOG: 400}, 0.95)
+    assert not power.in_points
+    assert power.detectable == pytest.approx((1.645 + 0.842) * np.sqrt(0.8) * 0.02 / 20, rel=0.2)
+    saturated = confirmation_power(Objective((Term(REV, 1.0),)), [{REV: np.ones(300)}], {REV: 400}, 0.95)
+    assert saturated.detectable > 0

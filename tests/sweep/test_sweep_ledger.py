@@ -1,0 +1,149 @@
+"""Scored trials on disk: exactly what was put there, after a kill, a torn line, and another sweep that waits."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_search import REV
+
+from tasks.sweep.ledger import open_ledger, request_key
+from tasks.sweep.racing import heat
+from tasks.sweep.trials import Asked, TrialRequest, TrialScores
+
+KEY = "a" * 64
+PROJECT = Path(__file__).resolve().parent.parent.parent
+SCORES = TrialScores(
+    {REV: np.array([0.1, math.nan, -1e-300]), Asked("copy", "metric", "acc,none"): np.array([1.0, 0.0])},
+    dropped=True,
+    change=0.1 + 0.2,
+    seconds={"merge": 1.5},
+    problem="",
+)
+
+
+def same(one: TrialScores | None, other: TrialScores) -> bool:
+    assert one is not None
+    for asked, numbers in other.sheet.items():
+        assert one.sheet[asked].tobytes() == numbers.tobytes()
+    plain = [(s.dropped, repr(s.change), dict(s.seconds or {}), s.problem, list(s.sheet)) for s in (one, other)]
+    return plain[0] == plain[1]
+
+
+def test_what_was_put_there_is_found_bit_for_bit(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        ledger.add("one", SCORES)
+        ledger.add("two", TrialScores({}, problem="refused: NaN"))
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        assert same(ledger.find("one"), SCORES)
+        two = ledger.find("two")
+        assert two is not None
+        assert two.problem == "refused: NaN"
+        assert ledger.find("three") is None
+
+
+def test_a_torn_line_is_cut_and_what_was_before_it_is_there(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        ledger.add("one", SCORES)
+        ledger.add("two", SCORES)
+    (journal,) = tmp_path.glob("*/trials.journal")
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(lines[0] + lines[1][:-20])
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        assert len(ledger) == 1
+        ledger.add("two", SCORES)
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        assert len(ledger) == 2
+
+
+def test_what_is_scored_otherwise_has_another_ledger(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        ledger.add("one", SCORES)
+    with open_ledger("b" * 64, "s", place=tmp_path) as ledger:
+        assert len(ledger) == 0
+
+
+def test_garbage_is_no_ledger(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        ledger.add("one", SCORES)
+    (journal,) = tmp_path.glob("*/trials.journal")
+    journal.write_bytes(os.urandom(4000))
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        assert len(ledger) == 0
+        ledger.add("one", SCORES)
+
+
+def test_time_that_was_used_is_that_of_all_runs_of_a_study(tmp_path: Path) -> None:
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        first = ledger.used
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        assert ledger.used > first
+    with open_ledger(KEY, "another", place=tmp_path) as ledger:
+        assert ledger.used < first + 10
+
+
+def test_a_request_is_known_by_recipe_set_race_and_place(tmp_path: Path) -> None:
+    recipe: dict[str, Any] = {"merge_method": "linear", "models": ["a"]}
+    requests = [
+        TrialRequest(recipe, tmp_path),
+        TrialRequest({**recipe, "models": ["b"]}, tmp_path),
+        TrialRequest(recipe, tmp_path, "confirmation"),
+        TrialRequest(recipe, tmp_path, "search", heat(0.5)),
+        TrialRequest(recipe, tmp_path / "other"),
+    ]
+    assert len({request_key(one, tmp_path) for one in requests}) == len(requests)
+    moved = TrialRequest(dict(reversed(recipe.items())), tmp_path / "moved")
+    assert request_key(moved, tmp_path / "moved") == request_key(requests[0], tmp_path)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_sweep_ledger import KEY, SCORES
+from tasks.sweep.ledger import open_ledger
+with open_ledger(KEY, "s", place=Path(sys.argv[1])) as ledger:
+    for number in range(10**9):
+        ledger.add(str(number), SCORES)
+        print(number, flush=True)
+"""
+
+
+def test_after_a_kill_everything_that_was_said_to_be_there_is(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, cwd=PROJECT
+    )
+    assert child.stdout is not None
+    said = [int(child.stdout.readline()) for _ in range(40)]
+    child.send_signal(signal.SIGKILL)
+    said += [int(line) for line in child.stdout if line.endswith(b"\n")]
+    child.wait()
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        assert len(ledger) >= len(said)
+        assert same(ledger.find(str(said[-1])), SCORES)
+
+
+def _second(place: str, events: Any) -> None:
+    with open_ledger(KEY, "s", on_wait=lambda: events.put("waits"), place=Path(place)) as ledger:
+        events.put(len(ledger))
+
+
+@pytest.mark.slow
+def test_a_second_sweep_waits_and_then_finds_everything(tmp_path: Path) -> None:
+    context = get_context("spawn")
+    events = context.Queue()
+    with open_ledger(KEY, "s", place=tmp_path) as ledger:
+        other = context.Process(target=_second, args=(str(tmp_path), events))
+        other.start()
+        assert events.get(timeout=120) == "waits"
+        ledger.add("one", SCORES)
+    assert events.get(timeout=120) == 1
+    other.join()

@@ -1,0 +1,172 @@
+"""Samplers: seeded, decided by what they were told, and better than nothing; constraints by Deb's rule."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from spaces import TIES, TIES_PARAMETERS, WEIGHT, settings_of, space_of
+
+from merge_core.errors import InvalidInput
+from tasks.sweep.objective import Limit, Objective, Term
+from tasks.sweep.samplers import RandomSearch, Sampler, Told, make_sampler
+from tasks.sweep.settings import SweepSettings
+from tasks.sweep.space import Space, make_space
+from tasks.sweep.trials import Asked, Point
+
+REV = Asked("rev", "exact")
+ONE = Objective((Term(REV, 1.0),))
+TWO = Objective((Term(REV, 0.5), Term(Asked("copy", "exact"), 0.5)), several=True)
+LIMITED = Objective((Term(REV, 1.0),), (Limit(REV, "", 0.0),))
+MIXED = {
+    **TIES_PARAMETERS,
+    "how": {"type": "category", "among": ["ties", "dare_ties", "breadcrumbs"], "start": "ties"},
+    "rank": {"type": "integer", "low": 1, "high": 9, "start": 5},
+    "pair": {"type": "integer", "low": 0, "high": 1, "start": 0},
+}
+SPACES = {
+    "floats": space_of(TIES, TIES_PARAMETERS),
+    "mixed": space_of({**TIES, "merge_method": "$how", "rank": "$rank", "name": "$pair"}, MIXED),
+    "choices": space_of({**TIES, "models": ["$how"]}, {"how": MIXED["how"]}),
+    "one": space_of({**TIES, "models": ["$w"]}, {"w": WEIGHT}),
+}
+
+
+def sampler_of(kind: str, space: Space, objective: Objective = ONE, **more: Any) -> Sampler:
+    settings = settings_of(
+        {name: one.free for name, one in ((o.parameter, o) for o in space.coordinates)}, sampler=kind, **more
+    )
+    return make_sampler(space, objective, settings)
+
+
+def bowl(space: Space, point: Point) -> float:
+    """Best at .3 of every range; of choices at the middle one, or at the first of two."""
+    best = [(0.5 if one.choices % 2 else 0.25) if one.choices else 0.3 for one in space.coordinates]
+    return -float(np.square(space.encode(point) - np.array(best)).sum())
+
+
+def asked_in(sampler: Sampler, space: Space, generations: int, objectives: int = 1) -> list[list[Point]]:
+    sampler.begin(Told(space.start, (bowl(space, space.start),) * objectives))
+    found = []
+    for _ in range(generations):
+        points = sampler.ask()
+        found.append(points)
+        told = [Told(point, (bowl(space, point), -float(i))[:objectives]) for i, point in enumerate(points)]
+        told[-1] = told[-1]._replace(scores=(math.nan,) * objectives)
+        sampler.tell(told)
+    return found
+
+
+@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("kind", ["cma", "random", "tpe", "nsga2", "gp"])
+def test_told_the_same_in_the_same_order_it_asks_the_same(kind: str, name: str) -> None:
+    if kind == "gp" and name != "one":
+        pytest.skip("seconds each")
+    space = SPACES[name]
+    first, again, other = (
+        asked_in(sampler_of(kind, space, seed=seed, population=3 if kind == "gp" else 6), space, 3)
+        for seed in (3, 3, 4)
+    )
+    assert first == again
+    assert name == "choices" or first != other
+    for point in (point for generation in first for point in generation):
+        assert set(point) == set(space.start)
+        assert space.decode(space.encode(point)) == point
+        assert all(isinstance(value, (int, float, str)) for value in point.values())
+
+
+def test_several_objectives_go_to_optuna_and_the_same_is_asked_again() -> None:
+    space = SPACES["floats"]
+    runs = [
+        asked_in(sampler_of("nsga2", space, TWO, several=True, population=6), space, 4, objectives=2) for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+    with pytest.raises(InvalidInput, match="nsga2"):
+        sampler_of("cma", space, TWO)
+
+
+@pytest.mark.parametrize("name", ["floats", "mixed"])
+def test_evolution_finds_the_bottom_of_a_bowl_where_random_search_does_not(name: str) -> None:
+    space = SPACES[name]
+    best = {
+        kind: [
+            max(
+                bowl(space, point)
+                for points in asked_in(sampler_of(kind, space, seed=seed), space, 25)
+                for point in points
+            )
+            for seed in range(3)
+        ]
+        for kind in ("cma", "random")
+    }
+    assert max(best["random"]) < min(best["cma"])
+    assert min(best["cma"]) > (-1e-3 if name == "floats" else -0.02)
+
+
+def test_the_first_generation_lies_around_the_hand_written_values() -> None:
+    space = SPACES["floats"]
+    draws = np.array(
+        [space.encode(point) for seed in range(40) for point in sampler_of("cma", space, seed=seed, sigma=0.1).ask()]
+    )
+    assert np.abs(draws.mean(axis=0) - space.encode(space.start)).max() < 0.03
+    assert np.abs(draws.std(axis=0) - 0.1).max() < 0.02
+
+
+def test_a_start_at_the_border_of_its_range_is_a_start() -> None:
+    free = {"low": 0.0, "high": 1.0, "start": 1.0}
+    recipe = {**TIES, "models": ["$a", "$b", "$how"]}
+    space = space_of(recipe, {"a": free, "b": {**free, "start": 0.0}, "how": MIXED["how"]})
+    for generation in asked_in(sampler_of("cma", space), space, 8):
+        assert len({point["a"] for point in generation}) > 1
+
+
+def test_evolution_begins_anew_with_twice_the_population_when_nothing_moves() -> None:
+    space = SPACES["one"]
+    sampler = sampler_of("cma", space, population=6)
+    sizes = []
+    for _ in range(30):
+        points = sampler.ask()
+        sizes.append(len(points))
+        sampler.tell([Told(point, (0.5,)) for point in points])
+    assert sizes[0] == 6
+    assert 12 in sizes
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("kind", ["cma", "tpe", "gp", "nsga2"])
+def test_a_constraint_keeps_the_search_out_of_where_scores_are_best(kind: str) -> None:
+    space = SPACES["floats"] if kind == "nsga2" else SPACES["one"]
+    name = space.coordinates[0].name
+    sampler = sampler_of(kind, space, LIMITED, population=4 if kind == "gp" else 8, seed=1)
+    sampler.begin(Told(space.start, (1.0,), 0.4))
+    for _ in range(4 if kind == "gp" else 12):
+        points = sampler.ask()
+        # The more the better, but not above 0.6 of a range from 0.2 to 1.8.
+        sampler.tell([Told(p, (float(p[name]),), max(0.0, float(p[name]) - 0.6)) for p in points])
+    last = sorted(float(point[name]) for point in points)
+    assert 0.35 < last[len(last) // 2] < 0.8
+
+
+def test_random_search_is_even_and_its_draws_do_not_depend_on_how_many_are_asked_at_once() -> None:
+    space = SPACES["floats"]
+    one, other = RandomSearch(space, 5, 1), RandomSearch(space, 5, 1)
+    assert one.draw(7) == [*other.draw(3), *other.draw(4)]
+    units = np.array([space.encode(point) for point in one.draw(2000)])
+    assert np.abs(units.mean(axis=0) - 0.5).max() < 0.03
+
+
+@pytest.mark.parametrize(("kind", "package"), [("cma", "cmaes"), ("tpe", "optuna")])
+def test_a_package_that_is_not_there_is_named_with_how_to_get_it(
+    kind: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(InvalidInput, match=r"pip install mergegate\[sweep\]"):
+        sampler_of(kind, SPACES["floats"])
+
+
+def test_the_settings_of_a_profile_make_a_sampler() -> None:
+    settings = SweepSettings.model_validate({"objective": [{"task": "rev"}], "parameters": {"w": WEIGHT}})
+    assert len(make_sampler(make_space({**TIES, "models": ["$w"]}, settings, None, "r.yaml"), ONE, settings).ask()) == 6

@@ -1,0 +1,285 @@
+"""The search: the same trials whoever is faster, killed or not; each scored once; budgets; equal recipes; problems."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from spaces import TIES
+from toy_search import COPY, REV, ToyModels, by_weights, run_toy, toy_settings, toy_space
+
+from merge_core.errors import DiskRefused, InvalidInput, Refused
+from tasks.sweep.ledger import open_ledger, request_key, study_key
+from tasks.sweep.search import hand_written_recipes
+from tasks.sweep.study import HandWritten, SearchProgress
+from tasks.sweep.trials import Trial, TrialRequest, TrialScores
+
+
+class Killed(BaseException):
+    """Nobody catches it."""
+
+
+class DyingModels(ToyModels):
+    """Ends everything after so many results."""
+
+    def __init__(self, after: int, **more: Any) -> None:
+        super().__init__(**more)
+        self._left, self.delivered = after, Counter[str]()
+
+    def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+        for result in super().__call__(requests):
+            if self._left == 0:
+                raise Killed
+            self._left -= 1
+            self.delivered[request_key(requests[result[0]])] += 1
+            yield result
+
+
+def said(trials: Sequence[Trial]) -> list[str]:
+    """Everything of trials, NaN and all."""
+    return [repr(trial) for trial in trials]
+
+
+@pytest.mark.parametrize("sampler", ["cma", "random", "tpe"])
+def test_twenty_kills_at_random_moments_change_nothing_and_each_trial_is_scored_once(
+    sampler: str, tmp_path: Path
+) -> None:
+    settings = toy_settings(sampler=sampler, budget={"trials": 30 if sampler == "tpe" else 60})
+    undisturbed = ToyModels()
+    expected = run_toy(undisturbed, tmp_path / "whole", settings)
+    rng, delivered, kills = random.Random(1), Counter[str](), 0
+    while True:
+        models = DyingModels(rng.randrange(len(undisturbed.scored) // 12) if kills < 20 else 1000)
+        try:
+            study = run_toy(models, tmp_path / "killed", settings)
+            break
+        except Killed:
+            kills += 1
+        finally:
+            delivered.update(models.delivered)
+    assert kills == 20
+    assert said(study.trials) == said(expected.trials)
+    assert study.best == expected.best
+    assert study.sheets.keys() == expected.sheets.keys()
+    assert delivered == undisturbed.scored
+    assert set(delivered.values()) == {1}
+    again = ToyModels()
+    run_toy(again, tmp_path / "killed", settings)
+    assert not again.scored
+
+
+def test_the_order_of_results_decides_nothing(tmp_path: Path) -> None:
+    class Backwards(ToyModels):
+        def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+            yield from reversed(list(super().__call__(requests)))
+
+    assert said(run_toy(Backwards(), tmp_path / "a").trials) == said(run_toy(ToyModels(), tmp_path / "b").trials)
+
+
+def test_a_larger_budget_goes_on_where_the_smaller_one_ended(tmp_path: Path) -> None:
+    run_toy(ToyModels(), tmp_path, toy_settings(budget={"trials": 25}))
+    more = ToyModels()
+    study = run_toy(more, tmp_path, toy_settings(budget={"trials": 60}))
+    assert said(study.trials) == said(
+        run_toy(ToyModels(), tmp_path / "at once", toy_settings(budget={"trials": 60})).trials
+    )
+    assert len(more.scored) <= 60 - 20
+
+
+def test_the_trials_are_those_of_people_then_of_the_sampler_and_of_random_search_beside(tmp_path: Path) -> None:
+    by_hand = (*hand_written_recipes(toy_space(toy_settings()), "ties"), HandWritten("linear", {**TIES, "models": [
+        {"model": "math", "parameters": {"weight": 0.9, "density": 1}},
+        {"model": "code", "parameters": {"weight": 1.1, "density": 1}},
+    ]}))  # fmt: skip
+    study = run_toy(ToyModels(), tmp_path, toy_settings(budget={"trials": 60}), hand_written=by_hand)
+    assert [trial.number for trial in study.trials] == list(range(60))
+    assert [trial.label for trial in study.hand_written] == ["ties", "linear"]
+    origins = [trial.origin for trial in study.trials]
+    assert origins.count("baseline") == 15
+    assert origins.count("sampler") == 43
+    assert study.reference.label == "linear"
+    assert study.best is not None
+    assert study.best.origin != "hand-written"
+    assert study.best.scores[0] == max(
+        t.scores[0] for t in study.trials if t.origin != "hand-written" and not t.dropped
+    )
+    assert study.best.scores > study.reference.scores
+    assert study.recipes[study.best.number]["models"][0]["parameters"]["weight"] == study.best.point["math"]
+    assert by_weights(dict(study.recipes[study.best.number])) > 0.85
+    assert study.sizes == {REV: 200, COPY: 200}
+    assert study.seconds["merge"] == pytest.approx(0.5 * study.scored)
+    assert len(study.sheets) <= 4
+
+
+@pytest.mark.parametrize(
+    ("baseline", "sampler", "expected"), [(0, "cma", 0), (7, "cma", 7), (None, "random", 0), (99, "cma", 29)]
+)
+def test_the_share_of_random_search_is_as_asked_for(
+    baseline: int | None, sampler: str, expected: int, tmp_path: Path
+) -> None:
+    study = run_toy(ToyModels(), tmp_path, toy_settings(baseline=baseline, sampler=sampler, budget={"trials": 30}))
+    assert [trial.origin for trial in study.trials].count("baseline") == expected
+    assert len(study.trials) == 30
+
+
+def test_racing_saves_documents_and_ranks_what_was_dropped_below_its_incumbent(tmp_path: Path) -> None:
+    racing, whole = ToyModels(), ToyModels()
+    study = run_toy(racing, tmp_path / "raced", toy_settings(budget={"trials": 60}))
+    run_toy(whole, tmp_path / "whole", toy_settings(budget={"trials": 60}, racing={"rule": "none"}))
+    assert racing.documents_asked < 0.85 * whole.documents_asked
+    assert 0.1 < study.asked < 0.85
+    for trial in (trial for trial in study.trials if trial.dropped):
+        before = [o for o in study.trials if o.generation < trial.generation and not o.dropped]
+        assert trial.scores[0] < max(o.scores[0] for o in before)
+        assert trial.documents < 1
+
+
+def test_halving_asks_a_quarter_and_ranks_who_was_left_behind_below_who_went_on(tmp_path: Path) -> None:
+    settings = toy_settings(budget={"trials": 50}, racing={"rule": "halving", "first": 0.1})
+    study = run_toy(ToyModels(), tmp_path, settings)
+    for generation in {trial.generation for trial in study.trials} - {-1}:
+        own = [trial for trial in study.trials if trial.generation == generation]
+        went_on = [trial.scores[0] for trial in own if not trial.dropped]
+        assert 1 <= len(went_on) <= math.ceil(math.ceil(len(own) / 3) / 3)
+        assert all(trial.scores[0] <= min(went_on) for trial in own if trial.dropped)
+    assert study.asked < 0.4
+    assert said(run_toy(ToyModels(), tmp_path, settings).trials) == said(study.trials)
+
+
+def test_equal_recipes_are_scored_once(tmp_path: Path) -> None:
+    three = {"type": "category", "among": [0.5, 1.0, 1.5], "start": 1.0}
+    settings = toy_settings(parameters={"math": three, "code": three, "density": {**three, "among": [1.0]}})
+    models = ToyModels()
+    study = run_toy(models, tmp_path, settings)
+    recipes = {tuple(sorted(trial.point.items())) for trial in study.trials}
+    assert len(recipes) < len(study.trials) == 40
+    assert len(models.scored) == len(recipes) == study.scored
+    by_point: dict[Any, set[Any]] = {}
+    for trial in study.trials:
+        by_point.setdefault(tuple(sorted(trial.point.items())), set()).add(trial.scores)
+    assert all(len(scores) == 1 for scores in by_point.values())
+
+
+def test_a_candidate_without_a_score_is_a_trial_that_ranks_last(tmp_path: Path) -> None:
+    class Partly(ToyModels):
+        def one(self, request: TrialRequest) -> TrialScores:
+            if request.recipe["models"][0]["parameters"]["weight"] > 1.05:
+                raise InvalidInput("r.yaml", found="too much")
+            return super().one(request)
+
+        def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+            for number, request in enumerate(requests):
+                try:
+                    yield number, self.one(request)
+                except InvalidInput as error:
+                    yield number, error
+
+    study = run_toy(Partly(), tmp_path)
+    failed = [trial for trial in study.trials if trial.problem]
+    assert failed
+    assert all("too much" in trial.problem and math.isnan(trial.scores[0]) for trial in failed)
+    assert study.best is not None
+    assert not study.best.problem
+    assert said(run_toy(Partly(), tmp_path).trials) == said(study.trials)
+
+
+def test_a_dead_worker_costs_one_more_try_and_a_dead_machine_the_run(tmp_path: Path) -> None:
+    class Crashing(ToyModels):
+        crashed = 0
+
+        def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+            for number, result in super().__call__(requests):
+                if number == 2 and self.crashed < 3:
+                    self.crashed += 1
+                    yield number, RuntimeError("worker died")
+                else:
+                    yield number, result
+
+    assert said(run_toy(Crashing(), tmp_path / "a").trials) == said(run_toy(ToyModels(), tmp_path / "b").trials)
+
+    def dead(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+        yield from ((number, RuntimeError("no memory")) for number in range(len(requests)))
+
+    with pytest.raises(Refused, match="no memory"):
+        run_toy(dead, tmp_path / "c")
+
+    def full(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+        yield 0, DiskRefused("disk", found="full")
+
+    with pytest.raises(DiskRefused):
+        run_toy(full, tmp_path / "d")
+
+
+def test_a_hand_written_recipe_without_a_score_ends_the_sweep_before_it_begins(tmp_path: Path) -> None:
+    def refused(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+        yield from ((number, InvalidInput("ties", found="no base")) for number in range(len(requests)))
+
+    with pytest.raises(Refused, match="hand-written recipe ties") as caught:
+        run_toy(refused, tmp_path)
+    assert caught.value.exit_code == 3
+
+
+def test_time_and_money_end_a_search_between_generations_and_a_resumed_one_knows_what_it_has_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("tasks.sweep.ledger.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tasks.sweep.ledger.Ledger.__init__.__defaults__", (lambda: now[0],))
+
+    class Slow(ToyModels):
+        def one(self, request: TrialRequest) -> TrialScores:
+            now[0] += 60
+            return super().one(request)
+
+    seen: list[SearchProgress] = []
+    settings = toy_settings(budget={"trials": 60, "hours": 0.5})
+    study = run_toy(Slow(), tmp_path / "a", settings, on_progress=seen.append)
+    assert study.stopped == "hours"
+    assert 30 <= len(study.trials) < 42
+    assert len({trial.generation for trial in study.trials[-1:]}) == 1
+    assert seen[-1].seconds_left == 0
+    assert 0 < (seen[12].seconds_left or 0) <= 1800
+    assert [one.scored for one in seen] == sorted(one.scored for one in seen)
+    now[0] += 1e6  # a week later
+    resumed = Slow()
+    assert said(run_toy(resumed, tmp_path / "a", settings).trials) == said(study.trials)
+    assert not resumed.scored
+    by_cost = run_toy(
+        Slow(), tmp_path / "b", toy_settings(budget={"trials": 60, "cost": 2.0, "per_hour": 2.0}), workers=2
+    )
+    assert by_cost.stopped == "cost"
+    assert by_cost.spent == pytest.approx(2.0, rel=0.4)
+    assert said(by_cost.trials) == said(study.trials)
+
+
+def test_a_constraint_is_kept_by_the_winner(tmp_path: Path) -> None:
+    settings = toy_settings(constraints=[{"task": "copy", "guarded_by": "math", "max_drop": 1}], budget={"trials": 60})
+    reference = {COPY: np.ones(200)}
+    study = run_toy(ToyModels(), tmp_path, settings, references={"math": reference})
+    assert study.best is not None
+    least = min(trial.violation for trial in study.trials)
+    assert least > 0
+    assert study.best.violation == min(t.violation for t in study.trials if t.origin != "hand-written")
+
+
+def test_several_objectives_end_in_a_front_that_the_best_is_on(tmp_path: Path) -> None:
+    study = run_toy(ToyModels(), tmp_path, toy_settings(several=True, sampler="nsga2"))
+    assert study.best in study.front
+    assert not any(trial.dropped for trial in study.trials)
+    assert {trial.number for trial in study.front} <= set(study.sheets)
+
+
+def test_another_search_of_the_same_finds_what_was_scored(tmp_path: Path) -> None:
+    run_toy(ToyModels(), tmp_path, toy_settings(sampler="random", racing={"rule": "none"}))
+    again = ToyModels()
+    run_toy(again, tmp_path, toy_settings(sampler="random", confidence=0.99, racing={"rule": "none"}))
+    assert not again.scored
+    settings = toy_settings()
+    with open_ledger("0" * 64, study_key(toy_space(settings), settings), place=tmp_path) as ledger:
+        assert len(ledger) == 40

@@ -1,0 +1,327 @@
+"""A trial: the numbers of the stages, at a fraction of their time, whatever was asked before."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from trial_settings import DEMO, PLAIN, demo, setting_of, stage_scores, ties, written_merge
+
+from merge_core.errors import ChangedInput, InvalidInput
+from tasks.checkpoints import load_model, messages, unload
+from tasks.evaluation import Division, Scoring, pose
+from tasks.evaluation.backends.hf import wrapped
+from tasks.perplexity.measuring import WindowSettings, measure
+from tasks.perplexity.text import read_texts
+from tasks.sweep import trial
+from tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_model, score_trial
+from tasks.sweep.trials import TEXT, Asked, Sheet, TrialRequest, TrialScores
+
+EVERY = tuple(Asked(task, "log_likelihood") for task in PLAIN)
+
+
+@pytest.fixture(autouse=True)
+def asked_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """In this process instead of the one that holds models; questions and answers travel as they do between them."""
+    if "in_child" in request.fixturenames:
+        return
+
+    def ask(function: Callable[..., Any], arguments: tuple[object, ...], **_: object) -> Any:
+        answer = function(*pickle.loads(pickle.dumps(arguments)), lambda done, total: None)
+        return messages._Answers(io.BytesIO(pickle.dumps(answer))).load()
+
+    monkeypatch.setattr(trial, "ask_child", ask)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_in_memory() -> Iterator[None]:
+    yield
+    trial._forget()
+    unload()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo(tmp_path_factory.mktemp("demo"), 16)
+
+
+@pytest.fixture(scope="module")
+def setting(place: Path) -> TrialSetting:
+    return setting_of(place, EVERY)
+
+
+def same(one: TrialScores, other: TrialScores) -> bool:
+    """Bit by bit."""
+    return one.sheet.keys() == other.sheet.keys() and all(
+        np.array_equal(numbers, other.sheet[asked]) for asked, numbers in one.sheet.items()
+    )
+
+
+def network_now() -> Any:
+    assert trial._place is not None
+    assert trial._place.network is not None
+    return trial._place.network
+
+
+# What is in the network
+
+
+def test_after_a_trial_the_network_is_the_one_that_would_have_been_written(
+    setting: TrialSetting, tmp_path: Path
+) -> None:
+    score_trial(setting, TrialRequest(ties()))
+    models = [{"model": one["model"]} for one in ties()["models"]]
+    linear = {"merge_method": "linear", "models": models, "parameters": {"weight": 0.5}, "dtype": "bfloat16"}
+    for number, recipe in enumerate([ties(0.7, 0.3), linear, ties(0.4, 0.9, "dare_ties")]):
+        assert not {"write"} & score_trial(setting, TrialRequest(recipe)).seconds.keys()  # type: ignore[union-attr]
+        ours = {name: tensor.clone() for name, tensor in network_now().loaded.network.state_dict().items()}
+        model = written_merge(setting, recipe, tmp_path / str(number))
+        with load_model(model, dtype="auto", device="cpu") as loaded:
+            theirs = loaded.network.state_dict()
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        score_trial(setting, TrialRequest(ties()))  # again in place of what was loaded
+
+
+# What it answers
+
+
+def test_log_likelihoods_are_those_of_lm_eval(place: Path, tmp_path: Path) -> None:
+    asked = [Asked(task, "log_likelihood") for task in ("reverse", "choices", "few_shot", "written")]
+    asked += [Asked("choices", "probability"), Asked("reverse", "probability")]
+    setting = setting_of(place, asked, scoring=Scoring(dtype="float32", batch_size=5))
+    sheet = score_trial(setting, TrialRequest(ties())).sheet
+    model = written_merge(setting, ties(), tmp_path / "out")
+    with load_model(model, dtype="float32", device="cpu") as loaded:
+        lm = wrapped(loaded, setting.scoring)
+        for task in setting.sets["search"].tasks:
+            posed = pose(task, setting.scoring, loaded)
+            for position, document in enumerate(posed.documents):
+                requests = [(("", ""), list(pair.context), list(pair.continuation)) for pair in document.pairs]
+                found = [likelihood for likelihood, _ in lm._loglikelihood_tokens(requests, disable_tqdm=True)]
+                lengths = [len(pair.continuation) for pair in document.pairs]
+                best = max(found[right] / lengths[right] for right in document.right)
+                assert sheet[Asked(task.name, "log_likelihood")][position] == pytest.approx(best, abs=1e-5)
+                if task.name == "choices":
+                    (right,) = document.right
+                    sure = math.exp(found[right]) / sum(map(math.exp, found))
+                    assert sheet[Asked("choices", "probability")][position] == pytest.approx(sure, abs=1e-5)
+                if task.name == "reverse":
+                    sure = math.exp(found[0])
+                    assert sheet[Asked("reverse", "probability")][position] == pytest.approx(sure, abs=1e-5)
+
+
+def test_prompts_and_answers_are_the_texts_of_lm_eval(place: Path, setting: TrialSetting) -> None:
+    """Tokens of a document, decoded: what lm-eval's log of samples shows, few-shot examples included."""
+    own = setting_of(place, [Asked("few_shot", "exact")])
+    score_trial(own, TrialRequest(ties()))
+    loaded = network_now().loaded
+    posed = pose(own.sets["search"].tasks[0], own.scoring, loaded)
+    texts = {row["prompt"]: row["answer"] for row in map(eval, (place / "data/reverse.jsonl").read_text().splitlines())}
+    for document in posed.documents:
+        (pair,) = document.pairs
+        shown = loaded.tokenizer.decode(pair.context).replace(" ", "")
+        asked = "rev:" + shown.split("rev:")[-1]
+        assert shown.count("rev:") == 3
+        assert loaded.tokenizer.decode(pair.continuation).replace(" ", "") == texts[asked.replace("rev:", "rev: ")]
+
+
+@pytest.mark.parametrize(
+    ("task", "measure", "metric"),
+    [
+        ("copy", "exact", "acc,none"),
+        ("reverse", "exact", "acc,none"),
+        ("shift", "exact", "acc,none"),
+        ("choices", "exact", "acc,none"),
+        ("choices", "probability", "prob,none"),
+        ("written", "metric", "exact_match,none"),
+    ],
+)
+def test_scores_are_those_of_the_evaluation_stage(
+    place: Path, tmp_path: Path, task: str, measure: Any, metric: str
+) -> None:
+    asked = Asked(task, measure, metric if measure == "metric" else "")
+    setting = setting_of(place, [asked])
+    recipe = ties(0.6, 0.4)
+    scores = score_trial(setting, TrialRequest(recipe))
+    model = written_merge(setting, recipe, tmp_path / "out")
+    expected = stage_scores(model, setting.sets["search"].tasks[0], setting.scoring, metric)
+    assert scores.sheet[asked].tolist() == pytest.approx(expected, abs=2e-2 if measure == "probability" else 0)
+    assert 0 < np.mean(expected) <= 1
+
+
+def test_held_out_text_is_read_as_the_perplexity_stage_reads_it(place: Path, tmp_path: Path) -> None:
+    windows = WindowSettings(max_length=24, batch_size=4)
+    setting = setting_of(place, [Asked(TEXT, "log_likelihood")], windows=windows)
+    scores = score_trial(setting, TrialRequest(ties())).sheet[Asked(TEXT, "log_likelihood")]
+    model = written_merge(setting, ties(), tmp_path / "out")
+    text = setting.sets["search"].text
+    assert text is not None
+    rows = measure(model, text, windows, "cpu", _nowhere(tmp_path), lambda done, total: None).rows
+    assert scores.tolist() == pytest.approx([row.loglik / row.tokens for row in rows], rel=1e-6)
+    only = text.model_copy(update={"only": Division(search=3, confirmation=2).of("search")})
+    some = replace(setting, sets={"search": TrialSet(text=only)})
+    of_some = score_trial(some, TrialRequest(ties())).sheet[Asked(TEXT, "log_likelihood")]
+    those = [at for at, _ in read_texts(only, None)]
+    assert len(those) == 3
+    assert of_some.tolist() == pytest.approx([rows[at].loglik / rows[at].tokens for at in those], rel=1e-2)
+
+
+def _nowhere(directory: Path) -> Any:
+    from merge_core.store import JournalPlace
+
+    return JournalPlace(directory / "journal", "key")
+
+
+def test_a_parent_as_it_is_scores_what_the_evaluation_stage_says(place: Path) -> None:
+    setting = setting_of(place, [Asked("reverse", "exact"), Asked("shift", "exact")])
+    scores = score_model(setting, "reverser").sheet
+    parent = next(one for one in setting.parents if one.name == "reverser")
+    for task in setting.sets["search"].tasks:
+        expected = stage_scores(parent, task, setting.scoring, "acc,none")
+        assert scores[Asked(task.name, "exact")].tolist() == expected
+    with pytest.raises(InvalidInput, match="no parent called 'revesrer'"):
+        score_model(setting, "revesrer")
+
+
+def test_the_change_is_measured_from_the_base(setting: TrialSetting, tmp_path: Path) -> None:
+    for number in range(2):  # the first is loaded from files, the second copied
+        found = score_trial(replace(setting, base="base"), TrialRequest(ties())).change
+        written_merge(setting, ties(), tmp_path / f"out{number}")
+        merge, base = (
+            {name: tensor.double() for name, tensor in load_file(where / "model.safetensors").items()}
+            for where in (tmp_path / f"out{number}", DEMO / "models/base")
+        )
+        moved = math.sqrt(sum(float((merge[name] - base[name]).square().sum()) for name in base))
+        assert found == pytest.approx(moved / math.sqrt(sum(float(one.square().sum()) for one in base.values())))
+    assert math.isnan(score_trial(setting, TrialRequest(ties())).change)
+
+
+# What it does not depend on
+
+
+def test_what_was_asked_before_changes_nothing(setting: TrialSetting) -> None:
+    trial._forget()
+    first = score_trial(setting, TrialRequest(ties(0.8)))  # loaded from files
+    score_trial(setting, TrialRequest(ties(0.3, 0.2, "dare_ties")))
+    again = score_trial(setting, TrialRequest(ties(0.8)))  # copied in
+    score_trial(setting, TrialRequest(ties(), documents="confirmation"))
+    third = score_trial(setting, TrialRequest(ties(0.8)))
+    assert same(first, again)
+    assert same(first, third)
+
+
+def test_the_seed_of_random_masks_counts(setting: TrialSetting) -> None:
+    recipe = ties(1.0, 0.3, "dare_ties")
+    assert not same(
+        score_trial(setting, TrialRequest(recipe)), score_trial(replace(setting, seed=1), TrialRequest(recipe))
+    )
+
+
+@dataclass(frozen=True)
+class StopsAt:
+    """A rule of the tests: drops a candidate at one look."""
+
+    looks: tuple[float, ...]
+    look: int
+
+    def is_hopeless(self, seen: Mapping[Asked, Any], look: int) -> bool:
+        return look == self.look
+
+
+def test_a_dropped_candidate_has_the_first_documents_of_each_task_and_the_same_numbers(setting: TrialSetting) -> None:
+    looks = (0.2, 0.5, 1.0)
+    own = replace(setting, looks=looks)
+    whole = score_trial(own, TrialRequest(ties()))
+    for look, documents in enumerate((4, 8, 16)):
+        stopped = score_trial(own, TrialRequest(ties(), race=StopsAt(looks, look)))
+        assert stopped.dropped == (look < 2)
+        for asked, numbers in stopped.sheet.items():
+            assert numbers.tolist() == whole.sheet[asked][:documents].tolist()
+    in_one = score_trial(setting, TrialRequest(ties())).sheet
+    assert all(np.allclose(whole.sheet[asked], numbers, atol=2e-2) for asked, numbers in in_one.items())
+
+
+def test_torch_has_its_threads_again(setting: TrialSetting) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        score_trial(setting, TrialRequest(ties()))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# What cannot be scored
+
+
+def test_a_merge_that_is_refused_is_a_problem_of_this_candidate_only(setting: TrialSetting) -> None:
+    good = score_trial(setting, TrialRequest(ties()))
+    for recipe, said in (
+        ({**ties(), "parameters": {"lambda": 1e39}}, "NaN or infinite"),
+        (ties(density=7.0), "density"),
+        ({**ties(), "base_model": "elsewhere"}, "not among the parents"),
+    ):
+        refused = score_trial(setting, TrialRequest(recipe))
+        assert said in refused.problem
+        assert refused.sheet == {}
+    assert same(good, score_trial(setting, TrialRequest(ties())))
+
+
+def test_a_network_that_computes_no_numbers_is_a_problem(setting: TrialSetting) -> None:
+    huge = {**ties(), "parameters": {"lambda": 1e8}}  # finite in bfloat16
+    half = replace(setting, scoring=Scoring(dtype="float16"))
+    assert "no finite number" in score_trial(half, TrialRequest(huge)).problem
+    assert not score_trial(setting, TrialRequest(huge)).problem
+
+
+def test_a_parent_that_is_changed_ends_the_study(place: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(DEMO / "models", tmp_path / "models")
+    recipe = ties()
+    recipe["base_model"] = recipe["base_model"].replace(str(DEMO), str(tmp_path))
+    for one in recipe["models"]:
+        one["model"] = one["model"].replace(str(DEMO), str(tmp_path))
+    from merge_core import load_recipe
+    from merge_core.store import HashMemo
+    from tasks.checkpoints import pin_checkpoints, resolve_parents
+
+    parents = pin_checkpoints(resolve_parents(load_recipe(recipe)), HashMemo(tmp_path / "h.db"))
+    setting = setting_of(place, EVERY, parents=parents)
+    assert not score_trial(setting, TrialRequest(recipe)).problem
+    os.utime(tmp_path / "models/shifter/model.safetensors")
+    with pytest.raises(ChangedInput, match="changed while trials"):
+        score_trial(setting, TrialRequest(recipe))
+
+
+def test_another_backend_is_refused(place: Path) -> None:
+    setting = setting_of(place, EVERY, scoring=Scoring(backend="vllm"))
+    with pytest.raises(InvalidInput, match="hf"):
+        score_trial(setting, TrialRequest(ties()))
+
+
+def test_a_right_answer_that_is_no_choice_has_no_likelihood(place: Path, tmp_path: Path) -> None:
+    own = demo(tmp_path / "demo", 4)
+    path = own / "data/choices.jsonl"
+    path.write_text(path.read_text().replace('"right": 0', '"right": 9'))
+    with pytest.raises(InvalidInput, match="none of the choices"):
+        score_trial(setting_of(own, [Asked("choices", "log_likelihood")]), TrialRequest(ties()))
+    exact = score_trial(setting_of(own, [Asked("choices", "exact")]), TrialRequest(ties())).sheet
+    assert exact[Asked("choices", "exact")].min() == 0
+
+
+def test_an_answer_travels_as_plain_data() -> None:
+    sheet: Sheet = {Asked("reverse", "exact"): np.array([0.0, 1.0])}
+    answer = TrialAnswer(tuple((asked, numbers.tobytes()) for asked, numbers in sheet.items()), change=0.5)
+    assert messages._Answers(io.BytesIO(pickle.dumps(answer))).load() == answer

@@ -1,0 +1,109 @@
+"""A search whose candidates are scored by a formula: what each document gets is decided by the recipe and a seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from spaces import TIES, TIES_PARAMETERS, settings_of
+
+from tasks.sweep.ledger import Ledger, open_ledger, request_key, study_key
+from tasks.sweep.objective import Objective, objective_of
+from tasks.sweep.search import hand_written_recipes, search
+from tasks.sweep.settings import SweepSettings
+from tasks.sweep.space import Space, make_space, recipe_key
+from tasks.sweep.study import Study
+from tasks.sweep.trials import Asked, Sheet, TrialRequest, TrialScores
+
+REV, COPY = Asked("rev", "exact"), Asked("copy", "exact")
+Quality = Callable[[dict[str, Any]], float]
+
+
+def by_weights(recipe: dict[str, Any]) -> float:
+    """Chance to be right: best where the weights are .6 and 1.4."""
+    first, second = (model["parameters"]["weight"] for model in recipe["models"])
+    return 0.9 - 0.4 * ((first - 0.6) ** 2 + (second - 1.4) ** 2)
+
+
+def noise(recipe: dict[str, Any]) -> float:
+    """All are alike."""
+    return 0.7
+
+
+class ToyModels:
+    """Scores recipes, in a shuffled order, and counts how often each was.
+
+    Args:
+        documents: Of each set and task.
+        shared: Of a document's outcome, what all recipes share.
+    """
+
+    def __init__(self, quality: Quality = by_weights, documents: int = 200, shared: float = 0.6, seed: int = 0) -> None:
+        self._quality, self._documents, self._shared, self._seed = quality, documents, shared, seed
+        self.scored: Counter[str] = Counter()
+        self.documents_asked = 0
+
+    def sheet(self, request: TrialRequest) -> Sheet:
+        return {asked: self._numbers(request, asked) for asked in (REV, COPY)}
+
+    def one(self, request: TrialRequest) -> TrialScores:
+        self.scored[request_key(request)] += 1
+        whole = self.sheet(request)
+        for look, share in enumerate(request.race.looks if request.race else (1.0,)):
+            seen = {asked: numbers[: int(np.ceil(share * len(numbers)))] for asked, numbers in whole.items()}
+            if request.race and request.race.is_hopeless(seen, look):
+                self.documents_asked += sum(map(len, seen.values()))
+                return TrialScores(seen, dropped=True, seconds={"merge": 0.5, "score": share})
+        self.documents_asked += sum(map(len, whole.values()))
+        return TrialScores(whole, change=0.25, seconds={"merge": 0.5, "score": 1.0})
+
+    def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+        order = np.random.default_rng(len(self.scored)).permutation(len(requests))
+        for number in map(int, order):
+            yield number, self.one(requests[number])
+
+    def _numbers(self, request: TrialRequest, asked: Asked) -> NDArray[np.float64]:
+        """Right where a normal variate, partly the document's own, lies below the quantile of the quality."""
+        from scipy.special import ndtri
+
+        own = int(hashlib.sha256((recipe_key(request.recipe) + asked.task).encode()).hexdigest()[:12], 16)
+        common = int(hashlib.sha256(f"{request.documents} {asked.task} {self._seed}".encode()).hexdigest()[:12], 16)
+        shared, alone = (
+            np.random.default_rng([seed, self._seed]).standard_normal(self._documents) for seed in (common, own)
+        )
+        latent = np.sqrt(self._shared) * shared + np.sqrt(1 - self._shared) * alone
+        return (latent < ndtri(np.clip(self._quality(dict(request.recipe)), 0.01, 0.99))) * 1.0
+
+
+def toy_settings(**more: Any) -> SweepSettings:
+    objective = [{"task": "rev", "measure": "exact", "weight": 2}, {"task": "copy", "measure": "exact"}]
+    return settings_of(
+        more.pop("parameters", TIES_PARAMETERS), **{"objective": objective, "budget": {"trials": 40}, **more}
+    )
+
+
+def toy_space(settings: SweepSettings) -> Space:
+    return make_space(TIES, settings, 4, "r.yaml")
+
+
+def toy_objective(settings: SweepSettings) -> Objective:
+    return objective_of(settings, {"rev": "rev", "copy": "copy"})
+
+
+def run_toy(models: Any, place: Path, settings: SweepSettings | None = None, **more: Any) -> Study:
+    """One search with a ledger at ``place``."""
+    settings = settings or toy_settings()
+    space = toy_space(settings)
+    with open_ledger("0" * 64, study_key(space, settings), place=place) as ledger:
+        return search_toy(models, ledger, settings, **more)
+
+
+def search_toy(models: Any, ledger: Ledger, settings: SweepSettings, **more: Any) -> Study:
+    space = toy_space(settings)
+    by_hand = more.pop("hand_written", hand_written_recipes(space, "ties"))
+    return search(space, settings, models, ledger, objective=toy_objective(settings), hand_written=by_hand, **more)

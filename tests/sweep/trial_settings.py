@@ -1,0 +1,120 @@
+"""Studies over the demo family, with few documents and tasks of every kind; and what the stages say of the same merge."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from merge_core import load_recipe, merge_weights, plan_merge
+from merge_core.store import HashMemo
+from tasks.checkpoints import Model, pin_checkpoints, resolve_parents
+from tasks.evaluation import DocumentScore, EvalTask, Scoring, pin_task
+from tasks.evaluation.harness import count_documents, score_documents
+from tasks.evaluation.scoring import DocumentRange, ordered
+from tasks.perplexity import PerplexitySettings, pin_documents
+from tasks.sweep.trial import TrialSet, TrialSetting
+from tasks.sweep.trials import TEXT, Asked
+
+DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
+PLAIN = ("copy", "reverse", "shift")
+
+CHOICES = """task: choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: ../data/choices.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: right
+target_delimiter: ""
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+WRITTEN = """task: written
+dataset_path: json
+dataset_kwargs: {data_files: {test: ../data/reverse.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+target_delimiter: ""
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+FEW_SHOT = """task: few_shot
+include: reverse.yaml
+num_fewshot: 2
+fewshot_split: test
+"""
+
+
+def demo(place: Path, documents: int) -> Path:
+    """The demo's tasks with their first ``documents``, and three more tasks of other kinds."""
+    shutil.copytree(DEMO / "tasks", place / "tasks")
+    shutil.copytree(DEMO / "data", place / "data")
+    for name in PLAIN:
+        path = place / "data" / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:documents]))
+    rows = [json.loads(line) for line in (place / "data/reverse.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        wrong = row["answer"][::-1]
+        row["choices"] = [row["answer"], wrong, wrong[:-1]] if number % 2 else [wrong[:1], row["answer"]]
+        row["right"] = 0 if number % 2 else 1
+    (place / "data/choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = place / "data/held-out.jsonl"
+    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[: 2 * documents]))
+    for name, text in (("choices", CHOICES), ("written", WRITTEN), ("few_shot", FEW_SHOT)):
+        (place / "tasks" / f"{name}.yaml").write_text(text)
+    return place
+
+
+def setting_of(place: Path, asked: Sequence[Asked], **more: Any) -> TrialSetting:
+    """A study over base, reverser and shifter."""
+    hashes = HashMemo(place / "hashes.db")
+    recipe = load_recipe(ties(), where="demo")
+    names = dict.fromkeys(one.task for one in asked if one.task != TEXT)
+    text = pin_documents(PerplexitySettings(documents=place / "data/held-out.jsonl"), place, hashes)
+    documents = TrialSet(tuple(pin_task(f"tasks/{name}.yaml", place, hashes) for name in names), text)
+    return TrialSetting(
+        **{
+            "parents": pin_checkpoints(resolve_parents(recipe), hashes),
+            "sets": {"search": documents, "confirmation": documents},
+            "asked": tuple(asked),
+            "scoring": Scoring(),
+            **more,
+        }
+    )
+
+
+def ties(weight: float = 1.0, density: float = 0.5, method: str = "ties", dtype: str = "bfloat16") -> dict[str, Any]:
+    """The demo's recipe."""
+    parameters = {"weight": weight, "density": density}
+    return {
+        "merge_method": method,
+        "base_model": str(DEMO / "models/base"),
+        "models": [
+            {"model": str(DEMO / "models" / name), "parameters": parameters} for name in ("reverser", "shifter")
+        ],
+        "parameters": {"lambda": 1.0},
+        "dtype": dtype,
+    }
+
+
+def written_merge(setting: TrialSetting, recipe: dict[str, Any], out: Path) -> Model:
+    """The same merge as the engine writes it."""
+    loaded = load_recipe(recipe)
+    plan = plan_merge(loaded, {parent.ref: parent.open() for parent in setting.parents})
+    merge_weights(plan, out, seed=setting.seed, device="cpu")
+    return Model(name="merge", digest=str(out), directory=out)
+
+
+def stage_scores(model: Model, task: EvalTask, scoring: Scoring, metric: str) -> list[float]:
+    """What the evaluation stage says of each document, in the order in which documents are scored."""
+    part = DocumentRange(first=0, last=count_documents(task))
+    scored = score_documents(model, task, scoring, part, "cpu", lambda done, of: None)
+    rows: dict[tuple[str, int], DocumentScore] = {
+        (row.task, row.doc_id): row for row in scored.outcomes if row.metric == metric
+    }
+    return [rows[document].outcome for document in ordered({task.name: part.last}, scoring.seed)]
