@@ -68,7 +68,13 @@ def page_environment(folder: Path) -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["breakable"] = _breakable
+    environment.filters["minus_signs"] = _minus_signs
     return environment
+
+
+def _minus_signs(text: str) -> str:
+    """A sentence from elsewhere, its negative numbers as all others of the page."""
+    return re.sub(r"(?<![\w-])-(?=[.\d])", wording.MINUS, text)
 
 
 def _breakable(text: str, every: int = 20) -> Markup:

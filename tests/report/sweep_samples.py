@@ -116,7 +116,11 @@ def likelihood(dimensions: int, floor: float = -0.0047, seed: int = 1) -> Bowl:
 
 
 def winner_of(trials: Sequence[Trial], objective: int = 0) -> int:
-    able = [one for one in trials if not one.dropped and not one.problem and one.violation == 0]
+    able = [
+        one
+        for one in trials
+        if one.origin != "hand-written" and not one.dropped and not one.problem and one.violation == 0
+    ]
     return max(able, key=lambda one: one.scores[objective]).number
 
 
@@ -305,6 +309,8 @@ def lonely() -> SweepContent:
             "held_out": (),
             "confirmation": None,
             "ending": "It has no score.",
+            "parameters": tuple(one.model_copy(update={"importance": None}) for one in whole.parameters),
+            "no_importances": "with one candidate they would say nothing",
             "recipe": "",
             "constraints": (),
         }

@@ -15,6 +15,7 @@ from tasks.report import wording
 from tasks.report.svg import Ink
 from tasks.report.sweep.content import SweepContent
 from tasks.report.sweep.reading import BASELINE, HAND_WRITTEN, SAMPLER, score_in, state_of
+from tasks.report.sweep.wording import winner_word
 from tasks.sweep import Trial
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ def keys_of_trials(trials: Sequence[Trial], *, sampler: str, objective: int, axi
     return found
 
 
-WINNER = Key.of("winner", marker="o", markersize=9, color=Ink.PASS.value, linestyle="none")
+def key_of_winner(content: SweepContent) -> Key:
+    return Key.of(winner_word(content), marker="o", markersize=9, color=Ink.PASS.value, linestyle="none")
 
 
 def legend(figure: Figure, drawn: Drawing, keys: Sequence[Key], left: float, columns: int) -> None:

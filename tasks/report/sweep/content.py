@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tasks.sweep import Trial
 
-ParameterValue = float | int | str  # what a parameter can be
+ParameterValue = bool | float | int | str  # what a parameter can be
 
 
 class _Part(BaseModel):
@@ -64,10 +64,10 @@ class ReportedConfirmation(_Part):
     gain: float  # mean paired difference, as scores are
     low: float  # its interval
     high: float
-    p: float = Field(ge=0, le=1)  # one-sided
+    p: float = Field(ge=0, le=1)  # one-sided; 1e-6 stands for that and less
     confidence: float = Field(gt=0, lt=1)
     documents: int = Field(ge=0)
-    objective: int = 0  # which it is about
+    objective: int = 0  # in whose unit it is told; of several it is about their weighted sum
     note: str = ""  # why it was not confirmed although it gained: a sentence; else empty
 
 

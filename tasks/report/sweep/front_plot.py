@@ -9,10 +9,10 @@ from tasks.report.svg import Ink, drawing, inline
 from tasks.report.sweep.canvas import (
     NARROW,
     WIDE,
-    WINNER,
     Drawing,
     Key,
     blank,
+    key_of_winner,
     keys_of_trials,
     legend,
     mark,
@@ -41,7 +41,10 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
     keys = keys_of_trials(
         scored, sampler=SAMPLERS.get(content.sampler, content.sampler), objective=1, axis=up, factor=factors[1]
     )
-    keys += [Key.of("front", color=Ink.PASS.value, linewidth=1.8), *([WINNER] if content.winner is not None else [])]
+    keys += [
+        Key.of("front", color=Ink.PASS.value, linewidth=1.8),
+        *([key_of_winner(content)] if content.winner is not None else []),
+    ]
     columns = 2 if drawn.narrow else len(keys)
     head = 36 + 19 * math.ceil(len(keys) / columns)
     left, right, tall, foot = (58, 8, 270, 46) if drawn.narrow else (66, 60, 380, 46)

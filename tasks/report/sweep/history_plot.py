@@ -16,11 +16,11 @@ from tasks.report.sweep.canvas import (
     INK,
     NARROW,
     WIDE,
-    WINNER,
     Axis,
     Drawing,
     Key,
     blank,
+    key_of_winner,
     keys_of_trials,
     legend,
     mark,
@@ -77,7 +77,7 @@ def _draw(
     )
     winner = next((trial for trial in candidates if trial.number == content.winner), None)
     if winner is not None:
-        keys.append(WINNER)
+        keys.append(key_of_winner(content))
     failed = [trial for trial in candidates if state_of(trial) == "failed"]
     if failed:
         keys.append(Key.of("without a score", marker="x", color=Ink.FAIL.value, linestyle="none", markersize=6))

@@ -15,7 +15,7 @@ from tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank,
 from tasks.report.sweep.content import ParameterValue, ReportedParameter, SweepContent
 from tasks.report.sweep.reading import score_in, state_of, trial_numbered
 from tasks.report.sweep.slices_plot import share_of, spoken_values
-from tasks.report.sweep.wording import value_text
+from tasks.report.sweep.wording import value_text, winner_word
 from tasks.sweep import Trial
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _parallel(content: SweepContent, objective: int, drawn: Drawing, plot: str) 
     if any(value is not None for value in start.values()):
         keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **(_START if drawn.narrow else DASHED)))
     if content.winner is not None:
-        keys.append(Key.of("winner", **(_WINNER if drawn.narrow else _WINNERS_LINE)))
+        keys.append(Key.of(winner_word(content), **(_WINNER if drawn.narrow else _WINNERS_LINE)))
     columns = 2 if drawn.narrow else len(keys)
     head, row, foot = 16 + 19 * math.ceil(len(keys) / columns), 38 if drawn.narrow else 30, 8
     left, right = (2, 2) if drawn.narrow else (236, 132)

@@ -16,11 +16,11 @@ from tasks.report.sweep.canvas import (
     DASHED,
     NARROW,
     WIDE,
-    WINNER,
     Axis,
     Drawing,
     Key,
     blank,
+    key_of_winner,
     keys_of_trials,
     legend,
     mark,
@@ -45,9 +45,11 @@ _CHARACTER = 7.0  # pixels, of a choice's name
 def share_of(parameter: ReportedParameter, value: ParameterValue | None) -> float:
     """Where in its range a value stands, from 0 to 1; NaN where it is none."""
     if parameter.type == "category":
-        if value not in parameter.among:
+        # By type as well: to Python, true is 1.
+        choices = [(type(choice), choice) for choice in parameter.among]
+        if (type(value), value) not in choices:
             return math.nan
-        return (parameter.among.index(value) + 0.5) / len(parameter.among)
+        return (choices.index((type(value), value)) + 0.5) / len(choices)
     if value is None or isinstance(value, str):
         return math.nan
     low, high, at = float(parameter.low), float(parameter.high), float(value)
@@ -161,7 +163,7 @@ def _keys(content: SweepContent, scored: Sequence[Trial], objective: int, axis: 
     factor = content.objectives[objective].factor
     keys = keys_of_trials(scored, sampler=sampler, objective=objective, axis=axis, factor=factor)
     if content.winner is not None:
-        keys.append(WINNER)
+        keys.append(key_of_winner(content))
     if any(parameter.start is not None for parameter in content.parameters):
         keys.append(Key.of("start", color=Ink.INCONCLUSIVE.value, **DASHED))
     return keys

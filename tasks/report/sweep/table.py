@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tasks.report.sweep.content import SweepContent
 from tasks.report.sweep.reading import recipe_rows
-from tasks.report.sweep.wording import difference_text, score_text, sweep_outcome
+from tasks.report.sweep.wording import difference_text, score_text, sweep_outcome, winner_word
 from tasks.report.table import Row, Table
 
 
@@ -22,8 +22,8 @@ def sweep_table(content: SweepContent, objective: int = 0) -> Table:
         )
         name, note = row.label, {"reference": "best by hand"}.get(row.role, "")
         if row.role == "winner":
-            name = f"winner, trial {row.trial}"
-            note = {"pass": "confirmed", "fail": "not confirmed", "inconclusive": "so far"}[sweep_outcome(content)]
+            name = f"{winner_word(content)}, trial {row.trial}"
+            note = {"pass": "confirmed", "fail": "not confirmed", "inconclusive": ""}[sweep_outcome(content)]
         rows.append(Row((name, *numbers, note), sweep_outcome(content) if row.role == "winner" else None))
     return Table(
         title=f"{title}, {unit}" if unit else title,

@@ -59,6 +59,8 @@ def sweep_sentence(content: SweepContent) -> str:
         return f"{tried}{content.ending or 'No candidate is there to be confirmed.'}"
     hand_written = trial_numbered(content, content.reference)
     against = _named(hand_written.label if hand_written else "")
+    if len(content.objectives) > 1:
+        against += ", in the weighted sum of the objectives"
     documents = f"{test.documents:,} documents that no trial has seen"
     gain = gain_text(content)
     if test.confirmed:
@@ -84,6 +86,11 @@ def sweep_consequence(content: SweepContent) -> str:
     return "Nothing is released. The best hand-written recipe remains what is known to be best."
 
 
+def winner_word(content: SweepContent) -> str:
+    """What the best trial is called: only of a search that is over it has won."""
+    return "winner" if content.finished else "best so far"
+
+
 def gain_text(content: SweepContent) -> str:
     """'0.0021 nats a token [0.0016, 0.0026]': the size of the difference, and its interval with its signs."""
     test = content.confirmation
@@ -104,8 +111,8 @@ def level_text(test: ReportedConfirmation) -> str:
 
 def p_text(p: float) -> str:
     """'p = 0.42', 'p = 0.003', or with an exponent."""
-    if p < 1e-12:
-        return f"p < 1e{MINUS}12"
+    if p <= 1e-6:  # so far out no test is exact
+        return f"p < 1e{MINUS}6"
     if p < 0.001:
         mantissa, exponent = f"{p:.0e}".split("e")
         return f"p = {mantissa}e{number(int(exponent), 0)}"
@@ -131,6 +138,8 @@ def value_text(value: ParameterValue | None) -> str:
         return NONE
     if isinstance(value, str):
         return value
+    if isinstance(value, bool):
+        return str(value).lower()  # as YAML says it
     if isinstance(value, int):
         return str(value).replace("-", MINUS)
     return plain(float(f"{value:.3g}"))
