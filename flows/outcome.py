@@ -33,8 +33,10 @@ from tasks.report import (
     ReportedModel,
     ReportedServing,
     StoredArtifact,
+    SweepContent,
     as_markdown,
     render,
+    render_sweep,
 )
 from tasks.serve import ServedModels
 from tasks.stage import Outcome, ProgressLog, home, is_watched, versions, watched_by
@@ -253,6 +255,14 @@ def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
         *([(attempt.ensemble, "")] if attempt.ensemble else []),
     ]
     return tuple(StoredArtifact(stage=one.stage, subject=subject, key=one.key) for one, subject in found)
+
+
+def keep_sweep(content: SweepContent) -> Path:
+    """The page of a sweep, where a person looks for it: the latest of each profile, by name."""
+    page = home() / "reports" / f"{content.name}-sweep.html"
+    state_directory(page.parent, private=True)
+    write_state(page, render_sweep(content).encode())
+    return page
 
 
 def _keep_page(content: ReportContent, report: Artifact[Report]) -> Path:

@@ -108,9 +108,7 @@ class Preflight:
     evidence: Evidence | None
 
 
-def preflight_profile(
-    profile: Profile, problems: Problems, candidates: Sequence[Candidate] | None = None
-) -> Preflight:
+def preflight_profile(profile: Profile, problems: Problems, candidates: Sequence[Candidate] | None = None) -> Preflight:
     """Look at target, server, recipes, parents, evidence; then at each recipe's licences, headers and machine.
 
     Args:

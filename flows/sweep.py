@@ -10,48 +10,49 @@ Every scored trial is kept: a sweep that was killed goes on where it was, with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.candidates import SearchedRecipe, candidate_recipes, searched_recipe
+from flows.candidates import candidate_recipes, searched_recipe
 from flows.outcome import RunOutcome, concluded, keep_sweep
-from flows.preflight import Problems, preflight_profile
+from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
 from flows.release import make_release
+from merge_core import plan_merge
+from merge_core.engine import usable_cores
 from merge_core.errors import InvalidInput
 from merge_core.store import state_directory, write_state
 from tasks.checkpoints import PinnedCheckpoint, fetch_weights, pin_checkpoints
-from tasks.evaluation import Scoring
 from tasks.merge import numerics
-from tasks.outside import Runner, open_runner
+from tasks.outside import open_runner
 from tasks.perplexity import WindowSettings
-from tasks.preflight import Evidence
 from tasks.report import sweep_content, sweep_line, sweep_sentence
 from tasks.stage import announce, home, report_stage, runtime, say_progress, store
 from tasks.sweep import (
     Confirmation,
     HandWritten,
-    Ledger,
+    Search,
     Study,
-    SweepSettings,
     TrialSetting,
     Unconfirmed,
     Workshop,
     at_start,
-    choices_once,
-    documents_seen_after,
+    base_of,
     hand_written_recipes,
     layers_of,
     make_space,
+    named_by,
     objective_of,
     open_ledger,
     recipe_text,
     relocated,
+    shares_after_looks,
     study_key,
     trial_sets,
 )
@@ -71,40 +72,116 @@ def sweep(profile: Path | Profile, release: bool = True) -> State[RunOutcome]:
 
 def make_sweep(profile: Profile, *, release: bool = True) -> RunOutcome:
     """The story. Raises whatever a check refuses; that no candidate was confirmed comes back with its report."""
-    prepared = prepare_search(profile)
-    with open_runner(profile.runner) as runner:
-        scoring, study_of = prepared.setting.digest(), study_key(prepared.space, prepared.settings)
-        with open_ledger(scoring, study_of, on_wait=lambda: announce("another sweep has these trials; waiting")) as ledger:
-            workshop = replace(prepared, runner=runner, ledger=ledger)
-            power = workshop.power()
-            announce(power.sentence())
-            study = search_for(workshop)
-            verdict = confirm_winner(workshop, study)
-    content = sweep_content(study, verdict, power, workshop, name=profile.name, runner=profile.runner.said())
+    search = prepare_search(profile)
+    scoring, same_search = search.setting.digest(), study_key(search.space, search.settings)
+    with open_runner(profile.runner) as runner, open_ledger(scoring, same_search, on_wait=_say_waiting) as ledger:
+        workshop = Workshop(search, runner, ledger, workers=profile.runner.at_a_time)
+        power = workshop.power()
+        announce(power.sentence())
+        study = watched_search(workshop)
+        verdict = watched_confirmation(workshop, study)
+    content = sweep_content(search, study, verdict, power, profile.name, str(profile.runner))
     page = keep_sweep(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         return RunOutcome(status="refused", message=f"no candidate confirmed\n{sweep_sentence(content)}", report=page)
     winner = study.recipes[verdict.winner]
-    file = keep_winner(profile.name, winner, workshop.directory, sweep_sentence(content))
-    announce(f"confirmed: {sweep_sentence(content)} The winner is {file}")
+    file = keep_winner(profile.name, winner, search.directory, sweep_sentence(content))
+    announce(f"confirmed: the winner is {file}")
     if not release:
         return RunOutcome(status="passed", message=sweep_sentence(content), location=file, report=page)
-    return make_release(profile.with_recipe(relocated(winner, workshop.directory, profile.root)))
+    return make_release(profile.with_recipe(relocated(winner, search.directory, profile.root)))
 
 
-def search_for(workshop: Workshop) -> Study:
+def prepare_search(profile: Profile) -> Search:
+    """Everything that a search needs, after all that can be wrong with any of its candidates: parents that may be
+    merged, fetched and pinned; documents divided; a space, an objective, hand-written recipes.
+
+    Raises:
+        InvalidInput: for a profile that cannot be searched.
+        Refused: for a licence, a tokenizer, a machine that forbids one of the recipes.
+    """
+    if (settings := profile.sweep) is None:
+        raise InvalidInput(
+            f"profile {profile.name}",
+            found="no 'sweep'",
+            expected="what is free in its recipe, and what it is searched for",
+            remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
+        )
+    recipe = profile.searched_recipe()
+    others = {
+        Path(file).stem: relocated(other.document, other.directory, recipe.directory)
+        for file in settings.hand_written
+        for other in [searched_recipe(Path(file), profile.root, "sweep.hand_written")]
+    }
+    named = [*named_by(recipe.document, settings), *others.values()]
+    candidates = candidate_recipes(
+        replace(recipe, document=at_start(recipe.document, settings, recipe.where)),
+        [replace(recipe, document=document) for document in named],
+        profile.root,
+        f"profile {profile.name}",
+    )
+    ready = preflight_profile(profile, Problems(stop_at_once=True), candidates)
+    assert ready.evidence is not None
+    parents = fetch_parents(ready.cleared, profile)
+    swept = profile.pin_sweep(ready.evidence, store().hashes)
+    objective = objective_of(settings, swept.names)
+    first = plan_merge(candidates[0].recipe, {parent.ref: parent.open() for parent in parents})
+    space = make_space(recipe.document, settings, layers_of(first), recipe.where)
+    by_hand = [HandWritten(label, document, recipe.directory) for label, document in others.items()]
+    return Search(
+        settings=settings,
+        method=candidates[0].recipe.summary(),
+        directory=recipe.directory,
+        space=space,
+        objective=objective,
+        hand_written=hand_written_recipes(space, profile.name, recipe.directory, by_hand),
+        for_the_gate={task.name: task.documents or 0 for task in ready.evidence.tasks},
+        setting=TrialSetting(
+            parents=parents,
+            sets=trial_sets(swept, ready.evidence.windows or WindowSettings(), ready.evidence.scoring.time_limit),
+            asked=objective.asked,
+            scoring=ready.evidence.scoring,
+            windows=ready.evidence.windows or WindowSettings(),
+            device=runtime().device,
+            merge_device=numerics(profile.merge).where,
+            seed=profile.merge.seed,
+            base=base_of(parents) if settings.change_penalty else "",
+            looks=shares_after_looks(settings.racing),
+            threads=max(1, usable_cores() // profile.runner.at_a_time),
+        ),
+    )
+
+
+def fetch_parents(cleared: Sequence[ClearedCandidate], profile: Profile) -> tuple[PinnedCheckpoint, ...]:
+    """All models that a candidate may be made of, each once, with their weights here."""
+    found = tuple({one.ref: one for each in cleared for one in each.found}.values())
+    fetch_weights(found, store().hashes)
+    return pin_checkpoints(found, store().hashes, profile.checks.code.trusted)
+
+
+def watched_search(workshop: Workshop) -> Study:
     """The search, as a stage that people watch."""
     with report_stage("search", "") as said:
-        study = workshop.search(lambda progress: say_progress(lambda width: sweep_line(progress, workshop, width)))
-        said.status = "made" if study.scored_now else "cached"
-        said.summary = study.summary()
+        study = workshop.search_all(lambda progress: say_progress(partial(sweep_line, progress)))
+        said.status, said.summary = "made" if study.new else "cached", study.summary()
     return study
 
 
-def confirm_winner(workshop: Workshop, study: Study) -> Confirmation | Unconfirmed:
+def watched_confirmation(workshop: Workshop, study: Study) -> Confirmation | Unconfirmed:
     """The one test, as a stage that people watch."""
     with report_stage("confirm", "") as said:
         verdict = workshop.confirm(study)
-        said.status = "made" if verdict.as_verdict().publishable else "refused"
-        said.summary = verdict.sentence()
+        said.status, said.summary = "made" if verdict.confirmed else "refused", verdict.sentence()
     return verdict
+
+
+def keep_winner(name: str, winner: Mapping[str, Any], directory: Path, why: str) -> Path:
+    """The winner as a recipe file that can be merged, read and moved into a project."""
+    place = state_directory(home() / "sweeps")
+    file = place / f"{name}-winner.yaml"
+    write_state(file, recipe_text(relocated(winner, directory, place), f"Found by `mergegate sweep`. {why}").encode())
+    return file
+
+
+def _say_waiting() -> None:
+    announce("another sweep is scoring the same candidates; waiting for it")

@@ -67,6 +67,27 @@ def run_command(
     raise typer.Exit(outcome.exit_code)
 
 
+@app.command("sweep")
+def sweep_command(
+    profile: Annotated[Path, typer.Argument(help="A profile with a section 'sweep'.")],
+    release: Annotated[
+        bool, typer.Option("--release/--no-release", help="Whether a winner that is confirmed is released.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Search the free numbers of a recipe, confirm the winner on documents that no trial saw, and release it."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.profile import load_profile
+        from flows.sweep import sweep
+
+        console = _console(as_json)
+        flow = partial(sweep, profile, release=release, return_state=True)
+        outcome = _watched(flow, load_profile(profile).headline(), profile, console)
+        _print_outcome(console, outcome, as_json)
+    raise typer.Exit(outcome.exit_code)
+
+
 @app.command("merge")
 def merge_command(
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],

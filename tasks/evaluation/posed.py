@@ -141,6 +141,7 @@ def _no_progress() -> AbstractContextManager[None]:
 def _posed(
     name: str, leaf: Any, wanted: Sequence[int], lm: Any, scoring: Scoring
 ) -> dict[tuple[str, int], PosedDocument]:
+    """The documents ``wanted``, ascending, by (leaf, position)."""
     leaf.build_all_requests(
         samples=list(wanted),
         apply_chat_template=scoring.chat_template,
@@ -149,8 +150,8 @@ def _posed(
         tokenizer_name=lm.tokenizer_name if scoring.chat_template else "",
     )
     requests: dict[int, list[Any]] = {}
-    for instance in leaf.instances:
-        requests.setdefault(instance.doc_id, []).append(instance)
+    for instance in leaf.instances:  # lm-eval counts those that are asked, not those that there are
+        requests.setdefault(wanted[instance.doc_id], []).append(instance)
     texts: list[tuple[str, str]] = []
     asked: list[tuple[int, int, frozenset[int], bool]] = []  # document, how many pairs, the right ones, choices?
     for document, instances in requests.items():

@@ -55,6 +55,17 @@ class RunnerSettings(BaseModel):
         "auto of Ray. Absent: one is started on this machine.",
     )
 
+    @property
+    def at_a_time(self) -> int:
+        """So many items, as far as that is known before a cluster is asked; at least 1."""
+        return self.workers or 1
+
+    def __str__(self) -> str:
+        """``local, 2 at a time``; where they run is not said: it is an address."""
+        if self.workers is None and self.kind != "local":
+            return self.kind
+        return f"{self.kind}, {self.at_a_time} at a time"
+
     @model_validator(mode="after")
     def _only_a_cluster_has_an_address(self) -> Self:
         if self.address is not None and self.kind == "local":

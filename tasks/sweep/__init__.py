@@ -8,24 +8,26 @@ from tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
 from tasks.sweep.evidence import SweepEvidence, pin_sweep, trial_sets
 from tasks.sweep.evolve import Converted, NotCarried, profile_of_evolve
 from tasks.sweep.ledger import Ledger, open_ledger, study_key
-from tasks.sweep.objective import HAND_WRITTEN, Objective, objective_of
+from tasks.sweep.objective import HAND_WRITTEN, Objective, Term, objective_of
 from tasks.sweep.optuna_view import Importances, StudyView, importances, open_view, serve_dashboard
-from tasks.sweep.racing import Race, doubling_looks, documents_seen_after
-from tasks.sweep.recipes import choices_once, layers_of, recipe_text, relocated
+from tasks.sweep.racing import Race, doubling_looks, shares_after_looks
+from tasks.sweep.recipes import base_of, layers_of, named_by, recipe_text, relocated
 from tasks.sweep.search import hand_written_recipes, score_hand_written, search
 from tasks.sweep.settings import SweepSettings
-from tasks.sweep.space import Space, at_start, make_space, recipe_key
+from tasks.sweep.space import Coordinate, Space, at_start, make_space, recipe_key
 from tasks.sweep.study import HandWritten, SearchProgress, Study
 from tasks.sweep.trial import TrialSet, TrialSetting, score_model, score_trial
-from tasks.sweep.trials import Asked, Sheet, Trial, TrialRequest, TrialScores
-from tasks.sweep.workshop import Workshop
+from tasks.sweep.trials import TEXT, Asked, Sheet, Trial, TrialRequest, TrialScores
+from tasks.sweep.workshop import Search, Workshop
 
 __all__ = [
     "HAND_WRITTEN",
+    "TEXT",
     "Asked",
     "Confirmation",
     "ConfirmationPower",
     "Converted",
+    "Coordinate",
     "HandWritten",
     "Importances",
     "Ledger",
@@ -33,6 +35,7 @@ __all__ = [
     "Objective",
     "Race",
     "ScoreAll",
+    "Search",
     "SearchProgress",
     "Sheet",
     "Space",
@@ -40,6 +43,7 @@ __all__ = [
     "StudyView",
     "SweepEvidence",
     "SweepSettings",
+    "Term",
     "Trial",
     "TrialRequest",
     "TrialScores",
@@ -48,15 +52,15 @@ __all__ = [
     "Unconfirmed",
     "Workshop",
     "at_start",
-    "choices_once",
+    "base_of",
     "confirm",
     "confirmation_power",
-    "documents_seen_after",
     "doubling_looks",
     "hand_written_recipes",
     "importances",
     "layers_of",
     "make_space",
+    "named_by",
     "nothing_to_confirm",
     "objective_of",
     "open_ledger",
@@ -72,6 +76,7 @@ __all__ = [
     "score_trial",
     "search",
     "serve_dashboard",
+    "shares_after_looks",
     "study_key",
     "trial_sets",
 ]

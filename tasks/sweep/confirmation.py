@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,9 +144,16 @@ class Unconfirmed(BaseModel):
 
     why: str
 
+    @property
+    def confirmed(self) -> Literal[False]:
+        return False
+
+    def sentence(self) -> str:
+        return f"no candidate confirmed: {self.why}"
+
     def as_verdict(self) -> Verdict:
         """The same in the shape of every judgement."""
-        reason = f"no candidate confirmed: {self.why}"
+        reason = self.sentence()
         section = Section(title=_TITLE, sentences=(reason,))
         return Verdict(name=_NAME, outcome="fail", publishable=False, reasons=(reason,), evidence=self, section=section)
 

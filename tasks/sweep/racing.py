@@ -108,7 +108,7 @@ def doubling_looks(first: float) -> tuple[float, ...]:
     return (*looks, 1.0)
 
 
-def documents_seen_after(racing: Racing) -> tuple[float, ...]:
+def shares_after_looks(racing: Racing) -> tuple[float, ...]:
     """Shares of each task's documents that have been asked after each look of a candidate that is not dropped."""
     return doubling_looks(racing.first) if racing.rule == "paired" else (1.0,)
 

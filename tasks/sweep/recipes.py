@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,32 @@ import yaml
 
 from merge_core import MergePlan
 from merge_core.architecture import stacks
-from tasks.sweep.space import Space
+from tasks.checkpoints import PinnedCheckpoint
+from tasks.sweep.settings import SweepSettings
+from tasks.sweep.space import make_space
 
 _REFERENCES = ("model", "base_model", "source_model", "tokenizer_source", "source")
 
 
-def choices_once(space: Space) -> Iterator[dict[str, Any]]:
+def named_by(recipe: Mapping[str, Any], settings: SweepSettings) -> Iterator[dict[str, Any]]:
     """The hand-written recipe with another choice in one place, for each choice: together they name all that a
-    candidate can be made of."""
+    candidate can be made of.
+
+    Args:
+        recipe: With its holes open.
+    """
+    # As many layers as there are groups are enough to write it down.
+    layers = max(free.layers or 1 for free in settings.parameters.values())
+    space = make_space(recipe, settings, layers, "recipe")
     for coordinate in space.coordinates:
         for choice in coordinate.free.among:
             if choice != space.start[coordinate.name]:
                 yield space.recipe_of({**space.start, coordinate.name: choice})
+
+
+def base_of(parents: Sequence[PinnedCheckpoint]) -> str:
+    """The parent that the size of a change is measured from: the base, or where there is none the first."""
+    return next((parent.name for parent in parents if parent.is_base), parents[0].name)
 
 
 def relocated(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]:

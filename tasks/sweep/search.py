@@ -325,6 +325,7 @@ class _Search:
 
     def _tell_progress(self, generation: int) -> None:
         best, budget = best_of(self.trials, self.objective), self.settings.budget
+        by_hand = best_of(self._by_people(), self.objective)
         done = len(self.trials) + self.found
         left = [] if not self.new else [(self.ledger.used - self.began) / self.new * max(0, budget.trials - done)]
         if budget.hours is not None:
@@ -336,6 +337,7 @@ class _Search:
                 generation=generation,
                 best=self.objective.total(best.scores) if best else None,
                 best_number=best.number if best else None,
+                hand_written=self.objective.total(by_hand.scores) if by_hand else None,
                 seconds_left=min(left, default=None),
                 spent=self._spent(),
             )
@@ -354,6 +356,7 @@ class _Search:
             recipes=self.recipes,
             population=generation_size(len(self.space.coordinates), self.settings),
             scored=len(self.first_of),
+            new=self.new,
             seconds={**self.seconds, "wall": self.ledger.used},
             spent=self._spent(),
             stopped=stopped,

@@ -32,6 +32,7 @@ class SearchProgress:
         scored: Trials so far.
         budget: Trials altogether.
         best: Score of the best so far; None: there is none yet.
+        hand_written: Score of the best hand-written recipe.
         seconds_left: At the pace of this run; None: nothing is known of it.
         spent: Money so far; None: it is not counted.
     """
@@ -41,6 +42,7 @@ class SearchProgress:
     generation: int
     best: float | None = None
     best_number: int | None = None
+    hand_written: float | None = None
     seconds_left: float | None = None
     spent: float | None = None
 
@@ -59,6 +61,7 @@ class Study:
         recipes: By number: of the same.
         population: Candidates of a generation of the sampler.
         scored: Trials that were scored, now or before; all others are equal to one of them.
+        new: Those that were scored in this run.
         seconds: Over all trials: ``merge``, ``load``, ``score``; and ``wall``, of the search itself.
         spent: Money; None: it is not counted.
         stopped: What ended it.
@@ -75,9 +78,18 @@ class Study:
     recipes: Mapping[int, Mapping[str, Any]]
     population: int
     scored: int
+    new: int
     seconds: Mapping[str, float]
     spent: float | None
     stopped: SearchEnd
+
+    def summary(self) -> str:
+        """``60 trials, best -0.0049 (hand-written -0.0072) · 63 % of the documents asked``."""
+        best = f"best {self.objective.total(self.best.scores):.4g}" if self.best else "none has a score"
+        by_hand = f"{self.objective.total(self.reference.scores):.4g}"
+        known = "" if self.new else ", all known"
+        asked = f" · {100 * self.asked:.0f} % of the documents asked" if self.asked < 1 else ""
+        return f"{len(self.trials)} trials{known}, {best} (hand-written {by_hand}){asked}"
 
     @property
     def hand_written(self) -> tuple[Trial, ...]:

@@ -6,7 +6,7 @@ and the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,24 +27,38 @@ from tasks.sweep.trials import Sheet, TrialRequest, TrialScores
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """A search that can begin, and who does its work.
+class Search:
+    """A search that can begin: everything is here, pinned, and allowed.
 
     Args:
-        hand_written: The recipes that people wrote; the first is the one with the holes at their start values.
+        method: What is searched: 'ties of 2 over base'.
         directory: What paths in recipes are relative to.
-        workers: That money is counted for.
+        hand_written: The recipes that people wrote; the first is the one with the holes at their start values.
+        setting: What all trials have in common.
+        for_the_gate: Documents of each task that no trial and no confirmation sees, as far as the gate asks them.
     """
 
     settings: SweepSettings
+    method: str
+    directory: Path
     space: Space
     objective: Objective
-    setting: TrialSetting
     hand_written: tuple[HandWritten, ...]
-    directory: Path
-    runner: Runner
-    ledger: Ledger
-    workers: int
+    setting: TrialSetting
+    for_the_gate: Mapping[str, int]
+
+
+class Workshop:
+    """Who does the work of a search, and where it is kept.
+
+    Args:
+        runner: Scores candidates.
+        ledger: Has those that were scored.
+        workers: Side by side; money is counted for each.
+    """
+
+    def __init__(self, search: Search, runner: Runner, ledger: Ledger, workers: int) -> None:
+        self._search, self._runner, self._ledger, self._workers = search, runner, ledger, workers
 
     def power(self) -> ConfirmationPower:
         """What the confirmation will be able to show; scores the hand-written recipes on the documents of the search.
@@ -52,27 +66,26 @@ class Workshop:
         Raises:
             Refused: One of them cannot be scored.
         """
-        sheets = score_hand_written(self.hand_written, self._score_all, self.ledger, self.directory)
-        documents = {asked: self.setting.sets["confirmation"].size(asked.task) for asked in self.objective.asked}
-        return confirmation_power(
-            self.objective, list(sheets.values()), documents, self.settings.confidence
-        )
+        search, asked = self._search, self._search.setting.sets["confirmation"]
+        sheets = score_hand_written(search.hand_written, self._score_all, self._ledger, search.directory)
+        documents = {one: asked.size(one.task) for one in search.objective.asked}
+        return confirmation_power(search.objective, list(sheets.values()), documents, search.settings.confidence)
 
-    def search(self, on_progress: Callable[[SearchProgress], None]) -> Study:
+    def search_all(self, on_progress: Callable[[SearchProgress], None]) -> Study:
         """Search until the budget is used.
 
         Raises:
             Refused: A hand-written recipe, or a parent that a constraint names, has no score.
         """
         return search(
-            self.space,
-            self.settings,
+            self._search.space,
+            self._search.settings,
             self._score_all,
-            self.ledger,
-            objective=self.objective,
-            hand_written=self.hand_written,
+            self._ledger,
+            objective=self._search.objective,
+            hand_written=self._search.hand_written,
             references=self._references(),
-            workers=self.workers,
+            workers=self._workers,
             on_progress=on_progress,
         )
 
@@ -86,23 +99,22 @@ class Workshop:
         if nothing is not None or study.best is None:
             return nothing or Unconfirmed(why="there is no candidate")
         recipes = [study.recipes[trial.number] for trial in (study.best, study.reference)]
-        requests = [TrialRequest(recipe, set="confirmation", directory=self.directory) for recipe in recipes]
+        requests = [TrialRequest(recipe, set="confirmation", directory=self._search.directory) for recipe in recipes]
         winner, reference = self._sheets(requests, "the confirmation")
         return confirm(study, winner, reference)
 
     def _references(self) -> dict[str, Sheet]:
         """What the parents that constraints compare with got on the documents of the search."""
-        names = self.objective.guards
-        requests = [self.setting.as_it_is(name) for name in names]
+        names = self._search.objective.guards
+        requests = [self._search.setting.as_it_is(name) for name in names]
         return dict(zip(names, self._sheets(requests, "sweep.constraints"), strict=True))
 
     def _sheets(self, requests: Sequence[TrialRequest], where: str) -> list[Sheet]:
-        scored = score_once(requests, self._score_all, self.ledger, directory=self.directory)
+        scored = score_once(requests, self._score_all, self._ledger, directory=self._search.directory)
         for scores in scored:
             if scores.problem:
                 raise Refused(f"sweep: {where}", found=f"no score: {scores.problem}", expected="a number a document")
         return [scores.sheet for scores in scored]
 
     def _score_all(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        return self.runner.each(partial(score_trial, self.setting), requests)
-
+        return self._runner.each(partial(score_trial, self._search.setting), requests)

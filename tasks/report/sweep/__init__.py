@@ -17,6 +17,7 @@ from tasks.report.sweep.content import (
     ReportedSet,
     SweepContent,
 )
+from tasks.report.sweep.from_study import sweep_content, sweep_line
 from tasks.report.sweep.page import render_sweep
 from tasks.report.sweep.search_line import SearchStatus, search_line
 from tasks.report.sweep.table import sweep_table
@@ -34,6 +35,8 @@ __all__ = [
     "SweepContent",
     "render_sweep",
     "search_line",
+    "sweep_content",
+    "sweep_line",
     "sweep_outcome",
     "sweep_sentence",
     "sweep_table",
