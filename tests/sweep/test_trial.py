@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from trial_settings import DEMO, PLAIN, demo, setting_of, stage_scores, ties, written_merge
 
 from merge_core.errors import ChangedInput, InvalidInput
-from tasks.checkpoints import load_model, messages, unload
+from tasks.checkpoints import end_child, load_model, messages, unload
 from tasks.evaluation import Division, Scoring, pose
 from tasks.evaluation.backends.hf import wrapped
 from tasks.perplexity.measuring import WindowSettings, measure
@@ -319,6 +319,36 @@ def test_a_right_answer_that_is_no_choice_has_no_likelihood(place: Path, tmp_pat
         score_trial(setting_of(own, [Asked("choices", "log_likelihood")]), TrialRequest(ties()))
     exact = score_trial(setting_of(own, [Asked("choices", "exact")]), TrialRequest(ties())).sheet
     assert exact[Asked("choices", "exact")].min() == 0
+
+
+@pytest.fixture
+def in_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Really asked in the process that holds models."""
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    end_child()
+    yield
+    end_child()
+
+
+@pytest.mark.slow
+def test_it_does_not_matter_which_process_is_asked(
+    setting: TrialSetting, in_child: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = (0.5, 1.0)
+    requests = [TrialRequest(ties(0.9)), TrialRequest(ties(0.4, 0.3, "dare_ties"), race=StopsAt(looks, 0))]
+    there = [score_trial(setting, request) for request in requests]
+    end_child()
+    again = [score_trial(setting, request) for request in reversed(requests)][::-1]
+    monkeypatch.setattr(
+        trial, "ask_child", lambda function, arguments, **_: function(*arguments, lambda done, total: None)
+    )
+    here = [score_trial(setting, request) for request in requests]
+    for one, other, third in zip(there, again, here, strict=True):
+        assert not one.problem
+        assert one.dropped == other.dropped == third.dropped
+        assert same(one, other)
+        assert same(one, third)
 
 
 def test_an_answer_travels_as_plain_data() -> None:
