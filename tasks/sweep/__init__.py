@@ -8,7 +8,7 @@ from tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
 from tasks.sweep.evolve import Converted, NotCarried, profile_of_evolve
 from tasks.sweep.ledger import Ledger, open_ledger, study_key
 from tasks.sweep.objective import HAND_WRITTEN, Objective, objective_of
-from tasks.sweep.optuna_view import Importances, StudyView, importances, open_view, serve_dashboard
+from tasks.sweep.optuna_view import Importances, StudyView, open_view, parameter_importances, serve_dashboard
 from tasks.sweep.racing import Race, doubling_looks
 from tasks.sweep.search import hand_written_recipes, score_hand_written, search
 from tasks.sweep.settings import SweepSettings
@@ -43,12 +43,12 @@ __all__ = [
     "confirmation_power",
     "doubling_looks",
     "hand_written_recipes",
-    "importances",
     "make_space",
     "nothing_to_confirm",
     "objective_of",
     "open_ledger",
     "open_view",
+    "parameter_importances",
     "profile_of_evolve",
     "recipe_key",
     "score_hand_written",
