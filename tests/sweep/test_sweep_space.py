@@ -186,6 +186,12 @@ def test_what_sums_to_one_is_the_nearest_that_does(values: list[float]) -> None:
         ({**LINEAR, "dtype": "$w"}, {"w": {**WEIGHT, "filters": ["mlp"]}}, {}, "r.yaml: dtype: .w, which has a value"),
         ({**LINEAR, "dtype": "$w*2"}, {"w": WEIGHT}, {}, "a hole is a whole value"),
         ({**LINEAR, "$w": 1}, {"w": WEIGHT}, {}, "holes in values only"),
+        (
+            {"merge_method": "$how", "models": ["math"]},
+            {"how": {"type": "category", "among": ["ties", "dare_tie"], "start": "ties"}},
+            {},
+            r"parameters\.how\.among.*did you mean 'dare_ties'",
+        ),
         (LINEAR, {"w": WEIGHT}, {"sum_to_one": [["w"]]}, "two or more"),
         (LINEAR, {"w": WEIGHT}, {"sum_to_one": [["w", "v"]]}, "'v'"),
         (BOTH, {"math": WEIGHT, "code": WEIGHT}, {"sum_to_one": [["math", "code"]]}, "start at 2"),
