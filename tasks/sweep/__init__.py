@@ -9,7 +9,7 @@ from tasks.sweep.evidence import SweepEvidence, pin_sweep, trial_sets
 from tasks.sweep.evolve import Converted, NotCarried, profile_of_evolve
 from tasks.sweep.ledger import Ledger, open_ledger, study_key
 from tasks.sweep.objective import HAND_WRITTEN, Objective, Term, objective_of
-from tasks.sweep.optuna_view import Importances, StudyView, importances, open_view, serve_dashboard
+from tasks.sweep.optuna_view import Importances, StudyView, open_view, parameter_importances, serve_dashboard
 from tasks.sweep.racing import Race, doubling_looks, shares_after_looks
 from tasks.sweep.recipes import base_of, layers_of, named_by, recipe_text, relocated
 from tasks.sweep.search import hand_written_recipes, score_hand_written, search
@@ -57,7 +57,6 @@ __all__ = [
     "confirmation_power",
     "doubling_looks",
     "hand_written_recipes",
-    "importances",
     "layers_of",
     "make_space",
     "named_by",
@@ -65,6 +64,7 @@ __all__ = [
     "objective_of",
     "open_ledger",
     "open_view",
+    "parameter_importances",
     "pin_sweep",
     "profile_of_evolve",
     "recipe_key",

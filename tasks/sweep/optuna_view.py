@@ -149,7 +149,7 @@ def view_storage(place: str) -> Any:
         return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(file)))
 
 
-def importances(study: Study, evaluator: Evaluator = "ped_anova") -> Importances:
+def parameter_importances(study: Study, evaluator: Evaluator = "ped_anova") -> Importances:
     """How much each coordinate decides of the score, from the trials of a search.
 
     Raises:

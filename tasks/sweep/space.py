@@ -189,7 +189,7 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
 
     Raises:
         InvalidInput: A hole without a parameter or the reverse, a range without values, a start outside of it, groups
-            of layers without layers, weights that cannot sum to one.
+            of layers without layers, weights that cannot sum to one, a method that there is not.
     """
     holes = holes_in(recipe, where)
     for hole in holes:
@@ -219,6 +219,11 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
                 found=f"{free.layers} groups of {'an unknown number of' if layers is None else layers} layers",
                 expected="a layer in each group",
             )
+    for hole in holes:
+        # Now, and not when one of them is drawn for the first time.
+        if hole.where == f"{where}: merge_method":
+            for method in settings.parameters[hole.name].among:
+                fit_to_method({"merge_method": method}, f"sweep.parameters.{hole.name}.among")
     coordinates = tuple(one for name, free in settings.parameters.items() for one in _coordinates(name, free))
     sums = tuple(same for names in settings.sum_to_one for same in _sums(names, settings, coordinates))
     return Space(recipe, coordinates, sums, layers or 0, where)

@@ -112,13 +112,13 @@ def test_clipped_likelihoods_are_cut_and_their_bound_holds_with_heavy_tails() ->
     assert one.confirmed
     # Three in a hundred lose everything, the others gain a little: nothing is won, and nothing is shown.
     wrong = 0
-    for seed in range(25):
+    for seed in range(8):
         draw = np.random.default_rng([3, seed])
         loses = draw.random(200) < 0.03
         theirs = np.full(200, -0.05)
         ours = np.where(loses, -0.1, theirs + 0.05 * 0.03 / 0.97)
         wrong += compared({LOG: ours}, {LOG: theirs}, term).confirmed
-    assert wrong <= 3
+    assert wrong <= 2
 
 
 def test_tasks_count_by_their_weight() -> None:
@@ -132,6 +132,7 @@ def test_tasks_count_by_their_weight() -> None:
     assert one.terms[1].gain == 0
 
 
+@pytest.mark.slow
 def test_false_confirmations_are_as_rare_as_was_asked_for() -> None:
     rng = np.random.default_rng(5)
     runs, wrong = 250, 0
@@ -191,6 +192,7 @@ def test_what_two_get_right_together_is_that_of_a_normal_pair(right: float) -> N
     assert both_right(right, 0.6) == pytest.approx(pair.cdf([norm.ppf(right)] * 2), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_power_is_that_of_the_test() -> None:
     """Against drawn winners; 24 % for 2 points and 71 % for 5 at 80 % right are known of 400 documents."""
     rng = np.random.default_rng(7)

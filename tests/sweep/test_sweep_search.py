@@ -46,7 +46,7 @@ def said(trials: Sequence[Trial]) -> list[str]:
     return [repr(trial) for trial in trials]
 
 
-@pytest.mark.parametrize("sampler", ["cma", "random", "tpe"])
+@pytest.mark.parametrize("sampler", ["cma", pytest.param("tpe", marks=pytest.mark.slow)])
 def test_twenty_kills_at_random_moments_change_nothing_and_each_trial_is_scored_once(
     sampler: str, tmp_path: Path
 ) -> None:

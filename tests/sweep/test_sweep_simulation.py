@@ -25,11 +25,11 @@ def simulation() -> ModuleType:
 
 def test_of_a_hundred_sweeps_of_noise_no_candidate_is_confirmed_in_95(simulation: ModuleType) -> None:
     one = simulation.lies(
-        simulation.KINDS["exact match, wide"], 100, {"search": 100, "confirmation": 400}, budget={"trials": 30}
+        simulation.KINDS["exact match, wide"], 100, {"search": 100, "confirmation": 400}, budget={"trials": 20}
     )
     assert one.confirmed <= 5
     # Where winners are chosen, every other one would be.
-    assert one.on_search >= 20
+    assert one.on_search >= 15
     assert one.optimism > 0.04
 
 

@@ -11,7 +11,7 @@ from spaces import TIES
 from toy_search import ToyModels, run_toy, toy_settings, toy_space
 
 from merge_core.errors import InvalidInput
-from tasks.sweep.optuna_view import importances, open_view, serve_dashboard, view_storage
+from tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard, view_storage
 from tasks.sweep.search import hand_written_recipes
 from tasks.sweep.study import HandWritten, Study
 
@@ -70,7 +70,7 @@ def test_a_database_that_is_not_there_is_said_without_its_password(study: Study)
 
 @pytest.mark.parametrize("evaluator", ["ped_anova", "fanova"])
 def test_what_decides_is_said_to_be_important(evaluator: str, study: Study) -> None:
-    found = importances(study, evaluator)  # type: ignore[arg-type]
+    found = parameter_importances(study, evaluator)  # type: ignore[arg-type]
     assert sum(found.shares.values()) == pytest.approx(1)
     assert found.shares["density"] < max(found.shares["math"], found.shares["code"])
     assert found.trials == 60
@@ -78,8 +78,8 @@ def test_what_decides_is_said_to_be_important(evaluator: str, study: Study) -> N
 
 def test_of_few_trials_nothing_is_said(tmp_path: Path) -> None:
     few = run_toy(ToyModels(), tmp_path, toy_settings(budget={"trials": 5}))
-    assert importances(few).why_none
-    assert not importances(few).shares
+    assert parameter_importances(few).why_none
+    assert not parameter_importances(few).shares
 
 
 def test_the_dashboard_is_for_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

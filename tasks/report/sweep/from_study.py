@@ -28,7 +28,7 @@ from tasks.sweep import (
     Study,
     Term,
     Unconfirmed,
-    importances,
+    parameter_importances,
     recipe_text,
     shares_after_looks,
 )
@@ -116,7 +116,7 @@ def sweep_line(progress: SearchProgress, width: int) -> str:
 
 def _importances(study: Study) -> tuple[Mapping[str, float], str]:
     try:
-        found = importances(study)
+        found = parameter_importances(study)
     except InvalidInput as error:
         return {}, f"{error.found}."
     return found.shares, f"{found.why_none[:1].upper()}{found.why_none[1:]}." if found.why_none else ""
