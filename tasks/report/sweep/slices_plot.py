@@ -46,7 +46,7 @@ def share_of(parameter: ReportedParameter, value: ParameterValue | None) -> floa
     """Where in its range a value stands, from 0 to 1; NaN where it is none."""
     if parameter.type == "category":
         # By type as well: to Python, true is 1.
-        choices = [(type(choice), choice) for choice in parameter.among]
+        choices: list[tuple[type, ParameterValue | None]] = [(type(choice), choice) for choice in parameter.among]
         if (type(value), value) not in choices:
             return math.nan
         return (choices.index((type(value), value)) + 0.5) / len(choices)
