@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flows.attempt import AlreadyReleased, Attempt, FailedMerge
 from flows.profile import Profile
-from merge_core.errors import MergegateError, Refused
+from merge_core.errors import InvalidInput, MergegateError, Refused
 from merge_core.store import Artifact, StoredValue, refusing_disk, state_directory, write_state
 from tasks.evaluation import join_parts
 from tasks.explain import Explanation, untried
@@ -37,9 +37,11 @@ from tasks.report import (
     as_markdown,
     render,
     render_sweep,
+    sweep_content,
 )
 from tasks.serve import ServedModels
 from tasks.stage import Outcome, ProgressLog, home, is_watched, versions, watched_by
+from tasks.sweep import Confirmation, ConfirmationPower, PreparedSearch, Study, Unconfirmed, parameter_importances
 
 RunStatus = Literal["released", "nothing new", "passed", "refused", "invalid"]
 
@@ -255,6 +257,35 @@ def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
         *([(attempt.ensemble, "")] if attempt.ensemble else []),
     ]
     return tuple(StoredArtifact(stage=one.stage, subject=subject, key=one.key) for one, subject in found)
+
+
+def sweep_report(
+    profile: Profile,
+    search: PreparedSearch,
+    study: Study,
+    verdict: Confirmation | Unconfirmed,
+    power: ConfirmationPower,
+) -> SweepContent:
+    """All that was found out by a sweep, as its page and the final table want it."""
+    shares: Mapping[str, float] = {}
+    try:
+        told = parameter_importances(study)
+        shares, why_none = told.shares, told.why_none
+    except InvalidInput as error:
+        why_none = f"{error.found}: {error.remedy}"
+    return sweep_content(
+        study,
+        verdict,
+        name=profile.name,
+        method=search.method,
+        power=power,
+        sizes=search.sizes(),
+        runner=str(profile.runner),
+        importances=shares,
+        no_importances=why_none,
+        reproduce=("mergegate sweep PROFILE",),
+        versions=tuple(f"{name} {version}" for name, version in versions(*_LIBRARIES).items()),
+    )
 
 
 def keep_sweep(content: SweepContent) -> Path:

@@ -20,7 +20,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.candidates import candidate_recipes, searched_recipe
-from flows.outcome import RunOutcome, concluded, keep_sweep
+from flows.outcome import RunOutcome, concluded, keep_sweep, sweep_report
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
 from flows.release import make_release
@@ -32,12 +32,12 @@ from tasks.checkpoints import PinnedCheckpoint, fetch_weights, pin_checkpoints
 from tasks.merge import numerics
 from tasks.outside import open_runner
 from tasks.perplexity import WindowSettings
-from tasks.report import sweep_content, sweep_line, sweep_sentence
+from tasks.report import sweep_line, sweep_sentence
 from tasks.stage import announce, home, report_stage, runtime, say_progress, store
 from tasks.sweep import (
     Confirmation,
     HandWritten,
-    Search,
+    PreparedSearch,
     Study,
     TrialSetting,
     Unconfirmed,
@@ -80,7 +80,7 @@ def make_sweep(profile: Profile, *, release: bool = True) -> RunOutcome:
         announce(power.sentence())
         study = watched_search(workshop)
         verdict = watched_confirmation(workshop, study)
-    content = sweep_content(search, study, verdict, power, profile.name, str(profile.runner))
+    content = sweep_report(profile, search, study, verdict, power)
     page = keep_sweep(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         return RunOutcome(status="refused", message=f"no candidate confirmed\n{sweep_sentence(content)}", report=page)
@@ -92,7 +92,7 @@ def make_sweep(profile: Profile, *, release: bool = True) -> RunOutcome:
     return make_release(profile.with_recipe(relocated(winner, search.directory, profile.root)))
 
 
-def prepare_search(profile: Profile) -> Search:
+def prepare_search(profile: Profile) -> PreparedSearch:
     """Everything that a search needs, after all that can be wrong with any of its candidates: parents that may be
     merged, fetched and pinned; documents divided; a space, an objective, hand-written recipes.
 
@@ -128,7 +128,7 @@ def prepare_search(profile: Profile) -> Search:
     first = plan_merge(candidates[0].recipe, {parent.ref: parent.open() for parent in parents})
     space = make_space(recipe.document, settings, layers_of(first), recipe.where)
     by_hand = [HandWritten(label, document, recipe.directory) for label, document in others.items()]
-    return Search(
+    return PreparedSearch(
         settings=settings,
         method=candidates[0].recipe.summary(),
         directory=recipe.directory,

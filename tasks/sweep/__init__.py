@@ -18,7 +18,7 @@ from tasks.sweep.space import Coordinate, Space, at_start, make_space, recipe_ke
 from tasks.sweep.study import HandWritten, SearchProgress, Study
 from tasks.sweep.trial import TrialSet, TrialSetting, score_model, score_trial
 from tasks.sweep.trials import TEXT, Asked, Sheet, Trial, TrialRequest, TrialScores
-from tasks.sweep.workshop import Search, Workshop
+from tasks.sweep.workshop import PreparedSearch, Workshop
 
 __all__ = [
     "HAND_WRITTEN",
@@ -33,9 +33,9 @@ __all__ = [
     "Ledger",
     "NotCarried",
     "Objective",
+    "PreparedSearch",
     "Race",
     "ScoreAll",
-    "Search",
     "SearchProgress",
     "Sheet",
     "Space",

@@ -23,11 +23,11 @@ from tasks.sweep.settings import SweepSettings
 from tasks.sweep.space import Space
 from tasks.sweep.study import HandWritten, SearchProgress, Study
 from tasks.sweep.trial import TrialSetting, score_trial
-from tasks.sweep.trials import Sheet, TrialRequest, TrialScores
+from tasks.sweep.trials import TEXT, Sheet, TrialRequest, TrialScores
 
 
 @dataclass(frozen=True)
-class Search:
+class PreparedSearch:
     """A search that can begin: everything is here, pinned, and allowed.
 
     Args:
@@ -47,6 +47,15 @@ class Search:
     setting: TrialSetting
     for_the_gate: Mapping[str, int]
 
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """Documents by set and task."""
+        found: dict[str, dict[str, int]] = {}
+        for name, chosen in self.setting.sets.items():
+            tasks = [task.name for task in chosen.tasks] + ([TEXT] if chosen.text else [])
+            found[name] = {task: chosen.size(task) for task in tasks}
+        tasks = list(found["search"])
+        return {**found, "gate": {task: self.for_the_gate[task] for task in tasks if task in self.for_the_gate}}
+
 
 class Workshop:
     """Who does the work of a search, and where it is kept.
@@ -57,7 +66,7 @@ class Workshop:
         workers: Side by side; money is counted for each.
     """
 
-    def __init__(self, search: Search, runner: Runner, ledger: Ledger, workers: int) -> None:
+    def __init__(self, search: PreparedSearch, runner: Runner, ledger: Ledger, workers: int) -> None:
         self._search, self._runner, self._ledger, self._workers = search, runner, ledger, workers
 
     def power(self) -> ConfirmationPower:
@@ -72,7 +81,7 @@ class Workshop:
         return confirmation_power(search.objective, list(sheets.values()), documents, search.settings.confidence)
 
     def search_all(self, on_progress: Callable[[SearchProgress], None]) -> Study:
-        """Search until the budget is used.
+        """PreparedSearch until the budget is used.
 
         Raises:
             Refused: A hand-written recipe, or a parent that a constraint names, has no score.

@@ -2,7 +2,8 @@
 
 ::
 
-    html = render_sweep(SweepContent(...))      # the page
+    content = sweep_content(study, confirmation, name=…, method=…)
+    html = render_sweep(content)                # the page
     sweep_table(content)                        # recipes, winner and baseline, for the terminal and for Markdown
     search_line(SearchStatus(...))              # 'trial 37 of 60 · best …'
 """
@@ -17,7 +18,7 @@ from tasks.report.sweep.content import (
     ReportedSet,
     SweepContent,
 )
-from tasks.report.sweep.from_study import sweep_content, sweep_line
+from tasks.report.sweep.of_study import sweep_content, sweep_line
 from tasks.report.sweep.page import render_sweep
 from tasks.report.sweep.search_line import SearchStatus, search_line
 from tasks.report.sweep.table import sweep_table

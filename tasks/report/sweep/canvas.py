@@ -7,7 +7,7 @@ dropped; a cross: outside a constraint). So nothing is told by colour alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -106,18 +106,35 @@ def score_axis(content: SweepContent, objective: int) -> Axis:
     return Axis(bottom - 0.06 * span, top + 0.08 * span)
 
 
-def mark(axes: Axes, x: float, y: float, trial: Trial, *, beyond: str = "", strong: bool = False) -> None:
-    """One trial. ``beyond``: 'v' or '<', of one whose score is outside of the picture, under it or left of it."""
-    ink, state = INK[trial.origin].value, state_of(trial)
-    style: dict[str, Any] = {"markersize": SIZE[trial.origin], "alpha": 1.0 if strong else FAINT, "zorder": 4}
-    if beyond:
-        axes.plot([x], [y], beyond, markerfacecolor="none", markeredgecolor=ink, clip_on=False, **style)
-    elif state == "infeasible":
-        axes.plot([x], [y], "+", color=ink, markeredgewidth=1.4, **{**style, "markersize": 8})
-    elif state == "dropped":
-        axes.plot([x], [y], SHAPE[trial.origin], markerfacecolor="none", markeredgecolor=ink, **style)
-    else:
-        axes.plot([x], [y], SHAPE[trial.origin], markerfacecolor=ink, markeredgewidth=0, **style)
+@dataclass(frozen=True)
+class Mark:
+    """A trial at its place. ``beyond``: 'v' or '<', of one whose score is outside of the picture, under it or left."""
+
+    x: float
+    y: float
+    trial: Trial
+    beyond: str = ""
+    strong: bool = False
+
+
+def mark_trials(axes: Axes, marks: Iterable[Mark]) -> None:
+    """Those that look alike in one stroke: a thousand trials are drawn as fast as ten."""
+    alike: dict[tuple[str, str, str, bool], list[Mark]] = {}
+    for one in marks:
+        alike.setdefault((one.trial.origin, state_of(one.trial), one.beyond, one.strong), []).append(one)
+    for (origin, state, beyond, strong), group in alike.items():
+        ink = INK[origin].value
+        style: dict[str, Any] = {"markersize": SIZE[origin], "alpha": 1.0 if strong else FAINT, "zorder": 4}
+        style |= {"linestyle": "none", "marker": SHAPE[origin]}
+        if beyond:
+            style |= {"marker": beyond, "markerfacecolor": "none", "markeredgecolor": ink, "clip_on": False}
+        elif state == "infeasible":
+            style |= {"marker": "+", "color": ink, "markeredgewidth": 1.4, "markersize": 8}
+        elif state == "dropped":
+            style |= {"markerfacecolor": "none", "markeredgecolor": ink}
+        else:
+            style |= {"markerfacecolor": ink, "markeredgewidth": 0}
+        axes.plot([one.x for one in group], [one.y for one in group], **style)
 
 
 def mark_winner(axes: Axes, x: float, y: float) -> None:

@@ -47,7 +47,7 @@ class ReportedSet(_Part):
     task: str
     search: int = Field(ge=0)
     confirmation: int = Field(ge=0)
-    gate: int = Field(ge=0)
+    gate: int | None = Field(default=None, ge=0)  # None: not counted yet
 
 
 class HeldOut(_Part):

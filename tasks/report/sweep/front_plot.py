@@ -11,11 +11,12 @@ from tasks.report.sweep.canvas import (
     WIDE,
     Drawing,
     Key,
+    Mark,
     blank,
     key_of_winner,
     keys_of_trials,
     legend,
-    mark,
+    mark_trials,
     mark_winner,
     panel,
     score_axis,
@@ -57,6 +58,7 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
         axes.set_ylim(up.low, up.high)
         ticks(axes, "x", 4 if drawn.narrow else 8)
         ticks(axes, "y", 5 if drawn.narrow else 7)
+        marks = []
         for trial in scored:
             x, y = (factor * score_in(trial, at) for at, factor in enumerate(factors))
             strong = trial.number in content.front
@@ -64,7 +66,8 @@ def _front(content: SweepContent, drawn: Drawing, plot: str) -> str:
                 mark_winner(axes, across.held(x), up.held(y))
             else:
                 beyond = "<" if across.is_below(x) else "v" if up.is_below(y) else ""
-                mark(axes, across.held(x), up.held(y), trial, beyond=beyond, strong=strong)
+                marks.append(Mark(across.held(x), up.held(y), trial, beyond, strong))
+        mark_trials(axes, marks)
         best = sorted(
             (factors[0] * score_in(trial, 0), factors[1] * score_in(trial, 1))
             for trial in scored

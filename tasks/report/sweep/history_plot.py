@@ -19,11 +19,12 @@ from tasks.report.sweep.canvas import (
     Axis,
     Drawing,
     Key,
+    Mark,
     blank,
     key_of_winner,
     keys_of_trials,
     legend,
-    mark,
+    mark_trials,
     mark_winner,
     panel,
     score_axis,
@@ -99,8 +100,7 @@ def _draw(
         ticks(axes, "y", 5 if drawn.narrow else 6)
         _levels(axes, content, objective, axis, drawn, tall)
         for origin, run in runs.items():
-            for at, trial in enumerate(run.trials, start=1):
-                _one(axes, at, trial, factor, objective, axis)
+            _trials(axes, run, factor, objective, axis)
             _stair(axes, origin, run, factor)
             if winner is not None and winner in run.trials:
                 at = run.trials.index(winner) + 1
@@ -118,14 +118,18 @@ def _draw(
         return inline(figure, plot, _spoken(content, objective, runs))
 
 
-def _one(axes: Axes, at: int, trial: Trial, factor: float, objective: int, axis: Axis) -> None:
-    if state_of(trial) == "failed":
-        style: dict[str, Any] = {"markersize": 6, "markeredgewidth": 1.5, "clip_on": False, "zorder": 5}
-        axes.plot([at], [0.05], "x", color=Ink.FAIL.value, transform=axes.get_xaxis_transform(), **style)
-        return
-    score = factor * score_in(trial, objective)
+def _trials(axes: Axes, run: Course, factor: float, objective: int, axis: Axis) -> None:
     step = 0.02 * (axis.high - axis.low)
-    mark(axes, at, max(score, axis.low + step), trial, beyond="v" if axis.is_below(score) else "")
+    failed, marks = [], []
+    for at, trial in enumerate(run.trials, start=1):
+        score = factor * score_in(trial, objective)
+        if state_of(trial) == "failed":
+            failed.append(at)
+        else:
+            marks.append(Mark(at, max(score, axis.low + step), trial, "v" if axis.is_below(score) else ""))
+    mark_trials(axes, marks)
+    style: dict[str, Any] = {"markersize": 6, "markeredgewidth": 1.5, "clip_on": False, "zorder": 5}
+    axes.plot(failed, [0.05] * len(failed), "x", color=Ink.FAIL.value, transform=axes.get_xaxis_transform(), **style)
 
 
 def _stair(axes: Axes, origin: str, run: Course, factor: float) -> None:

@@ -19,11 +19,12 @@ from tasks.report.sweep.canvas import (
     Axis,
     Drawing,
     Key,
+    Mark,
     blank,
     key_of_winner,
     keys_of_trials,
     legend,
-    mark,
+    mark_trials,
     mark_winner,
     panel,
     score_axis,
@@ -46,7 +47,7 @@ def share_of(parameter: ReportedParameter, value: ParameterValue | None) -> floa
     """Where in its range a value stands, from 0 to 1; NaN where it is none."""
     if parameter.type == "category":
         # By type as well: to Python, true is 1.
-        choices = [(type(choice), choice) for choice in parameter.among]
+        choices: list[tuple[type, ParameterValue | None]] = [(type(choice), choice) for choice in parameter.among]
         if (type(value), value) not in choices:
             return math.nan
         return (choices.index((type(value), value)) + 0.5) / len(choices)
@@ -119,7 +120,7 @@ def _slice(
     start = share_of(parameter, parameter.start)
     if math.isfinite(start):
         axes.axvline(start, color=Ink.INCONCLUSIVE.value, zorder=2, **DASHED)
-    step = 0.03 * (axis.high - axis.low)
+    step, marks = 0.03 * (axis.high - axis.low), []
     for trial in scored:
         x, y = share_of(parameter, trial.point.get(parameter.name)), factor * score_in(trial, objective)
         if not math.isfinite(x):
@@ -128,7 +129,8 @@ def _slice(
         if trial.number == content.winner:
             mark_winner(axes, x, axis.held(y))
         else:
-            mark(axes, x, max(y, axis.low + step), trial, beyond="v" if axis.is_below(y) else "")
+            marks.append(Mark(x, max(y, axis.low + step), trial, "v" if axis.is_below(y) else ""))
+    mark_trials(axes, marks)
 
 
 def _apart(x: float, trial: Trial, parameter: ReportedParameter) -> float:

@@ -2,7 +2,7 @@
 
 from tasks.sweep.samplers.choice import generation_size, make_baseline, make_sampler
 from tasks.sweep.samplers.contract import Sampler, Told
-from tasks.sweep.samplers.extras import installed, quiet
+from tasks.sweep.samplers.extras import hushed, installed
 from tasks.sweep.samplers.uniform import RandomSearch
 
-__all__ = ["RandomSearch", "Sampler", "Told", "generation_size", "installed", "make_baseline", "make_sampler", "quiet"]
+__all__ = ["RandomSearch", "Sampler", "Told", "generation_size", "hushed", "installed", "make_baseline", "make_sampler"]

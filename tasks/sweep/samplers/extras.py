@@ -31,7 +31,7 @@ def installed(package: str, extra: str = "sweep") -> Any:
 
 
 @contextmanager
-def quiet(optuna: Any) -> Iterator[None]:
+def hushed(optuna: Any) -> Iterator[None]:
     """Optuna tells every trial to standard error, and warns of what is experimental."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -14,7 +14,7 @@ import numpy as np
 
 from tasks.sweep.objective import Objective
 from tasks.sweep.samplers.contract import Told
-from tasks.sweep.samplers.extras import installed, quiet
+from tasks.sweep.samplers.extras import hushed, installed
 from tasks.sweep.space import Space
 from tasks.sweep.trials import Point
 
@@ -39,7 +39,7 @@ class OptunaSearch:
         self._worst: list[float] = []
         self._asked: list[Any] = []
         samplers = self._optuna.samplers
-        with quiet(self._optuna):
+        with hushed(self._optuna):
             sampler = {
                 "tpe": lambda: samplers.TPESampler(seed=seed, constant_liar=True, multivariate=True),
                 "gp": lambda: samplers.GPSampler(seed=seed, deterministic_objective=False),
@@ -58,12 +58,12 @@ class OptunaSearch:
             return
         unit = dict(zip(self._distributions, self._space.encode(start.point), strict=True))
         self._study.enqueue_trial({name: self._as_asked(name, float(at)) for name, at in unit.items()})
-        with quiet(self._optuna):
+        with hushed(self._optuna):
             self._told(self._study.ask(self._distributions), start)
 
     def ask(self) -> list[Point]:
         """``size`` points."""
-        with quiet(self._optuna):
+        with hushed(self._optuna):
             self._asked = [self._study.ask(self._distributions) for _ in range(self._size)]
         return [
             self._space.decode([self._unit(name, one.params[name]) for name in self._distributions])
@@ -72,7 +72,7 @@ class OptunaSearch:
 
     def tell(self, scored: Sequence[Told]) -> None:
         """In the order in which they were asked."""
-        with quiet(self._optuna):
+        with hushed(self._optuna):
             for trial, told in zip(self._asked, scored, strict=True):
                 self._told(trial, told)
 

@@ -1,0 +1,119 @@
+"""A search that is over becomes the page of it: what was searched, confirmed and spent, number by number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from toy_search import ToyModels, noise, run_toy, toy_settings
+
+from tasks.report import render_sweep, sweep_content, sweep_sentence, sweep_table, sweep_title
+from tasks.report.sweep import reading
+from tasks.report.sweep.content import SweepContent
+from tasks.sweep import ConfirmationPower, Study
+from tasks.sweep.confirmation import Confirmation, confirm, nothing_to_confirm
+from tasks.sweep.trials import TrialRequest
+
+SIZES = {"search": {"rev": 200, "copy": 200}, "confirmation": {"rev": 400, "copy": 400}}
+
+POWER = ConfirmationPower(documents=800, detectable=0.05, chances=(), confidence=0.95, correlation=0.6, in_points=True)
+
+
+def confirmed_by_toy(study: Study, models: ToyModels) -> Confirmation:
+    assert study.best is not None
+    fresh = ToyModels(models._quality, documents=400, seed=1)
+    winner, reference = (fresh.sheet(TrialRequest(study.recipes[one.number])) for one in (study.best, study.reference))
+    return confirm(study, winner, reference)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return run_toy(ToyModels(), tmp_path_factory.mktemp("ledger"))
+
+
+@pytest.fixture(scope="module")
+def content(study: Study) -> SweepContent:
+    test = confirmed_by_toy(study, ToyModels())
+    return sweep_content(study, test, name="toy", method="ties of 2", power=POWER, sizes=SIZES)
+
+
+def test_every_parameter_trial_and_set_is_there(study: Study, content: SweepContent) -> None:
+    assert [one.name for one in content.parameters] == [one.name for one in study.coordinates]
+    assert content.trials == study.trials
+    assert [(one.task, one.search, one.confirmation, one.gate) for one in content.sets] == [
+        ("rev", 200, 400, None),
+        ("copy", 200, 400, None),
+    ]
+    assert content.budget.trials == 40
+    assert dict(content.seconds_by_part).keys() <= {"merge", "load", "score"}
+    assert content.power.startswith(
+        "Said before the sweep: 800 held-out documents confirm a gain of 5.0 points 4 times in 5"
+    )
+
+
+def test_shares_are_told_in_points_and_weights_are_named(content: SweepContent) -> None:
+    (objective,) = content.objectives
+    assert (objective.title, objective.unit, objective.factor) == ("exact match", "points", 100)
+    assert objective.terms == ("rev (weight 0.67)", "copy (weight 0.33)")
+
+
+def test_the_table_has_the_scores_that_search_and_confirmation_have_seen(study: Study, content: SweepContent) -> None:
+    assert study.best is not None
+    test = confirmed_by_toy(study, ToyModels())
+    rows = {row.role: row for row in reading.recipe_rows(content, 0)}
+    assert rows["winner"].search == study.best.scores[0]
+    assert rows["winner"].held_out == pytest.approx(test.held_out)
+    assert rows["reference"].held_out == pytest.approx(test.held_out_reference)
+    found = reading.optimism_of(content, 0)
+    assert found is not None
+    assert found.held_out == pytest.approx(test.gain)
+
+
+def test_what_a_penalty_took_is_taken_from_both_scores(study: Study) -> None:
+    """Else the difference of the two would be the penalty's, and not optimism."""
+    assert study.best is not None
+    test = confirmed_by_toy(study, ToyModels())
+    penalised = tuple(replace(one, scores=(one.scores[0] - 0.25,)) for one in study.trials)
+    best = penalised[study.best.number]
+    shown = sweep_content(replace(study, trials=penalised, best=best), test, name="toy", method="ties of 2")
+    rows = {row.role: row for row in reading.recipe_rows(shown, 0)}
+    assert rows["winner"].optimism == pytest.approx(test.optimism)
+
+
+def test_a_confirmed_winner_has_its_recipe_to_copy(study: Study, content: SweepContent) -> None:
+    assert study.best is not None
+    assert content.confirmation is not None
+    assert content.confirmation.confirmed
+    assert yaml.safe_load(content.recipe) == study.recipes[study.best.number]
+    page = render_sweep(content)
+    assert "exact match" in page
+    assert "all others" in page
+    assert sweep_table(content).rows[-1].cells[-1] == "confirmed"
+
+
+def test_nothing_to_confirm_is_said_with_its_reason(study: Study) -> None:
+    level = replace(study, best=replace(study.reference, number=7, origin="sampler"))
+    nothing = nothing_to_confirm(level)
+    assert nothing is not None
+    shown = sweep_content(level, nothing, name="toy", method="ties of 2")
+    assert sweep_title(shown) == "No candidate confirmed"
+    assert "None scored above ties on the documents of the search." in sweep_sentence(shown)
+    assert shown.recipe == ""
+
+
+def test_a_sweep_of_noise_has_no_recipe_to_copy(tmp_path: Path) -> None:
+    models = ToyModels(noise)
+    study = run_toy(models, tmp_path, toy_settings(budget={"trials": 14}))
+    test = nothing_to_confirm(study) or confirmed_by_toy(study, models)
+    shown = sweep_content(study, test, name="toy", method="ties of 2")
+    if not (isinstance(test, Confirmation) and test.confirmed):
+        assert shown.recipe == ""
+        assert sweep_title(shown) == "No candidate confirmed"
+
+
+def test_time_that_was_up_is_said(study: Study) -> None:
+    test = confirmed_by_toy(study, ToyModels())
+    shown = sweep_content(replace(study, stopped="hours"), test, name="toy", method="ties of 2")
+    assert shown.ending == "Its time was up after 40 of 40 trials."
