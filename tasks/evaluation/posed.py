@@ -11,7 +11,7 @@ evaluation would compute, up to the last place. Runs in the process that holds m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -79,13 +79,16 @@ class PosedTask:
     documents: tuple[PosedDocument, ...]
     _loaded: LoadedTask
 
-    def outcomes(self, loaded: LoadedModel, metric: str, part: range) -> list[float]:
+    def outcomes(
+        self, loaded: LoadedModel, metric: str, part: range, alive: Callable[[], None] = lambda: None
+    ) -> list[float]:
         """What lm-eval says of the documents of ``part`` under ``metric``; where less is better, minus that.
 
         Args:
             loaded: The model; its answers are written out by lm-eval.
             metric: lm-eval's label; empty: the one that judges the task by default.
             part: Positions in ``order``.
+            alive: Called as answers come.
 
         Raises:
             InvalidInput: for a metric that the task does not have.
@@ -93,7 +96,7 @@ class PosedTask:
         wanted: dict[str, list[int]] = {}
         for leaf, document in sorted(self.order[position] for position in part):
             wanted.setdefault(leaf, []).append(document)
-        with quiet(), _no_progress():
+        with quiet(), _no_bars(alive):
             lm = wrapped(loaded, self.scoring)
             found = ask_documents(self._loaded, wanted, lm, "trial", self.task, self.scoring)
         where = f"task {self.task.name}"
@@ -116,7 +119,7 @@ def pose(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, tokens: bool 
         InvalidInput: The task's data cannot be loaded; it asks what has no right answer, or answers longer than what
             the model can read.
     """
-    with quiet(), _no_progress():
+    with quiet(), _no_bars():
         found = load_task(task)
         counted = counted_documents(found, task)
         order = [one for one in ordered(found.sizes, scoring.seed) if counted is None or one in counted]
@@ -133,9 +136,9 @@ def pose(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, tokens: bool 
     return PosedTask(task, scoring, tuple(order), tuple(documents[one] for one in order if tokens), found)
 
 
-def _no_progress() -> AbstractContextManager[None]:
-    """Neither bars nor reports: one trial is too short for them."""
-    return progress_to(lambda done, of: None, BACKEND.draws_progress)
+def _no_bars(alive: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+    """One trial is too short for bars."""
+    return progress_to(lambda done, of: alive(), BACKEND.draws_progress)
 
 
 def _posed(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,10 +48,15 @@ class MergeHow:
 
 
 class Stopwatch:
-    """Seconds of wall time by what they were spent on."""
+    """Seconds of wall time by what they were spent on.
 
-    def __init__(self) -> None:
+    Args:
+        alive: Called now and then: whoever waits for a long trial must not take it for dead.
+    """
+
+    def __init__(self, alive: Callable[[], None] = lambda: None) -> None:
         self.seconds: dict[str, float] = {}
+        self.alive = alive
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
@@ -61,6 +66,7 @@ class Stopwatch:
             yield
         finally:
             self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+            self.alive()
 
 
 def structure_of(plan: MergePlan, seen: dict[Path, str]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,16 +141,20 @@ class Questions:
         for name in dict.fromkeys(asked.task for asked in self._asked if _is_likelihood(asked)):
             yield from (self._tasks[name].documents[position] for position in parts[name])
 
-    def ask(self, loaded: LoadedModel) -> Iterator[Sheet]:
-        """Ask a model; after each look what is known of all documents so far. Nobody has to ask to the end."""
+    def ask(self, loaded: LoadedModel, alive: Callable[[], None] = lambda: None) -> Iterator[Sheet]:
+        """Ask a model; after each look what is known of all documents so far. Nobody has to ask to the end.
+
+        Args:
+            alive: Called after each batch.
+        """
         found: dict[Asked, list[float]] = {asked: [] for asked in self._asked}
         for look in self._looks:
-            for asked, numbers in self._answers(loaded, look).items():
+            for asked, numbers in self._answers(loaded, look, alive).items():
                 found[asked] += numbers
             yield {asked: np.array(numbers, np.float64) for asked, numbers in found.items()}
 
-    def _answers(self, loaded: LoadedModel, look: _Look) -> dict[Asked, list[float]]:
-        sums, greedy = answer_likelihoods(loaded.network, look.batches, look.answers)
+    def _answers(self, loaded: LoadedModel, look: _Look, alive: Callable[[], None]) -> dict[Asked, list[float]]:
+        sums, greedy = answer_likelihoods(loaded.network, look.batches, look.answers, alive)
         measured: dict[str, dict[str, list[float]]] = {}
         answer = 0
         for name in dict.fromkeys(asked.task for asked in self._asked if _is_likelihood(asked)):
@@ -169,7 +173,7 @@ class Questions:
                 assert self._text is not None, "it was asked for"
                 found[asked] = self._text.likelihoods(loaded, part)
             elif asked.measure == "metric":
-                found[asked] = self._tasks[asked.task].outcomes(loaded, asked.metric, part) if part else []
+                found[asked] = self._tasks[asked.task].outcomes(loaded, asked.metric, part, alive) if part else []
             else:
                 found[asked] = measured[asked.task][asked.measure]
         return found
@@ -234,13 +238,16 @@ def _batch(
     return _Batch(tokens, longest - first_kept, found[0], found[1] - first_kept, found[2], found[3])
 
 
-def answer_likelihoods(network: Any, batches: Sequence[_Batch], answers: int) -> tuple[list[float], list[bool]]:
+def answer_likelihoods(
+    network: Any, batches: Sequence[_Batch], answers: int, alive: Callable[[], None]
+) -> tuple[list[float], list[bool]]:
     """Log-likelihood of each answer (nats, summed over its tokens), and whether greedy decoding would give it.
 
     Args:
         network: A causal language model of transformers, in evaluation mode.
         batches: What it reads.
         answers: How many answers there are in all batches together.
+        alive: Called after each part of a batch.
     """
     import torch
 
@@ -261,6 +268,7 @@ def answer_likelihoods(network: Any, batches: Sequence[_Batch], answers: int) ->
                 likely = chosen.log_softmax(-1).gather(1, target[:, None])[:, 0]
                 sums.index_add_(0, batch.answer[mine], likely.double().cpu())
                 missed.index_add_(0, batch.answer[mine], (chosen.argmax(-1) != target).long().cpu())
+                alive()
     return sums.tolist(), (missed == 0).tolist()
 
 

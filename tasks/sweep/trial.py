@@ -193,7 +193,7 @@ class TrialAnswer:
 def _score(setting: TrialSetting, request: TrialRequest, on_progress: TellProgress) -> TrialAnswer:
     place = _place_for(setting)
     with _threads(setting.threads):
-        answer = place.score(request)
+        answer = place.score(request, Stopwatch(lambda: on_progress(0, 1)))
     place.require_same_parents()
     return answer
 
@@ -241,9 +241,8 @@ class _Place:
                 remedy="run again",
             )
 
-    def score(self, request: TrialRequest) -> TrialAnswer:
+    def score(self, request: TrialRequest, watch: Stopwatch) -> TrialAnswer:
         """The candidate's numbers, or its problem."""
-        watch = Stopwatch()
         try:
             change = self._fill(request, watch)
         except (DiskRefused, ChangedInput, ShortOfMemory):
@@ -259,7 +258,7 @@ class _Place:
         sheet: Sheet = {}
         dropped = False
         with watch.on("score"):
-            for look, sheet in enumerate(questions.ask(network.loaded)):
+            for look, sheet in enumerate(questions.ask(network.loaded, watch.alive)):
                 broken = next((asked for asked, numbers in sheet.items() if not np.isfinite(numbers).all()), None)
                 if broken is not None:
                     where = broken.task or "held-out text"

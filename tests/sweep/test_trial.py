@@ -6,8 +6,8 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from trial_settings import DEMO, PLAIN, demo, setting_of, stage_scores, ties, written_merge
+from trial_settings import DEMO, PLAIN, StopsAt, demo, setting_of, stage_scores, ties, written_merge
 
 from merge_core.errors import ChangedInput, InvalidInput
 from tasks.checkpoints import end_child, load_model, messages, unload
@@ -228,17 +228,6 @@ def test_the_seed_of_random_masks_counts(setting: TrialSetting) -> None:
     )
 
 
-@dataclass(frozen=True)
-class StopsAt:
-    """A rule of the tests: drops a candidate at one look."""
-
-    looks: tuple[float, ...]
-    look: int
-
-    def is_hopeless(self, seen: Mapping[Asked, Any], look: int) -> bool:
-        return look == self.look
-
-
 def test_a_dropped_candidate_has_the_first_documents_of_each_task_and_the_same_numbers(setting: TrialSetting) -> None:
     looks = (0.2, 0.5, 1.0)
     own = replace(setting, looks=looks)
@@ -326,6 +315,7 @@ def in_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Really asked in the process that holds models."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # for the rule of the tests
     end_child()
     yield
     end_child()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,14 @@ def stage_scores(model: Model, task: EvalTask, scoring: Scoring, metric: str) ->
         (row.task, row.doc_id): row for row in scored.outcomes if row.metric == metric
     }
     return [rows[document].outcome for document in ordered({task.name: part.last}, scoring.seed)]
+
+
+@dataclass(frozen=True)
+class StopsAt:
+    """A rule of the tests: drops a candidate at one look."""
+
+    looks: tuple[float, ...]
+    look: int
+
+    def is_hopeless(self, seen: Mapping[Asked, Any], look: int) -> bool:
+        return look == self.look
