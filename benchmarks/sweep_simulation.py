@@ -2,8 +2,8 @@
 
 ::
 
-    .venv/bin/python benchmarks/sweep_simulation.py lies        # sweeps of pure noise: how often one is confirmed
-    .venv/bin/python benchmarks/sweep_simulation.py racing      # documents saved, candidates wrongly dropped
+    .venv/bin/python benchmarks/sweep_simulation.py lies     # sweeps of noise: ten minutes of CPU
+    .venv/bin/python benchmarks/sweep_simulation.py racing   # documents saved: one minute
 
 Only the models are drawn: what a document says of a recipe is decided by how good the recipe is, by the document (which
 all recipes share) and by chance. Space, sampler, search, racing, ledger and confirmation are those of the product.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.stats import multivariate_normal, norm, ttest_rel
-from toy_search import COPY, REV, toy_objective, toy_settings
+from toy_search import COPY, REV, ToyModels, search_toy, toy_objective, toy_settings
 
 from merge_core.errors import InvalidInput
+from merge_core.store import RecordJournal
 from tasks.sweep.confirmation import LEAST_P, Confirmation, confirm, nothing_to_confirm
 from tasks.sweep.confirmation_power import both_right, confirmation_power
+from tasks.sweep.ledger import Ledger
 from tasks.sweep.objective import Objective, Term
 from tasks.sweep.study import Study
 from tasks.sweep.trials import Asked, Sheet, Trial
@@ -24,27 +28,25 @@ def trial(number: int, score: float, origin: str = "sampler", **more: Any) -> Tr
     return Trial(number, 0, origin, "ties" if origin == "hand-written" else "", {}, (score,), **more)
 
 
+@cache
+def small_study() -> Study:
+    """A study like any other, of which a test replaces what it is about."""
+    return search_toy(ToyModels(), Ledger(RecordJournal(None), ""), toy_settings(budget={"trials": 4}))
+
+
 def study_of(objective: Objective, searched: float = 0.9, by_hand: float = 0.8, **more: Any) -> Study:
     reference, best = trial(0, by_hand, "hand-written"), trial(1, searched, **more)
     sheets = {
         number: {asked: np.full(8, one.scores[0]) for asked in objective.asked}
         for number, one in enumerate((reference, best))
     }
-    return Study(
+    return replace(
+        small_study(),
         settings=toy_settings(confidence=0.95),
         objective=objective,
-        coordinates=(),
         trials=(reference, best),
         best=best if not np.isnan(searched) else None,
-        front=(),
-        sizes={},
         sheets=sheets,
-        recipes={},
-        population=6,
-        scored=2,
-        seconds={},
-        spent=None,
-        stopped="trials",
     )
 
 
