@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-slow test-damage fuzz test-peer test-serve serve-env lint format family bench bench-gpu server worker deploy clean
+.PHONY: help demo test test-slow test-damage fuzz test-peer test-serve test-ray serve-env lint format family bench bench-gpu server worker deploy clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -27,10 +27,10 @@ demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate, publish
 	$(BIN)/mergegate run profiles/demo.yaml
 
 test: $(VENV)/ready .venv-cyclonedx/ready ## the test suite
-	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not peer and not serve"
+	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not peer and not serve and not ray"
 
 test-slow: $(VENV)/ready .tokenizers/ready ## the longer proofs: servers, schedules, kills
-	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "slow and not gpu and not peer and not serve"
+	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "slow and not gpu and not peer and not serve and not ray"
 
 fuzz: $(VENV)/ready ## a million mutated files through every parser (FUZZ="--executions 10000 --only recipe" for less)
 	$(BIN)/python tests/hostile/fuzz.py $(FUZZ)
@@ -43,6 +43,9 @@ test-peer: $(VENV)/ready .venv-peer/ready ## the same numbers as mergekit, run b
 
 test-serve: $(VENV)/ready .venv-vllm/ready ## a merge served by the real vLLM, and a broken one
 	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(PARALLEL) -m serve tests/serve
+
+test-ray: .venv-ray/ready ## the same work done by a Ray cluster, and a worker that dies
+	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m ray tests/outside
 
 serve-env: .venv-vllm/ready ## vLLM in an environment of its own, for the serve stage (3.4 GB on disk)
 
@@ -112,6 +115,16 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-peer
 	@echo "installing mergekit into .venv-peer (a minute or two, once)"
 	@.venv-peer/bin/python $(INSTALL) --constraint benchmarks/peer-constraints.txt mergekit==0.1.5
+	touch $@
+
+# Ray brings 240 MB that nothing else needs: beside what .venv has, which is seen from there and not installed twice.
+.venv-ray/ready: constraints.txt | $(VENV)/ready
+	$(PYTHON) -m venv .venv-ray
+	@echo "installing Ray into .venv-ray (half a minute, once)"
+	@.venv-ray/bin/python -c "import sysconfig, pathlib; there = sysconfig.get_path('purelib'); \
+	  seen = there.replace('/.venv-ray/', '/$(VENV)/'); \
+	  pathlib.Path(there, 'beside.pth').write_text(f'import site; site.addsitedir({seen!r})\n')"
+	@.venv-ray/bin/python $(INSTALL) --constraint constraints.txt prefect-ray "ray[default]"
 	touch $@
 
 # vLLM pins its own torch. Without a GPU: the CPU build, less the torch companions that PyPI has for CUDA only.

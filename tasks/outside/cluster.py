@@ -17,6 +17,7 @@ import pickle
 import re
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -170,8 +171,9 @@ class ClusterRunner:
             from tasks.outside.dask_cluster import DaskCluster
 
             return DaskCluster.at(self._address) if self._address else DaskCluster.here(workers, _TRIES, environment)
-        for name, value in ray_environment(ours=self._address is None).items():
-            os.environ.setdefault(name, value)
+        if "ray" not in sys.modules:  # else it has made up its mind
+            for name, value in ray_environment(ours=self._address is None).items():
+                os.environ.setdefault(name, value)
         from tasks.outside.ray_cluster import RayCluster
 
         return RayCluster.at(self._address) if self._address else RayCluster.here(workers, _TRIES, environment)

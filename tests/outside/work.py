@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+from prefect import flow
 
 from merge_core.errors import Refused
 from tasks.outside import current_slot
+
+asked: list[Callable[[], list[tuple[int, Any]]]] = []
+
+
+@flow
+def one_of_several() -> list[tuple[int, Any]]:
+    """The flow travels with what its tasks do there, and with what it mentions: so it mentions nothing."""
+    from work import do_asked
+
+    return do_asked()
+
+
+def do_asked() -> list[tuple[int, Any]]:
+    return asked[0]()
 
 
 def square(number: int) -> int:
@@ -24,15 +43,20 @@ def noted(order: tuple[Path, int]) -> int:
 
 
 def last_first(order: tuple[Path, int, int]) -> int:
-    """Ends only when the next one has: they finish in another order than they begin, if two are done at a time."""
+    """Every even one ends only when the next has been heard of (``heard``): two have to be done at a time."""
     place, number, of = order
-    deadline = time.monotonic() + 60
-    while number % 2 == 0 and number + 1 < of and not (place / f"{number + 1}").exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(number)
+    while number % 2 == 0 and number + 1 < of and not (place / f"heard-{number + 1}").exists():
         time.sleep(0.005)
-    (place / str(number)).write_text("done")
     return number * number
+
+
+def heard(results: Iterable[tuple[int, int | Exception]], place: Path) -> list[tuple[int, int | Exception]]:
+    """All results in the order in which they come; a note is left of each."""
+    found = []
+    for at, result in results:
+        (place / f"heard-{at}").touch()
+        found.append((at, result))
+    return found
 
 
 def refuse_odd(number: int) -> int:
@@ -71,6 +95,64 @@ def environment_there(_: int) -> dict[str, str]:
     return {
         **os.environ,
         "pid": str(os.getpid()),
+        "executable": sys.executable,
         "api": settings.api.url or "",
         "prefect home": str(settings.home),
     }
+
+
+# Asked of the process that holds models.
+
+
+def who_am_i(on_progress: object) -> tuple[int, dict[str, str]]:
+    return os.getpid(), dict(os.environ)
+
+
+def meet(place: Path, number: int, on_progress: object) -> str:
+    (place / f"here-{number}").touch()
+    while not (place / f"here-{1 - number}").exists():
+        time.sleep(0.005)
+    return "met"
+
+
+def die(on_progress: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_the_first_time(place: Path, on_progress: object) -> str:
+    if not (place / "died").exists():
+        (place / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "second time"
+
+
+def wait_for_ever(place: Path, on_progress: object) -> None:
+    (place / "pid").write_text(str(os.getpid()))
+    time.sleep(3600)
+
+
+def slot_when_both_are_there(order: tuple[Path, int, int]) -> int:
+    """Where it is done, told when as many as there are places have begun."""
+    place, number, of = order
+    (place / f"begun-{number}").touch()
+    while len(list(place.glob("begun-*"))) < of:
+        time.sleep(0.005)
+    return current_slot().number
+
+
+class OddError(Exception):
+    """Is made of two things and kept as one, so that it cannot be made again from what it keeps."""
+
+    def __init__(self, left: str, right: str) -> None:
+        super().__init__(f"{left} and {right}")
+
+
+def fail_oddly(_: int) -> None:
+    raise OddError("left", "right")
+
+
+def run_a_stage(number: int) -> None:
+    from tasks.stage.progress import report_stage
+
+    with report_stage("evaluate", str(number)) as report:
+        report.status, report.summary = "made", "done"
