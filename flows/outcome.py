@@ -62,6 +62,7 @@ class RunOutcome(BaseModel):
     location: Path | str | None = None  # of the release: a directory, or an address
     report: Path | None = None  # the page about it
     content: ReportContent | None = None  # the evidence, where the run got so far
+    sweep: SweepContent | None = None  # of a sweep: the search and its confirmation
 
     @property
     def exit_code(self) -> int:

@@ -10,7 +10,7 @@ Every scored trial is kept: a sweep that was killed goes on where it was, with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.candidates import candidate_recipes, searched_recipe
+from flows.candidates import Candidate, candidate_recipes, searched_recipe
 from flows.outcome import RunOutcome, concluded, keep_sweep, sweep_report
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
@@ -39,6 +39,7 @@ from tasks.sweep import (
     HandWritten,
     PreparedSearch,
     Study,
+    Trial,
     TrialSetting,
     Unconfirmed,
     Workshop,
@@ -50,6 +51,7 @@ from tasks.sweep import (
     named_by,
     objective_of,
     open_ledger,
+    open_view,
     recipe_text,
     relocated,
     shares_after_looks,
@@ -59,18 +61,19 @@ from tasks.sweep import (
 
 
 @flow(name="sweep")
-def sweep(profile: Path | Profile, release: bool = True) -> State[RunOutcome]:
+def sweep(profile: Path | Profile, release: bool = True, view: str | None = None) -> State[RunOutcome]:
     """Search the free parameters of a profile's recipe, confirm the winner, and release it.
 
     Args:
         profile: A profile file with a section ``sweep``, relative to the project, or a whole profile.
         release: Whether a winner that is confirmed goes through the release flow.
+        view: Where the study is written for Optuna's dashboard, if not where the profile says.
     """
     name = profile.name if isinstance(profile, Profile) else profile.stem
-    return concluded(lambda: make_sweep(load_profile(profile), release=release), name)
+    return concluded(lambda: make_sweep(load_profile(profile), release=release, view=view), name)
 
 
-def make_sweep(profile: Profile, *, release: bool = True) -> RunOutcome:
+def make_sweep(profile: Profile, *, release: bool = True, view: str | None = None) -> RunOutcome:
     """The story. Raises whatever a check refuses; that no candidate was confirmed comes back with its report."""
     search = prepare_search(profile)
     scoring, same_search = search.setting.digest(), study_key(search.space, search.settings)
@@ -78,18 +81,20 @@ def make_sweep(profile: Profile, *, release: bool = True) -> RunOutcome:
         workshop = Workshop(search, runner, ledger, workers=profile.runner.at_a_time)
         power = workshop.power()
         announce(power.sentence())
-        study = watched_search(workshop)
+        study = watched_search(workshop, study_view(profile, search, same_search, view))
         verdict = watched_confirmation(workshop, study)
     content = sweep_report(profile, search, study, verdict, power)
     page = keep_sweep(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
-        return RunOutcome(status="refused", message=f"no candidate confirmed\n{sweep_sentence(content)}", report=page)
+        message = f"no candidate confirmed\n{sweep_sentence(content)}"
+        return RunOutcome(status="refused", message=message, report=page, sweep=content)
     winner = study.recipes[verdict.winner]
     file = keep_winner(profile.name, winner, search.directory, sweep_sentence(content))
     announce(f"confirmed: the winner is {file}")
     if not release:
-        return RunOutcome(status="passed", message=sweep_sentence(content), location=file, report=page)
-    return make_release(profile.with_recipe(relocated(winner, search.directory, profile.root)))
+        return RunOutcome(status="passed", message=sweep_sentence(content), location=file, report=page, sweep=content)
+    released = make_release(profile.with_recipe(relocated(winner, search.directory, profile.root)))
+    return released.model_copy(update={"sweep": content})
 
 
 def prepare_search(profile: Profile) -> PreparedSearch:
@@ -107,19 +112,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             expected="what is free in its recipe, and what it is searched for",
             remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
         )
-    recipe = profile.searched_recipe()
-    others = {
-        Path(file).stem: relocated(other.document, other.directory, recipe.directory)
-        for file in settings.hand_written
-        for other in [searched_recipe(Path(file), profile.root, "sweep.hand_written")]
-    }
-    named = [*named_by(recipe.document, settings), *others.values()]
-    candidates = candidate_recipes(
-        replace(recipe, document=at_start(recipe.document, settings, recipe.where)),
-        [replace(recipe, document=document) for document in named],
-        profile.root,
-        f"profile {profile.name}",
-    )
+    recipe, others, candidates = profile.searched_recipe(), written_by_hand(profile), all_candidates(profile)
     ready = preflight_profile(profile, Problems(stop_at_once=True), candidates)
     assert ready.evidence is not None
     parents = fetch_parents(ready.cleared, profile)
@@ -152,6 +145,32 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     )
 
 
+def all_candidates(profile: Profile) -> tuple[Candidate, ...]:
+    """Recipes that together name all that a candidate of a sweep can be made of; the hand-written one first.
+
+    Raises:
+        InvalidInput: for a recipe that cannot mean anything, or holes and parameters that do not fit.
+    """
+    assert profile.sweep is not None
+    recipe = profile.searched_recipe()
+    named = [*named_by(recipe.document, profile.sweep), *written_by_hand(profile).values()]
+    return candidate_recipes(
+        replace(recipe, document=at_start(recipe.document, profile.sweep, recipe.where)),
+        [replace(recipe, document=document) for document in named],
+        profile.root,
+        f"profile {profile.name}",
+    )
+
+
+def written_by_hand(profile: Profile) -> dict[str, dict[str, Any]]:
+    """The further recipes that a winner must beat, by the names of their files; with paths as in the searched one."""
+    assert profile.sweep is not None
+    directory = profile.searched_recipe().directory
+    read = [searched_recipe(Path(file), profile.root, "sweep.hand_written") for file in profile.sweep.hand_written]
+    names = [Path(file).stem for file in profile.sweep.hand_written]
+    return {name: relocated(one.document, one.directory, directory) for name, one in zip(names, read, strict=True)}
+
+
 def fetch_parents(cleared: Sequence[ClearedCandidate], profile: Profile) -> tuple[PinnedCheckpoint, ...]:
     """All models that a candidate may be made of, each once, with their weights here."""
     found = tuple({one.ref: one for each in cleared for one in each.found}.values())
@@ -159,10 +178,21 @@ def fetch_parents(cleared: Sequence[ClearedCandidate], profile: Profile) -> tupl
     return pin_checkpoints(found, store().hashes, profile.checks.code.trusted)
 
 
-def watched_search(workshop: Workshop) -> Study:
+def study_view(
+    profile: Profile, search: PreparedSearch, same_search: str, place: str | None
+) -> Callable[[Sequence[Trial]], object]:
+    """Who is told of each generation: Optuna's study, where somebody wants to look at it."""
+    if (place := place or search.settings.view) is None:
+        return lambda trials: None
+    where = place if "://" in place else str(profile.root / place)
+    name = f"{profile.name} {same_search[:8]}"
+    return open_view(where, name, search.space.coordinates, search.objective).record
+
+
+def watched_search(workshop: Workshop, on_generation: Callable[[Sequence[Trial]], object]) -> Study:
     """The search, as a stage that people watch."""
     with report_stage("search", "") as said:
-        study = workshop.search_all(lambda progress: say_progress(partial(sweep_line, progress)))
+        study = workshop.search_all(lambda progress: say_progress(partial(sweep_line, progress)), on_generation)
         said.status, said.summary = "made" if study.new else "cached", study.summary()
     return study
 

@@ -69,22 +69,29 @@ def run_command(
 
 @app.command("sweep")
 def sweep_command(
-    profile: Annotated[Path, typer.Argument(help="A profile with a section 'sweep'.")],
+    profile: Annotated[Path, typer.Argument(help="A profile with a section 'sweep', or mergekit-evolve's YAML.")],
     release: Annotated[
         bool, typer.Option("--release/--no-release", help="Whether a winner that is confirmed is released.")
     ] = True,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Serve Optuna's dashboard of it, here only.")] = False,
     as_json: Json = False,
 ) -> None:
     """Search the free numbers of a recipe, confirm the winner on documents that no trial saw, and release it."""
     with _refusals(as_json):
         _prepare_environment()
+        from flows.cli.sweep import look_on, swept_profile, view_of
         from flows.profile import load_profile
         from flows.sweep import sweep
 
         console = _console(as_json)
-        flow = partial(sweep, profile, release=release, return_state=True)
-        outcome = _watched(flow, load_profile(profile).headline(), profile, console)
+        given = swept_profile(profile, console)
+        read = load_profile(given)
+        view = view_of(read) if dashboard else None
+        wait = look_on(view, console) if view else lambda: None
+        flow = partial(sweep, given, release=release, view=view, return_state=True)
+        outcome = _watched(flow, read.headline(), profile, console)
         _print_outcome(console, outcome, as_json)
+        wait()
     raise typer.Exit(outcome.exit_code)
 
 

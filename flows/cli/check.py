@@ -35,8 +35,12 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
     problems = Problems(stop_at_once=False)
     if is_recipe(file):
         check_recipe(load_recipe(file), file.parent, file.stem, problems)
+    elif (profile := load_profile(file)).sweep is None:
+        preflight_profile(profile, problems)
     else:
-        preflight_profile(load_profile(file), problems)
+        from flows.sweep import all_candidates
+
+        preflight_profile(profile, problems, all_candidates(profile))
     report = CheckReport(file=str(file), remarks=problems.worst_first(), summary=tuple(dict.fromkeys(problems.summary)))
     if as_json:
         print(json.dumps(report.model_dump(mode="json"), indent=1))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.sweep_summary import sweep_summary
 from flows.outcome import RunOutcome
 from tasks.report import CostTable, costs, final_table
 from tasks.stage import Section
@@ -17,7 +18,11 @@ _STYLES = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: 
 
 
 def print_summary(console: Console, outcome: RunOutcome) -> None:
-    """The evidence as a table, then the outcome in words."""
+    """The evidence as a table, then the outcome in words; of a sweep first what was found."""
+    if outcome.sweep is not None:
+        console.print()
+        for piece in sweep_summary(outcome.sweep):
+            console.print(piece)
     if outcome.content is not None:
         drawn = final_table(outcome.content)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")

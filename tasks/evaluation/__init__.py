@@ -27,6 +27,7 @@ from tasks.evaluation.lm_eval_results import (
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, default_metric
 from tasks.evaluation.pace import document_seconds
 from tasks.evaluation.posed import PosedDocument, PosedTask, pose
+from tasks.evaluation.process import clusters_in_child
 from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
     CountLimit,
@@ -75,6 +76,7 @@ __all__ = [
     "by_task",
     "check_alike",
     "choose_metrics",
+    "clusters_in_child",
     "count_task",
     "data_revisions",
     "default_metric",

@@ -34,7 +34,7 @@ from tasks.evaluation.choice_probability import PROBABILITY, answered_now, proba
 from tasks.evaluation.division import DocumentSet
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
-from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in
+from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in, ordered
 from tasks.evaluation.task_data import (
     DataSource,
     LoadedData,
@@ -101,6 +101,26 @@ def counted_documents(loaded: LoadedTask, task: EvalTask) -> frozenset[tuple[str
         )
         loaded.sets[task.only] = task.only.among(clusters, f"task {task.name}")
     return loaded.sets[task.only]
+
+
+def clusters_in_order(task: EvalTask, field: str, seed: int) -> tuple[str, ...]:
+    """What each document of a task's set shares with others, in the order in which they are scored.
+
+    Args:
+        field: Of its documents; ``task``: the task below a group that it is of.
+        seed: Of the order.
+
+    Raises:
+        InvalidInput: when the task's data cannot be loaded, or a document has no such field.
+    """
+    with quiet():
+        loaded = load_task(task)
+        counted = counted_documents(loaded, task)
+        return tuple(
+            _together(loaded.leaves[leaf], leaf, loaded.leaves[leaf].eval_docs[position], field)
+            for leaf, position in ordered(loaded.sizes, seed)
+            if counted is None or (leaf, position) in counted
+        )
 
 
 def _together(leaf: Any, name: str, document: Mapping[str, Any], field: str | None) -> str:

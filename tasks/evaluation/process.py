@@ -67,6 +67,21 @@ def look_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData
     )
 
 
+def clusters_in_child(task: EvalTask, field: str, seed: int, time_limit: float | None = None) -> tuple[str, ...]:
+    """``harness.clusters_in_order`` in that process.
+
+    Raises:
+        InvalidInput, Refused: as ``look_in_child``; or when a document has no such field.
+    """
+    return ask_child(
+        _clusters,
+        (task, field, seed),
+        where=f"task {task.name}: its clusters",
+        network=not task.is_local,
+        time_limit=LOADED_WITHIN if time_limit is None else time_limit,
+    )
+
+
 # There, and only there, what is heavy is imported.
 
 
@@ -88,3 +103,9 @@ def _look(task: EvalTask, on_progress: TellProgress) -> LoadedData:
     from tasks.evaluation import harness
 
     return harness.look_at_data(task)
+
+
+def _clusters(task: EvalTask, field: str, seed: int, on_progress: TellProgress) -> tuple[str, ...]:
+    from tasks.evaluation import harness
+
+    return harness.clusters_in_order(task, field, seed)

@@ -103,7 +103,7 @@ def open_ledger(
 
 def study_key(space: Space, settings: SweepSettings) -> str:
     """Of a search: what is free in which recipe, and how it is searched, however long."""
-    said = settings.model_dump(exclude={"budget", "confidence", "documents"})
+    said = settings.model_dump(exclude={"budget", "confidence", "documents", "view"})
     return digest({"recipe": space.recipe, "layers": space.layers, "settings": said})
 
 

@@ -67,6 +67,7 @@ def search(
     references: Mapping[str, Sheet] | None = None,
     workers: int = 1,
     on_progress: Callable[[SearchProgress], None] = lambda progress: None,
+    on_generation: Callable[[Sequence[Trial]], object] = lambda trials: None,
 ) -> Study:
     """Search until the budget is used.
 
@@ -76,12 +77,14 @@ def search(
         references: Parents that constraints compare with, by name, on the documents of the search.
         workers: That money is counted for.
         on_progress: Called with each trial that was scored, and after each generation.
+        on_generation: Called with all trials so far.
 
     Raises:
         InvalidInput: The sampler cannot do what is asked.
         Refused: A hand-written recipe has no score, or processes die whatever they score.
     """
-    return _Search(space, settings, score_all, ledger, objective, hand_written[0].directory, workers, on_progress).run(
+    directory = hand_written[0].directory
+    return _Search(space, settings, score_all, ledger, objective, directory, workers, on_progress, on_generation).run(
         hand_written, dict(references or {})
     )
 
@@ -96,6 +99,7 @@ class _Search:
     directory: Path | None
     workers: int
     on_progress: Callable[[SearchProgress], None]
+    on_generation: Callable[[Sequence[Trial]], object]
     references: dict[str, Sheet] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     sheets: dict[int, Sheet] = field(default_factory=dict)
@@ -218,6 +222,7 @@ class _Search:
                 self.first_of[key] = self.trials[first.number]
         self._forget()
         self._tell_progress(generation)
+        self.on_generation(tuple(self.trials))
 
     def _score(self, requests: Sequence[TrialRequest], generation: int) -> tuple[TrialScores, ...]:
         self.found = 0

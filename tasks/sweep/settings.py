@@ -134,3 +134,8 @@ class SweepSettings(_Settings):
     )
     budget: Budget = Budget()
     racing: Racing = Racing()
+    view: str | None = Field(
+        default=None,
+        description="Where the study is written for Optuna's dashboard: a file, or the address of a database; absent: "
+        "nowhere, unless the dashboard is asked for.",
+    )

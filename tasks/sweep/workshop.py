@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from merge_core.errors import Refused
+from tasks.evaluation import clusters_in_child
 from tasks.outside import Runner
 from tasks.sweep.batch import score_once
 from tasks.sweep.confirmation import Confirmation, Unconfirmed, confirm, nothing_to_confirm
@@ -23,7 +24,7 @@ from tasks.sweep.settings import SweepSettings
 from tasks.sweep.space import Space
 from tasks.sweep.study import HandWritten, SearchProgress, Study
 from tasks.sweep.trial import TrialSetting, score_trial
-from tasks.sweep.trials import TEXT, Sheet, TrialRequest, TrialScores
+from tasks.sweep.trials import TEXT, Asked, Sheet, Trial, TrialRequest, TrialScores
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,15 @@ class Workshop:
         documents = {one: asked.size(one.task) for one in search.objective.asked}
         return confirmation_power(search.objective, list(sheets.values()), documents, search.settings.confidence)
 
-    def search_all(self, on_progress: Callable[[SearchProgress], None]) -> Study:
-        """PreparedSearch until the budget is used.
+    def search_all(
+        self,
+        on_progress: Callable[[SearchProgress], None],
+        on_generation: Callable[[Sequence[Trial]], object] = lambda trials: None,
+    ) -> Study:
+        """Search until the budget is used.
+
+        Args:
+            on_generation: Called with all trials so far.
 
         Raises:
             Refused: A hand-written recipe, or a parent that a constraint names, has no score.
@@ -96,6 +104,7 @@ class Workshop:
             references=self._references(),
             workers=self._workers,
             on_progress=on_progress,
+            on_generation=on_generation,
         )
 
     def confirm(self, study: Study) -> Confirmation | Unconfirmed:
@@ -110,7 +119,17 @@ class Workshop:
         recipes = [study.recipes[trial.number] for trial in (study.best, study.reference)]
         requests = [TrialRequest(recipe, set="confirmation", directory=self._search.directory) for recipe in recipes]
         winner, reference = self._sheets(requests, "the confirmation")
-        return confirm(study, winner, reference)
+        return confirm(study, winner, reference, self._clusters())
+
+    def _clusters(self) -> dict[Asked, Sequence[str]]:
+        """Of terms whose documents belong together, what each document of the confirmation belongs to."""
+        setting = self._search.setting
+        tasks = {task.name: task for task in setting.sets["confirmation"].tasks}
+        return {
+            term.asked: clusters_in_child(tasks[term.asked.task], term.cluster_by, setting.scoring.seed)
+            for term in self._search.objective.terms
+            if term.cluster_by is not None
+        }
 
     def _references(self) -> dict[str, Sheet]:
         """What the parents that constraints compare with got on the documents of the search."""
