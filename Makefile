@@ -18,13 +18,16 @@ unexport PYTHONDONTWRITEBYTECODE
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo test test-slow test-damage fuzz test-peer test-serve test-ray serve-env lint format family bench bench-gpu server worker deploy clean
+.PHONY: help demo demo-sweep test test-slow test-damage fuzz test-peer test-serve test-ray serve-env lint format family bench bench-gpu server worker deploy clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate, publish
 	$(BIN)/mergegate run profiles/demo.yaml
+
+demo-sweep: $(VENV)/ready ## search the demo's numbers, confirm the winner, release it
+	$(BIN)/mergegate sweep profiles/demo-sweep.yaml
 
 test: $(VENV)/ready .venv-cyclonedx/ready ## the test suite
 	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not peer and not serve and not ray"

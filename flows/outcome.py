@@ -291,7 +291,7 @@ def sweep_report(
 
 def keep_sweep(content: SweepContent) -> Path:
     """The page of a sweep, where a person looks for it: the latest of each profile, by name."""
-    page = home() / "reports" / f"{content.name}-sweep.html"
+    page = home() / "reports" / f"{content.name}.sweep.html"
     state_directory(page.parent, private=True)
     write_state(page, render_sweep(content).encode())
     return page

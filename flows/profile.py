@@ -87,6 +87,12 @@ class Profile(ProfileSection):
         return self
 
     @model_validator(mode="after")
+    def _searches_in_memory(self) -> Self:
+        if self.sweep and self.evaluate and self.evaluate.backend != "hf":
+            raise ValueError("a sweep asks networks in memory: evaluate.backend must be hf")
+        return self
+
+    @model_validator(mode="after")
     def _shows_only_whom_the_licenses_were_asked_for(self) -> Self:
         public = self.publish is not None and self.publish.is_public
         if public and self.checks.license.visibility != "public":

@@ -80,7 +80,7 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
     with open_runner(profile.runner) as runner, open_ledger(scoring, same_search, on_wait=_say_waiting) as ledger:
         workshop = Workshop(search, runner, ledger, workers=profile.runner.at_a_time)
         power = workshop.power()
-        announce(power.sentence())
+        announce(power.brief())
         study = watched_search(workshop, study_view(profile, search, same_search, view))
         verdict = watched_confirmation(workshop, study)
     content = sweep_report(profile, search, study, verdict, power)

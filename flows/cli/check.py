@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
+from flows.cli.sweep import swept_profile
 from flows.preflight import Problems, check_recipe, preflight_profile
 from flows.profile import is_recipe, load_profile
 from merge_core import Finding, load_recipe
@@ -35,7 +36,7 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
     problems = Problems(stop_at_once=False)
     if is_recipe(file):
         check_recipe(load_recipe(file), file.parent, file.stem, problems)
-    elif (profile := load_profile(file)).sweep is None:
+    elif (profile := load_profile(swept_profile(file, console))).sweep is None:
         preflight_profile(profile, problems)
     else:
         from flows.sweep import all_candidates

@@ -21,8 +21,9 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     """The evidence as a table, then the outcome in words; of a sweep first what was found."""
     if outcome.sweep is not None:
         console.print()
-        for piece in sweep_summary(outcome.sweep):
-            console.print(piece)
+        # Where nothing was released, the message is the sweep's own verdict.
+        for piece in sweep_summary(outcome.sweep, with_verdict=outcome.content is not None):
+            console.print(piece, soft_wrap=False)
     if outcome.content is not None:
         drawn = final_table(outcome.content)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
@@ -43,7 +44,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     console.print(Text(first, style="bold green" if outcome.exit_code == 0 else "bold red"))
     for line in rest:
         console.print(Text(f"  {line.strip()}"))
-    for label, place in (("release", outcome.location), ("report", outcome.report)):
+    made = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
+    for label, place in ((made, outcome.location), ("report", outcome.report)):
         if place is not None:
             console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
 

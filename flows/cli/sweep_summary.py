@@ -15,8 +15,12 @@ from tasks.stage import Outcome
 _STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold yellow", "fail": "bold red"}
 
 
-def sweep_summary(content: SweepContent) -> Iterator[RenderableType]:
-    """What to print, a piece a time: a table for each objective, the verdict and its reason, and what it took."""
+def sweep_summary(content: SweepContent, *, with_verdict: bool = True) -> Iterator[RenderableType]:
+    """What to print, a piece a time: a table for each objective, the verdict and its reason, and what it took.
+
+    Args:
+        with_verdict: Whether it is said; else only what it rests on.
+    """
     outcome = sweep_outcome(content)
     for objective in range(len(content.objectives)):
         drawn = sweep_table(content, objective)
@@ -36,6 +40,7 @@ def sweep_summary(content: SweepContent) -> Iterator[RenderableType]:
             table.add_row(*(Text(cell, style=style) for cell in cells), Text(verdict, style=colour))
         yield table
         yield Text()
-    yield Text(f"{content.name}: {sweep_title(content).lower()}", style=_STYLES[outcome])
-    yield Padding(Text(sweep_sentence(content)), (0, 0, 0, 2))
-    yield Padding(Text(what_it_took(content), style="dim"), (0, 0, 0, 2))
+    if with_verdict:
+        yield Text(f"{content.name}: {sweep_title(content).lower()}", style=_STYLES[outcome])
+        yield Padding(Text(sweep_sentence(content)), (0, 0, 0, 2))
+    yield Padding(Text(what_it_took(content), style="dim"), (0, 0, 0, 2 if with_verdict else 0))

@@ -212,6 +212,8 @@ def _scalar(value: object, parameter: Parameter, where: str) -> Scalar:
             parameter.kind, f"one of {parameter.range}"
         )
         remedy = suggest(value, parameter.choices) if isinstance(value, str) and parameter.choices else ""
+        if isinstance(value, str) and value.startswith("$"):
+            remedy = "a value that is to be searched for is filled in by a sweep: say under 'sweep' what it may be"
         raise InvalidInput(where, found=f"{value!r}", expected=kind, remedy=remedy)
     if isinstance(result, (int, float)) and not isinstance(result, bool):
         low, high = parameter.minimum, parameter.maximum

@@ -46,13 +46,14 @@ class ConfirmationPower(BaseModel):
     correlation: float
     in_points: bool  # gains are shares
 
+    def brief(self) -> str:
+        """``1,200 held-out documents confirm a gain of 2.1 points 4 times in 5``."""
+        return f"{self.documents:,} held-out documents confirm a gain of {self._said(self.detectable)} 4 times in 5"
+
     def sentence(self) -> str:
         """``1,200 held-out documents confirm a gain of 2.1 points 4 times in 5 (of 1.0 points in 31 %, ...)``."""
         said = ", ".join(f"of {self._said(one.gain)} in {100 * one.chance:.0f} %" for one in self.chances)
-        return (
-            f"{self.documents:,} held-out documents confirm a gain of {self._said(self.detectable)} 4 times in 5 "
-            f"({said}), if winner and hand-written recipe correlate by {self.correlation:g} over documents"
-        )
+        return f"{self.brief()} ({said}), if winner and hand-written recipe correlate by {self.correlation:g} over documents"
 
     def _said(self, gain: float) -> str:
         return f"{100 * gain:.1f} points" if self.in_points else f"{gain:.2g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,4 +70,9 @@ def layers_of(plan: MergePlan) -> int | None:
 
 def recipe_text(recipe: Mapping[str, Any], comment: str) -> str:
     """The recipe as YAML, with a line above that says where it comes from."""
-    return f"# {comment}\n" + yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True)
+    lines = "\n".join(textwrap.wrap(comment, 118, initial_indent="# ", subsequent_indent="# "))
+    return (
+        lines
+        + "\n"
+        + yaml.safe_dump(dict(recipe), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 from merge_core.errors import Refused
 from tasks.evaluation import clusters_in_child
 from tasks.outside import Runner
+from tasks.stage import require_pinned, store
 from tasks.sweep.batch import score_once
 from tasks.sweep.confirmation import Confirmation, Unconfirmed, confirm, nothing_to_confirm
 from tasks.sweep.confirmation_power import ConfirmationPower, confirmation_power
@@ -145,4 +146,7 @@ class Workshop:
         return [scores.sheet for scores in scored]
 
     def _score_all(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        return self._runner.each(partial(score_trial, self._search.setting), requests)
+        """Score candidates; nothing is believed unless the parents are still what was pinned when it comes."""
+        for number, result in self._runner.each(partial(score_trial, self._search.setting), requests):
+            require_pinned(self._search.setting.parents, store().hashes)
+            yield number, result
