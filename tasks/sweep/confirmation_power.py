@@ -53,7 +53,8 @@ class ConfirmationPower(BaseModel):
     def sentence(self) -> str:
         """``1,200 held-out documents confirm a gain of 2.1 points 4 times in 5 (of 1.0 points in 31 %, ...)``."""
         said = ", ".join(f"of {self._said(one.gain)} in {100 * one.chance:.0f} %" for one in self.chances)
-        return f"{self.brief()} ({said}), if winner and hand-written recipe correlate by {self.correlation:g} over documents"
+        alike = f"winner and hand-written recipe correlate by {self.correlation:g} over documents"
+        return f"{self.brief()} ({said}), if {alike}"
 
     def _said(self, gain: float) -> str:
         return f"{100 * gain:.1f} points" if self.in_points else f"{gain:.2g}"
