@@ -113,6 +113,7 @@ def preflight_profile(profile: Profile, problems: Problems, candidates: Sequence
 
     Args:
         candidates: In place of the profile's own recipe and remedies.
+        compared: Recipes that are merged as well, and never released: no guard asks for their parents.
 
     Raises:
         MergegateError: the first problem, if ``problems`` stops at once.
@@ -126,14 +127,15 @@ def preflight_profile(profile: Profile, problems: Problems, candidates: Sequence
     with problems.noted():
         check_server(profile.serve, profile.root)
     candidates = profile.candidates() if candidates is None else candidates
-    parents = _parents([candidate.recipe for candidate in candidates], problems)
+    every = (*candidates, *compared)
+    parents = _parents([candidate.recipe for candidate in every], problems)
     evidence = None
     if _is_whole(candidates[0].recipe, parents[0]):
         with problems.noted(of_the_profile=True):
             evidence = profile.pin_evidence(parents[0], store().hashes)
     rules = _Rules.of(profile)
     cleared = []
-    for candidate, found in zip(candidates, parents, strict=True):
+    for candidate, found in zip(every, parents, strict=True):
         with problems.noted(of_the_profile=True):
             if candidate.recipe.output and evidence and needs_champion(evidence.guards):
                 raise InvalidInput(
@@ -142,7 +144,7 @@ def preflight_profile(profile: Profile, problems: Problems, candidates: Sequence
                     expected="guards by parents",
                     remedy="compare with the base or with one of the adapters: guarded_by: base+adapter",
                 )
-            if _is_whole(candidate.recipe, found):
+            if _is_whole(candidate.recipe, found) and candidate not in compared:
                 profile.check_references(found)
         cleared.append(_clear(candidate, found, rules, problems))
     if evidence:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -112,18 +112,18 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             expected="what is free in its recipe, and what it is searched for",
             remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
         )
-    recipe, others, candidates = profile.searched_recipe(), written_by_hand(profile), all_candidates(profile)
-    ready = preflight_profile(profile, Problems(stop_at_once=True), candidates)
+    recipe, others, named = profile.searched_recipe(), written_by_hand(profile), all_candidates(profile)
+    ready = preflight_profile(profile, Problems(stop_at_once=True), named.searched, named.by_hand)
     assert ready.evidence is not None
     parents = fetch_parents(ready.cleared, profile)
     swept = profile.pin_sweep(ready.evidence, store().hashes)
     objective = objective_of(settings, swept.names)
-    first = plan_merge(candidates[0].recipe, {parent.ref: parent.open() for parent in parents})
+    first = plan_merge(named.searched[0].recipe, {parent.ref: parent.open() for parent in parents})
     space = make_space(recipe.document, settings, layers_of(first), recipe.where)
     by_hand = [HandWritten(label, document, recipe.directory) for label, document in others.items()]
     return PreparedSearch(
         settings=settings,
-        method=candidates[0].recipe.summary(),
+        method=named.searched[0].recipe.summary(),
         directory=recipe.directory,
         space=space,
         objective=objective,
@@ -145,21 +145,34 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     )
 
 
-def all_candidates(profile: Profile) -> tuple[Candidate, ...]:
-    """Recipes that together name all that a candidate of a sweep can be made of; the hand-written one first.
+class NamedCandidates(NamedTuple):
+    """Recipes that together name all that is merged in a sweep.
+
+    Args:
+        searched: The one with the holes at their start values; then it with another choice in one place.
+        by_hand: Those that a winner must beat.
+    """
+
+    searched: tuple[Candidate, ...]
+    by_hand: tuple[Candidate, ...]
+
+
+def all_candidates(profile: Profile) -> NamedCandidates:
+    """What a sweep has to be allowed to merge.
 
     Raises:
         InvalidInput: for a recipe that cannot mean anything, or holes and parameters that do not fit.
     """
     assert profile.sweep is not None
     recipe = profile.searched_recipe()
-    named = [*named_by(recipe.document, profile.sweep), *written_by_hand(profile).values()]
-    return candidate_recipes(
+    choices, others = list(named_by(recipe.document, profile.sweep)), list(written_by_hand(profile).values())
+    read = candidate_recipes(
         replace(recipe, document=at_start(recipe.document, profile.sweep, recipe.where)),
-        [replace(recipe, document=document) for document in named],
+        [replace(recipe, document=document) for document in (*choices, *others)],
         profile.root,
         f"profile {profile.name}",
     )
+    return NamedCandidates(read[: 1 + len(choices)], read[1 + len(choices) :])
 
 
 def written_by_hand(profile: Profile) -> dict[str, dict[str, Any]]:

@@ -41,7 +41,8 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
     else:
         from flows.sweep import all_candidates
 
-        preflight_profile(profile, problems, all_candidates(profile))
+        named = all_candidates(profile)
+        preflight_profile(profile, problems, named.searched, named.by_hand)
     report = CheckReport(file=str(file), remarks=problems.worst_first(), summary=tuple(dict.fromkeys(problems.summary)))
     if as_json:
         print(json.dumps(report.model_dump(mode="json"), indent=1))
