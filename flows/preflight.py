@@ -108,7 +108,12 @@ class Preflight:
     evidence: Evidence | None
 
 
-def preflight_profile(profile: Profile, problems: Problems, candidates: Sequence[Candidate] | None = None) -> Preflight:
+def preflight_profile(
+    profile: Profile,
+    problems: Problems,
+    candidates: Sequence[Candidate] | None = None,
+    compared: Sequence[Candidate] = (),
+) -> Preflight:
     """Look at target, server, recipes, parents, evidence; then at each recipe's licences, headers and machine.
 
     Args:
