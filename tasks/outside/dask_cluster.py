@@ -113,6 +113,10 @@ class DaskCluster:
             except BaseException as error:
                 done(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
+        if self._ours:
+            # Where one has just died, both of two items would go to the other, one waiting there for the other's end.
+            with suppress(TimeoutError):
+                self._client.wait_for_workers(self.workers, timeout=_PATIENCE_S)
         future = self._runner.submit(task, {"order": order}).wrapped_future
         future.add_done_callback(told)
         return future

@@ -12,6 +12,7 @@ from prefect import flow
 
 from flows import assessment
 from flows.assessment import Assessment, assess_merge
+from merge_core.errors import InvalidInput
 from merge_core.store.keys import digest
 from merge_core.store.store import Artifact
 from tasks.checkpoints.model import Model
@@ -21,6 +22,7 @@ from tasks.evaluation.scoring import Scoring, document_ranges
 from tasks.evaluation.stage import Scores, TaskScore
 from tasks.evaluation.task_definition import EvalTask
 from tasks.gate.guards import CHAMPION, GateRule, Guard
+from tasks.outside import RunnerSettings, open_runner
 from tasks.preflight import Evidence
 from tasks.stage.environment import Runtime
 
@@ -76,6 +78,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         first: int | Literal["all"] | None = 500,
         rule: GateRule | None = None,
         champion: Model | None = None,
+        workers: int = 1,
     ) -> tuple[Assessment, Bench]:
         bench = Bench(tmp_path, right)
         monkeypatch.setattr(assessment, "evaluate_to", bench.evaluate_to)
@@ -86,7 +89,9 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
         @flow
         def judge() -> Assessment:
-            return assess_merge(model("merge"), (model("base"), model("reverser")), champion, evidence)
+            with open_runner(RunnerSettings(workers=workers)) as runner:
+                parents = (model("base"), model("reverser"))
+                return assess_merge(model("merge"), parents, champion, evidence, runner=runner)
 
         return judge(), bench
 
@@ -251,3 +256,48 @@ def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., 
     result, _ = judged(sometimes_wrong, guards=(COPY, reigning))
     assert result.verdict.value.publishable
     assert result.verdict.value.notes == ("reverse: no release to hold it against yet",)
+
+
+@pytest.mark.parametrize("rule", ["each", "suite"])
+@pytest.mark.parametrize("lost", [(), ("reverse",), ("copy", "sort")], ids=["none", "one", "two"])
+def test_side_by_side_nothing_else_is_asked_and_nothing_else_comes_out(
+    judged: Callable[..., tuple[Assessment, Bench]], rule: Literal["each", "suite"], lost: tuple[str, ...]
+) -> None:
+    """What one worker would have left out is left out; a task that nothing guards is asked beside the next."""
+
+    def right(name: str, task: str, doc: int) -> bool:
+        return sometimes_wrong(name, task, doc) if not lost else loses(*lost)(name, task, doc)
+
+    guards = (COPY, REVERSE, SORT)
+    alone, bench = judged(right, guards=guards, rule=GateRule(rule=rule))
+    together, others = judged(right, guards=guards, rule=GateRule(rule=rule), workers=3)
+    assert together.verdict.digest == alone.verdict.digest
+    assert together.scores == alone.scores
+    assert sorted(others.asked) == sorted(bench.asked)
+
+
+def test_what_can_leave_others_out_is_asked_alone() -> None:
+    evidence = Evidence(guards=(REVERSE,))
+    copy, reverse, sort = TASKS
+
+    def groups(*order: tuple[EvalTask, int]) -> list[list[str]]:
+        return [[task.name for task, _ in group] for group in assessment._side_by_side(order, evidence)]
+
+    assert groups((copy, 5), (sort, 5), (reverse, 5)) == [["copy", "sort", "reverse"]]
+    assert groups((reverse, 5), (copy, 5), (sort, 5)) == [["reverse"], ["copy", "sort"]]
+    assert groups((copy, 5), (reverse, 5), (sort, 5)) == [["copy", "reverse"], ["sort"]]
+    assert groups((copy, 0), (sort, 5), (reverse, 0)) == [["copy"], ["sort"], ["reverse"]]  # known: never left out
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_first_that_fails_is_what_is_said(
+    judged: Callable[..., tuple[Assessment, Bench]], workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two models that cannot be scored, the one that one worker would have come to."""
+
+    def fail(name: str, task: str, doc: int) -> bool:
+        raise InvalidInput(name, found="cannot be loaded")
+
+    with pytest.raises(InvalidInput) as caught:
+        judged(fail, guards=(COPY,), workers=workers)
+    assert caught.value.where == "base"

@@ -40,6 +40,7 @@ def opened(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MERGEGATE_HOME", str(tmp_path_factory.mktemp(kind)))
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "5,6")  # as on a machine that had them
         before = descendants()
         with open_runner(RunnerSettings(kind=kind, workers=2)) as runner:
             yield Opened(kind, runner, before)
@@ -109,6 +110,12 @@ def test_workers_have_our_state_and_our_api_and_start_none(opened: Opened) -> No
         assert worker["executable"] == os.path.normpath(sys.executable)
     ours = {pid: what for pid, what in descendants().items() if pid not in opened.before}
     assert [what for what in ours.values() if "uvicorn" in what or "prefect.server" in what] == []
+
+
+def test_each_worker_of_a_dask_of_ours_sees_one_gpu(opened: Opened, tmp_path: Path) -> None:
+    """Ray shares out those that it finds itself."""
+    found = opened.each(work.gpu_when_both_are_there, [(tmp_path, number, 2) for number in range(2)])
+    assert {gpu for _, gpu in found} == ({"5", "6"} if opened.kind == "dask" else {"none of its own"})
 
 
 def test_the_stages_that_run_there_are_told_here(opened: Opened) -> None:

@@ -131,6 +131,12 @@ def wait_for_ever(place: Path, on_progress: object) -> None:
     time.sleep(3600)
 
 
+def gpu_when_both_are_there(order: tuple[Path, int, int]) -> str:
+    """What a process that holds models would see there."""
+    slot_when_both_are_there(order)
+    return dict(current_slot().environment).get("CUDA_VISIBLE_DEVICES", "none of its own")
+
+
 def slot_when_both_are_there(order: tuple[Path, int, int]) -> int:
     """Where it is done, told when as many as there are places have begun."""
     place, number, of = order

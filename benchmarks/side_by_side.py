@@ -1,0 +1,82 @@
+"""How long measuring the demo takes with one worker and with more: perplexity and tasks of four models, from nothing.
+
+::
+
+    .venv/bin/python benchmarks/side_by_side.py                          # some minutes
+    .venv/bin/python benchmarks/side_by_side.py --rounds 3 --runners local:1 local:2 dask:2
+
+Every run is a release of the demo in a project of its own, in a process of its own; the clock runs while the merge is
+assessed, starting of workers and of the processes that hold models included. Runners take turns, so that whatever else
+the machine does meets all of them. Without a figure for the CPU of a cluster's workers: they are not our children.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--rounds", type=int, default=2)
+    arguments.add_argument("--runners", nargs="+", default=["local:1", "local:2"])
+    arguments.add_argument("--one", help=argparse.SUPPRESS)
+    given = arguments.parse_args()
+    if given.one:
+        kind, workers = given.one.split(":")
+        print(json.dumps(measure(kind, int(workers))))
+        return
+    for number in range(given.rounds):
+        for runner in given.runners:
+            with tempfile.TemporaryDirectory() as place:
+                environment = {**os.environ, "MERGEGATE_HOME": f"{place}/state", "HF_HUB_OFFLINE": "1"}
+                environment["PYTHONPATH"] = str(PROJECT)
+                command = [sys.executable, str(Path(__file__).resolve()), "--one", runner]
+                run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=place)
+                found = json.loads(run.stdout.splitlines()[-1])
+            load = os.getloadavg()[0]
+            print(f"round {number + 1}, {runner}: {found}, load {load:.1f}", flush=True)
+
+
+def measure(kind: str, workers: int) -> dict[str, Any]:
+    """Seconds of wall and CPU time that assessing took."""
+    from flows.local_api import configure, local_api
+
+    configure(Path(os.environ["MERGEGATE_HOME"]))
+    with local_api():
+        from flows import release as module
+        from flows.profile import load_profile
+        from tasks.checkpoints import end_child
+        from tasks.outside import RunnerSettings
+
+        seconds = {}
+        assess = module.assess_merge
+
+        def timed(*given: Any, **named: Any) -> Any:
+            began = time.monotonic()
+            found = assess(*given, **named)
+            seconds["wall"] = round(time.monotonic() - began, 1)
+            return found
+
+        module.assess_merge = timed
+        profile = load_profile(PROJECT / "profiles" / "demo.yaml")
+        settings = RunnerSettings.model_validate({"kind": kind, "workers": workers})
+        module.release(profile.model_copy(update={"runner": settings, "publish": None}))
+        end_child()
+    ours, theirs = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    cpu = sum(one.ru_utime + one.ru_stime for one in (ours, theirs))
+    return {**seconds, "cpu of the whole run": round(cpu, 1)}
+
+
+if __name__ == "__main__":
+    main()
