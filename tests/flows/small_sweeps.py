@@ -2,49 +2,80 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import yaml
-from demo_project import Project
+from demo_project import Project, make_project
+from numpy.typing import NDArray
+
+from tasks.sweep import workshop
 
 NAME = "small-sweep"
-WEIGHT = {"low": 0.05, "high": 1.0, "start": 0.5}
 TASKS = ("reverse", "shift")
-SIZES = {"search": 40, "confirmation": 160}
+SEARCH, CONFIRMATION = 40, 100
+LINEAR = "demo/recipes/linear-searched.yaml"
+# A hand-written recipe that is no good: it forgets a part of reversing.
+WEIGHTS = {
+    "reverser": {"low": 0.05, "high": 1.0, "start": 0.35},
+    "shifter": {"low": 0.05, "high": 1.0, "start": 0.65},
+}
 
 
-def small_sweep(**changes: Any) -> dict[str, Any]:
-    """An average whose weights are searched for: half and half, as ``linear.yaml`` has it, reverses badly.
-
-    Args:
-        changes: Of what stands under ``sweep``; of the profile itself, those that stand there.
-    """
-    profile: dict[str, Any] = {
+def small_sweep() -> dict[str, Any]:
+    """An average whose weights are searched for by the likelihood of answers, and are easily found."""
+    return {
         "name": NAME,
-        "recipe": "demo/recipes/linear-searched.yaml",
+        "recipe": LINEAR,
         "sweep": {
-            "parameters": {"reverser": WEIGHT, "shifter": WEIGHT},
+            "parameters": WEIGHTS,
             "objective": [{"task": f"demo/tasks/{task}.yaml", "clip": 0.5} for task in TASKS],
-            "documents": dict(SIZES),
+            "documents": {"search": SEARCH, "confirmation": CONFIRMATION},
             "budget": {"trials": 10},
             "population": 4,
         },
         "checks": {"license": {"purpose": "commercial", "visibility": "public"}},
         "evaluate": {
-            "on_inconclusive": "warn",
+            "dtype": "float32",
             "tasks": [
-                {"task": "demo/tasks/reverse.yaml", "guarded_by": "reverser", "max_drop": 15},
-                {"task": "demo/tasks/shift.yaml", "guarded_by": "shifter", "max_drop": 15},
+                {"task": "demo/tasks/reverse.yaml", "guarded_by": "reverser", "max_drop": 20},
+                {"task": "demo/tasks/shift.yaml", "guarded_by": "shifter", "max_drop": 20},
             ],
         },
         "publish": {"to": "directory", "path": f"../releases/{NAME}"},
     }
-    for name, value in changes.items():
-        (profile if name in profile and name != "sweep" else profile["sweep"])[name] = value
-    return profile
+
+
+def saturated_sweep() -> dict[str, Any]:
+    """The same, searched for by exact match of copying, which every average of these models can."""
+    profile = small_sweep()
+    objective = [{"task": "demo/tasks/copy.yaml", "measure": "exact"}]
+    profile["sweep"] |= {"objective": objective, "budget": {"trials": 4}}
+    guard = {"task": "demo/tasks/copy.yaml", "guarded_by": "best parent"}
+    place = {"to": "directory", "path": "../releases/saturated"}
+    return profile | {"name": "saturated", "evaluate": {"tasks": [guard]}, "publish": place}
+
+
+def make_swept(place: Path) -> None:
+    """A project in which a sweep was confirmed and released, then asked for again, and another had nothing to find.
+
+    ``printed.json``: exit code and output of each by name; and how many trials there were before it was asked again.
+    """
+    project = make_project(place)
+    profile, saturated = write_profile(project, small_sweep()), write_profile(project, saturated_sweep(), "saturated")
+    printed = {"first": project.mergegate("sweep", profile)}
+    scored = len(scored_trials(project.home, "reverse"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workshop, "score_trial", None)  # whoever wants to have anything scored fails
+        printed["again"] = project.mergegate("sweep", profile)
+    printed["saturated"] = project.mergegate("sweep", saturated)
+    said = {name: [one.exit_code, one.output] for name, one in printed.items()}
+    (place / "printed.json").write_text(json.dumps([said, scored]))
 
 
 def write_profile(project: Project, profile: Mapping[str, Any], file: str = NAME) -> str:
@@ -53,10 +84,15 @@ def write_profile(project: Project, profile: Mapping[str, Any], file: str = NAME
     return f"profiles/{file}.yaml"
 
 
-def scored_trials(home: Path) -> list[dict[str, Any]]:
-    """Records of all ledgers below a state, as they were written; those that only note the time are left out."""
+def scored_trials(home: Path, task: str) -> list[dict[str, Any]]:
+    """Records of trials that were asked about a task, as they were written."""
     found: list[dict[str, Any]] = []
     for journal in sorted((home / "sweeps").glob("*/trials.journal")):
         for line in journal.read_text().splitlines():
             found.append(json.loads(line.partition(" ")[2]))  # before it, what vouches for it
-    return [record for record in found if "scored" in record]
+    return [record for record in found if "scored" in record and task in numbers_of(record)]
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, NDArray[np.float64]]:
+    """What a trial got, by task: one number a document."""
+    return {task: np.frombuffer(base64.b64decode(packed), "<f8") for task, *_, packed in record["sheet"]}
