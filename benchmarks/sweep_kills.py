@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,6 +234,7 @@ def disturbed(
         if run.wait() != -signal.SIGKILL:
             break
         done.append(Kill(len(project.notes("begin")) - before, project.wait_until_gone()))
+        print(f"kill {len(done)}: {done[-1]}", file=sys.stderr, flush=True)
     project.ended(project.start())
     return project, done
 
@@ -243,15 +245,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--runner", choices=tuple(RUNNERS), default="local")
+    parser.add_argument(
+        "--place", type=Path, help="Where both projects are made, and stay; else a temporary directory."
+    )
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="mergegate-sweep-kills-") as place:
-        began = time.monotonic()
-        alone = undisturbed(Path(place) / "undisturbed", given.runner, given.trials)
-        took = time.monotonic() - began
-        killed, kills = disturbed(
-            Path(place) / "killed", kills=given.kills, seed=given.seed, runner=given.runner, trials=given.trials
-        )
-        rows, fine = compared(alone, killed, kills)
+    place = given.place or Path(tempfile.mkdtemp(prefix="mergegate-sweep-kills-"))
+    began = time.monotonic()
+    alone = undisturbed(place / "undisturbed", given.runner, given.trials)
+    took = time.monotonic() - began
+    killed, kills = disturbed(
+        place / "killed", kills=given.kills, seed=given.seed, runner=given.runner, trials=given.trials
+    )
+    rows, fine = compared(alone, killed, kills)
+    if given.place is None:
+        shutil.rmtree(place)
     print(f"| | {given.runner} |\n| --- | --: |")
     for said, value in (*rows, ("seconds that it takes undisturbed, from start to end", f"{took:.0f}")):
         print(f"| {said} | {value} |")

@@ -1,4 +1,4 @@
-"""A sweep through the command: searched, confirmed and released, or honestly not; what was searched on does not judge."""
+"""A sweep through the command: searched, confirmed and released, or not; what was searched on does not judge."""
 
 from __future__ import annotations
 
