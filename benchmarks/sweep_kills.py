@@ -39,17 +39,33 @@ _START = "from flows.cli import main; main()"
 
 # Imported by every Python that finds it: notes each trial when it begins and when it has ended, and what was found.
 SPY = """
-import functools, importlib.abc, importlib.util, json, os, sys
+import fcntl, functools, importlib.abc, importlib.util, json, os, signal, sys, threading
 
 NOTES = os.environ.get("MERGEGATE_KILLS_NOTES")
+DEATHS = os.environ.get("MERGEGATE_KILLS_WORKERS")  # a file with a byte for each worker that is to die
 
 def note(*words):
     descriptor = os.open(NOTES, os.O_WRONLY | os.O_APPEND)
     os.write(descriptor, (" ".join(map(str, words)) + "\\n").encode())
     os.close(descriptor)
 
+def worker_dies(score_trial):
+    @functools.wraps(score_trial)
+    def deadly(setting, request):
+        descriptor = os.open(DEATHS, os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if left := os.fstat(descriptor).st_size:
+            os.ftruncate(descriptor, left - 1)
+            note("dies", "-", os.getpid())
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        os.close(descriptor)
+        return score_trial(setting, request)
+    return deadly
+
 def watch_trials(module):
     from tasks.sweep.ledger import request_key
+    if DEATHS:
+        module.score_trial = worker_dies(module.score_trial)
     score = module._score
     @functools.wraps(score)  # by that name it travels between processes
     def watched(setting, request, on_progress):
@@ -95,7 +111,7 @@ if NOTES:
 class Note(NamedTuple):
     """A line that the spy wrote."""
 
-    what: str  # 'begin' or 'end'
+    what: str  # 'begin', 'end'; 'dies': a worker, in the middle of its next trial
     key: str  # of the trial: recipe, set and race
     process: int
 
@@ -121,8 +137,12 @@ class Project:
     peak: int = 0  # bytes, of the largest process of the runs that ended by themselves
 
     @staticmethod
-    def make(root: Path, runner: str, trials: int) -> Project:
-        """In an empty directory; the demo's models and data are shared."""
+    def make(root: Path, runner: str, trials: int, deaths: int = 0) -> Project:
+        """In an empty directory; the demo's models and data are shared.
+
+        Args:
+            deaths: So many workers die in the middle of a trial.
+        """
         (root / "profiles").mkdir(parents=True)
         (root / "spy").mkdir()
         (root / "spy" / "sitecustomize.py").write_text(SPY)
@@ -137,6 +157,9 @@ class Project:
             "MERGEGATE_KILLS_NOTES": str(root / "notes"),
             "PYTHONPATH": os.pathsep.join((str(root / "spy"), str(PROJECT))),
         }
+        if deaths:
+            own["MERGEGATE_KILLS_WORKERS"] = str(root / "deaths")
+            (root / "deaths").write_bytes(b"x" * deaths)
         return Project(root, {**kept, **own})
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -207,9 +230,9 @@ class Project:
         return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 
-def undisturbed(root: Path, runner: str = "local", trials: int = 60) -> Project:
-    """The demo, swept."""
-    project = Project.make(root, runner, trials)
+def undisturbed(root: Path, runner: str = "local", trials: int = 60, deaths: int = 0) -> Project:
+    """The demo, swept by a command that nobody kills; of its workers, so many die."""
+    project = Project.make(root, runner, trials, deaths)
     project.ended(project.start())
     return project
 
