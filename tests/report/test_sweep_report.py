@@ -194,6 +194,13 @@ def test_the_best_so_far_is_the_running_maximum(scores: list[float]) -> None:
         assert best == max(seen) if seen else math.isnan(best)
 
 
+def test_recipes_that_all_score_alike_have_a_page() -> None:
+    content = samples.unconfirmed()
+    trials = tuple(replace(trial, scores=tuple(1.0 for _ in trial.scores)) for trial in content.trials)
+    content = content.model_copy(update={"trials": trials, "held_out": (), "confirmation": None})
+    assert "no candidate confirmed" in text_of(render_sweep(content))
+
+
 def test_many_parameters_are_lines_instead_of_slices() -> None:
     page = Page(page_of_sweep("by layer"))
     classes = " ".join(page.attributes("class"))

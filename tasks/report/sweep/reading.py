@@ -156,7 +156,7 @@ def decimals_for(content: SweepContent, objective: int) -> int:
         kept = [shown.factor * end for end in (test.low, test.high, test.gain) if end != 0]
     else:
         scores = sorted({row.search for row in recipe_rows(content, objective) if math.isfinite(row.search)})
-        size = min([abs(scores[-1]), *[scores[-1] - scores[-2]] * (len(scores) > 1)]) if scores else 1.0
+        size = min([abs(scores[-1]), *(scores[-1] - next_best for next_best in scores[-2:-1])]) if scores else 1.0
         kept = []
     size *= shown.factor
     digits = 1 - math.floor(math.log10(size)) if math.isfinite(size) and size > 0 else 1

@@ -1,0 +1,167 @@
+"""A sweep through the command: searched, confirmed and released, or not; what was searched on does not judge."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_sweeps
+import yaml
+from conftest import SOURCES
+from demo_project import PROFILES, Printed, Project
+from kept import digest_of, kept
+from numpy.typing import NDArray
+
+from merge_core import load_recipe, merge_weights, plan_merge
+from merge_core.checkpoint import open_checkpoint
+from tasks.evaluation.document_scores import SCORES_FILE, read_document_scores
+from tasks.sweep import TrialRequest, at_start
+from tasks.sweep.ledger import request_key
+from tasks.sweep.settings import SweepSettings
+
+DEMO = PROFILES / "demo"
+Swept = tuple[Project, dict[str, Printed], int]
+
+
+@pytest.fixture(scope="module")
+def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Swept:
+    """A project in which a sweep was confirmed and released, then asked for again, and another had nothing to find;
+    what each printed, and how many trials were in the ledger before it was asked for again."""
+
+    sources = (*SOURCES, Path(small_sweeps.__file__))
+    there = kept(request.config, "small-sweep", digest_of(sources), small_sweeps.make_swept)
+    root = tmp_path_factory.mktemp("swept") / "project"
+    shutil.copytree(there, root, symlinks=True)
+    said, scored = json.loads((root / "printed.json").read_text())
+    return Project(root), {name: Printed(*one) for name, one in said.items()}, scored
+
+
+def test_a_winner_that_is_confirmed_is_released(swept: Swept) -> None:
+    _, printed, scored = swept
+    assert printed["first"].exit_code == 0, printed["first"].output
+    assert "held-out documents confirm a gain of" in printed["first"].output  # said before the search
+    assert "confirmed: the winner is" in printed["first"].output
+    assert f"released {small_sweeps.NAME}" in printed["first"].output
+    assert scored == 10 + 2  # ten recipes, and two of them on the documents of the confirmation
+
+
+def test_the_winners_file_is_a_recipe_whose_merge_is_what_was_released(swept: Swept, tmp_path: Path) -> None:
+    project, _, _ = swept
+    file = project.home / "sweeps" / f"{small_sweeps.NAME}-winner.yaml"
+    assert "$" not in file.read_text()
+    merged = project.mergegate("merge", str(file), str(tmp_path / "merged"))
+    assert merged.exit_code == 0, merged.output
+    released = project.root / "releases" / small_sweeps.NAME / "latest"
+    weights = [path.name for path in released.glob("*.safetensors")]
+    assert weights
+    for name in weights:
+        assert (tmp_path / "merged" / name).read_bytes() == (released / name).read_bytes()
+
+
+def test_the_same_sweep_again_asks_nothing_and_releases_nothing_new(swept: Swept) -> None:
+    project, printed, scored = swept
+    assert printed["again"].exit_code == 0, printed["again"].output
+    assert "= search" in printed["again"].output
+    assert "all known" in printed["again"].output
+    assert "nothing new" in printed["again"].output
+    keys = Counter(record["scored"] for record in small_sweeps.scored_trials(project.home, "reverse"))
+    assert set(keys.values()) == {1}
+    assert len(keys) == scored
+
+
+def test_where_nothing_can_be_better_no_candidate_is_confirmed(swept: Swept) -> None:
+    project, printed, _ = swept
+    assert printed["saturated"].exit_code == 3
+    assert "no candidate confirmed" in printed["saturated"].output
+    assert "no candidate confirmed" in (project.home / "reports" / "saturated-sweep.html").read_text()
+    assert not (project.home / "sweeps" / "saturated-winner.yaml").exists()
+    assert not (project.root / "releases" / "saturated").exists()
+    assert len(project.artifacts("merge")) == 1  # of the sweep that was confirmed
+
+
+def test_search_confirmation_and_gate_have_all_documents_between_them_and_none_in_common(
+    swept: Swept, tmp_path: Path
+) -> None:
+    """The hand-written recipe was asked both sets. Its merge, written by the engine and asked one document after
+    another, gets just these numbers on just those documents that the gate has not scored."""
+    project, _, _ = swept
+    profile = yaml.safe_load((project.root / "profiles" / f"{small_sweeps.NAME}.yaml").read_text())
+    document = yaml.safe_load((DEMO / "recipes/linear-searched.yaml").read_text())
+    recipe = at_start(document, SweepSettings.model_validate(profile["sweep"]), "recipe")
+    records = {record["scored"]: record for record in small_sweeps.scored_trials(project.home, "reverse")}
+    asked = {
+        name: small_sweeps.numbers_of(records[request_key(TrialRequest(recipe, set=name))])  # type: ignore[arg-type]
+        for name in ("search", "confirmation")
+    }
+    loaded = load_recipe(recipe, where=f"{DEMO / 'recipes/linear-searched.yaml'}")
+    parents = {str(ref): open_checkpoint(DEMO / "recipes" / str(ref)) for ref in loaded.references()}
+    merge_weights(plan_merge(loaded, parents), tmp_path / "merged", seed=0, device="cpu")
+    for task in small_sweeps.TASKS:
+        rows = [json.loads(line) for line in (DEMO / "data" / f"{task}.jsonl").read_text().splitlines()]
+        gate = _scored_by_the_gate(project, task)
+        assert len(asked["search"][task]) == small_sweeps.SEARCH
+        assert len(asked["confirmation"][task]) == small_sweeps.CONFIRMATION
+        assert len(gate) == len(rows) - small_sweeps.SEARCH - small_sweeps.CONFIRMATION
+        others = [row for number, row in enumerate(rows) if number not in gate]
+        seen = np.concatenate([asked["search"][task], asked["confirmation"][task]])
+        np.testing.assert_allclose(np.sort(seen), np.sort(_likelihoods(tmp_path / "merged", others)), atol=1e-5)
+
+
+def _scored_by_the_gate(project: Project, task: str) -> set[int]:
+    """Positions of all documents of a task that any model was scored on by the release."""
+    tables = (project.home / "store" / "evaluate").glob(f"*/{SCORES_FILE}")
+    return {row.doc_id for table in tables for row in read_document_scores(table) if row.task == task}
+
+
+def _likelihoods(model: Path, rows: list[dict[str, str]]) -> NDArray[np.float64]:
+    """Nats a token of each answer: one document, one pass."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = []
+    for row in rows:
+        prompt, whole = (tokenizer(text)["input_ids"] for text in (row["prompt"], row["prompt"] + row["answer"]))
+        with torch.inference_mode():
+            told = network(torch.tensor([whole])).logits[0].log_softmax(-1)
+        answer = range(len(prompt), len(whole))
+        found.append(sum(told[at - 1, whole[at]].item() for at in answer) / len(answer))
+    return np.array(found)
+
+
+def test_a_choice_that_may_not_be_merged_is_refused_before_anything_is(project: Project) -> None:
+    recipe = {
+        "merge_method": "$method",
+        "base_model": "demo/models/base",
+        "models": [
+            {"model": "$who", "parameters": {"weight": 1.0, "density": 0.5}},
+            {"model": "demo/models/shifter", "parameters": {"weight": 1.0, "density": 0.5}},
+        ],
+        "dtype": "bfloat16",
+    }
+    (project.root / "profiles" / "chosen.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    profile = small_sweeps.small_sweep() | {"recipe": "chosen.yaml"}
+    models = [f"demo/models/{name}" for name in ("reverser", "no-derivatives")]
+    for guard in profile["evaluate"]["tasks"]:
+        guard["guarded_by"] = "best parent"  # each candidate has another
+    profile["sweep"]["parameters"] = {
+        "method": {"type": "category", "among": ["ties", "dare_ties"], "start": "ties"},
+        "who": {"type": "category", "among": models, "start": models[0]},
+    }
+    result = project.mergegate("sweep", small_sweeps.write_profile(project, profile))
+    assert result.exit_code == 3, result.output
+    assert "no-derivatives" in result.output
+    assert not (project.home / "sweeps").exists()
+    assert not project.artifacts("merge")
+
+
+def test_a_profile_without_a_sweep_is_told_what_to_write(project: Project) -> None:
+    result = project.mergegate("sweep", "profiles/demo.yaml")
+    assert result.exit_code == 2
+    assert "no 'sweep'" in result.output
+    assert "docs/sweep.md" in result.output

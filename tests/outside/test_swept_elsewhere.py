@@ -1,0 +1,61 @@
+"""One sweep, here and on a cluster of two workers, of which one dies: the same trials bit for bit, the same winner."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from clusters import KINDS
+
+TRIALS = 8
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    """``benchmarks/sweep_kills.py`` as a module."""
+    file = Path(__file__).resolve().parents[2] / "benchmarks" / "sweep_kills.py"
+    spec = importlib.util.spec_from_file_location("sweep_kills", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sweep_kills"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def here(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The sweep by one process that nobody disturbs."""
+    return bench.undisturbed(tmp_path_factory.mktemp("here") / "project", trials=TRIALS)
+
+
+@pytest.mark.slow
+def test_killed_twice_a_sweep_has_the_same_trials_and_the_same_winner(
+    bench: ModuleType, here: Any, tmp_path: Path
+) -> None:
+    killed, kills = bench.disturbed(tmp_path / "killed", kills=2, seed=3, trials=TRIALS)
+    assert len(kills) == 2
+    rows, fine = bench.compared(here, killed, kills)
+    assert fine, rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_two_workers_of_which_one_dies_in_a_trial_a_sweep_has_the_same_trials_and_the_same_winner(
+    kind: str, bench: ModuleType, here: Any, tmp_path: Path
+) -> None:
+    there = bench.undisturbed(tmp_path / kind, kind, TRIALS, deaths=1)
+    assert there.trials() == here.trials()
+    assert there.winner() == here.winner() != b""
+    assert {one["scored"]: one for one in there.ledger()} == {one["scored"]: one for one in here.ledger()}
+    assert len(there.ledger()) == len(here.ledger())
+    ended = [note.key for note in there.notes("end")]
+    assert set(ended) == {one["scored"] for one in there.ledger()}
+    assert len(ended) - len(set(ended)) <= 1  # where it had been scored, and nobody was left to say so
+    assert len(there.notes("dies")) == 1
+    assert {note.process for note in there.notes("dies")}.isdisjoint({note.process for note in here.notes("begin")})
+    assert len({note.process for note in there.notes("begin")}) >= 2  # two of them have worked
+    assert there.wait_until_gone() < bench.GONE_WITHIN_S
