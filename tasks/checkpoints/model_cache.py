@@ -27,6 +27,7 @@ from tasks.checkpoints.model import Model
 SMALLER = "a smaller batch_size or max_length, or dtype: bfloat16"  # the remedy where memory does not suffice
 
 _SHARE = 0.5  # of the memory that there would be without any model
+_SMALL = 10_000_000  # parameters; below, a layer is computed faster than threads agree that it is done
 
 
 class ShortOfMemory(InvalidInput):
@@ -54,6 +55,12 @@ class LoadedModel:
         limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "n_ctx"))
         return next((int(limit) for limit in limits if limit), None)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether several threads would wait for each other for longer than they compute: on a machine where others
+        are at work too, two of them take ten times as long as one."""
+        return sum(int(tensor.numel()) for tensor in self.network.parameters()) < _SMALL
+
 
 _Asked = tuple[str, str, str]  # digest, dtype, device
 
@@ -67,6 +74,20 @@ def also_unload(unload_there: Callable[[], None]) -> None:
     """Have ``unload_there`` called before a model is loaded here: whoever holds one in a process of its own lets
     it go, because two models need not fit side by side."""
     _other_holders.append(unload_there)
+
+
+@contextmanager
+def asked_with(loaded: LoadedModel, threads: int | None = None) -> Iterator[None]:
+    """Inside, this thread asks ``loaded`` with so many threads of torch; None: as many as torch has. A small network
+    with one."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if loaded.is_small else threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -92,7 +113,8 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
         import torch
 
         try:
-            yield loaded
+            with asked_with(loaded):
+                yield loaded
         except torch.OutOfMemoryError as error:
             del loaded
             unload()

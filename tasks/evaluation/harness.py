@@ -48,6 +48,7 @@ from tasks.evaluation.task_texts import asked_of
 
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 _READABLE = 64  # characters of a cluster's name
+_TEMPLATES = 1024  # that are kept compiled: a large group of tasks has a few of each
 
 # datasets counts uses of its file formats over the network; read when it is first imported.
 os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
@@ -415,6 +416,7 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
     """lm-eval's own task objects by name: one, or those below a group."""
     from lm_eval.tasks import TaskManager
 
+    _keep_templates()
     try:
         if task.definition is None:
             loaded = _shipped_tasks().load([task.name])
@@ -465,6 +467,21 @@ def _prepare_leaf(leaf: Definition, scratch: Path, number: int) -> Path:
     prepared = scratch / f"task{number}.yaml"
     prepared.write_text(yaml.dump(config, Dumper=function_dumper(beside)))
     return prepared
+
+
+@lru_cache(maxsize=1)
+def _keep_templates() -> None:
+    """lm-eval compiles a template for every document that it fills in, which takes ten times as long as filling it in;
+    compiled once, it gives the same text."""
+    from lm_eval import utils
+
+    compile_anew: Any = utils.env.from_string
+    kept = lru_cache(maxsize=_TEMPLATES)(compile_anew)
+
+    def from_string(source: Any, *more: Any, **named: Any) -> Any:
+        return compile_anew(source, *more, **named) if more or named else kept(source)
+
+    vars(utils.env)["from_string"] = from_string
 
 
 @lru_cache(maxsize=1)

@@ -14,8 +14,7 @@ It does not matter which process is asked, nor what it was asked before.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +32,7 @@ from tasks.checkpoints import (
     TellProgress,
     also_unload,
     ask_child,
+    asked_with,
     files_state,
     tokenizer_digest,
 )
@@ -192,22 +192,9 @@ class TrialAnswer:
 
 def _score(setting: TrialSetting, request: TrialRequest, on_progress: TellProgress) -> TrialAnswer:
     place = _place_for(setting)
-    with _threads(setting.threads):
-        answer = place.score(request, Stopwatch(lambda: on_progress(0, 1)))
+    answer = place.score(request, Stopwatch(lambda: on_progress(0, 1)))
     place.require_same_parents()
     return answer
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Place:
@@ -257,7 +244,7 @@ class _Place:
             questions = self._questions_for(network, request.set, looks)
         sheet: Sheet = {}
         dropped = False
-        with watch.on("score"):
+        with watch.on("score"), asked_with(network.loaded, self.setting.threads):
             for look, sheet in enumerate(questions.ask(network.loaded, watch.alive)):
                 broken = next((asked for asked, numbers in sheet.items() if not np.isfinite(numbers).all()), None)
                 if broken is not None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import asked_there
 import pytest
+import torch
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from traps import parent_of
 
@@ -235,6 +237,7 @@ def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str,
     monkeypatch.setattr(model_cache, "_size_of", lambda model, dtype: sizes[model.name])
     monkeypatch.setattr(model_cache, "_load", lambda model, dtype, device: model.name)
     monkeypatch.setattr(model_cache, "_other_holders", [])
+    monkeypatch.setattr(model_cache, "asked_with", nullcontext)
 
     def memory() -> Capacity | None:
         return None if capacity is None else Capacity(capacity, capacity - sum(sizes[name] for name in held.values()))
@@ -271,3 +274,17 @@ def test_a_large_one_makes_as_much_room_as_it_needs(monkeypatch: pytest.MonkeyPa
 def test_one_at_a_time_holds_wherever_more_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_cache, "_most", 1)
     assert keep(monkeypatch, 10**6, dict.fromkeys("abcd", 1), "abc") == ["c"]
+
+
+@pytest.mark.parametrize(("parameters", "inside"), [(9_999_999, 1), (10_000_000, 3)])
+def test_a_small_network_is_asked_by_one_thread_and_torch_has_its_own_again(parameters: int, inside: int) -> None:
+    network = torch.nn.ParameterList([torch.empty(parameters, device="meta")])
+    loaded = model_cache.LoadedModel(network, tokenizer=None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with model_cache.asked_with(loaded, 3):
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from jinja2 import Environment, StrictUndefined
 from loopback import answering
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
@@ -22,7 +23,7 @@ from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
 from tasks.checkpoints.model import Model
 from tasks.evaluation import process
-from tasks.evaluation.harness import look_at_data, score_documents
+from tasks.evaluation.harness import look_at_data, open_tasks, score_documents
 from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.stage import CountLimit, TaskScores, count_task, data_revisions, evaluate_to, pin_data
 from tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
@@ -263,3 +264,23 @@ def test_an_object_that_is_no_plain_data_counts_by_its_bytes() -> None:
 
     digests = [digest_of_leaves({"leaf": Leaf(content)}) for content in (b"one", b"one", b"two")]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_template_is_compiled_once_and_says_of_each_document_what_a_new_one_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
+    with open_tasks(task) as leaves:
+        (leaf,) = leaves.values()
+        documents = list(leaf.eval_docs)
+        for way in (leaf.doc_to_text, leaf.doc_to_choice):  # now they are known
+            way(documents[0])
+        monkeypatch.setattr(Environment, "compile", lambda *_: pytest.fail("compiled again"))
+        said = [(leaf.doc_to_text(one), leaf.doc_to_choice(one)) for one in documents]
+    monkeypatch.undo()
+    anew = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    config = leaf.config
+    assert len(documents) > 3
+    for document, (text, choices) in zip(documents, said, strict=True):
+        assert text == anew.from_string(config.doc_to_text).render(**document)
+        assert str(choices) == anew.from_string(config.doc_to_choice).render(**document)
