@@ -61,7 +61,7 @@ def measure(
         peak = device = 0
         while process.poll() is None:
             device = max(device, gauge() if gauge else 0)
-            peak = max(peak, sum(_anonymous(pid) for pid in _family(process.pid)))
+            peak = max(peak, sum(_anonymous(pid) for pid in family(process.pid)))
             time.sleep(_INTERVAL)
         seconds = time.monotonic() - began
         after = os.times()
@@ -87,7 +87,7 @@ def evict(files: Iterable[Path]) -> None:
         os.close(fd)
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """The process and its descendants, as far as they still run."""
     found, waiting = [], [pid]
     while waiting:

@@ -1,0 +1,242 @@
+"""How long a sweep takes with more workers, and what it costs.
+
+::
+
+    .venv/bin/python benchmarks/sweep_scale.py measure --work WORK [--workers 1,2]   # demo-sweep, each from nothing
+    .venv/bin/python benchmarks/sweep_scale.py simulate --home HOME [--home HOME]    # trials of sweeps that ran
+    .venv/bin/python benchmarks/sweep_scale.py price --home HOME --trial-minutes 7.2 --per-hour 2.5
+
+What is simulated is time alone. Which candidates a generation has is decided by the product's own search and sampler;
+how long each takes is drawn from the trials that a ledger has, and how long a worker takes to be ready (libraries, the
+first network, documents as tokens) from its first one. Workers take what is next; a generation begins when the one
+before is over; the hand-written recipe comes first, alone, and the two trials of the confirmation last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+PROJECT = Path(__file__).resolve().parents[1]
+START = "from flows.cli import main; main()"
+FIRST = ("write", "questions")  # parts that a worker's first trial has, and no other one of the search
+WORKERS = (1, 2, 4, 8, 16, 32, 64)
+REPEATS = 200
+
+
+class Measured(NamedTuple):
+    """Of the trials of a sweep: seconds of wall time.
+
+    Args:
+        trials: Of the search, each worker's first apart.
+        ready: By how much the first takes longer.
+        confirmation: Of the trials of the confirmation.
+        overhead: Share of the time of trials that is neither plan, merge, load, questions nor score.
+    """
+
+    trials: tuple[float, ...]
+    ready: float
+    confirmation: tuple[float, ...]
+    overhead: float
+
+
+def measured_in(home: Path) -> Measured:
+    """What the ledger below ``home`` says."""
+    (journal,) = home.glob("sweeps/*/trials.journal")
+    records = []
+    for line in journal.read_text(errors="replace").splitlines():
+        if '"seconds"' in line:
+            found = json.loads(line[line.index("{") : line.rindex("}") + 1])
+            records.append(found.get("record", found))
+    usual = statistics.median(len(one["sheet"][0][-1]) for one in records if one["sheet"] and not one["dropped"])
+    larger = [one for one in records if one["sheet"] and len(one["sheet"][0][-1]) > usual]
+    search = [one["seconds"] for one in records if one not in larger]
+    later = [one for one in search if "write" not in one]
+    trials = [sum(one.values()) for one in later]
+    first = [sum(one.values()) for one in search if "write" in one]
+    again = [sum(spent for part, spent in one["seconds"].items() if part not in FIRST) for one in larger]
+    overhead = sum(one.get("overhead", 0.0) for one in later) / sum(trials)
+    ready = statistics.mean(first) - statistics.mean(trials)
+    return Measured(tuple(trials), ready, tuple(again) or (4 * max(trials),) * 2, overhead)
+
+
+def generations(sampler: str, dimensions: int, trials: int, population: int | None) -> list[int]:
+    """How many candidates the product's search hands out at a time: the hand-written recipe first."""
+    from merge_core.store import RecordJournal
+    from tasks.sweep import (
+        Asked,
+        Ledger,
+        SweepSettings,
+        TrialRequest,
+        TrialScores,
+        hand_written_recipes,
+        make_space,
+        objective_of,
+        search,
+    )
+
+    names = [f"weight{number}" for number in range(dimensions)]
+    models = [{"model": f"m{i}", "parameters": {"weight": f"${name}"}} for i, name in enumerate(names)]
+    settings = SweepSettings.model_validate(
+        {
+            "parameters": {name: {"low": 0.0, "high": 2.0, "start": 1.0} for name in names},
+            "objective": [{"task": "task"}],
+            "budget": {"trials": trials},
+            "sampler": sampler,
+            **({"population": population} if population else {}),
+        }
+    )
+    handed: list[int] = []
+
+    def score_all(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+        handed.append(len(requests))
+        for number, request in enumerate(requests):
+            weights = [float(model["parameters"]["weight"]) for model in request.recipe["models"]]
+            score = -sum((weight - 0.7) ** 2 for weight in weights)
+            yield number, TrialScores({Asked("task", "log_likelihood"): np.full(20, score)})
+
+    space = make_space({"merge_method": "linear", "models": models}, settings, None, "scale.yaml")
+    objective = objective_of(settings, {"task": "task"})
+    ledger = Ledger(RecordJournal(None), "")
+    search(space, settings, score_all, ledger, objective=objective, hand_written=hand_written_recipes(space, "by hand"))
+    return handed
+
+
+def time_of(sizes: Sequence[int], workers: int, measured: Measured, rng: random.Random, scale: float = 1.0) -> float:
+    """Seconds of wall time of one sweep, drawn; ``scale`` times as long a trial, workers as quick to be ready."""
+    ready = [False] * workers
+    now = 0.0
+    for last, size in [*((False, size) for size in sizes), (True, 2)]:
+        free = [(now, number) for number in range(workers)]
+        heapq.heapify(free)
+        ends = []
+        for _ in range(size):
+            begins, number = heapq.heappop(free)
+            took = scale * rng.choice(measured.confirmation if last else measured.trials)
+            ends.append(begins + took + (0.0 if ready[number] else measured.ready))
+            ready[number] = True
+            heapq.heappush(free, (ends[-1], number))
+        now = max(ends)
+    return now
+
+
+def simulated(sizes: Sequence[int], workers: int, measured: Measured, scale: float = 1.0) -> float:
+    """Mean seconds of many sweeps."""
+    rng = random.Random(0)
+    return statistics.mean(time_of(sizes, workers, measured, rng, scale) for _ in range(REPEATS))
+
+
+def show_simulation(homes: Sequence[Path], trials: int, dimensions: int) -> None:
+    for home in homes:
+        measured = measured_in(home)
+        spread = statistics.stdev(measured.trials) / statistics.mean(measured.trials)
+        mean = statistics.mean(measured.trials)
+        print(f"\n{home.name}: {len(measured.trials)} trials of {mean:.2f} s (spread {100 * spread:.0f} %), ", end="")
+        print(f"a worker ready after {measured.ready:.1f} s, overhead {100 * measured.overhead:.1f} %\n")
+        print(f"| sampler | population | {' | '.join(map(str, WORKERS))} |")
+        print(f"| --- | --- {'| --: ' * len(WORKERS)}|")
+        for sampler, population in [
+            ("cma", None),
+            ("cma", 16),
+            ("cma", 32),
+            ("random", None),
+            ("random", 32),
+            ("random", trials),
+        ]:
+            sizes = generations(sampler, dimensions, trials, population)
+            times = [simulated(sizes, workers, measured) for workers in WORKERS]
+            cells = [f"{span(times[0])}", *(f"{span(one)} ({times[0] / one:.1f} times)" for one in times[1:])]
+            usual = f"{max(sizes[1:-1] or sizes)} a generation"
+            print(f"| `{sampler}` | {population or 'as it is'}: {usual} | {' | '.join(cells)} |")
+
+
+def show_price(home: Path, minutes: float, per_hour: float, trials: int, dimensions: int, ready: float) -> None:
+    measured = measured_in(home)
+    scale = 60 * minutes / statistics.mean(measured.trials)
+    own = measured._replace(ready=ready)
+    print(f"\n{trials} trials of {minutes:g} min, {dimensions} coordinates, a worker ready after {ready:g} s:\n")
+    print("| sampler | population | workers | hours | worker hours | money | busy |")
+    print("| --- | --: | --: | --: | --: | --: | --: |")
+    for sampler, population in (("cma", None), ("cma", 16), ("random", None), ("random", trials)):
+        sizes = generations(sampler, dimensions, trials, population)
+        work = (sum(sizes) * statistics.mean(own.trials) + 2 * statistics.mean(own.confirmation)) * scale
+        for workers in (1, 4, 8, 16):
+            hours = simulated(sizes, workers, own, scale) / 3600
+            held = hours * workers
+            print(
+                f"| `{sampler}` | {population or 'as it is'} | {workers} | {hours:.1f} | {held:.1f} | "
+                f"{held * per_hour:.0f} | {100 * work / 3600 / held:.0f} % |"
+            )
+
+
+def measure(work: Path, workers: Sequence[int]) -> None:
+    """The demo's sweep from nothing, once for each number of workers."""
+    from flows.profile import load_profile
+
+    own = PROJECT / "profiles"
+    print("| workers | wall time of the sweep | CPU time of all processes | trials | of them scoring, together |")
+    print("| --: | --: | --: | --: | --: |")
+    for number in workers:
+        home = work / f"workers-{number}"
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        text = (own / "demo-sweep.yaml").read_text() + f"runner: {{workers: {number}}}\n"
+        profile = own / f"scale-{os.getpid()}.yaml"
+        profile.write_text(text)
+        try:
+            load_profile(profile)
+            before, began = os.times(), time.monotonic()
+            environment = {**os.environ, "MERGEGATE_HOME": str(home), "PYTHONPATH": str(PROJECT)}
+            command = [sys.executable, "-c", START, "sweep", str(profile), "--no-release"]
+            subprocess.run(command, env=environment, cwd=PROJECT, stdout=subprocess.DEVNULL, check=True)
+            wall, after = time.monotonic() - began, os.times()
+        finally:
+            profile.unlink()
+        cpu = sum(after[2:4]) - sum(before[2:4])
+        found = measured_in(home)
+        spent = f"{sum(found.trials):.1f} s"
+        print(f"| {number} | {wall:.0f} s | {cpu:.0f} s | {len(found.trials)} | {spent} |", flush=True)
+
+
+def span(seconds: float) -> str:
+    """``45 s``, ``3.2 min``, ``1.4 h``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("measure", "simulate", "price"))
+    parser.add_argument("--work", type=Path, default=Path("/tmp/sweep-scale"))
+    parser.add_argument("--home", type=Path, action="append", default=[], help="MERGEGATE_HOME of a sweep that ran")
+    parser.add_argument("--workers", default="1,2")
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--dimensions", type=int, default=14)
+    parser.add_argument("--trial-minutes", type=float, default=7.2)
+    parser.add_argument("--per-hour", type=float, default=2.5)
+    parser.add_argument("--ready", type=float, default=120.0, help="seconds until a worker can score, when priced")
+    given: Any = parser.parse_args()
+    if given.what == "measure":
+        measure(given.work.resolve(), [int(number) for number in given.workers.split(",")])
+    elif given.what == "simulate":
+        show_simulation(given.home, given.trials, given.dimensions)
+    else:
+        show_price(given.home[0], given.trial_minutes, given.per_hour, given.trials, given.dimensions, given.ready)
+
+
+if __name__ == "__main__":
+    main()

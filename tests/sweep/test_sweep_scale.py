@@ -1,0 +1,44 @@
+"""The simulation of workers in ``benchmarks/sweep_scale.py``: bounds that hold for any schedule."""
+
+from __future__ import annotations
+
+import random
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "sweep_scale.py"
+
+
+@pytest.fixture(scope="module")
+def scale() -> ModuleType:
+    spec = spec_from_file_location("sweep_scale", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules["sweep_scale"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_one_worker_takes_the_sum_and_more_never_less_than_their_share_or_the_barriers(scale: ModuleType) -> None:
+    measured = scale.Measured((2.0,), ready=5.0, confirmation=(8.0,), overhead=0.0)
+    sizes = [1, 7, 7, 4]
+    one = scale.time_of(sizes, 1, measured, random.Random(0))
+    assert one == 5 + 19 * 2 + 2 * 8
+    for workers in (2, 4, 64):
+        many = scale.time_of(sizes, workers, measured, random.Random(0))
+        barriers = sum(-(-size // workers) * 2 for size in sizes) + 8  # each generation waits for its last
+        assert barriers + 5 <= many <= barriers + 2 * 5
+    assert scale.time_of(sizes, 64, measured, random.Random(0)) == scale.time_of(sizes, 7, measured, random.Random(0))
+
+
+@pytest.mark.parametrize(("sampler", "population"), [("cma", None), ("random", 30)])
+def test_generations_are_those_of_the_product(scale: ModuleType, sampler: str, population: int | None) -> None:
+    sizes = scale.generations(sampler, 14, 40, population)
+    assert sizes[0] == 1  # the hand-written recipe
+    assert sum(sizes) == 40
+    assert sizes[1] == (30 if sampler == "random" else 14)  # 4 + 3 ln 14, and one of random search to three of it
