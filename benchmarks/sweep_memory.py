@@ -5,7 +5,7 @@
     .venv/bin/python benchmarks/sweep_memory.py --work WORK --tokenizer TOKENIZER.json --documents DOCUMENTS.jsonl
 
 Base and siblings are those of ``benchmarks/trial.py`` (random weights, 144 M parameters by default, a tokenizer that
-is given); ``DOCUMENTS`` has ``question``, ``choices`` and ``answer`` in each line (ARC, say), of which 60 are taken: 20
+is given); ``DOCUMENTS`` has ``question``, ``choices`` and ``answer`` in each line (ARC, say), of which 60 are taken: 15
 for the search, 25 for the confirmation, the rest for the gate. ``mergegate sweep --no-release`` runs on them as a
 person would start it; of each of its processes the high-water mark (``VmHWM``) is read five times a second, and of its
 directories how much lies in them.
@@ -36,10 +36,10 @@ TASK = """task: questions
 dataset_path: json
 dataset_kwargs: {data_files: {test: questions.jsonl}}
 test_split: test
-output_type: multiple_choice
+output_type: loglikelihood
 doc_to_text: "Question: {{question}}\\nAnswer:"
-doc_to_choice: choices
-doc_to_target: answer
+doc_to_target: " {{choices[answer]}}"
+target_delimiter: ""
 metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
 """
 
@@ -74,7 +74,7 @@ def write_project(place: Path, work: Path, documents: Path, trials: int, method:
         "sweep": {
             "parameters": {name: ranges[name] for name in free},
             "objective": [{"task": "questions.yaml"}],
-            "documents": {"search": 20, "confirmation": 25},
+            "documents": {"search": 15, "confirmation": 25},
             "budget": {"trials": trials},
         },
         "evaluate": {"tasks": [{"task": "questions.yaml", "guarded_by": "reverser", "max_drop": 3}]},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,12 @@ from trial_settings import DEMO
 
 from merge_core import Checkpoint, load_recipe, open_checkpoint, plan_merge
 from merge_core.errors import Refused
-from tasks.checkpoints import Model, load_model, unload
+from tasks.checkpoints import Model, load_apart
 from tasks.sweep.network import Change, KeptNetwork, MergeHow, Stopwatch, network_from_files, structure_of
 
 HOW = MergeHow(seed=0, device="cpu", threads=1)
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_in_memory() -> Iterator[None]:
-    yield
-    unload()
 
 
 def saved(place: Path, config: Any, seed: int) -> Path:
@@ -68,15 +61,13 @@ class Study:
         merge_weights(plan_merge(load_recipe(recipe), self.tables), out, device="cpu")
         assert self.network is not None
         ours = self.network.loaded.network
-        with load_model(Model(name="out", digest="out", directory=out), dtype="auto", device="cpu") as loaded:
-            theirs = loaded.network
-            assert ours.state_dict().keys() == theirs.state_dict().keys()
-            for name, tensor in theirs.state_dict().items():
-                assert torch.equal(tensor, ours.state_dict()[name]), name
-            read = torch.arange(20)[None]
-            with torch.inference_mode():
-                assert torch.equal(ours(read).logits, theirs(read).logits)
-        unload()
+        theirs = load_apart(Model(name="out", digest="out", directory=out), dtype="auto", device="cpu").network
+        assert ours.state_dict().keys() == theirs.state_dict().keys()
+        for name, tensor in theirs.state_dict().items():
+            assert torch.equal(tensor, ours.state_dict()[name]), name
+        read = torch.arange(20)[None]
+        with torch.inference_mode():
+            assert torch.equal(ours(read).logits, theirs(read).logits)
 
 
 def linear(weight: float, **more: Any) -> dict[str, Any]:

@@ -23,13 +23,14 @@ def simulation() -> ModuleType:
     return module
 
 
-def test_of_a_hundred_sweeps_of_noise_no_candidate_is_confirmed_in_95(simulation: ModuleType) -> None:
+@pytest.mark.parametrize("sweeps", [40, pytest.param(100, marks=pytest.mark.slow)])
+def test_of_a_hundred_sweeps_of_noise_no_candidate_is_confirmed_in_95(simulation: ModuleType, sweeps: int) -> None:
     one = simulation.lies(
-        simulation.KINDS["exact match, wide"], 100, {"search": 100, "confirmation": 400}, budget={"trials": 20}
+        simulation.KINDS["exact match, wide"], sweeps, {"search": 100, "confirmation": 400}, budget={"trials": 20}
     )
-    assert one.confirmed <= 5
+    assert one.confirmed <= sweeps / 20
     # Where winners are chosen, every other one would be.
-    assert one.on_search >= 15
+    assert one.on_search >= 0.1 * sweeps
     assert one.optimism > 0.04
 
 

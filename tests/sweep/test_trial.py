@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from trial_settings import DEMO, PLAIN, StopsAt, demo, setting_of, stage_scores, ties, written_merge
 
 from merge_core.errors import ChangedInput, InvalidInput
-from tasks.checkpoints import end_child, load_model, messages, unload
+from tasks.checkpoints import Model, end_child, load_apart, load_model, messages, unload
 from tasks.evaluation import Division, Scoring, pose
 from tasks.evaluation.backends.hf import wrapped
 from tasks.perplexity.measuring import WindowSettings, measure
@@ -86,10 +86,9 @@ def test_after_a_trial_the_network_is_the_one_that_would_have_been_written(
         assert not {"write"} & score_trial(setting, TrialRequest(recipe)).seconds.keys()  # type: ignore[union-attr]
         ours = {name: tensor.clone() for name, tensor in network_now().loaded.network.state_dict().items()}
         model = written_merge(setting, recipe, tmp_path / str(number))
-        with load_model(model, dtype="auto", device="cpu") as loaded:
-            theirs = loaded.network.state_dict()
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        theirs = load_apart(model, dtype="auto", device="cpu").network.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
         score_trial(setting, TrialRequest(ties()))  # again in place of what was loaded
 
 
@@ -136,27 +135,33 @@ def test_prompts_and_answers_are_the_texts_of_lm_eval(place: Path, setting: Tria
         assert loaded.tokenizer.decode(pair.continuation).replace(" ", "") == texts[asked.replace("rev:", "rev: ")]
 
 
-@pytest.mark.parametrize(
-    ("task", "measure", "metric"),
-    [
-        ("copy", "exact", "acc,none"),
-        ("reverse", "exact", "acc,none"),
-        ("shift", "exact", "acc,none"),
-        ("choices", "exact", "acc,none"),
-        ("choices", "probability", "prob,none"),
-        ("written", "metric", "exact_match,none"),
-    ],
-)
-def test_scores_are_those_of_the_evaluation_stage(
-    place: Path, tmp_path: Path, task: str, measure: Any, metric: str
-) -> None:
-    asked = Asked(task, measure, metric if measure == "metric" else "")
-    setting = setting_of(place, [asked])
-    recipe = ties(0.6, 0.4)
-    scores = score_trial(setting, TrialRequest(recipe))
-    model = written_merge(setting, recipe, tmp_path / "out")
-    expected = stage_scores(model, setting.sets["search"].tasks[0], setting.scoring, metric)
-    assert scores.sheet[asked].tolist() == pytest.approx(expected, abs=2e-2 if measure == "probability" else 0)
+METRICS = {
+    Asked("copy", "exact"): "acc,none",
+    Asked("reverse", "exact"): "acc,none",
+    Asked("shift", "exact"): "acc,none",
+    Asked("choices", "exact"): "acc,none",
+    Asked("choices", "probability"): "prob,none",
+    Asked("written", "metric", "exact_match,none"): "exact_match,none",
+}
+
+
+@pytest.fixture(scope="module")
+def many(place: Path) -> TrialSetting:
+    """A study that asks all of them."""
+    return setting_of(place, list(METRICS))
+
+
+@pytest.fixture(scope="module")
+def merged(many: TrialSetting, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return written_merge(many, ties(0.6, 0.4), tmp_path_factory.mktemp("merged") / "out")
+
+
+@pytest.mark.parametrize("asked", METRICS, ids=lambda asked: f"{asked.task}-{asked.measure}")
+def test_scores_are_those_of_the_evaluation_stage(many: TrialSetting, merged: Model, asked: Asked) -> None:
+    scores = score_trial(many, TrialRequest(ties(0.6, 0.4)))
+    task = next(one for one in many.sets["search"].tasks if one.name == asked.task)
+    expected = stage_scores(merged, task, many.scoring, METRICS[asked])
+    assert scores.sheet[asked].tolist() == pytest.approx(expected, abs=2e-2 if asked.measure == "probability" else 0)
     assert 0 < np.mean(expected) <= 1
 
 
