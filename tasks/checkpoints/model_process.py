@@ -67,6 +67,9 @@ _SILENCE = 3600.0  # seconds without any progress, where nobody has set a limit:
 _JOURNALLED = ("evaluate", "perplexity", "ensemble")  # stages that go on, there, from what they have kept in the store
 _MAPPED_TOO = 2  # times the memory of the machine: weights count when they are mapped, and again when they are read
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # nothing waits for a network that is not there
+# Threads of torch that have done their share of a layer sleep until the others have: where they spin instead, they take
+# the cores from those that they wait for, and on a busy machine two of them take twenty times as long.
+_PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 _TAIL = 1 << 16  # bytes of what it printed
 
 A = TypeVar("A")
@@ -343,7 +346,7 @@ def _compile_once() -> None:
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
-    return {**environment_of_child(), "PYTHONPATH": path.rstrip(os.pathsep)}
+    return {**_PATIENT, **environment_of_child(), "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 def _confinement(kind: _Kind) -> Confinement:

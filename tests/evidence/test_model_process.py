@@ -288,3 +288,13 @@ def test_a_small_network_is_asked_by_one_thread_and_torch_has_its_own_again(para
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("said", [None, "ACTIVE"])
+def test_threads_that_wait_there_sleep_unless_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", said)
+    assert model_process._environment()["OMP_WAIT_POLICY"] == (said or "PASSIVE")
