@@ -31,7 +31,8 @@ def parse_bytes(text: str, where: str) -> int:
         raise InvalidInput(where, found=repr(text), expected="a number of bytes with its unit, such as 50GB")
     number, unit, binary = said.groups()
     power = "kmgt".find(unit.lower()) + 1 if unit else 0
-    return round(float(number) * (1024 if binary else 1000) ** power)
+    factor: int = (1024 if binary else 1000) ** power
+    return round(float(number) * factor)
 
 
 def format_short_time(seconds: float) -> str:

@@ -185,8 +185,10 @@ def _take_away(root: Path, entry: StoreEntry, needs: _Needs) -> bool:
         fsync(place.parent)
         return True
     finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
+        try:
+            lock.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
 
 
 def _empty_trash(root: Path) -> None:

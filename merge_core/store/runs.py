@@ -70,9 +70,11 @@ def open_run(runs: Path, run: str, flow: str, profile: str) -> Iterator[OpenRun]
         _append(file, {"run": run, "flow": flow, "profile": profile, "started": time.time()}, before=b"\n")
         yield OpenRun(file)
     finally:
-        if not profile:
-            file.unlink(missing_ok=True)
-        os.close(descriptor)
+        try:
+            if not profile:
+                file.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
 
 
 def note_use(runs: Path, run: str, stage: str, key: str, subject: str) -> bool:
