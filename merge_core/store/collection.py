@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merge_core.store.durable import fsync
+from merge_core.store.hashing import HASHES, HashMemo
 from merge_core.store.inspection import size_of
 from merge_core.store.locks import locked, try_open_locked
 from merge_core.store.retention import (
@@ -39,7 +40,7 @@ from merge_core.store.retention import (
     runs_that_count,
 )
 from merge_core.store.runs import RunReader
-from merge_core.store.state import ASIDE, remove_any, state_directory
+from merge_core.store.state import ASIDE, regular_files, remove_any, state_directory
 from merge_core.store.store import LOCKS, TRASH
 
 _COLLECTION = "collection"  # the lock of whoever collects
@@ -194,6 +195,8 @@ def _take_away(root: Path, entry: StoreEntry, needs: _Needs) -> bool:
 def _empty_trash(root: Path) -> None:
     trash = root / TRASH
     for left in sorted(trash.iterdir()) if trash.is_dir() else []:
+        if left.is_dir() and not left.is_symlink():
+            HashMemo(root / HASHES).forget(left / name for name in regular_files(left)[0])
         with suppress(FileNotFoundError):  # somebody else tidies up, too
             remove_any(left)
     with suppress(OSError):

@@ -84,7 +84,7 @@ def note_use(runs: Path, run: str, stage: str, key: str, subject: str) -> bool:
     """
     try:
         _append(runs / f"{run}{_SUFFIX}", {"stage": stage, "key": key[:_NAMED], "subject": subject})
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 
@@ -195,6 +195,8 @@ def _append(file: Path, line: Mapping[str, object], before: bytes = b"") -> None
 
 
 def _is_live(file: Path) -> bool:
+    if file.is_symlink() or not file.is_file():  # damaged; pipes would be waited for
+        return False
     try:
         descriptor = try_open_locked(file, os.O_RDONLY, required=False)
     except FileNotFoundError:

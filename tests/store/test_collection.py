@@ -22,6 +22,7 @@ from merge_core.store import (
     StoreMiss,
     collect_garbage,
     examine_store,
+    hashing,
     keeping_reasons,
     list_store,
     note_use,
@@ -31,7 +32,6 @@ from merge_core.store import (
     stage_key,
     store_bytes,
 )
-from merge_core.store import hashing
 from merge_core.store.store import TRASH
 
 EVERYTHING = RetentionRule(grace_s=0.0)
@@ -400,6 +400,7 @@ def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: 
     assert kills > 20
     assert removed > 100
     assert largest > 0.8 * quota, "the quota is what limits"
+    assert (home.root / "hashes.sqlite").stat().st_size < 50_000, "hashes of what is gone are forgotten"
     before = len(home.made)
     for profile in ("demo", "other"):
         for stage, key in history[profile][-1]:

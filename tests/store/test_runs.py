@@ -87,6 +87,20 @@ def test_a_damaged_record_is_set_aside_and_the_others_are_read(tmp_path: Path, c
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["one.jsonl", "two.jsonl.damaged-1"]
 
 
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
+def test_what_is_no_file_in_place_of_a_record_is_set_aside(tmp_path: Path, kind: str) -> None:
+    ended(tmp_path, "one")
+    place = tmp_path / "two.jsonl"
+    if kind == "directory":
+        place.mkdir()
+    elif kind == "link":
+        place.symlink_to(tmp_path / "nowhere")
+    else:
+        os.mkfifo(place)
+    assert [run.run for run in read_runs(tmp_path)] == ["one"]
+    assert not os.path.lexists(place)
+
+
 def test_of_each_profile_the_runs_that_count_stay(tmp_path: Path) -> None:
     ended(tmp_path, "a1", status="released")
     for night in range(2, 7):
