@@ -40,7 +40,19 @@ from tasks.report import (
     sweep_content,
 )
 from tasks.serve import ServedModels
-from tasks.stage import Outcome, ProgressLog, home, is_watched, versions, watched_by
+from tasks.stage import (
+    LostArtifact,
+    Outcome,
+    ProgressLog,
+    announce,
+    home,
+    is_watched,
+    keep_quota,
+    noted_run,
+    store_quota,
+    versions,
+    watched_by,
+)
 from tasks.sweep import Confirmation, ConfirmationPower, PreparedSearch, Study, Unconfirmed, parameter_importances
 
 RunStatus = Literal["released", "nothing new", "passed", "refused", "invalid"]
@@ -85,13 +97,38 @@ def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
     with nullcontext() if is_watched() else watched_by(ProgressLog(get_run_logger())):
         try:
             with refusing_disk(home()):
-                outcome = make()
+                outcome = _noted(make, name)
         except MergegateError as error:
             outcome = stopped_outcome(error)
     show_in_prefect(outcome, name)
     if outcome.exit_code:
         return Failed(name="Refused", message=outcome.message, data=outcome)
     return Completed(name=outcome.status.title().replace(" ", ""), message=outcome.message, data=outcome)
+
+
+def _noted(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
+    """The outcome of a run whose use of the store is noted: nobody removes what it needs, now or until the next one.
+    At its end the store is brought below its quota."""
+    store_quota()  # a setting that means nothing is said before anything is done
+    with noted_run(name) as run:
+        try:
+            outcome = _once_more_if_lost(make)
+        except MergegateError as error:
+            outcome = stopped_outcome(error)
+        if run is not None:
+            judged = outcome.exit_code == 0 or outcome.content is not None or outcome.sweep is not None
+            run.end(outcome.status, judged=judged)
+            keep_quota()
+    return outcome
+
+
+def _once_more_if_lost(make: Callable[[], RunOutcome]) -> RunOutcome:
+    """What was removed from the store between two stages is made again, as it would be by the next run."""
+    try:
+        return make()
+    except LostArtifact as lost:
+        announce(f"{lost.where}: gone from the store; the run begins again and makes what is missing")
+        return make()
 
 
 def reported_outcome(content: ReportContent, report: Artifact[Report], release: Release | None) -> RunOutcome:

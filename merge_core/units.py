@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+from merge_core.errors import InvalidInput
+
+_AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
+
 
 def format_bytes(count: float) -> str:
     """Bytes in decimal units with three significant digits: '913 kB', '2.47 GB'. Also of a rate, before its '/s'."""
@@ -10,6 +16,23 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB" if count < 999.5 else f"{count:.0f} TB"
+
+
+def parse_bytes(text: str, where: str) -> int:
+    """Bytes as people write them: '50GB' and '1.5 TB' in decimal units, '50GiB' in powers of 1024.
+
+    Args:
+        where: Whoever said so, for the message.
+
+    Raises:
+        InvalidInput: for anything else.
+    """
+    if (said := _AMOUNT.fullmatch(text)) is None:
+        raise InvalidInput(where, found=repr(text), expected="a number of bytes with its unit, such as 50GB")
+    number, unit, binary = said.groups()
+    power = "kmgt".find(unit.lower()) + 1 if unit else 0
+    factor: int = (1024 if binary else 1000) ** power
+    return round(float(number) * factor)
 
 
 def format_short_time(seconds: float) -> str:

@@ -30,6 +30,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+store_app = typer.Typer(
+    help="What the store holds, whether it is whole, and what may go.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(store_app, name="store")
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")]
 
 
@@ -271,6 +279,56 @@ def doctor_command(
 
         code = examine_project(_console(as_json), as_json, mend=mend)
     raise typer.Exit(code)
+
+
+@store_app.command("ls")
+def store_ls_command(as_json: Json = False) -> None:
+    """Every artifact: of which stage and model, its size and age, and why it is kept."""
+    with _refusals(as_json):
+        from flows.cli.store import list_artifacts
+
+        list_artifacts(_console(as_json), as_json)
+
+
+@store_app.command("du")
+def store_du_command(as_json: Json = False) -> None:
+    """How large the store is, by stage, and how much of that is needed."""
+    with _refusals(as_json):
+        from flows.cli.store import print_sizes
+
+        print_sizes(_console(as_json), as_json)
+
+
+@store_app.command("verify")
+def store_verify_command(as_json: Json = False) -> None:
+    """Read every byte and compare it with its hash; exit code 3 where something is damaged."""
+    with _refusals(as_json):
+        from flows.cli.store import verify_store
+
+        code = verify_store(_console(as_json), as_json)
+    raise typer.Exit(code)
+
+
+@store_app.command("gc")
+def store_gc_command(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    older: Annotated[
+        float | None,
+        typer.Option(min=0, help="Days without use after which it goes.", show_default="1, or by the quota alone"),
+    ] = None,
+    quota: Annotated[
+        str | None, typer.Option(help="What the store may have, such as 50GB: the least recently used goes.")
+    ] = None,
+    forget: Annotated[
+        list[str] | None, typer.Option(help="A profile that is not run any more: nothing is kept for it; repeatable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove what no run, no release and no profile's last runs need. Safe beside runs."""
+    with _refusals(as_json):
+        from flows.cli.store import collect_store
+
+        collect_store(_console(as_json), as_json, dry_run=dry_run, older=older, quota=quota, forget=forget or ())
 
 
 @app.command("verify")

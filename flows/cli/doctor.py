@@ -26,7 +26,7 @@ from merge_core.units import format_bytes
 from tasks.gate import anchor_faults
 from tasks.stage import home
 
-_FOLDERS = ("anchors", "logs", "prefect", "reports", "store")
+_FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "store", "sweeps")
 
 
 def examine_project(console: Console, as_json: bool, *, mend: bool) -> int:
@@ -71,7 +71,7 @@ def _examine(place: Path) -> Iterator[StateFinding]:
     yield from examine_database(place / "prefect" / "prefect.db")
     for damage in anchor_faults():
         yield found_damaged(damage.path, damage.why)
-    for folder in ("anchors", "prefect", "reports"):
+    for folder in ("anchors", "prefect", "reports", "runs"):
         if (place / folder).is_dir():
             for entry in sorted((place / folder).iterdir()):
                 if (passed := passed_over(entry)) is not None:

@@ -1,7 +1,16 @@
 """The artifact store, and what makes it trustworthy: canonical keys, remembered hashes, durable writes, locks,
-journals of unfinished work, and what becomes of state that is damaged and of disks that are full.
+journals of unfinished work, what stays and what may go; and what becomes of state that is damaged and of disks that
+are full.
 """
 
+from merge_core.store.collection import (
+    CollectedGarbage,
+    collect_garbage,
+    keeping_reasons,
+    list_store,
+    plan_collection,
+    store_bytes,
+)
 from merge_core.store.database import set_sqlite_aside, sqlite_fault
 from merge_core.store.disk import disk_refusal, is_of_disk, refusing_disk
 from merge_core.store.durable import fsync, fsync_directories
@@ -18,6 +27,8 @@ from merge_core.store.inspection import (
 from merge_core.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
 from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
 from merge_core.store.records import JOURNAL, JournalPlace, LineChain, RecordJournal, keep_only_journal, open_journal
+from merge_core.store.retention import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
+from merge_core.store.runs import OpenRun, forget_profile, note_use, open_run, prune_runs, read_runs
 from merge_core.store.state import (
     ASIDE,
     Damaged,
@@ -36,38 +47,55 @@ __all__ = [
     "HASHES",
     "JOURNAL",
     "MANIFEST",
+    "RELEASED",
     "VALUE",
     "Artifact",
+    "CollectedGarbage",
     "Damaged",
+    "EntryName",
     "FileIdentity",
     "HashMemo",
     "JournalPlace",
     "LineChain",
     "NotInKey",
+    "OpenRun",
     "RecordJournal",
+    "RetentionPlan",
+    "RetentionRule",
+    "RunUse",
     "StateFinding",
     "Store",
+    "StoreEntry",
     "StoreMiss",
     "StoredValue",
     "canonical",
+    "collect_garbage",
     "digest",
     "disk_refusal",
     "examine_database",
     "examine_store",
     "family_prefix",
     "file_identity",
+    "forget_profile",
     "found_damaged",
     "fsync",
     "fsync_directories",
     "is_of_disk",
     "keep_only_journal",
+    "keeping_reasons",
+    "list_store",
     "lock_file",
     "locked",
     "make_way",
     "mend_state",
     "merkle",
+    "note_use",
     "open_journal",
+    "open_run",
     "passed_over",
+    "plan_collection",
+    "prune_runs",
+    "read_runs",
     "read_state",
     "refusing_disk",
     "regular_files",
@@ -80,6 +108,7 @@ __all__ = [
     "sqlite_fault",
     "stage_key",
     "state_directory",
+    "store_bytes",
     "try_open_locked",
     "unlock_file",
     "write_state",

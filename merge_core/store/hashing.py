@@ -18,8 +18,8 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -121,6 +121,22 @@ class HashMemo:
         _wait_for_tick(identity)
         if file_identity(path) == identity:
             self._remember(identity, sha256)
+
+    def forget(self, files: Iterable[Path]) -> None:
+        """Files that are about to be deleted: without it the table would grow for ever."""
+        inodes = []
+        for file in files:
+            with suppress(OSError):
+                identity = _stored(file_identity(file))
+                inodes.append(identity[:2])
+        if not (inodes and self._database.is_file()):
+            return
+
+        def delete(connection: sqlite3.Connection) -> None:
+            with connection:
+                connection.executemany("DELETE FROM hashes WHERE device=? AND inode=?", inodes)
+
+        self._asked(delete)
 
     def _recall(self, identity: FileIdentity) -> str | None:
         which = " AND ".join(f"{column}=?" for column in _COLUMNS)

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Literal
 
 from merge_core.store.database import set_sqlite_aside, sqlite_fault
-from merge_core.store.hashing import HASHES
+from merge_core.store.hashing import HASHES, sha256_file
 from merge_core.store.keys import digest
 from merge_core.store.locks import try_open_locked
 from merge_core.store.state import ASIDE, Damaged, make_way, read_state, regular_files, remove_any
-from merge_core.store.store import MANIFEST, ArtifactManifest, ValueRecord
+from merge_core.store.store import LOCKS, MANIFEST, TRASH, ArtifactManifest, ValueRecord
 
-_LOCKS = "locks"
 _KEY = re.compile("[0-9a-f]{32}")
 # Unfinished work that no run has gone on with for so long belongs to inputs that nobody merges any more.
 _ABANDONED_S = 30 * 86_400.0
@@ -53,10 +52,13 @@ class StateFinding:
     bytes: int
 
 
-def examine_store(root: Path) -> Iterator[StateFinding]:
+def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
     """Everything in the store at ``root`` that is no whole artifact. What somebody works on now is passed over.
 
-    Artifacts are compared with their manifests by names and sizes, values by their digests; weights are not read.
+    Artifacts are compared with their manifests by names and sizes, values by their digests.
+
+    Args:
+        deep: By hashes, too: every byte is read, whatever is remembered of it.
     """
     if not root.is_dir():
         if os.path.lexists(root):
@@ -70,12 +72,15 @@ def examine_store(root: Path) -> Iterator[StateFinding]:
             yield passed
         elif place.is_symlink() or not place.is_dir():
             yield found_damaged(place, "no directory")
-        elif place.name == _LOCKS:
+        elif place.name == LOCKS:
             yield from _unheld(place)
+        elif place.name == TRASH:
+            for entry in sorted(place.iterdir()):
+                yield StateFinding("left over", entry, "was being removed", size_of(entry))
         else:
             for entry in sorted(place.iterdir()):
-                if not _is_held(root / _LOCKS / f"{place.name}-{entry.name[:32]}"):
-                    yield from _entry(entry)
+                if not _is_held(root / LOCKS / f"{place.name}-{entry.name[:32]}"):
+                    yield from _entry(entry, deep)
 
 
 def examine_database(database: Path) -> Iterator[StateFinding]:
@@ -119,7 +124,7 @@ def size_of(path: Path) -> int:
     return sum((path / name).lstat().st_size for name in regular_files(path)[0])
 
 
-def _entry(entry: Path) -> Iterator[StateFinding]:
+def _entry(entry: Path, deep: bool) -> Iterator[StateFinding]:
     if (passed := passed_over(entry)) is not None:
         yield passed
     elif entry.name.endswith(".doomed"):
@@ -128,17 +133,17 @@ def _entry(entry: Path) -> Iterator[StateFinding]:
         age = time.time() - entry.stat().st_mtime
         kind: FindingKind = "abandoned" if age > _ABANDONED_S else "unfinished"
         yield StateFinding(kind, entry, f"last worked on {age / 86_400:.0f} days ago", size_of(entry))
-    elif why := _fault(entry):
+    elif why := _fault(entry, deep):
         yield found_damaged(entry, why)
 
 
-def _fault(entry: Path) -> str:
+def _fault(entry: Path, deep: bool) -> str:
     if not _KEY.fullmatch(entry.name.removesuffix(".json")):
         return "no name of an artifact"
-    return _value_fault(entry) if entry.name.endswith(".json") else _artifact_fault(entry)
+    return _value_fault(entry) if entry.name.endswith(".json") else _artifact_fault(entry, deep)
 
 
-def _artifact_fault(directory: Path) -> str:
+def _artifact_fault(directory: Path, deep: bool) -> str:
     if directory.is_symlink() or not directory.is_dir():
         return "no directory"
     manifest = read_state(directory / MANIFEST, ArtifactManifest.model_validate_json)
@@ -152,8 +157,17 @@ def _artifact_fault(directory: Path) -> str:
     for name, file in manifest.files.items():
         if name not in present or (directory / name).stat().st_size != file.size:
             return f"{name} is missing or of another size"
+        if deep and (fault := _content_fault(directory / name, file.sha256)):
+            return f"{name} {fault}"
     extra = (present | odd) - {MANIFEST, *manifest.files}
     return f"{min(extra)} is not of this artifact" if extra else ""
+
+
+def _content_fault(file: Path, sha256: str) -> str:
+    try:
+        return "" if sha256_file(file) == sha256 else "was altered"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
 
 
 def _value_fault(path: Path) -> str:

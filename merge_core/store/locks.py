@@ -49,9 +49,11 @@ def locked(
     try:
         yield
     finally:
-        if remove:
-            path.unlink(missing_ok=True)
-        os.close(descriptor)
+        try:
+            if remove:
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
 
 
 def try_open_locked(path: Path, flags: int, *, required: bool = True) -> int | None:

@@ -49,6 +49,8 @@ T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 VALUE = "value.json"
+LOCKS = "locks"  # the directory of the locks of keys, and of what else is done by one process at a time
+TRASH = ".trash"  # what is being deleted; nobody reads it
 
 
 class StoreMiss(Exception):
@@ -131,10 +133,17 @@ class Store:
         directory = self.directory(stage, key)
         if not os.path.lexists(directory):
             raise StoreMiss(f"{stage} {key[:12]} is not in the store")
-        found = self._open(stage, directory, value_type, deep=deep)
+        found = self._opened(stage, directory, value_type, deep=deep)
         if found.key != key:
             raise StoreMiss(f"{directory} belongs to another key")
         return found
+
+    def _opened(self, stage: str, directory: Path, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
+        """As :meth:`_open`; what is removed while it is looked at is a miss like any other."""
+        try:
+            return self._open(stage, directory, value_type, deep=deep)
+        except FileNotFoundError as gone:
+            raise StoreMiss(f"{gone.filename} was removed while it was looked at") from None
 
     def _open(self, stage: str, directory: Path, value_type: type[R], *, deep: bool = False) -> Artifact[R]:
         """The artifact in ``directory``, whose key its manifest says. Raises as ``open``."""
@@ -170,18 +179,26 @@ class Store:
         return Artifact(stage, manifest.key, manifest.digest, value, directory, hashes)
 
     def family(
-        self, stage: str, prefix: str, value_type: type[R], *, on_damage: Callable[[str], None] = log.warning
+        self,
+        stage: str,
+        prefix: str,
+        value_type: type[R],
+        *,
+        on_damage: Callable[[str], None] = log.warning,
+        about_to_read: Callable[[str], None] = lambda key: None,
     ) -> tuple[Artifact[R], ...]:
         """Every artifact of a stage whose key begins with ``prefix`` and that can be believed, in the order of keys.
 
         Args:
             prefix: See ``family_prefix``.
             on_damage: Told why, of one that is there and cannot be believed: it is left out.
+            about_to_read: Told the first 32 digits of the key of each, before it is read.
         """
         found = []
         for directory in self._finished(stage, prefix):
+            about_to_read(directory.name)
             try:
-                found.append(self._open(stage, directory, value_type))
+                found.append(self._opened(stage, directory, value_type))
             except StoreMiss as miss:
                 on_damage(str(miss))
         return tuple(found)
@@ -285,6 +302,12 @@ class Store:
             self._seal_value(stage, key, path, make())
             return self.open_value(stage, key, value_type), True
 
+    def mark_used(self, stage: str, key: str) -> None:
+        """Note the time of a use: what has not been used for longest goes first, where room is wanted."""
+        for place in (self.directory(stage, key), self._value_file(stage, key)):
+            with suppress(OSError):  # the other of the two; one of somebody else; a disk that is read-only
+                os.utime(place, follow_symlinks=False)
+
     def _finished(self, stage: str, prefix: str) -> Iterator[Path]:
         """Directories with a final name."""
         for directory in sorted((self.root / stage).glob(f"{prefix}*")):
@@ -303,7 +326,7 @@ class Store:
 
     def _lock_file(self, stage: str, key: str) -> Path:
         state_directory(self.root, private=True)
-        return state_directory(self.root / "locks") / f"{stage}-{key[:32]}"
+        return state_directory(self.root / LOCKS) / f"{stage}-{key[:32]}"
 
     def _seal(self, stage: str, key: str, partial: Path, value: BaseModel, known: Mapping[str, str]) -> None:
         remove_any(partial / VALUE)

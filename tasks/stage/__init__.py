@@ -19,7 +19,7 @@ from tasks.stage.progress import (
     watched_by,
 )
 from tasks.stage.project import home, nearest
-from tasks.stage.reading import PinnedInput, also_forget, read_pinned, require_pinned
+from tasks.stage.reading import LostArtifact, PinnedInput, also_forget, read_pinned, require_pinned
 from tasks.stage.stages import (
     DeclaredStage,
     Stage,
@@ -31,12 +31,15 @@ from tasks.stage.stages import (
     store,
     value_stage,
 )
+from tasks.stage.usage import QUOTA, keep_quota, note_stage, noted_run, runs_directory, store_quota
 from tasks.stage.verdict import JointVerdict, Outcome, Section, Verdict, combined, severity, word_for, worst
 
 __all__ = [
+    "QUOTA",
     "DeclaredStage",
     "HeldProgress",
     "JointVerdict",
+    "LostArtifact",
     "Outcome",
     "PinnedInput",
     "ProgressLog",
@@ -56,18 +59,23 @@ __all__ = [
     "device_kind",
     "home",
     "is_watched",
+    "keep_quota",
     "nearest",
+    "note_stage",
+    "noted_run",
     "read_pinned",
     "report_stage",
     "report_together",
     "require_pinned",
     "retell",
+    "runs_directory",
     "runtime",
     "say_progress",
     "severity",
     "stage",
     "step",
     "store",
+    "store_quota",
     "value_stage",
     "versions",
     "watched_by",

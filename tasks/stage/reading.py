@@ -16,12 +16,14 @@ Writing through a mapping changes no time until the system writes the page back;
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 from merge_core.errors import ChangedInput, MergegateError
 from merge_core.store import Artifact, FileIdentity, HashMemo, file_identity
+from tasks.stage.project import home
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,10 @@ class PinnedInput(Protocol):
 
     def present(self) -> Iterable[Path]:
         """The files that would be read in its place now."""
+
+
+class LostArtifact(ChangedInput):
+    """An input is gone that the store had: whoever runs the flow again has it made again."""
 
 
 _on_change: list[Callable[[], None]] = []
@@ -136,7 +142,8 @@ def pinned_inputs(values: Iterable[object]) -> Iterator[PinnedInput]:
 
 
 def _changed(one: PinnedInput, path: Path, found: str, sha256: str) -> ChangedInput:
-    return ChangedInput(
+    lost = not os.path.lexists(path) and path.is_relative_to(home() / "store")
+    return (LostArtifact if lost else ChangedInput)(
         f"{one.label}: {path}",
         found=f"changed since it was pinned: {found}",
         expected=f"{sha256[:12]}…, as it was pinned" if sha256 else "the files that were pinned, and no others",

@@ -41,6 +41,7 @@ from merge_core.store import Artifact, Store, StoredValue, StoreMiss, canonical,
 from tasks.stage.progress import StageStatus, report_stage
 from tasks.stage.project import home
 from tasks.stage.reading import pinned_inputs, read_pinned, require_pinned
+from tasks.stage.usage import note_stage
 
 if TYPE_CHECKING:
     from prefect import Task
@@ -124,7 +125,7 @@ class DeclaredStage(Generic[P, V, A]):
 
     def build(self, *args: P.args, **kwargs: P.kwargs) -> A:
         """From the store or made now, without Prefect: for commands that run no flow. A refusal is not raised."""
-        return self._build(self._bind(args, kwargs))[0]
+        return self._noted(self._bind(args, kwargs))[0]
 
     def find(self, *args: P.args, **kwargs: P.kwargs) -> A | None:
         """What the store has of these inputs, if that can be believed. Makes nothing."""
@@ -163,8 +164,10 @@ class DeclaredStage(Generic[P, V, A]):
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageCall:
         inputs = self._signature.bind(*args, **kwargs)
         inputs.apply_defaults()
-        subject = str(getattr(inputs.arguments[self._subject], "name", "")) if self._subject else ""
-        return StageCall(self.name, subject, self._key_of(inputs.arguments), inputs)
+        return StageCall(self.name, self._subject_of(inputs.arguments), self._key_of(inputs.arguments), inputs)
+
+    def _subject_of(self, inputs: Mapping[str, object]) -> str:
+        return str(getattr(inputs[self._subject], "name", "")) if self._subject else ""
 
     def _key_of(self, inputs: Mapping[str, object]) -> str:
         return stage_key(self.name, self.version, inputs)
@@ -175,7 +178,7 @@ class DeclaredStage(Generic[P, V, A]):
 
         try:
             with report_stage(self.name, call.subject) as report, refusing_disk(home()):
-                artifact, status = self._build(call)
+                artifact, status = self._noted(call)
                 report.summary = artifact.value.summary()
                 report.status = "refused" if artifact.value.refuses() else status
                 if (refusal := artifact.value.refusal()) is not None:
@@ -185,6 +188,13 @@ class DeclaredStage(Generic[P, V, A]):
         if status != "cached":
             _show(call, artifact, report.summary)
         return Completed(name=status.title(), message=report.summary, data=artifact)
+
+    def _noted(self, call: StageCall) -> tuple[A, StageStatus]:
+        """From the store or made now, and noted as used: by a note before, by its time after."""
+        note_stage(call.name, call.key, call.subject)
+        artifact, status = self._build(call)
+        store().mark_used(call.name, call.key)
+        return artifact, status
 
     def _build(self, call: StageCall) -> tuple[A, StageStatus]:
         raise NotImplementedError
@@ -219,8 +229,10 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         self._hashes_of, self._resumable, self._apart = hashes_of, resumable, apart
 
     def find(self, *args: P.args, **kwargs: P.kwargs) -> Artifact[V] | None:
+        call = self._bind(args, kwargs)
+        note_stage(call.name, call.key, call.subject, in_run_only=True)
         try:
-            return store().open(self.name, self._bind(args, kwargs).key, self.value_type)
+            return store().open(self.name, call.key, self.value_type)
         except StoreMiss:
             return None
 
@@ -232,11 +244,19 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         """
         inputs = self._others(others)
         assert self._apart is not None  # or there was no prefix
-        found = store().family(self.name, self._prefix(inputs), self.value_type)
+        subject = self._subject_of(inputs)
+
+        def about_to_read(name: str) -> None:
+            note_stage(self.name, name, subject, in_run_only=True)
+
+        found = store().family(self.name, self._prefix(inputs), self.value_type, about_to_read=about_to_read)
         # Of other inputs with equal first digits, if such there are, the whole key tells.
-        return tuple(
+        members = [
             one for one in found if one.key == self._key_of({**inputs, self._apart: getattr(one.value, self._apart)})
-        )
+        ]
+        for one in members:
+            store().mark_used(self.name, one.key)
+        return tuple(members)
 
     def hold_family(self, **others: object) -> AbstractContextManager[None]:
         """No other run makes a member of the family as long as this is held. ``others`` as of ``family``."""
@@ -297,8 +317,10 @@ class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
         return found, _status(made, damage)
 
     def find(self, *args: P.args, **kwargs: P.kwargs) -> StoredValue[V] | None:
+        call = self._bind(args, kwargs)
+        note_stage(call.name, call.key, call.subject, in_run_only=True)
         try:
-            return store().open_value(self.name, self._bind(args, kwargs).key, self.value_type)
+            return store().open_value(self.name, call.key, self.value_type)
         except StoreMiss:
             return None
 

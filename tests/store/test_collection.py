@@ -1,0 +1,425 @@
+"""Garbage collection with real files: beside builds and runs, killed anywhere, a hundred nights under a quota."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from merge_core.store import (
+    EntryName,
+    RetentionRule,
+    Store,
+    StoreMiss,
+    collect_garbage,
+    examine_store,
+    hashing,
+    keeping_reasons,
+    list_store,
+    note_use,
+    open_run,
+    plan_collection,
+    prune_runs,
+    stage_key,
+    store_bytes,
+)
+from merge_core.store.store import TRASH
+
+EVERYTHING = RetentionRule(grace_s=0.0)
+DAY = 86_400.0
+
+
+class Value(BaseModel):
+    words: str
+
+
+def key_of(stage: str, *inputs: object) -> str:
+    return stage_key(stage, 1, {"inputs": list(inputs)})
+
+
+@dataclass
+class Home:
+    """A store, the records of its runs, and how many bytes each artifact of the tests has."""
+
+    place: Path
+    deep: bool = True
+    made: list[EntryName] = field(default_factory=list)
+
+    @property
+    def root(self) -> Path:
+        return self.place / "store"
+
+    @property
+    def runs(self) -> Path:
+        return self.place / "runs"
+
+    @property
+    def store(self) -> Store:
+        return Store(self.root)
+
+    def build(self, stage: str, key: str, run: str = "", size: int = 1000) -> None:
+        """As a stage does it: note, ask, mark."""
+        if run:
+            assert note_use(self.runs, run, stage, key, "")
+
+        def make(out: Path) -> Value:
+            (out / "sub").mkdir()
+            (out / "sub" / "weights").write_bytes(bytes(size))
+            self.made.append(EntryName(stage, key[:32]))
+            return Value(words=key)
+
+        if stage == "gate":
+            made = lambda: self.made.append(EntryName(stage, key[:32])) or Value(words=key)  # noqa: E731
+            self.store.build_value(stage, key, Value, made)
+        else:
+            self.store.build(stage, key, Value, make)
+        self.store.mark_used(stage, key)
+
+    def has(self, stage: str, key: str) -> bool:
+        try:
+            if stage == "gate":
+                self.store.open_value(stage, key, Value)
+            else:
+                self.store.open(stage, key, Value, deep=self.deep)
+        except StoreMiss:
+            return False
+        return True
+
+    def names(self) -> set[EntryName]:
+        return {one.made_by for one in list_store(self.root)}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+def age(home: Home, days: float) -> None:
+    for one in list_store(home.root):
+        place = home.root / one.stage / one.name
+        os.utime(place, (place.stat().st_mtime - days * DAY,) * 2)
+
+
+def test_what_nobody_needs_goes_after_its_grace_period_and_not_before(home: Home) -> None:
+    old, young = key_of("merge", "old"), key_of("merge", "young")
+    home.build("merge", old)
+    age(home, 1.5)
+    home.build("merge", young)
+    done = collect_garbage(home.root, home.runs, RetentionRule(grace_s=DAY))
+    assert [one.key for one, _ in done.plan.goes] == [old[:32]]
+    assert done.bytes_freed > 1000
+    assert (home.has("merge", old), home.has("merge", young)) == (False, True)
+    assert not (home.root / TRASH).exists()
+    assert list((home.root / "locks").iterdir()) == []
+
+
+def test_a_use_renews_the_grace_period(home: Home) -> None:
+    key = key_of("gate", 1)
+    home.build("gate", key)
+    age(home, 5)
+    home.store.mark_used("gate", key)
+    assert collect_garbage(home.root, home.runs, RetentionRule(grace_s=DAY)).plan.goes == ()
+
+
+def test_a_plan_changes_nothing(home: Home) -> None:
+    home.build("merge", key_of("merge", 1))
+    home.build("gate", key_of("gate", 1))
+    before = sorted(home.place.rglob("*"))
+    assert len(plan_collection(home.root, home.runs, EVERYTHING).goes) == 2
+    assert sorted(home.place.rglob("*")) == before
+
+
+def test_what_was_set_aside_left_over_or_left_unfinished_goes_too_and_strangers_files_do_not(home: Home) -> None:
+    key = key_of("merge", 1)
+    home.build("merge", key)
+    place = home.store.directory("merge", key)
+    shutil.copytree(place, place.with_name(place.name + ".damaged-1"))
+    shutil.copytree(place, place.with_name("f" * 32 + ".partial"))
+    (place.parent / ("e" * 32 + ".json.1-2.partial")).write_text("half")
+    (home.root / "hashes.sqlite.damaged-1").write_text("garbage")
+    (place.parent / "notes.txt").write_text("a person's")
+    (place.parent / ("d" * 32)).symlink_to(home.place)
+    with open_run(home.runs, "one", "release", "demo"):
+        note_use(home.runs, "one", "merge", key, "")
+        collect_garbage(home.root, home.runs, EVERYTHING)
+    assert sorted(path.name for path in place.parent.iterdir()) == sorted([place.name, "notes.txt", "d" * 32])
+    assert not (home.root / "hashes.sqlite.damaged-1").exists()
+    assert home.has("merge", key)
+
+
+def test_what_somebody_builds_now_is_left_alone(home: Home) -> None:
+    key, begun, go_on = key_of("merge", 1), threading.Event(), threading.Event()
+
+    def make(out: Path) -> Value:
+        (out / "half").write_text("half")
+        begun.set()
+        assert go_on.wait(60)
+        return Value(words="whole")
+
+    builder = threading.Thread(target=lambda: home.store.build("merge", key, Value, make))
+    builder.start()
+    assert begun.wait(60)
+    done = collect_garbage(home.root, home.runs, RetentionRule(grace_s=0.0, quota=0))
+    assert done.plan.goes == ()
+    assert [why for _, why in done.plan.stays] == ["in use"]
+    go_on.set()
+    builder.join(60)
+    assert home.has("merge", key)
+
+
+def test_what_is_noted_while_it_is_moved_away_is_put_back(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run notes after the collector has looked and before it has looked again."""
+    key = key_of("merge", 1)
+    home.build("merge", key)
+    rename = Path.rename
+    with open_run(home.runs, "one", "release", "demo"):
+
+        def noted_meanwhile(path: Path, to: Path) -> Path:
+            moved = rename(path, to)
+            note_use(home.runs, "one", "merge", key, "")
+            return moved
+
+        monkeypatch.setattr(Path, "rename", noted_meanwhile)
+        assert collect_garbage(home.root, home.runs, EVERYTHING).plan.goes == ()
+        assert home.has("merge", key)
+
+
+def test_an_artifact_that_goes_at_any_moment_of_the_look_is_a_miss_and_made_again(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call by which a build looks at what is there; before each of them in turn, it is removed."""
+    key = key_of("merge", 1)
+    home.build("merge", key)
+    directory = home.store.directory("merge", key)
+    calls = 0
+
+    def counted(name: str, gone_at: int | None) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def calling(path: Any, *rest: Any, **more: Any) -> Any:
+            nonlocal calls
+            if isinstance(path, (str, os.PathLike)) and Path(path).is_relative_to(directory):
+                calls += 1
+                if calls == gone_at:
+                    shutil.rmtree(directory)
+            return real(path, *rest, **more)
+
+        return calling
+
+    def look(gone_at: int | None) -> None:
+        nonlocal calls
+        calls = 0
+        with monkeypatch.context() as patch:
+            for name in ("open", "stat", "lstat", "scandir"):
+                patch.setattr(os, name, counted(name, gone_at))
+            home.build("merge", key)
+
+    look(None)
+    total = calls
+    assert total > 5
+    for at in range(1, total + 1):
+        before = len(home.made)
+        look(at)
+        assert len(home.made) >= before
+        home.build("merge", key)
+        assert home.has("merge", key), f"gone before call {at}"
+
+
+def test_two_collectors_at_once_take_everything_away_once(home: Home) -> None:
+    keys = [key_of("merge", number) for number in range(20)]
+    for key in keys:
+        home.build("merge", key)
+    kept = keys[:5]
+    gone: list[str] = []
+    with open_run(home.runs, "one", "release", "demo"):
+        for key in kept:
+            note_use(home.runs, "one", "merge", key, "")
+        start = threading.Barrier(2)
+
+        def collects() -> None:
+            start.wait(60)
+            gone.extend(one.key for one, _ in collect_garbage(home.root, home.runs, EVERYTHING).plan.goes)
+
+        both = [threading.Thread(target=collects) for _ in range(2)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join(60)
+    assert sorted(gone) == sorted(key[:32] for key in keys[5:])
+    assert all(home.has("merge", key) for key in kept)
+
+
+class Killed(BaseException):
+    """The collector's process ends here."""
+
+
+CHANGING = ("rename", "unlink", "rmdir", "mkdir", "fsync", "open")
+
+
+@contextmanager
+def killed_at(at: int | None) -> Iterator[list[int]]:
+    """The ``at``-th call that changes a disk does not happen, nor anything after it."""
+    count = [0]
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            if name != "open" or (len(args) > 1 and args[1] & os.O_CREAT):
+                count[0] += 1
+                if at is not None and count[0] >= at:
+                    raise Killed
+            return real(*args, **kwargs)
+
+        return calling
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CHANGING:
+            patch.setattr(os, name, counted(name))
+        yield count
+
+
+def filled(home: Home) -> tuple[list[EntryName], list[EntryName]]:
+    """Some things that a run needs, and some that nobody does."""
+    needed, loose = [], []
+    with open_run(home.runs, "one", "release", "demo") as run:
+        for stage, number in (("merge", 1), ("gate", 1), ("evaluate", 1)):
+            home.build(stage, key_of(stage, number), "one", size=10)
+            needed.append(EntryName(stage, key_of(stage, number)))
+        run.end("released", judged=True)
+    for stage, number in (("merge", 2), ("gate", 2), ("evaluate", 2)):
+        home.build(stage, key_of(stage, number), size=10)
+        loose.append(EntryName(stage, key_of(stage, number)))
+    return needed, loose
+
+
+def test_a_collector_killed_at_any_call_leaves_nothing_half_deleted_that_looks_whole(tmp_path: Path) -> None:
+    original = Home(tmp_path / "original")
+    needed, loose = filled(original)
+    shutil.copytree(original.place, tmp_path / "counted", symlinks=True)
+    counted = Home(tmp_path / "counted")
+    with killed_at(None) as count:
+        collect_garbage(counted.root, counted.runs, EVERYTHING)
+    assert count[0] > 20
+    for at in range(1, count[0] + 1):
+        home = Home(tmp_path / f"at-{at}")
+        shutil.copytree(original.place, home.place, symlinks=True)
+        with killed_at(at), suppress(Killed):
+            collect_garbage(home.root, home.runs, EVERYTHING)
+        damaged = [one for one in examine_store(home.root, deep=True) if one.kind == "damaged"]
+        assert damaged == [], f"killed at {at}"
+        assert all(home.has(*name) for name in needed)
+        collect_garbage(home.root, home.runs, EVERYTHING)
+        assert home.names() == {EntryName(stage, key[:32]) for stage, key in needed}
+        assert not (home.root / TRASH).exists()
+        assert not any(home.has(*name) for name in loose)
+        shutil.rmtree(home.place)
+
+
+@dataclass
+class Project:
+    """Profiles that merge parents which get new revisions now and then: what a year of nights does to a store."""
+
+    home: Home
+    chance: random.Random
+    revisions: dict[str, int]
+
+    def needs(self, profile: str, champion: tuple[str, ...] | None) -> list[tuple[str, str, int]]:
+        """Stages of a night, in order: name, key, bytes."""
+        parents = self.parents(profile)
+        merge = key_of("merge", parents)
+        stages = [("evaluate", key_of("evaluate", parent), 300) for parent in parents]
+        stages += [("merge", merge, 4000), ("evaluate", key_of("evaluate", merge), 300)]
+        if champion is not None:
+            stages.append(("evaluate", key_of("evaluate", key_of("merge", champion)), 300))
+        return [*stages, ("gate", key_of("gate", parents, champion), 0), ("report", key_of("report", parents), 500)]
+
+    def parents(self, profile: str) -> tuple[str, ...]:
+        names = {"demo": "abc", "other": "bcd"}[profile]
+        return tuple(f"{name}@{self.revisions[name]}" for name in names)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parents change, nights fail, are killed and are refused; so is the collector. The store never exceeds its quota
+    after a night, and nothing is gone that a run that goes on, the champion or the last nights need."""
+    monkeypatch.setattr(hashing, "_TICK_NS", 0)  # nothing is written twice here: no file has to be waited for
+    chance = random.Random(seed)
+    home = Home(tmp_path, deep=False)
+    project = Project(home, chance, dict.fromkeys("abcd", 0))
+    champions: dict[str, tuple[str, ...]] = {}
+    history: dict[str, list[list[tuple[str, str]]]] = {"demo": [], "other": []}
+    champion_used: dict[str, list[tuple[str, str]]] = {}
+    quota, largest, kills, removed = 95_000, 0, 0, 0
+    for night in range(100):
+        for name in project.revisions:
+            project.revisions[name] += chance.random() < 0.3
+        for profile in ("demo", "other"):
+            run, ending = f"{profile}-{night}", chance.choice(["released", "released", "refused", "killed", "outage"])
+            stages = project.needs(profile, champions.get(profile))
+            if ending == "outage":
+                stages = []
+            if ending == "killed":
+                stages = stages[: chance.randrange(len(stages))]
+            beside = next(iter(history["other" if profile == "demo" else "demo"][-1:]), [])
+            with open_run(home.runs, run, "release", profile) as opened, open_run(home.runs, "beside", "compare", ""):
+                for stage, key in beside:  # another process reads what the other profile made
+                    note_use(home.runs, "beside", stage, key, "")
+                for stage, key, size in stages:
+                    home.build(stage, key, run, size)
+                used = [(stage, key) for stage, key, _ in stages]
+                if ending != "killed":
+                    opened.end(ending, judged=ending != "outage")
+                    prune_runs(home.runs)
+                if ending in ("released", "refused"):
+                    history[profile].append(used)
+                if ending == "released":
+                    champions[profile], champion_used[profile] = project.parents(profile), used
+                if chance.random() < 0.4:
+                    with killed_at(chance.randrange(1, 60)), suppress(Killed):
+                        collect_garbage(home.root, home.runs, RetentionRule(None, quota))
+                    kills += 1
+                done = collect_garbage(home.root, home.runs, RetentionRule(None, quota))
+                removed += len(done.plan.goes)
+                assert done.plan.over_quota == 0
+                assert store_bytes(home.root) <= quota
+                largest = max(largest, store_bytes(home.root))
+                assert all(home.has(*one) for one in (*used, *beside)), "a run that goes on"
+            for one in ("demo", "other"):
+                for night_used in (*history[one][-2:], champion_used.get(one, [])):
+                    assert all(home.has(*name) for name in night_used), f"night {night}, {one}"
+    assert kills > 20
+    assert removed > 100
+    assert largest > 0.8 * quota, "the quota is what limits"
+    assert (home.root / "hashes.sqlite").stat().st_size < 50_000, "hashes of what is gone are forgotten"
+    before = len(home.made)
+    for profile in ("demo", "other"):
+        for stage, key in history[profile][-1]:
+            home.build(stage, key)
+    assert len(home.made) == before, "the last night again makes nothing"
+    assert not [one for one in examine_store(home.root, deep=True) if one.kind == "damaged"]
+
+
+def test_a_quota_that_is_too_small_removes_all_else_and_says_by_how_much(home: Home) -> None:
+    with open_run(home.runs, "one", "release", "demo") as run:
+        home.build("merge", key_of("merge", 1), "one")
+        run.end("released", judged=True)
+    home.build("merge", key_of("merge", 2))
+    done = collect_garbage(home.root, home.runs, RetentionRule(None, 500))
+    assert [one.key for one, _ in done.plan.goes] == [key_of("merge", 2)[:32]]
+    assert done.plan.over_quota == store_bytes(home.root) - 500 > 0
+    assert keeping_reasons(home.runs) == {EntryName("merge", key_of("merge", 1)[:32]): "release of demo"}
+
+
+def test_a_store_that_is_not_there_has_nothing_to_give(home: Home) -> None:
+    assert collect_garbage(home.root, home.runs, EVERYTHING).plan.goes == ()
+    assert list_store(home.place / "nowhere") == ()

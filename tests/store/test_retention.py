@@ -1,0 +1,176 @@
+"""What stays and what may go, decided of values: needed things never go, a quota holds where it can, oldest first."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from merge_core.errors import InvalidInput
+from merge_core.store import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
+from merge_core.store.retention import LAST_RUNS, needed_by, plan_retention, runs_that_count
+from merge_core.units import parse_bytes
+
+NOW = 1_000_000_000.0
+DAY = 86_400.0
+
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def name_of(number: int) -> EntryName:
+    return EntryName("abc"[number % 3], f"{number:032x}")
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> list[StoreEntry]:
+    kinds = st.sampled_from(["artifact", "value", "unfinished", "set aside", "left over"])
+    ages = st.floats(-DAY, 400 * DAY)
+    drawn = draw(st.lists(st.tuples(kinds, st.integers(0, 10**12), ages), max_size=12))
+    return [
+        StoreEntry(name_of(n).stage, f"{name_of(n).key}.{n}", name_of(n).key, kind, size, NOW - age)
+        for n, (kind, size, age) in enumerate(drawn)
+    ]
+
+
+runs = st.lists(
+    st.builds(
+        RunUse,
+        run=st.text(string.ascii_lowercase, min_size=4, max_size=4),
+        flow=st.sampled_from(["release", "sweep"]),
+        profile=st.sampled_from(["", "demo", "other"]),
+        started=st.floats(0, NOW),
+        status=st.sampled_from([RELEASED, "nothing new", "refused", "invalid", ""]),
+        judged=st.booleans(),
+        live=st.booleans(),
+        used=st.dictionaries(st.integers(0, 11).map(name_of), st.just("")),
+    ),
+    max_size=8,
+    unique_by=lambda run: run.run,
+)
+rules = st.builds(
+    RetentionRule,
+    grace_s=st.none() | st.floats(0, 300 * DAY),
+    quota=st.none() | st.integers(0, 10**13),
+)
+
+
+def planned(entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule, beside: int = 0) -> RetentionPlan:
+    return plan_retention(entries, needed_by(known, runs_that_count(known)), rule, NOW, beside=beside)
+
+
+@relaxed
+@given(stores(), runs, rules, st.integers(0, 10**9))
+def test_everything_is_decided_once_and_the_bytes_add_up(
+    entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule, beside: int
+) -> None:
+    plan = planned(entries, known, rule, beside)
+    assert sorted(one.name for one, _ in (*plan.goes, *plan.stays)) == sorted(one.name for one in entries)
+    assert plan.bytes_before == beside + sum(one.bytes for one in entries)
+    assert plan.bytes_after == beside + sum(one.bytes for one, _ in plan.stays)
+    assert all(why for _, why in (*plan.goes, *plan.stays))
+
+
+@relaxed
+@given(stores(), runs, rules)
+def test_what_a_counting_run_used_never_goes(
+    entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
+) -> None:
+    gone = {one.made_by for one, _ in planned(entries, known, rule).goes if one.kind in ("artifact", "value")}
+    live = [run for run in known if run.live]
+    for profile in ("demo", "other"):
+        for flow in ("release", "sweep"):
+            those = sorted(
+                (run for run in known if (run.flow, run.profile) == (flow, profile)),
+                key=lambda run: (run.started, run.run),
+            )
+            judged = [run for run in those if run.judged]
+            released = [run for run in judged if run.status == RELEASED]
+            live += those[-1:] + judged[-LAST_RUNS:] + released[-1:]
+    for run in live:
+        assert not gone & set(run.used)
+
+
+@relaxed
+@given(stores(), runs, rules)
+def test_the_quota_holds_unless_what_is_needed_alone_exceeds_it(
+    entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
+) -> None:
+    plan = planned(entries, known, rule)
+    if rule.quota is None:
+        assert plan.over_quota == 0
+        return
+    needed = needed_by(known, runs_that_count(known))
+    kept = [one for one in entries if one.made_by in needed and one.kind not in ("set aside", "left over")]
+    if plan.over_quota:
+        assert plan.bytes_after == sum(one.bytes for one in kept) > rule.quota
+    else:
+        assert plan.bytes_after <= rule.quota
+
+
+@relaxed
+@given(stores(), runs, rules)
+def test_the_least_recently_used_goes_first_and_no_more_than_has_to(
+    entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
+) -> None:
+    plan = planned(entries, known, rule)
+    went = [one for one, _ in plan.goes]
+    spared = [one for one, why in plan.stays if why in ("in its grace period", "within the quota")]
+    assert all(old.used <= young.used for old in went for young in spared)
+    if went and rule.quota is not None and (rule.grace_s is None or NOW - went[-1].used < rule.grace_s):
+        assert plan.bytes_after + went[-1].bytes > rule.quota, "the last one had to go"
+    if rule.quota is None:
+        assert all(rule.grace_s is not None and max(0, NOW - one.used) >= rule.grace_s for one in went)
+
+
+def run(at: int, profile: str = "demo", *, status: str = "refused", judged: bool = True, live: bool = False) -> RunUse:
+    return RunUse(f"{profile}-{at}", "release", profile, float(at), status, judged, live, {name_of(at): ""})
+
+
+def test_nights_on_which_nothing_could_be_judged_displace_nothing() -> None:
+    """A Hub that is down for a month must not cost the evaluations of all parents."""
+    good, better = run(1, status=RELEASED), run(2)
+    outage = [run(at, status="refused", judged=False) for at in range(3, 33)]
+    assert set(runs_that_count([good, better, *outage])) == {"demo-1", "demo-2", "demo-32"}
+
+
+def test_the_run_that_made_the_champion_counts_however_long_ago() -> None:
+    assert runs_that_count([run(1, status=RELEASED), *(run(at) for at in range(2, 300))]) == {
+        "demo-1": "release of demo",
+        "demo-298": "last runs of demo",
+        "demo-299": "last runs of demo",
+    }
+
+
+def test_a_command_without_a_flow_counts_while_it_goes_on() -> None:
+    assert runs_that_count([run(1, profile="", live=True), run(2, profile="")]) == {"-1": "in use"}
+
+
+def test_the_strongest_reason_is_said() -> None:
+    known = [run(1, status=RELEASED), run(2), run(3, live=True, status="")]
+    used = {name_of(0): ""}
+    known = [RunUse(**{**vars(one), "used": used}) for one in known]
+    assert needed_by(known, runs_that_count(known)) == {name_of(0): "in use by a run of demo"}
+
+
+@pytest.mark.parametrize(
+    ("said", "bytes_"),
+    [
+        ("50GB", 50 * 10**9),
+        ("1.5 TB", 1_500_000_000_000),
+        ("2k", 2000),
+        ("10 MiB", 10 * 2**20),
+        ("3gib", 3 * 2**30),
+        ("0", 0),
+        ("123", 123),
+    ],
+)
+def test_bytes_are_read_as_people_write_them(said: str, bytes_: int) -> None:
+    assert parse_bytes(said, "here") == bytes_
+
+
+@pytest.mark.parametrize("said", ["", "GB", "-1GB", "1e9", "fifty", "1.GB", "50 G B", "٣GB", "9" * 30])
+def test_what_is_no_number_of_bytes_is_refused(said: str) -> None:
+    with pytest.raises(InvalidInput, match="here"):
+        parse_bytes(said, "here")

@@ -1,0 +1,124 @@
+"""Records of runs: a lease that dies with its process, and what is kept of a run when it is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from merge_core.store import EntryName, forget_profile, note_use, open_run, prune_runs, read_runs
+
+KEY = "0123456789abcdef" * 4
+NAME = EntryName("merge", KEY[:32])
+
+
+def ended(runs: Path, run: str, profile: str = "demo", status: str = "refused", judged: bool = True) -> None:
+    with open_run(runs, run, "release", profile) as opened:
+        note_use(runs, run, "merge", KEY, "")
+        opened.end(status, judged=judged)
+
+
+def test_a_run_is_live_inside_its_block_and_a_record_afterwards(tmp_path: Path) -> None:
+    with open_run(tmp_path / "runs", "one", "release", "demo") as opened:
+        assert note_use(tmp_path / "runs", "one", "merge", KEY, "reverser")
+        (run,) = read_runs(tmp_path / "runs")
+        assert (run.live, run.status, run.used) == (True, "", {NAME: "reverser"})
+        opened.end("released", judged=True)
+    (run,) = read_runs(tmp_path / "runs")
+    assert (run.live, run.status, run.judged, run.profile, run.flow) == (False, "released", True, "demo", "release")
+
+
+def test_without_a_registered_run_nothing_is_noted(tmp_path: Path) -> None:
+    assert not note_use(tmp_path, "nobody", "merge", KEY, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_run_is_live_no_longer_and_its_record_stays(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, pathlib
+from merge_core.store import note_use, open_run
+runs = pathlib.Path({str(tmp_path)!r})
+with open_run(runs, "killed", "release", "demo"):
+    note_use(runs, "killed", "merge", {KEY!r}, "")
+    print("noted", flush=True)
+    signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path.cwd()) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"noted\n"
+        assert [run.live for run in read_runs(tmp_path)] == [True]
+        prune_runs(tmp_path)
+        assert forget_profile(tmp_path, "demo") == 0, "a run that goes on is not forgotten"
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    (run,) = read_runs(tmp_path)
+    assert (run.live, run.status, set(run.used)) == (False, "", {NAME})
+
+
+def test_a_suspended_run_goes_on_with_its_record(tmp_path: Path) -> None:
+    ended(tmp_path, "one")
+    with open_run(tmp_path, "one", "release", "demo"):
+        note_use(tmp_path, "one", "gate", KEY, "")
+        (run,) = read_runs(tmp_path)
+        assert run.live
+        assert run.status == ""
+        assert set(run.used) == {NAME, EntryName("gate", KEY[:32])}
+
+
+def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
+    ended(tmp_path, "one", status="")
+    with (tmp_path / "one.jsonl").open("ab") as file:
+        file.write(b'{"stage": "gate", "key": "0123')
+    with open_run(tmp_path, "one", "release", "demo"):
+        note_use(tmp_path, "one", "report", KEY, "")
+        (run,) = read_runs(tmp_path)
+    assert set(run.used) == {NAME, EntryName("report", KEY[:32])}
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"[]\n{}", b'{"run": 1}', b"\xff\xfe", b'{"run": "x"}'])
+def test_a_damaged_record_is_set_aside_and_the_others_are_read(tmp_path: Path, content: bytes) -> None:
+    ended(tmp_path, "one")
+    (tmp_path / "two.jsonl").write_bytes(content)
+    assert [run.run for run in read_runs(tmp_path)] == ["one"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["one.jsonl", "two.jsonl.damaged-1"]
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
+def test_what_is_no_file_in_place_of_a_record_is_set_aside(tmp_path: Path, kind: str) -> None:
+    ended(tmp_path, "one")
+    place = tmp_path / "two.jsonl"
+    if kind == "directory":
+        place.mkdir()
+    elif kind == "link":
+        place.symlink_to(tmp_path / "nowhere")
+    else:
+        os.mkfifo(place)
+    assert [run.run for run in read_runs(tmp_path)] == ["one"]
+    assert not os.path.lexists(place)
+
+
+def test_of_each_profile_the_runs_that_count_stay(tmp_path: Path) -> None:
+    ended(tmp_path, "a1", status="released")
+    for night in range(2, 7):
+        ended(tmp_path, f"a{night}")
+    ended(tmp_path, "a7", judged=False)
+    ended(tmp_path, "b1", profile="other")
+    prune_runs(tmp_path)
+    assert [run.run for run in read_runs(tmp_path)] == ["a1", "a5", "a6", "a7", "b1"]
+    assert forget_profile(tmp_path, "demo") == 4
+    assert [run.run for run in read_runs(tmp_path)] == ["b1"]
+
+
+def test_a_command_without_a_profile_leaves_no_record(tmp_path: Path) -> None:
+    with open_run(tmp_path, "process-1", "command", ""):
+        assert [run.live for run in read_runs(tmp_path)] == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_records_are_closed_to_others(tmp_path: Path) -> None:
+    ended(tmp_path / "runs", "one")
+    assert (tmp_path / "runs").stat().st_mode & 0o077 == 0
