@@ -18,12 +18,14 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from merge_core.errors import InvalidInput, suggest
 from merge_core.store import (
+    EntryName,
     RetentionPlan,
     RetentionRule,
     StoreEntry,
@@ -43,6 +45,16 @@ _DAY_S = 86_400.0
 _NOBODY = "nobody needs it"
 
 
+@dataclass(frozen=True)
+class _StageSize:
+    """Of one stage: how much there is, and how many bytes of it are needed."""
+
+    stage: str
+    entries: int
+    bytes: int
+    needed: int
+
+
 def list_artifacts(console: Console, as_json: bool) -> None:
     """Everything in the store, by stage, the last used first: key, what of, size, age, why it is kept.
 
@@ -52,16 +64,17 @@ def list_artifacts(console: Console, as_json: bool) -> None:
     needed, now = keeping_reasons(runs_directory()), time.time()
     subjects = {name: subject for run in read_runs(runs_directory()) for name, subject in run.used.items()}
     entries = sorted(list_store(home() / "store"), key=lambda one: (one.stage, -one.used, one.name))
-    rows = [{**_plain(one, now), "subject": subjects.get(one.made_by, ""), "why": _why(one, needed)} for one in entries]
+    told = [(one, subjects.get(one.made_by, ""), _why(one, needed)) for one in entries]
     if as_json:
+        rows = [{**_plain(one, now), "subject": subject, "why": why} for one, subject, why in told]
         print(json.dumps({"home": str(home()), "entries": rows}))
         return
     table = _table("stage", "key", "of", ">size", ">age", "why it is kept")
-    for row, one in zip(rows, entries, strict=True):
+    for one, subject, why in told:
         key = one.key[:12] or one.name
         named = key if one.kind in ("artifact", "value") else f"{key} ({one.kind})"
-        table.add_row(one.stage, named, row["subject"], format_bytes(one.bytes), _age(now - one.used), row["why"])
-    console.print(table if rows else "the store is empty")
+        table.add_row(one.stage, named, subject, format_bytes(one.bytes), _age(now - one.used), why)
+    console.print(table if told else "the store is empty")
 
 
 def print_sizes(console: Console, as_json: bool) -> None:
@@ -73,31 +86,21 @@ def print_sizes(console: Console, as_json: bool) -> None:
     """
     needed, quota = keeping_reasons(runs_directory()), store_quota()
     total, by_stage = store_bytes(home() / "store"), defaultdict[str, list[StoreEntry]](list)
-    for one in list_store(home() / "store"):
-        by_stage[one.stage or "set aside"].append(one)
-    rows = [
-        {
-            "stage": stage,
-            "entries": len(those),
-            "bytes": sum(one.bytes for one in those),
-            "needed": sum(one.bytes for one in those if _why(one, needed) != _NOBODY),
-        }
-        for stage, those in by_stage.items()
-    ]
-    rows.sort(key=lambda row: (-_number(row["bytes"]), row["stage"]))
+    for entry in list_store(home() / "store"):
+        by_stage[entry.stage or "set aside"].append(entry)
+    sizes = [_stage_size(stage, those, needed) for stage, those in by_stage.items()]
+    sizes.sort(key=lambda one: (-one.bytes, one.stage))
     if as_json:
-        print(json.dumps({"home": str(home()), "bytes": total, "quota": quota, "stages": rows}))
+        stages = [asdict(one) for one in sizes]
+        print(json.dumps({"home": str(home()), "bytes": total, "quota": quota, "stages": stages}))
         return
     table = _table("stage", ">entries", ">size", ">needed")
-    for row in rows:
-        table.add_row(
-            str(row["stage"]), str(row["entries"]), *(format_bytes(_number(row[x])) for x in ("bytes", "needed"))
-        )
-    listed = sum(_number(row["bytes"]) for row in rows)
-    table.add_row("tables, locks", "", format_bytes(max(0, total - listed)), "")
+    for one in sizes:
+        table.add_row(one.stage, str(one.entries), format_bytes(one.bytes), format_bytes(one.needed))
+    table.add_row("tables, locks", "", format_bytes(max(0, total - sum(one.bytes for one in sizes))), "")
     console.print(table)
     limit = f" of {format_bytes(quota)}" if quota is not None else ""
-    needs = sum(_number(row["needed"]) for row in rows)
+    needs = sum(one.needed for one in sizes)
     console.print(f"{home() / 'store'}: {format_bytes(total)}{limit}, {format_bytes(needs)} needed")
 
 
@@ -195,7 +198,12 @@ def _forget(profiles: Sequence[str], dry_run: bool) -> None:
         forget_profile(runs_directory(), profile)
 
 
-def _why(entry: StoreEntry, needed: Mapping[tuple[str, str], str]) -> str:
+def _stage_size(stage: str, those: Sequence[StoreEntry], needed: Mapping[EntryName, str]) -> _StageSize:
+    wanted = sum(one.bytes for one in those if _why(one, needed) != _NOBODY)
+    return _StageSize(stage, len(those), sum(one.bytes for one in those), wanted)
+
+
+def _why(entry: StoreEntry, needed: Mapping[EntryName, str]) -> str:
     return needed.get(entry.made_by, _NOBODY) if entry.kind in ("artifact", "value", "unfinished") else _NOBODY
 
 
@@ -206,11 +214,6 @@ def _parts(plan: RetentionPlan) -> tuple[tuple[str, tuple[tuple[StoreEntry, str]
 def _plain(entry: StoreEntry, now: float) -> dict[str, object]:
     age = round(max(0.0, now - entry.used))
     return {"stage": entry.stage, "name": entry.name, "kind": entry.kind, "bytes": entry.bytes, "age_s": age}
-
-
-def _number(value: object) -> int:
-    assert isinstance(value, int)
-    return value
 
 
 def _age(seconds: float) -> str:

@@ -195,9 +195,9 @@ def _take_away(root: Path, entry: StoreEntry, needs: _Needs) -> bool:
 def _empty_trash(root: Path) -> None:
     trash = root / TRASH
     for left in sorted(trash.iterdir()) if trash.is_dir() else []:
-        if left.is_dir() and not left.is_symlink():
-            HashMemo(root / HASHES).forget(left / name for name in regular_files(left)[0])
         with suppress(FileNotFoundError):  # somebody else tidies up, too
+            if left.is_dir() and not left.is_symlink():
+                HashMemo(root / HASHES).forget(left / name for name in regular_files(left)[0])
             remove_any(left)
     with suppress(OSError):
         trash.rmdir()

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,10 +120,16 @@ def mend_state(found: StateFinding) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a directory. Links count as themselves."""
+    """Bytes of a file, or of all files below a directory. Links count as themselves, what goes meanwhile as nothing."""
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size if os.path.lexists(path) else 0
-    return sum((path / name).lstat().st_size for name in regular_files(path)[0])
+    size = 0
+    for above, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                status = os.lstat(f"{above}/{name}")
+                size += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return size
 
 
 def _entry(entry: Path, deep: bool) -> Iterator[StateFinding]:

@@ -122,7 +122,7 @@ class RunReader:
         # Whether it goes on is asked first: what it notes before it ends is then among the lines.
         live = _is_live(file)
         try:
-            status = file.stat()
+            status = file.lstat()
         except OSError:
             return None
         state = (status.st_ino, status.st_size, status.st_mtime_ns)
