@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput, suggest
+from merge_core.methods import Method, merge_methods
 
 _TOP = (
     "genome",
@@ -38,9 +39,8 @@ _GENOME = (
     "smooth",
 )
 _TASK = ("name", "weight", "metric")
-_METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "slerp")
-_DENSE = ("ties", "dare_ties")
-_OVER_BASE = ("task_arithmetic", "ties", "dare_ties")
+# Of a method: what its genome says of each model, or of the way between two.
+_WEIGHT, _BETWEEN = "weight", "t"
 _LEAST_SEARCH = 10  # documents that a search set has at least
 _CONFIRMED_ON = 2  # times as many documents
 _METRIC = "acc,none"  # theirs, where a task names none
@@ -88,8 +88,8 @@ def profile_of_evolve(content: Mapping[str, Any], name: str, where: str, layers:
             dropped.append(NotCarried(f"tasks: {task['name']}: weight {task['weight']}", why))
     if not kept:
         raise InvalidInput(f"{where}: tasks", found="no task with a weight above zero", expected="at least one")
-    if recipe.get("base_model") is None and genome.get("base_model") is not None and method != "slerp":
-        dropped.append(NotCarried("genome.base_model", f"{method} has no base; it is a guard's reference only"))
+    if recipe.get("base_model") is None and genome.get("base_model") is not None:
+        dropped.append(NotCarried("genome.base_model", f"{method.name} has no base; it is a guard's reference only"))
     return Converted(_profile(content, name, recipe, parameters, kept, where), tuple(dropped))
 
 
@@ -126,32 +126,33 @@ def _profile(
 
 
 def _recipe(
-    genome: Mapping[str, Any], models: Sequence[str], method: str, shape: dict[str, Any]
+    genome: Mapping[str, Any], models: Sequence[str], method: Method, shape: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The recipe with holes, and what they may be. Weights begin at one over their number, densities at one."""
     base = genome.get("base_model")
-    recipe: dict[str, Any] = {"merge_method": method, "dtype": "bfloat16"}
+    recipe: dict[str, Any] = {"merge_method": method.name, "dtype": "bfloat16"}
     parameters: dict[str, Any] = {}
-    if method == "slerp":
+    if method.parameter(_WEIGHT) is None:
         first = str(base) if base is not None else models[0]
         others = [model for model in models if model != first]
         recipe |= {"base_model": first, "models": [{"model": model} for model in (first, *others)]}
         recipe["parameters"] = {"t": "$t"}
         parameters["t"] = {"low": 0.0, "high": 1.0, "start": 0.5, **shape}
         return recipe, parameters
-    merged = [model for model in models if method not in _OVER_BASE or model != base]
+    over_base = _works_over_base(method)
+    merged = [model for model in models if not over_base or model != base]
     lowest = -1.0 if genome.get("allow_negative_weights") else 0.0
-    highest = 1.0 if method == "linear" else 2.0
+    highest = 2.0 if over_base else 1.0
     entries = []
     for number, model in enumerate(merged, start=1):
         own = {"weight": f"$weight_{number}"}
         start = round(1 / len(merged), 4)
         parameters[f"weight_{number}"] = {"low": lowest, "high": highest, "start": start, **shape}
-        if method in _DENSE:
+        if method.traits.sparse:
             own["density"] = f"$density_{number}"
             parameters[f"density_{number}"] = {"low": 0.05, "high": 1.0, "start": 1.0, **shape}
         entries.append({"model": model, "parameters": own})
-    if method in _OVER_BASE:
+    if over_base:
         recipe["base_model"] = base
     recipe["models"] = entries
     if genome.get("normalize") is not None:
@@ -201,20 +202,27 @@ def _models(genome: Mapping[str, Any], where: str) -> list[str]:
     return list(dict.fromkeys(models))
 
 
-def _method(genome: Mapping[str, Any], where: str) -> str:
-    method = genome.get("merge_method")
-    if method not in _METHODS:
+def _method(genome: Mapping[str, Any], where: str) -> Method:
+    every = merge_methods()
+    known = {name: one for name, one in every.items() if one.parameter(_WEIGHT) or one.parameter(_BETWEEN)}
+    method = known.get(str(genome.get("merge_method")))
+    if method is None:
         raise InvalidInput(
             f"{where}: genome.merge_method",
-            found=f"{method!r}",
-            expected=f"one of {', '.join(_METHODS)}",
-            remedy=suggest(str(method), _METHODS),
+            found=f"{genome.get('merge_method')!r}",
+            expected=f"one of {', '.join(known)}",
+            remedy=suggest(str(genome.get("merge_method")), list(known)),
         )
-    if method in _OVER_BASE and genome.get("base_model") is None:
+    if _works_over_base(method) and genome.get("base_model") is None:
         raise InvalidInput(
-            f"{where}: genome.base_model", found="nothing", expected=f"{method} works on differences to a base"
+            f"{where}: genome.base_model", found="nothing", expected=f"{method.name} works on differences to a base"
         )
-    return str(method)
+    return method
+
+
+def _works_over_base(method: Method) -> bool:
+    weight = method.parameter(_WEIGHT)
+    return weight is not None and weight.scope == "non_base"
 
 
 def _tasks(content: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:

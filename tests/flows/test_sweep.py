@@ -77,7 +77,7 @@ def test_where_nothing_can_be_better_no_candidate_is_confirmed(swept: Swept) -> 
     project, printed, _ = swept
     assert printed["saturated"].exit_code == 3
     assert "no candidate confirmed" in printed["saturated"].output
-    assert "no candidate confirmed" in (project.home / "reports" / "saturated-sweep.html").read_text()
+    assert "no candidate confirmed" in (project.home / "reports" / "saturated.sweep.html").read_text()
     assert not (project.home / "sweeps" / "saturated-winner.yaml").exists()
     assert not (project.root / "releases" / "saturated").exists()
     assert len(project.artifacts("merge")) == 1  # of the sweep that was confirmed
