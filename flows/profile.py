@@ -116,11 +116,15 @@ class Profile(ProfileSection):
         return candidate_recipes(own, self.remedies, self.root, f"profile {self.name}")
 
     def searched_recipe(self) -> SearchedRecipe:
-        """The recipe with its holes open.
+        """The recipe with its holes open. Read once.
 
         Raises:
             InvalidInput: for a recipe that cannot be read, or of several documents.
         """
+        return self._searched_recipe
+
+    @cached_property
+    def _searched_recipe(self) -> SearchedRecipe:
         return searched_recipe(self.recipe, self.root, f"profile {self.name}")
 
     def check_references(self, parents: Sequence[ResolvedCheckpoint]) -> None:
@@ -145,6 +149,11 @@ class Profile(ProfileSection):
         return evidence._replace(
             tasks=swept.left_for_the_gate(evidence.tasks), documents=swept.text_of("gate") or evidence.documents
         )
+
+    def sweep_view(self) -> str | None:
+        """Where the study of a sweep is written for others to look at: a file, or an address. None: nowhere."""
+        said = self.sweep.view if self.sweep else None
+        return said if said is None or "://" in said else str(self.root / said)
 
     def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
         """The same profile for another recipe, whose paths are relative to ``root``; without remedies."""

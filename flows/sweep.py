@@ -46,7 +46,7 @@ from tasks.sweep import (
     at_start,
     base_of,
     hand_written_recipes,
-    layers_of,
+    layers_among,
     make_space,
     named_by,
     objective_of,
@@ -81,7 +81,7 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
         workshop = Workshop(search, runner, ledger, workers=profile.runner.at_a_time)
         power = workshop.power()
         announce(power.brief())
-        study = watched_search(workshop, study_view(profile, search, same_search, view))
+        study = watched_search(workshop, study_view(profile, search, same_search, view or profile.sweep_view()))
         verdict = watched_confirmation(workshop, study)
     content = sweep_report(profile, search, study, verdict, power)
     page = keep_sweep(content)
@@ -112,15 +112,18 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             expected="what is free in its recipe, and what it is searched for",
             remedy="see docs/sweep.md; profiles/demo-sweep.yaml is an example",
         )
-    recipe, others, named = profile.searched_recipe(), written_by_hand(profile), all_candidates(profile)
+    recipe, named = profile.searched_recipe(), all_candidates(profile)
     ready = preflight_profile(profile, Problems(stop_at_once=True), named.searched, named.by_hand)
     assert ready.evidence is not None
     parents = fetch_parents(ready.cleared, profile)
     swept = profile.pin_sweep(ready.evidence, store().hashes)
     objective = objective_of(settings, swept.names)
     first = plan_merge(named.searched[0].recipe, {parent.ref: parent.open() for parent in parents})
-    space = make_space(recipe.document, settings, layers_of(first), recipe.where)
-    by_hand = [HandWritten(label, document, recipe.directory) for label, document in others.items()]
+    space = make_space(recipe.document, settings, layers_among(job.output.name for job in first.jobs), recipe.where)
+    by_hand = [
+        HandWritten(label, one.document or {}, recipe.directory)
+        for label, one in zip(labels_of(profile), named.by_hand, strict=True)
+    ]
     return PreparedSearch(
         settings=settings,
         method=named.searched[0].recipe.summary(),
@@ -150,7 +153,7 @@ class NamedCandidates(NamedTuple):
 
     Args:
         searched: The one with the holes at their start values; then it with another choice in one place.
-        by_hand: Those that a winner must beat.
+        by_hand: Those that a winner must beat, in the order of the profile, with paths as in the searched one.
     """
 
     searched: tuple[Candidate, ...]
@@ -165,7 +168,9 @@ def all_candidates(profile: Profile) -> NamedCandidates:
     """
     assert profile.sweep is not None
     recipe = profile.searched_recipe()
-    choices, others = list(named_by(recipe.document, profile.sweep)), list(written_by_hand(profile).values())
+    choices = list(named_by(recipe.document, profile.sweep))
+    files = [searched_recipe(Path(file), profile.root, "sweep.hand_written") for file in profile.sweep.hand_written]
+    others = [relocated(one.document, one.directory, recipe.directory) for one in files]
     read = candidate_recipes(
         replace(recipe, document=at_start(recipe.document, profile.sweep, recipe.where)),
         [replace(recipe, document=document) for document in (*choices, *others)],
@@ -175,13 +180,13 @@ def all_candidates(profile: Profile) -> NamedCandidates:
     return NamedCandidates(read[: 1 + len(choices)], read[1 + len(choices) :])
 
 
-def written_by_hand(profile: Profile) -> dict[str, dict[str, Any]]:
-    """The further recipes that a winner must beat, by the names of their files; with paths as in the searched one."""
+def labels_of(profile: Profile) -> list[str]:
+    """What people call the further recipes that a winner must beat: their files' names, or where two are alike all of
+    what the profile says."""
     assert profile.sweep is not None
-    directory = profile.searched_recipe().directory
-    read = [searched_recipe(Path(file), profile.root, "sweep.hand_written") for file in profile.sweep.hand_written]
-    names = [Path(file).stem for file in profile.sweep.hand_written]
-    return {name: relocated(one.document, one.directory, directory) for name, one in zip(names, read, strict=True)}
+    files = profile.sweep.hand_written
+    names = [profile.name, *(Path(file).stem for file in files)]
+    return [file if names.count(Path(file).stem) > 1 else Path(file).stem for file in files]
 
 
 def fetch_parents(cleared: Sequence[ClearedCandidate], profile: Profile) -> tuple[PinnedCheckpoint, ...]:
@@ -195,11 +200,10 @@ def study_view(
     profile: Profile, search: PreparedSearch, same_search: str, place: str | None
 ) -> Callable[[Sequence[Trial]], object]:
     """Who is told of each generation: Optuna's study, where somebody wants to look at it."""
-    if (place := place or search.settings.view) is None:
+    if place is None:
         return lambda trials: None
-    where = place if "://" in place else str(profile.root / place)
     name = f"{profile.name} {same_search[:8]}"
-    return open_view(where, name, search.space.coordinates, search.objective).record
+    return open_view(place, name, search.space.coordinates, search.objective).record
 
 
 def watched_search(workshop: Workshop, on_generation: Callable[[Sequence[Trial]], object]) -> Study:

@@ -11,10 +11,9 @@ from rich.text import Text
 
 from flows.profile import Profile, parse_profile
 from merge_core import open_checkpoint
-from merge_core.architecture import stacks
 from merge_core.parsing import read_yaml
 from tasks.stage import home
-from tasks.sweep import profile_of_evolve, serve_dashboard
+from tasks.sweep import layers_among, profile_of_evolve, serve_dashboard
 
 PORT = 8080
 
@@ -39,9 +38,7 @@ def swept_profile(file: Path, console: Console) -> Path | Profile:
 
 def view_of(profile: Profile) -> str:
     """Where the study is written that the dashboard reads: where the profile says, else beside the scored trials."""
-    if profile.sweep is not None and (said := profile.sweep.view):
-        return said if "://" in said else str(profile.root / said)
-    return str(home() / "sweeps" / f"{profile.name}.optuna")
+    return profile.sweep_view() or str(home() / "sweeps" / f"{profile.name}.optuna")
 
 
 def look_on(view: str, console: Console) -> Callable[[], None]:
@@ -65,5 +62,4 @@ def _layers(content: Mapping[str, object], directory: Path) -> int | None:
     name = first.get("model") if isinstance(first, Mapping) else first
     if not isinstance(name, str) or not (directory / name).is_dir():
         return None
-    names = (tensor.name for tensor in open_checkpoint(directory / name).tensors.values())
-    return max(stacks(names).values(), default=None)
+    return layers_among(open_checkpoint(directory / name).tensors)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from merge_core import MergePlan
 from merge_core.architecture import stacks
 from tasks.checkpoints import PinnedCheckpoint
 from tasks.sweep.settings import SweepSettings
@@ -62,10 +61,10 @@ def relocated(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, A
     return {name: look(value, str(name)) for name, value in recipe.items()}
 
 
-def layers_of(plan: MergePlan) -> int | None:
-    """Layers of the model that comes out; of several stacks the deepest, which is what gradients run along. None: it
-    has none."""
-    return max(stacks(job.output.name for job in plan.jobs).values(), default=None)
+def layers_among(names: Iterable[str]) -> int | None:
+    """Layers of the model that has tensors of these names; of several stacks the deepest, which is what gradients run
+    along. None: it has none."""
+    return max(stacks(names).values(), default=None)
 
 
 def recipe_text(recipe: Mapping[str, Any], comment: str) -> str:

@@ -30,8 +30,8 @@ _BASELINE = 3  # one trial of random search beside so many of the sampler, where
 
 def score_hand_written(
     recipes: Sequence[HandWritten], score_all: ScoreAll, ledger: Ledger, directory: Path | None = None
-) -> dict[str, Sheet]:
-    """What the hand-written recipes get on the documents of the search, by label; :func:`search` begins with it.
+) -> tuple[TrialScores, ...]:
+    """What the hand-written recipes get on the documents of the search; :func:`search` begins with it.
 
     Raises:
         Refused: One of them cannot be scored: there is nothing to compare with.
@@ -46,7 +46,7 @@ def score_hand_written(
                 expected="a score that candidates can be compared with",
                 remedy="merge it by itself (mergegate run) and see",
             )
-    return {one.label: scores.sheet for one, scores in zip(recipes, scored, strict=True)}
+    return scored
 
 
 def hand_written_recipes(
@@ -140,12 +140,11 @@ class _Search:
         return self._study(stopped)
 
     def _hand_written(self, recipes: Sequence[HandWritten], references: dict[str, Sheet]) -> None:
-        sheets = score_hand_written(recipes, self.score_all, self.ledger, self.directory)
-        self.references = {**references, HAND_WRITTEN: sheets[recipes[0].label]}
-        self.sizes = {asked: len(sheets[recipes[0].label][asked]) for asked in self.objective.asked}
-        for number, one in enumerate(recipes):
-            scores = self.ledger.find(request_key(TrialRequest(one.recipe, directory=one.directory), self.directory))
-            assert scores is not None
+        scored = score_hand_written(recipes, self.score_all, self.ledger, self.directory)
+        start = scored[0].sheet
+        self.references = {**references, HAND_WRITTEN: start}
+        self.sizes = {asked: len(start[asked]) for asked in self.objective.asked}
+        for number, (one, scores) in enumerate(zip(recipes, scored, strict=True)):
             point = self.space.start if number == 0 else {}
             self._add(self._trial(number, -1, "hand-written", one.label, point, scores), one.recipe, scores)
             self.sheets[number], self.recipes[number] = scores.sheet, one.recipe

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,19 +152,6 @@ def score_trial(setting: TrialSetting, request: TrialRequest) -> TrialScores:
     seconds["overhead"] = max(0.0, time.perf_counter() - began - sum(seconds.values()))
     sheet = {asked: np.frombuffer(numbers, np.float64) for asked, numbers in found.numbers}
     return TrialScores(sheet, found.dropped, found.change, seconds, found.problem)
-
-
-def score_model(setting: TrialSetting, name: str, which: AskedSet = "search") -> TrialScores:
-    """As :func:`score_trial`, of a parent as it is (with its adapter, if it has one).
-
-    Args:
-        name: Of one of ``setting.parents``.
-        which: The set of documents.
-
-    Raises:
-        InvalidInput: There is no such parent; or as :func:`score_trial`.
-    """
-    return score_trial(setting, replace(setting.as_it_is(name), set=which))
 
 
 def _parent(setting: TrialSetting, name: str) -> PinnedCheckpoint:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from merge_core.errors import Refused
+from tasks.checkpoints import files_state
 from tasks.evaluation import clusters_in_child
 from tasks.outside import Runner
 from tasks.stage import require_pinned, store
@@ -70,6 +71,7 @@ class Workshop:
 
     def __init__(self, search: PreparedSearch, runner: Runner, ledger: Ledger, workers: int) -> None:
         self._search, self._runner, self._ledger, self._workers = search, runner, ledger, workers
+        self._believed = ""  # state of the parents' files when their hashes were last seen to be the pinned ones
 
     def power(self) -> ConfirmationPower:
         """What the confirmation will be able to show; scores the hand-written recipes on the documents of the search.
@@ -78,9 +80,10 @@ class Workshop:
             Refused: One of them cannot be scored.
         """
         search, asked = self._search, self._search.setting.sets["confirmation"]
-        sheets = score_hand_written(search.hand_written, self._score_all, self._ledger, search.directory)
+        scored = score_hand_written(search.hand_written, self._score_all, self._ledger, search.directory)
         documents = {one: asked.size(one.task) for one in search.objective.asked}
-        return confirmation_power(search.objective, list(sheets.values()), documents, search.settings.confidence)
+        sheets = [scores.sheet for scores in scored]
+        return confirmation_power(search.objective, sheets, documents, search.settings.confidence)
 
     def search_all(
         self,
@@ -147,6 +150,9 @@ class Workshop:
 
     def _score_all(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
         """Score candidates; nothing is believed unless the parents are still what was pinned when it comes."""
+        parents = self._search.setting.parents
         for number, result in self._runner.each(partial(score_trial, self._search.setting), requests):
-            require_pinned(self._search.setting.parents, store().hashes)
+            if (state := files_state(parents)) != self._believed:  # hashes are asked for only then: a trial is short
+                require_pinned(parents, store().hashes)
+                self._believed = state
             yield number, result

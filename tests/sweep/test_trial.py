@@ -24,7 +24,7 @@ from tasks.evaluation.backends.hf import wrapped
 from tasks.perplexity.measuring import WindowSettings, measure
 from tasks.perplexity.text import read_texts
 from tasks.sweep import trial
-from tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_model, score_trial
+from tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_trial
 from tasks.sweep.trials import TEXT, Asked, Sheet, TrialRequest, TrialScores
 
 EVERY = tuple(Asked(task, "log_likelihood") for task in PLAIN)
@@ -190,13 +190,13 @@ def _nowhere(directory: Path) -> Any:
 
 def test_a_parent_as_it_is_scores_what_the_evaluation_stage_says(place: Path) -> None:
     setting = setting_of(place, [Asked("reverse", "exact"), Asked("shift", "exact")])
-    scores = score_model(setting, "reverser").sheet
+    scores = score_trial(setting, setting.as_it_is("reverser")).sheet
     parent = next(one for one in setting.parents if one.name == "reverser")
     for task in setting.sets["search"].tasks:
         expected = stage_scores(parent, task, setting.scoring, "acc,none")
         assert scores[Asked(task.name, "exact")].tolist() == expected
     with pytest.raises(InvalidInput, match="no parent called 'revesrer'"):
-        score_model(setting, "revesrer")
+        setting.as_it_is("revesrer")
 
 
 def test_the_change_is_measured_from_the_base(setting: TrialSetting, tmp_path: Path) -> None:
