@@ -57,11 +57,12 @@ def _template() -> Template:
 
 
 def page_environment(folder: Path) -> Environment:
-    """How templates of this package are read: all that comes from outside is escaped, what is missing is an error."""
+    """How templates of this package are read, beside what all pages share (``head.html``): all that comes from outside
+    is escaped, what is missing is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader([folder, HERE]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
