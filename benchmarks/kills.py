@@ -86,6 +86,18 @@ class Note(NamedTuple):
     rows: int  # requests or windows
 
 
+def watched_environment(root: Path) -> dict[str, str]:
+    """Ours, for a run whose state, spy and notes are below ``root``."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    return {
+        **kept,
+        "MERGEGATE_HOME": str(root / ".mergegate"),
+        "HF_HUB_OFFLINE": "1",
+        "MERGEGATE_KILLS_NOTES": str(root / "notes"),
+        "PYTHONPATH": os.pathsep.join((str(root / "spy"), str(PROJECT))),
+    }
+
+
 @dataclass
 class Project:
     """A directory with the shipped profiles, a state of its own, and notes of what was computed."""
@@ -103,14 +115,7 @@ class Project:
             shutil.copy(profile, root / "profiles")
         (root / "profiles" / "demo").symlink_to(PROJECT / "profiles" / "demo")
         (root / "notes").touch()  # where the confined process may write, but make nothing new
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        own = {
-            "MERGEGATE_HOME": str(root / ".mergegate"),
-            "HF_HUB_OFFLINE": "1",
-            "MERGEGATE_KILLS_NOTES": str(root / "notes"),
-            "PYTHONPATH": os.pathsep.join((str(root / "spy"), str(PROJECT))),
-        }
-        return Project(root, {**kept, **own})
+        return Project(root, watched_environment(root))
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[bytes]]:

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kills import watched_environment
+
 PROJECT = Path(__file__).resolve().parent.parent
 RUNNERS = {"local": "", "dask": "runner: {kind: dask, workers: 2}\n", "ray": "runner: {kind: ray, workers: 2}\n"}
 SWEPT = "profiles/demo-sweep.yaml"
@@ -150,17 +152,11 @@ class Project:
         (root / SWEPT).write_text(text.replace("trials: 60", f"trials: {trials}"))
         (root / "profiles" / "demo").symlink_to(PROJECT / "profiles" / "demo")
         (root / "notes").touch()  # where the confined process may write, but make nothing new
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-        own = {
-            "MERGEGATE_HOME": str(root / ".mergegate"),
-            "HF_HUB_OFFLINE": "1",
-            "MERGEGATE_KILLS_NOTES": str(root / "notes"),
-            "PYTHONPATH": os.pathsep.join((str(root / "spy"), str(PROJECT))),
-        }
+        own = watched_environment(root)
         if deaths:
             own["MERGEGATE_KILLS_WORKERS"] = str(root / "deaths")
             (root / "deaths").write_bytes(b"x" * deaths)
-        return Project(root, {**kept, **own})
+        return Project(root, own)
 
     def start(self) -> subprocess.Popen[bytes]:
         """A sweep without a release, in a session of its own."""

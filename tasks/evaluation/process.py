@@ -5,7 +5,8 @@ Data, templates and functions of a task are foreign, models and devices hang and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from merge_core.store import JournalPlace
 from tasks.checkpoints import Model, TellProgress, ask_child, end_child
@@ -17,6 +18,7 @@ from tasks.evaluation.task_definition import EvalTask
 if TYPE_CHECKING:
     from tasks.evaluation.harness import ScoredDocuments
 
+A = TypeVar("A")
 LOADED_WITHIN = 1800.0  # seconds for the data of one task, downloads included, where nobody has set a limit
 
 __all__ = ["end_child", "look_in_child", "score_in_child"]
@@ -58,13 +60,7 @@ def look_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData
         InvalidInput: as ``harness.look_at_data``; or when the process died.
         Refused: when ``time_limit`` seconds are over.
     """
-    return ask_child(
-        _look,
-        (task,),
-        where=f"task {task.name}: its data",
-        network=not task.is_local,  # what is loaded now need not be asked for later
-        time_limit=LOADED_WITHIN if time_limit is None else time_limit,
-    )
+    return _ask_about(task, _look, (task,), "its data", time_limit)
 
 
 def clusters_in_child(task: EvalTask, field: str, seed: int, time_limit: float | None = None) -> tuple[str, ...]:
@@ -73,11 +69,18 @@ def clusters_in_child(task: EvalTask, field: str, seed: int, time_limit: float |
     Raises:
         InvalidInput, Refused: as ``look_in_child``; or when a document has no such field.
     """
+    return _ask_about(task, _clusters, (task, field, seed), "its clusters", time_limit)
+
+
+def _ask_about(
+    task: EvalTask, function: Callable[..., A], arguments: tuple[object, ...], what: str, time_limit: float | None
+) -> A:
+    """Ask about the data of a task, which may have to be loaded for that."""
     return ask_child(
-        _clusters,
-        (task, field, seed),
-        where=f"task {task.name}: its clusters",
-        network=not task.is_local,
+        function,
+        arguments,
+        where=f"task {task.name}: {what}",
+        network=not task.is_local,  # what is loaded now need not be asked for later
         time_limit=LOADED_WITHIN if time_limit is None else time_limit,
     )
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 from merge_core.store.store import Artifact
 from tasks.evaluation import document_scores
@@ -20,18 +17,6 @@ from tasks.perplexity.measuring import DocumentLikelihood
 from tasks.perplexity.stage import FILE, Likelihoods, write_documents
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
-
-
-def load_benchmark(name: str) -> ModuleType:
-    """A script of ``benchmarks/`` as a module."""
-    file = Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def table_in_the_document(name: str) -> list[list[str]]:

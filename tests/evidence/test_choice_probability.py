@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from gate_samples import load_benchmark
+from benchmark_scripts import load_benchmark
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval_runs import run_lm_eval

@@ -10,7 +10,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from gate_samples import GUARD, load_benchmark, outcome, part, table_in_the_document
+from benchmark_scripts import load_benchmark
+from gate_samples import GUARD, outcome, part, table_in_the_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats

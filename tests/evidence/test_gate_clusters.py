@@ -9,7 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import statsmodels.api as sm
-from gate_samples import GUARD, load_benchmark, table_in_the_document
+from benchmark_scripts import load_benchmark
+from gate_samples import GUARD, table_in_the_document
 from scipy import stats
 
 from merge_core.errors import InvalidInput

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from benchmark_scripts import load_benchmark
 from gate_samples import paired
 
 from tasks.evaluation.scoring import looks
@@ -25,14 +24,7 @@ ERROR = math.sqrt(0.05 * 0.95 / RUNS)  # standard error of a rate of 5 %
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     """``benchmarks/operating_characteristics.py`` as a module."""
-    file = PROJECT / "benchmarks" / "operating_characteristics.py"
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("operating_characteristics")
 
 
 @pytest.mark.parametrize("first", [None, 200, 500])

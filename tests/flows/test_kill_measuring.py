@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from benchmark_scripts import load_benchmark
 
 pytestmark = pytest.mark.slow
 
@@ -19,14 +18,7 @@ KILLS = 3
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
     """``benchmarks/kills.py`` as a module."""
-    file = Path(__file__).resolve().parents[2] / "benchmarks" / "kills.py"
-    spec = importlib.util.spec_from_file_location("kills", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kills"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("kills")
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from demo_project import PROFILES, Printed, Project
 from kept import digest_of, kept
 from numpy.typing import NDArray
 
+from flows.profile import parse_profile
+from flows.sweep import all_candidates, labels_of
 from merge_core import load_recipe, merge_weights, plan_merge
 from merge_core.checkpoint import open_checkpoint
 from tasks.evaluation.document_scores import SCORES_FILE, read_document_scores
@@ -165,3 +167,21 @@ def test_a_profile_without_a_sweep_is_told_what_to_write(project: Project) -> No
     assert result.exit_code == 2
     assert "no 'sweep'" in result.output
     assert "docs/sweep.md" in result.output
+
+
+def test_recipes_of_one_file_name_are_both_to_be_beaten(tmp_path: Path) -> None:
+    for folder, weight in (("a", 0.3), ("b", 0.6)):
+        (tmp_path / folder).mkdir()
+        models = [{"model": str(DEMO / "models" / name)} for name in ("reverser", "shifter")]
+        recipe = {"merge_method": "linear", "models": models, "parameters": {"weight": weight}}
+        (tmp_path / folder / "mean.yaml").write_text(json.dumps(recipe))
+    searched = {**recipe, "parameters": {"weight": "$weight"}}
+    sweep = {
+        "parameters": {"weight": {"low": 0.1, "high": 1.0, "start": 0.5}},
+        "hand_written": ["a/mean.yaml", "b/mean.yaml"],
+        "objective": [{"task": "t.yaml"}],
+    }
+    profile = parse_profile({"root": tmp_path, "name": "two", "recipe": searched, "sweep": sweep}, "two.yaml")
+    documents = [one.document for one in all_candidates(profile).by_hand]
+    assert [one["parameters"] for one in documents if one] == [{"weight": 0.3}, {"weight": 0.6}]
+    assert labels_of(profile) == ["a/mean.yaml", "b/mean.yaml"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from benchmark_scripts import load_benchmark
 from clusters import KINDS
 
 TRIALS = 8
@@ -17,14 +16,7 @@ TRIALS = 8
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
     """``benchmarks/sweep_kills.py`` as a module."""
-    file = Path(__file__).resolve().parents[2] / "benchmarks" / "sweep_kills.py"
-    spec = importlib.util.spec_from_file_location("sweep_kills", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sweep_kills"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("sweep_kills")
 
 
 @pytest.fixture(scope="module")

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "sweep_scale.py"
+from benchmark_scripts import load_benchmark
 
 
 @pytest.fixture(scope="module")
 def scale() -> ModuleType:
-    spec = spec_from_file_location("sweep_scale", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules["sweep_scale"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("sweep_scale")
 
 
 def test_one_worker_takes_the_sum_and_more_never_less_than_their_share_or_the_barriers(scale: ModuleType) -> None:

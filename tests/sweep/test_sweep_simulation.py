@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "sweep_simulation.py"
+from benchmark_scripts import load_benchmark
 
 
 @pytest.fixture(scope="module")
 def simulation() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sweep_simulation", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sweep_simulation"] = module  # its dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("sweep_simulation")
 
 
 @pytest.mark.parametrize("sweeps", [40, pytest.param(100, marks=pytest.mark.slow)])
