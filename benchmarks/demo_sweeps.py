@@ -22,7 +22,7 @@ from typing import NamedTuple
 PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT))
 
-from flows.local_api import configure, local_api  # noqa: E402  # of this checkout
+from flows.prefect_api import configure, local_api  # noqa: E402  # of this checkout
 
 PROFILES = ("demo-sweep", "demo-sweep-linear")
 SAMPLERS = ("cma", "random")

@@ -50,7 +50,7 @@ def main() -> None:
 
 def measure(kind: str, workers: int) -> dict[str, Any]:
     """Seconds of wall and CPU time that assessing took."""
-    from flows.local_api import configure, local_api
+    from flows.prefect_api import configure, local_api
 
     configure(Path(os.environ["MERGEGATE_HOME"]))
     with local_api():

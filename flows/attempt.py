@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -19,6 +18,7 @@ from tasks.explain import Explanation
 from tasks.merge import Merged
 from tasks.perplexity import Likelihoods
 from tasks.preflight import Evidence
+from tasks.releases import ReleasedModel
 from tasks.stage import JointVerdict, Verdict, combined
 
 E = TypeVar("E", bound=BaseModel)
@@ -82,7 +82,7 @@ class AlreadyReleased:
     """A recipe whose merge is what is released today: there is nothing to compare it with."""
 
     cleared: ClearedCandidate
-    location: Path
+    release: ReleasedModel
     is_good: bool = True
 
 

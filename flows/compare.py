@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.assessment import Assessment, assess_merge
-from flows.outcome import RunOutcome, concluded, reported_outcome
+from flows.outcome import RunOutcome, concluded, in_time, name_run, reported_outcome
 from flows.profile import Profile, load_profile
 from merge_core.errors import InvalidInput
 from tasks.checkpoints import (
@@ -40,7 +41,7 @@ from tasks.stage import store, versions
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval")
 
 
-@flow(name="compare")
+@flow(name="compare", flow_run_name=name_run)
 def compare(reference: str, candidate: str, profile: Path | Profile) -> State[RunOutcome]:
     """Judge ``candidate`` against ``reference`` on the evidence of a profile.
 
@@ -49,7 +50,8 @@ def compare(reference: str, candidate: str, profile: Path | Profile) -> State[Ru
         candidate: The checkpoint that is judged.
         profile: A profile file, relative to the project, or a whole profile. Its recipe and target play no part.
     """
-    return concluded(lambda: make_comparison(reference, candidate, load_profile(profile)), "comparison")
+    name = comparison_name(Path(reference).name, Path(candidate).name)
+    return concluded(lambda: in_time(partial(make_comparison, reference, candidate), load_profile(profile)), name)
 
 
 def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutcome:
@@ -103,11 +105,16 @@ def pin_against(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
     return evidence._replace(tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks))
 
 
+def comparison_name(reference: str, candidate: str) -> str:
+    """What a comparison is called: a file name, too."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{candidate}-against-{reference}")
+
+
 def comparison_content(profile: Profile, models: Sequence[PinnedCheckpoint], measured: Assessment) -> ReportContent:
     """What the report page says of two checkpoints, the second of which is judged."""
     reference, candidate = models
     return ReportContent(
-        name=re.sub(r"[^A-Za-z0-9._-]+", "-", f"{candidate.name}-against-{reference.name}"),  # a file name, too
+        name=comparison_name(reference.name, candidate.name),
         method=f"compared by profile {profile.name}",
         models=(_reported(reference, "parent", measured), _reported(candidate, "merge", measured)),
         verdict=measured.verdict.value,

@@ -124,6 +124,8 @@ def preflight_profile(
         MergegateError: the first problem, if ``problems`` stops at once.
         InvalidInput: for a recipe that cannot mean anything.
     """
+    with problems.noted(of_the_profile=True):
+        profile.limits.require_known()
     with problems.noted():
         check_target(profile.publish, profile.root)
     with problems.noted(of_the_profile=True):

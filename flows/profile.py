@@ -7,6 +7,7 @@ value out of range, a guard that names no parent: all are reported at once, with
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,10 @@ from tasks.preflight import CodeSettings, Evidence, TokenizerSettings, check_ref
 from tasks.preflight.licenses import LicenseSettings
 from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
+from tasks.stage import Limits
 from tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 class ProfileSection(BaseModel):
@@ -52,7 +56,7 @@ class Checks(ProfileSection):
 class Profile(ProfileSection):
     """How a merge is released: recipe, checks, evidence, target."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the release.")
+    name: str = Field(pattern=_NAME, description="Name of the release.")
     recipe: Written = Field(description="mergekit's dialect: a file, or the same inline.")
     merge: MergeSettings = MergeSettings()
     checks: Checks = Checks()
@@ -67,6 +71,7 @@ class Profile(ProfileSection):
         default=RunnerSettings(), description="Where models are measured side by side; absent: here, one after another."
     )
     publish: Target | None = Field(default=None, description="Where to; absent: gate only, publish nothing.")
+    limits: Limits = Field(default=Limits(), description="How long it may take.")
     sweep: SweepSettings | None = Field(
         default=None,
         description="What is free in the recipe, and what it is searched for ('mergegate sweep'). A release takes the "
@@ -211,6 +216,16 @@ def _read_profile(source: Path) -> Profile:
     return parse_profile({"root": source.absolute().parent, **data}, str(source))
 
 
+def name_in(file: Path) -> str:
+    """The name that a profile file gives itself, also one that is no valid profile otherwise; empty where it has none.
+
+    Raises:
+        InvalidInput: when the file cannot be read, or holds no mapping.
+    """
+    name = _mapping_in(file).get("name")
+    return name if isinstance(name, str) and re.fullmatch(_NAME, name) else ""
+
+
 def is_recipe(file: Path) -> bool:
     """Whether the file holds a recipe rather than a profile, which says one thing, and not ``merge_method``.
 
@@ -235,7 +250,7 @@ def parse_profile(data: Mapping[str, object], where: str) -> Profile:
     try:
         return Profile.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, where) from None
+        raise settings_faults(error, where) from None
 
 
 def _mapping_in(file: Path) -> Mapping[str, object]:
@@ -250,11 +265,17 @@ def _documents_in(file: Path) -> list[object]:
     return read_yaml(file, "a profile (YAML)") or [None]
 
 
-def _explain(error: ValidationError, where: str) -> InvalidInput:
+def settings_faults(error: ValidationError, where: str, model: type[BaseModel] = Profile) -> InvalidInput:
+    """What pydantic found wrong with a file of settings, all of it at once, in words for people.
+
+    Args:
+        where: What messages call the file.
+        model: The settings; what they know is suggested for what they do not.
+    """
     places = [fault["loc"] for fault in error.errors()]
     # A list with one bad item is also "too short"; of a place and what lies inside it, only the inside is news.
     inside = {place[:depth] for place in places for depth in range(len(place))}
-    faults = [(_place(fault["loc"]), *_fault(fault)) for fault in error.errors() if fault["loc"] not in inside]
+    faults = [(_place(fault["loc"]), *_fault(fault, model)) for fault in error.errors() if fault["loc"] not in inside]
     if len(faults) == 1:
         (place, found, remedy) = faults[0]
         return InvalidInput(f"{where}: {place}" if place else where, found=found, remedy=remedy)
@@ -262,11 +283,11 @@ def _explain(error: ValidationError, where: str) -> InvalidInput:
     return InvalidInput(where, found=f"{len(faults)} faults{lines}")
 
 
-def _fault(fault: Any) -> tuple[str, str]:
+def _fault(fault: Any, model: type[BaseModel]) -> tuple[str, str]:
     """What is wrong and what to do, in our words where pydantic's are for programmers."""
     *parents, last = fault["loc"] or ("",)
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {last!r}", suggest(str(last), _keys_at(Profile, parents))
+        return f"unknown key {last!r}", suggest(str(last), _keys_at(model, parents))
     if fault["type"] == "missing":
         return "is missing", "add it"
     message = str(fault["msg"]).removeprefix("Value error, ")

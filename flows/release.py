@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from prefect import flow
@@ -25,21 +26,27 @@ from flows.outcome import (
     RunOutcome,
     already_released,
     concluded,
+    in_time,
+    name_run,
+    profile_name,
     report_content,
     reported_outcome,
 )
+from flows.prefect_api import required_decision
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
 from merge_core.errors import ChangedInput, DiskRefused, Refused
+from merge_core.store import Artifact
 from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
 from tasks.merge import merge, merged_model, numerics, router_rows, with_gates
 from tasks.outside import Runner, open_runner
 from tasks.preflight import Evidence
-from tasks.publish import publish
+from tasks.publish import ReleaseParts, pending_release, publish
+from tasks.publish.targets import Target
 from tasks.releases import find_anchor, find_champion
-from tasks.report import write_report
+from tasks.report import Report, ReportContent, write_report
 from tasks.stage import announce, store
 
 # What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
@@ -47,15 +54,14 @@ from tasks.stage import announce, store
 JUDGEMENTS: tuple[FurtherJudgement, ...] = (judge_answers, serve_merge)
 
 
-@flow(name="release")
+@flow(name="release", flow_run_name=name_run)
 def release(profile: Path | Profile) -> State[RunOutcome]:
     """Make a verified release of a merge, or say clearly why not.
 
     Args:
         profile: A profile file, relative to the project, or a whole profile.
     """
-    name = profile.name if isinstance(profile, Profile) else profile.stem
-    return concluded(lambda: make_release(load_profile(profile)), name)
+    return concluded(lambda: in_time(make_release, load_profile(profile)), profile_name(profile))
 
 
 def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDGEMENTS) -> RunOutcome:
@@ -73,18 +79,7 @@ def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDG
     report = write_report(content)
     if not (attempt.is_good and profile.publish):
         return reported_outcome(content, report, None)
-    released = publish(
-        profile.publish,
-        profile.root,
-        content,
-        attempt.pinned,
-        numerics(profile.merge),
-        attempt.cleared.license,
-        attempt.merged,
-        report,
-        expected_head=attempt.expected_head,
-    )
-    return reported_outcome(content, report, released)
+    return published(profile, profile.publish, attempt, content, report)
 
 
 def first_that_passes(
@@ -133,8 +128,8 @@ def make_attempt(
     champion = anchor = None
     if needs_champion(evidence.guards):
         champion = find_champion(profile.publish, profile.root, model, store().hashes)
-        if champion and champion.digest == model.digest:
-            return AlreadyReleased(cleared, champion.directory)
+        if champion and champion.complete and champion.digest == model.digest:
+            return AlreadyReleased(cleared, champion)
     if champion:
         anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
@@ -162,3 +157,29 @@ def make_attempt(
         ensemble=together,
         expected_head=champion.head if champion else None,
     )
+
+
+def published(
+    profile: Profile, target: Target, attempt: Attempt, content: ReportContent, report: Artifact[Report]
+) -> RunOutcome:
+    """Publish what passed; with a person's yes, where the profile asks for one."""
+    parts = ReleaseParts(
+        content, attempt.pinned, numerics(profile.merge), attempt.cleared.license, attempt.merged, report
+    )
+
+    def released(approved: str | None = None) -> RunOutcome:
+        made = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)
+        return reported_outcome(content, report, made)
+
+    if target.asks is None:
+        return released()
+    # All that costs is done and kept: a run that waits for a person holds nothing, and goes on from here.
+    unpublished = reported_outcome(content, report, None)
+    find_pending = partial(pending_release, target, profile.root, parts)
+    decision = required_decision(target.asks, content, unpublished.report, find_pending)
+    if decision is None:
+        return released()
+    if not decision.publish:
+        return unpublished.model_copy(update={"status": decision.status, "message": decision.sentence()})
+    outcome = released(approved=decision.digest)
+    return outcome.model_copy(update={"message": f"{outcome.message}\n{decision.sentence()}"})

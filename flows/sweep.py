@@ -20,7 +20,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.candidates import Candidate, candidate_recipes, searched_recipe
-from flows.outcome import RunOutcome, concluded, keep_sweep, sweep_report
+from flows.outcome import RunOutcome, concluded, in_time, keep_sweep, name_run, profile_name, sweep_report
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile, load_profile
 from flows.release import make_release
@@ -60,7 +60,7 @@ from tasks.sweep import (
 )
 
 
-@flow(name="sweep")
+@flow(name="sweep", flow_run_name=name_run)
 def sweep(profile: Path | Profile, release: bool = True, view: str | None = None) -> State[RunOutcome]:
     """Search the free parameters of a profile's recipe, confirm the winner, and release it.
 
@@ -69,8 +69,8 @@ def sweep(profile: Path | Profile, release: bool = True, view: str | None = None
         release: Whether a winner that is confirmed goes through the release flow.
         view: Where the study is written for Optuna's dashboard, if not where the profile says.
     """
-    name = profile.name if isinstance(profile, Profile) else profile.stem
-    return concluded(lambda: make_sweep(load_profile(profile), release=release, view=view), name)
+    make = partial(make_sweep, release=release, view=view)
+    return concluded(lambda: in_time(make, load_profile(profile)), profile_name(profile))
 
 
 def make_sweep(profile: Profile, *, release: bool = True, view: str | None = None) -> RunOutcome:

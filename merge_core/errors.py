@@ -83,6 +83,10 @@ class DiskRefused(Refused):
     about the input, so nothing else is tried instead; the same run goes on when there is room."""
 
 
+class OutOfTime(DiskRefused):
+    """A limit of time is over. Like a full disk it decides nothing about the input."""
+
+
 Severity = Literal["block", "warn", "info"]
 _WORST_FIRST = ("block", "warn", "info")
 

@@ -6,6 +6,8 @@ import re
 
 from merge_core.errors import InvalidInput
 
+_SECONDS = {"s": 1, "min": 60, "m": 60, "h": 3600, "d": 86400}
+_SPAN = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]+)\s*", re.ASCII)
 _AMOUNT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE | re.ASCII)
 
 
@@ -48,3 +50,18 @@ def format_duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} m {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} m"
+
+
+def parse_duration(text: str, where: str) -> float:
+    """Seconds as people write them: '20 s', '90 min', '6 h', '3 d'.
+
+    Args:
+        where: Whoever said so, for the message.
+
+    Raises:
+        InvalidInput: for anything else, and for no time at all.
+    """
+    said = _SPAN.fullmatch(text)
+    if said is None or said[2] not in _SECONDS or not float(said[1]):
+        raise InvalidInput(where, found=repr(text), expected="a time with its unit, such as 20 s, 90 min, 6 h or 3 d")
+    return float(said[1]) * _SECONDS[said[2]]

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from kept import kept
 
-from flows.local_api import configure, local_api
+from flows.prefect_api import configure, local_api
 
 # Before anything imports Prefect or a Hugging Face library: they read the environment at import.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="mergegate-prefect-")

@@ -59,18 +59,19 @@ def root_command(
 @app.command("run")
 def run_command(
     profile: Annotated[Path, typer.Argument(help="The profile (YAML).")],
+    approve: Annotated[bool, typer.Option("--approve", help="Say yes beforehand, where the profile asks.")] = False,
     as_json: Json = False,
 ) -> None:
     """Make a release: check, merge, evaluate, gate, publish. What is already there is not made again."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.profile import load_profile
         from flows.release import release
 
         console = _console(as_json)
+        read = _read_profile(profile, "release")
         # Prefect keeps what a flow is given: the name of the file, not what stands in it.
         flow = partial(release, profile, return_state=True)
-        outcome = _watched(flow, load_profile(profile).headline(), profile, console)
+        outcome = _watched(flow, read.headline(), profile, console, approve=approve)
         _print_outcome(console, outcome, as_json)
     raise typer.Exit(outcome.exit_code)
 
@@ -88,12 +89,11 @@ def sweep_command(
     with _refusals(as_json):
         _prepare_environment()
         from flows.cli.sweep import look_on, swept_profile, view_of
-        from flows.profile import load_profile
         from flows.sweep import sweep
 
         console = _console(as_json)
         given = swept_profile(profile, console)
-        read = load_profile(given)
+        read = _read_profile(given, "sweep")
         view = view_of(read) if dashboard else None
         wait = look_on(view, console) if view else lambda: None
         flow = partial(sweep, given, release=release, view=view, return_state=True)
@@ -101,6 +101,73 @@ def sweep_command(
         _print_outcome(console, outcome, as_json)
         wait()
     raise typer.Exit(outcome.exit_code)
+
+
+@app.command("server")
+def server_command(
+    host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="The same.", show_default="that of nights.yaml, or 4200")
+    ] = None,
+) -> None:
+    """Serve Prefect's API and its pages for this project; MERGEGATE_DATABASE=postgresql://… for a team."""
+    with _refusals(False):
+        from flows.cli.server import run_server
+
+        run_server(host, port, _console(False))
+
+
+@app.command("worker")
+def worker_command(
+    once: Annotated[bool, typer.Option("--once", help="Carry out what is due now, and end.")] = False,
+) -> None:
+    """Carry out what is deployed and due, one run at a time, in this project's directory."""
+    with _refusals(False):
+        from flows.cli.server import become_worker
+
+        become_worker(once, _console(False))
+
+
+@app.command("deploy")
+def deploy_command(as_json: Json = False) -> None:
+    """Keep the server in step with nights.yaml: deployments, schedules, who is told. Twice does nothing."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.deploy import deploy_nights
+
+        deploy_nights(_console(as_json), as_json)
+
+
+@app.command("trigger")
+def trigger_command(
+    profile: Annotated[str, typer.Argument(help="A deployed profile, by its name or its file.")],
+    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended, with its exit code.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Have a worker make a release now, and print the address of the run's page."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.trigger import trigger_run
+
+        code = trigger_run(profile, _console(as_json), as_json, wait=wait)
+    raise typer.Exit(code)
+
+
+@app.command("approve")
+def approve_command(
+    run: Annotated[
+        str | None, typer.Argument(help="A run or a profile that waits.", show_default="the only one")
+    ] = None,
+    reject: Annotated[bool, typer.Option("--reject", help="Say no.")] = False,
+    reason: Annotated[str, typer.Option(help="Why; for a no, what people are told.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Say yes or no to a release that waits for approval on the server, after showing what it is."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.approve import approve_run
+
+        approve_run(run, _console(as_json), as_json, reject=reject, reason=reason)
 
 
 @app.command("merge")
@@ -281,6 +348,19 @@ def doctor_command(
     raise typer.Exit(code)
 
 
+@app.command("history")
+def history_command(
+    profile: Annotated[str | None, typer.Argument(help="Whose runs; absent: of all profiles.")] = None,
+    last: Annotated[int, typer.Option("--last", min=1, help="How many are shown.")] = 30,
+    as_json: Json = False,
+) -> None:
+    """How the runs of this project ended, the newest first."""
+    with _refusals(as_json):
+        from flows.cli.history import print_history
+
+        print_history(_console(as_json), as_json, profile, last)
+
+
 @store_app.command("ls")
 def store_ls_command(as_json: Json = False) -> None:
     """Every artifact: of which stage and model, its size and age, and why it is kept."""
@@ -384,7 +464,7 @@ def _close_output() -> None:
 
 def _prepare_environment() -> None:
     """What must be set before Prefect and the Hugging Face libraries are imported."""
-    from flows.local_api import configure
+    from flows.prefect_api import configure
 
     home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
     configure(home)
@@ -397,29 +477,45 @@ def _console(as_json: bool) -> Any:
     return Console(quiet=as_json, highlight=False, soft_wrap=True)
 
 
-def _watched(flow: Callable[[], Any], headline: str, profile: Path, console: Any) -> Any:
+def _read_profile(profile: Any, flow: str) -> Any:
+    """The profile, whose recipes can be read, too. One that is refused here leaves its page like any other run."""
+    from flows.outcome import keep_refusal
+    from flows.profile import load_profile
+
+    try:
+        read = load_profile(profile)
+        read.headline()
+    except MergegateError as error:
+        if isinstance(profile, Path):
+            keep_refusal(error, profile, flow)
+        raise
+    return read
+
+
+def _watched(flow: Callable[[], Any], headline: str, profile: Path, console: Any, *, approve: bool = False) -> Any:
     """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs."""
+    from flows.cli.approve import TerminalApproval
     from flows.cli.progress import TerminalProgress
-    from flows.local_api import local_api, require_writable
-    from flows.outcome import RunOutcome
+    from flows.outcome import RunOutcome, outcome_of
+    from flows.prefect_api import asked_by, local_api, require_writable
 
     progress = TerminalProgress(console)
     progress.headline(headline, f"profile {profile}")
     with ExitStack() as stack:
         with console.status("starting Prefect's API"):
             stack.enter_context(local_api())
-        with progress.watching():
+        with progress.watching(), asked_by(TerminalApproval(progress, console, beforehand=approve)):
             try:
                 state = flow()
             except Exception as failure:
                 require_writable(Path(os.environ["MERGEGATE_HOME"]))
                 raise failure from None
-    outcome = state.result(raise_on_failure=False)
+    outcome = outcome_of(state)
     if isinstance(outcome, RunOutcome):
         return outcome
     # Prefect's API says of a full disk only that it failed.
     require_writable(Path(os.environ["MERGEGATE_HOME"]))
-    if isinstance(outcome, OSError):
+    if isinstance(outcome, Exception):
         raise outcome
     raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
 

@@ -24,6 +24,7 @@ from merge_core.store import (
 )
 from merge_core.units import format_bytes
 from tasks.gate import anchor_faults
+from tasks.report import HISTORY, mend_history, read_history
 from tasks.stage import home
 
 _FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "store", "sweeps")
@@ -37,7 +38,7 @@ def examine_project(console: Console, as_json: bool, *, mend: bool) -> int:
     """
     place = home()
     found = list(_examine(place))
-    done = [mend_state(one) if mend else "" for one in found]
+    done = [_mended(one) if mend else "" for one in found]
     sick = any(one.kind == "damaged" and not what for one, what in zip(found, done, strict=True))
     sizes = {name: size_of(place / name) for name in _FOLDERS if (place / name).exists()}
     if as_json:
@@ -59,6 +60,14 @@ def examine_project(console: Console, as_json: bool, *, mend: bool) -> int:
     return 3 if sick else 0
 
 
+def _mended(found: StateFinding) -> str:
+    """What was done about it. Of the history only the lines that are damaged go."""
+    if found.path.name != HISTORY or not found.path.is_file():
+        return mend_state(found)
+    mend_history(found.path.parent)
+    return "set aside; its whole lines are kept"
+
+
 def _examine(place: Path) -> Iterator[StateFinding]:
     if not place.is_dir():
         return
@@ -78,3 +87,16 @@ def _examine(place: Path) -> Iterator[StateFinding]:
                     yield passed
                 elif entry.suffix == ".html" and (entry.is_symlink() or not entry.is_file()):
                     yield found_damaged(entry, "no file")
+    yield from _of_the_reports(place / "reports")
+
+
+def _of_the_reports(reports: Path) -> Iterator[StateFinding]:
+    if not reports.is_dir():
+        return
+    if damage := read_history(reports).said_of_damage():
+        yield found_damaged(reports / HISTORY, damage.rstrip("."))
+    for page in sorted(reports.glob("*/*")):
+        if (passed := passed_over(page)) is not None:
+            yield passed
+        elif page.is_symlink() or not page.is_file():
+            yield found_damaged(page, "no file")

@@ -109,8 +109,20 @@ class TerminalProgress:
                 finally:
                     self._print_ended()
                 return
-            with Live(console=self._console, refresh_per_second=8, get_renderable=self._draw):
+            with Live(console=self._console, refresh_per_second=8, get_renderable=self._draw) as self._live:
                 yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the terminal to somebody who is asked something."""
+        self._print_ended()
+        if self._live is not None:
+            self._live.stop()
+        try:
+            yield
+        finally:
+            if self._live is not None:
+                self._live.start()
 
     def headline(self, left: str, right: str) -> None:
         """The line above all stages."""

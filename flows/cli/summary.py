@@ -41,6 +41,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
             _print_section(console, section)
     console.print()
     first, *rest = outcome.message.splitlines()
+    if outcome.status not in first:  # the word that history, report and Prefect have, too
+        first = f"{outcome.status}: {first}"
     console.print(Text(first, style="bold green" if outcome.exit_code == 0 else "bold red"))
     for line in rest:
         console.print(Text(f"  {line.strip()}"))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor
+from merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor, patterns
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _TILE_ELEMENTS = 1 << 16
 _FEWEST_ROWS = 16
 _REMEMBERED_BYTES = 64 << 20
+# From here on the compiled addition is worth loading; below it torch's own says the same.
+_COMPILED_FROM_ELEMENTS = 1 << 20
 _scratch = threading.local()
 
 
@@ -185,23 +187,37 @@ def add_product(
     Args:
         round_change: Whether the change is rounded to the format of the weight before it is added, not the sum alone.
     """
+    add = _addition(source, round_change)
 
     def changed(first: int, into: Any) -> None:
         elements(first, into)
-        values = as_torch(into, source.dtype)
-        end = first + len(values)
+        end = first + len(into) // source.dtype.size
         for unit, top, bottom in grid.tiles(first, end):
             start = (unit * grid.rows + top) * grid.width
             change = product.rows(unit, top, bottom).reshape(-1)
             low, high = max(first, start), min(end, start + len(change))
-            part, there = change[low - start : high - start], values[low - first : high - first]
-            if round_change or there.dtype == part.dtype:
-                there.add_(part.to(there.dtype))
-            else:  # One rounding, of the sum. An addition of two formats does the same in smaller steps.
-                wide = scratch("wide", part.dtype, len(part))
-                there.copy_(wide.copy_(there).add_(part))
+            there = into[(low - first) * source.dtype.size : (high - first) * source.dtype.size]
+            add(there, change[low - start : high - start])
 
     return changed
+
+
+def _addition(tensor: AnyTensor, round_change: bool) -> Callable[[Any, torch.Tensor], None]:
+    """How a change is added to stored numbers of ``tensor``, in place: compiled and in one go for large bfloat16."""
+    if tensor.dtype.code == "BF16" and tensor.numel >= _COMPILED_FROM_ELEMENTS:
+        from merge_core.methods.kernels import add_change
+
+        return lambda stored, change: add_change(patterns(stored, tensor.dtype), change.numpy(), round_change)
+
+    def add(stored: Any, change: torch.Tensor) -> None:
+        there = as_torch(stored, tensor.dtype)
+        if round_change or there.dtype == change.dtype:
+            there.add_(change.to(there.dtype))
+        else:  # One rounding, of the sum. An addition of two formats does the same in smaller steps.
+            wide = scratch("wide", change.dtype, len(change))
+            there.copy_(wide.copy_(there).add_(change))
+
+    return add
 
 
 def scale_directions(

@@ -95,7 +95,8 @@ class AdaptedWeight(DerivedTensor):
         units = len(left)
         grid = Grid(units, self.shape[-2], self.shape[-1])
         if self.magnitude is None:
-            return remembered(self, add_product(self.source, elements, product, grid, round_change=self.round_change))
+            # Quicker computed again than kept, for methods that look at a tensor in several passes.
+            return add_product(self.source, elements, product, grid, round_change=self.round_change)
         magnitude = read_factor(self.magnitude, read, numeric).reshape(-1)
         return remembered(self, scale_directions(self.source, elements, product, grid, magnitude))
 

@@ -3,6 +3,7 @@ journals of unfinished work, what stays and what may go; and what becomes of sta
 are full.
 """
 
+from merge_core.store.arrival import ARRIVING, NotAsListed, receive_directory
 from merge_core.store.collection import (
     CollectedGarbage,
     collect_garbage,
@@ -26,9 +27,20 @@ from merge_core.store.inspection import (
 )
 from merge_core.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
 from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
+from merge_core.store.manifest import MANIFEST
 from merge_core.store.records import JOURNAL, JournalPlace, LineChain, RecordJournal, keep_only_journal, open_journal
 from merge_core.store.retention import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
-from merge_core.store.runs import OpenRun, forget_profile, note_use, open_run, prune_runs, read_runs
+from merge_core.store.runs import (
+    OpenRun,
+    forget_profile,
+    note_made,
+    note_use,
+    open_run,
+    prune_runs,
+    read_run,
+    read_runs,
+)
+from merge_core.store.shared import SharedStore, require_shared
 from merge_core.store.state import (
     ASIDE,
     Damaged,
@@ -40,9 +52,10 @@ from merge_core.store.state import (
     state_directory,
     write_state,
 )
-from merge_core.store.store import MANIFEST, VALUE, Artifact, Store, StoredValue, StoreMiss
+from merge_core.store.store import VALUE, Artifact, Store, StoredValue, StoreMiss
 
 __all__ = [
+    "ARRIVING",
     "ASIDE",
     "HASHES",
     "JOURNAL",
@@ -57,12 +70,14 @@ __all__ = [
     "HashMemo",
     "JournalPlace",
     "LineChain",
+    "NotAsListed",
     "NotInKey",
     "OpenRun",
     "RecordJournal",
     "RetentionPlan",
     "RetentionRule",
     "RunUse",
+    "SharedStore",
     "StateFinding",
     "Store",
     "StoreEntry",
@@ -89,17 +104,21 @@ __all__ = [
     "make_way",
     "mend_state",
     "merkle",
+    "note_made",
     "note_use",
     "open_journal",
     "open_run",
     "passed_over",
     "plan_collection",
     "prune_runs",
+    "read_run",
     "read_runs",
     "read_state",
+    "receive_directory",
     "refusing_disk",
     "regular_files",
     "remove_any",
+    "require_shared",
     "require_unchanged",
     "set_aside",
     "set_sqlite_aside",

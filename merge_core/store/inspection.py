@@ -24,8 +24,10 @@ from merge_core.store.database import set_sqlite_aside, sqlite_fault
 from merge_core.store.hashing import HASHES, sha256_file
 from merge_core.store.keys import digest
 from merge_core.store.locks import try_open_locked
+from merge_core.store.manifest import MANIFEST, ArtifactManifest, ValueRecord
+from merge_core.store.shared import OUTBOX
 from merge_core.store.state import ASIDE, Damaged, make_way, read_state, regular_files, remove_any
-from merge_core.store.store import LOCKS, MANIFEST, TRASH, ArtifactManifest, ValueRecord
+from merge_core.store.store import LOCKS, TRASH
 
 _KEY = re.compile("[0-9a-f]{32}")
 # Unfinished work that no run has gone on with for so long belongs to inputs that nobody merges any more.
@@ -74,6 +76,8 @@ def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
             yield passed
         elif place.is_symlink() or not place.is_dir():
             yield found_damaged(place, "no directory")
+        elif place.name == OUTBOX:
+            continue
         elif place.name == LOCKS:
             yield from _unheld(place)
         elif place.name == TRASH:

@@ -42,6 +42,7 @@ class RunUse:
         judged: It got so far that what it used is what the next run of the profile will need.
         live: It goes on.
         used: Subjects by what was used.
+        made: Bytes of the artifacts that it has made.
     """
 
     run: str
@@ -52,6 +53,7 @@ class RunUse:
     judged: bool
     live: bool
     used: Mapping[EntryName, str]
+    made: int = 0
 
     def with_life(self, live: bool) -> RunUse:
         """The same run, going on or over."""

@@ -89,6 +89,18 @@ def note_use(runs: Path, run: str, stage: str, key: str, subject: str) -> bool:
     return True
 
 
+def note_made(runs: Path, run: str, size: int) -> None:
+    """Note that a run has made an artifact of so many bytes; nothing where no such run is registered."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        _append(runs / f"{run}{_SUFFIX}", {"made": size})
+
+
+def read_run(runs: Path, run: str) -> RunUse | None:
+    """What one run has noted so far; None where nothing is known of it, or it cannot be read."""
+    found = read_state(runs / f"{run}{_SUFFIX}", _parsed)
+    return None if isinstance(found, Damaged) else found
+
+
 def read_runs(runs: Path) -> tuple[RunUse, ...]:
     """All runs that are registered, going on or over. What cannot be read is passed over."""
     return RunReader(runs).read()
@@ -145,6 +157,7 @@ class _Lines:
     header: dict[str, Any] = field(default_factory=dict)
     used: dict[EntryName, str] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
+    made: int = 0
 
     def take(self, line: Mapping[str, Any]) -> None:
         if isinstance(line.get("run"), str):
@@ -152,6 +165,8 @@ class _Lines:
             self.end = {}  # it was suspended, and goes on
         elif "ended" in line:
             self.end = dict(line)
+        elif isinstance(line.get("made"), int):
+            self.made += max(0, line["made"])
         elif isinstance(line.get("stage"), str) and _KEY.fullmatch(str(line.get("key"))):
             name = EntryName(line["stage"], line["key"])
             self.used[name] = str(line.get("subject") or self.used.get(name, ""))
@@ -174,6 +189,7 @@ def _parsed(content: bytes) -> RunUse:
         judged=end.get("judged") is True,
         live=False,
         used=lines.used,
+        made=lines.made,
     )
 
 

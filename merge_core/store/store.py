@@ -23,15 +23,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HASHES, HashMemo
 from merge_core.store.keys import digest
 from merge_core.store.locks import locked
+from merge_core.store.manifest import MANIFEST, ArtifactManifest, ValueRecord
 from merge_core.store.records import JOURNAL
+from merge_core.store.shared import SharedStore
 from merge_core.store.state import (
     Damaged,
     read_state,
@@ -47,7 +49,6 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=BaseModel)
 T = TypeVar("T")
 
-MANIFEST = "manifest.json"
 VALUE = "value.json"
 LOCKS = "locks"  # the directory of the locks of keys, and of what else is done by one process at a time
 TRASH = ".trash"  # what is being deleted; nobody reads it
@@ -55,34 +56,6 @@ TRASH = ".trash"  # what is being deleted; nobody reads it
 
 class StoreMiss(Exception):
     """The artifact cannot be believed; the message says why. Never leaves the pipeline: the stage is run again."""
-
-
-class _File(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    size: int = Field(ge=0)
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
-
-
-class ArtifactManifest(BaseModel):
-    """``manifest.json``, strictly: the key, a digest of all content, every file."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    key: str
-    digest: str
-    files: dict[str, _File]
-
-
-class ValueRecord(BaseModel):
-    """The file of a stage whose value is all that it makes; ``sha256`` is the digest of ``value`` as it stands."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    key: str
-    digest: str
-    sha256: str
-    value: Any
 
 
 @dataclass(frozen=True)
@@ -111,10 +84,14 @@ class Artifact(StoredValue[R]):
 
 
 class Store:
-    """Artifacts below ``root``. ``root`` and everything in it may be deleted at any time; it will be rebuilt."""
+    """Artifacts below ``root``. ``root`` and everything in it may be deleted at any time; it will be rebuilt.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Args:
+        shared: Asked for what is not here, and told what was made here.
+    """
+
+    def __init__(self, root: Path, shared: SharedStore | None = None) -> None:
+        self.root, self.shared = root, shared
         self.hashes = HashMemo(root / HASHES)
 
     def directory(self, stage: str, key: str) -> Path:
@@ -194,6 +171,7 @@ class Store:
             on_damage: Told why, of one that is there and cannot be believed: it is left out.
             about_to_read: Told the first 32 digits of the key of each, before it is read.
         """
+        self._bring_family(stage, prefix)
         found = []
         for directory in self._finished(stage, prefix):
             about_to_read(directory.name)
@@ -202,6 +180,17 @@ class Store:
             except StoreMiss as miss:
                 on_damage(str(miss))
         return tuple(found)
+
+    def _bring_family(self, stage: str, prefix: str) -> None:
+        """Fetch those members that the shared store has and we have not."""
+        if (shared := self.shared) is None:
+            return
+        for key in shared.listed(stage, prefix):
+            final = self.directory(stage, key)
+            with locked(self._lock_file(stage, key), remove=True):
+                if not os.path.lexists(final):
+                    for path, sha256 in shared.fetch(stage, key, final).items():
+                        self.hashes.remember(path, sha256)
 
     def hold_family(
         self, stage: str, prefix: str, on_wait: Callable[[], None] = lambda: None
@@ -253,33 +242,93 @@ class Store:
             on_damage: Told why, if an artifact is there and cannot be believed: it is made again.
         """
         final = self.directory(stage, key)
-        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
+
+        def found() -> Artifact[R] | None:
             try:
-                found = self.open(stage, key, value_type)
+                artifact = self.open(stage, key, value_type)
             except StoreMiss as miss:
                 if os.path.lexists(final):
                     on_damage(_set_aside(final, miss))
-            else:
-                (final / JOURNAL).unlink(missing_ok=True)  # of a run that was killed between naming and removing
-                return found, False
-            partial = final.with_name(final.name + ".partial")
-            state_directory(partial.parent)
-            if not resumable or partial.is_symlink():
-                remove_any(partial)
-            state_directory(partial)
-            try:
-                value = make(partial)
-            except Exception:
-                with suppress(OSError):  # What went wrong first is what is said.
-                    if not resumable or not any(partial.iterdir()):
-                        remove_any(partial)
-                raise
-            self._seal(stage, key, partial, value, hashes_of(value))
-            partial.rename(final)
-            fsync(final.parent)
-            # Only now: until the artifact has its name, a kill must not lose what was computed.
-            (final / JOURNAL).unlink(missing_ok=True)
-            return self.open(stage, key, value_type), True
+                return None
+            (final / JOURNAL).unlink(missing_ok=True)  # of a run that was killed between naming and removing
+            return artifact
+
+        def made() -> Artifact[R]:
+            self._make(stage, key, make, hashes_of, resumable)
+            return self.open(stage, key, value_type)
+
+        def arrive(shared: SharedStore) -> None:
+            for path, sha256 in shared.fetch(stage, key, final).items():
+                self.hashes.remember(path, sha256)
+
+        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
+            return self._found_or_made(stage, key, final, found, made, arrive, on_wait)
+
+    def _found_or_made(
+        self,
+        stage: str,
+        key: str,
+        place: Path,
+        found: Callable[[], T | None],
+        made: Callable[[], T],
+        arrive: Callable[[SharedStore], None],
+        on_wait: Callable[[], None],
+    ) -> tuple[T, bool]:
+        """Here, else there, else made now; and whether it was. With the lock of the key held.
+
+        Args:
+            place: Where it lies, once it is here.
+            arrive: Brings it here from the shared store, if that has it.
+        """
+        if (known := found()) is not None:
+            return known, False
+        if (shared := self.shared) is None:
+            return made(), True
+        arrived: list[T] = []
+
+        def look() -> bool:
+            arrive(shared)
+            if os.path.lexists(place):
+                if (one := found()) is not None:
+                    arrived.append(one)
+                elif place.suffix != ".json":  # a value is written over anyway
+                    shared.discard(stage, key)
+            return bool(arrived)
+
+        with shared.turn(stage, key, look, on_wait) as made_elsewhere:
+            if made_elsewhere:
+                return arrived[0], False
+            result = made()
+            shared.offer(stage, key, place)
+            return result, True
+
+    def _make(
+        self,
+        stage: str,
+        key: str,
+        make: Callable[[Path], R],
+        hashes_of: Callable[[R], Mapping[str, str]],
+        resumable: bool,
+    ) -> None:
+        """Make an artifact beside its place and give it its name."""
+        final = self.directory(stage, key)
+        partial = final.with_name(final.name + ".partial")
+        state_directory(partial.parent)
+        if not resumable or partial.is_symlink():
+            remove_any(partial)
+        state_directory(partial)
+        try:
+            value = make(partial)
+        except Exception:
+            with suppress(OSError):  # What went wrong first is what is said.
+                if not resumable or not any(partial.iterdir()):
+                    remove_any(partial)
+            raise
+        self._seal(stage, key, partial, value, hashes_of(value))
+        partial.rename(final)
+        fsync(final.parent)
+        # Only now: until the artifact has its name, a kill must not lose what was computed.
+        (final / JOURNAL).unlink(missing_ok=True)
 
     def build_value(
         self,
@@ -293,14 +342,26 @@ class Store:
     ) -> tuple[StoredValue[R], bool]:
         """The value from the store, or made now. As :meth:`build`, for a stage that makes no files."""
         path = self._value_file(stage, key)
-        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
+
+        def found() -> StoredValue[R] | None:
             try:
-                return self.open_value(stage, key, value_type), False
+                return self.open_value(stage, key, value_type)
             except StoreMiss as miss:
                 if os.path.lexists(path):
                     on_damage(_set_aside(path, miss))
+                return None
+
+        def made() -> StoredValue[R]:
             self._seal_value(stage, key, path, make())
-            return self.open_value(stage, key, value_type), True
+            return self.open_value(stage, key, value_type)
+
+        def arrive(shared: SharedStore) -> None:
+            if (content := shared.fetch_value(stage, key)) is not None:
+                state_directory(path.parent)
+                write_state(path, content)
+
+        with locked(self._lock_file(stage, key), remove=True, on_wait=on_wait):
+            return self._found_or_made(stage, key, path, found, made, arrive, on_wait)
 
     def mark_used(self, stage: str, key: str) -> None:
         """Note the time of a use: what has not been used for longest goes first, where room is wanted."""

@@ -110,12 +110,12 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
                 unload_there()
             _loaded[wanted] = _load(model, dtype, device)
         _loaded[wanted] = loaded = _loaded.pop(wanted)
-        import torch
-
         try:
             with asked_with(loaded):
                 yield loaded
-        except torch.OutOfMemoryError as error:
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
             del loaded
             unload()
             raise ShortOfMemory(
@@ -123,6 +123,13 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
                 found=f"out of memory on {device}",
                 remedy=SMALLER,
             ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of the GPU, of Python, or of torch's on a CPU, which has no type of its own for it."""
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def load_apart(model: Model, *, dtype: str, device: str) -> LoadedModel:
@@ -201,7 +208,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     where = f"{model.name} ({model.directory})"
-    import torch
     import transformers
 
     # mypy: transformers declares no return types here.
@@ -224,11 +230,11 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
             output_loading_info=True,
         )
         network = network.to(device).eval()
-    except torch.OutOfMemoryError as error:
-        raise ShortOfMemory(
-            where, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16"
-        ) from error
     except Exception as error:
+        if _is_out_of_memory(error):
+            raise ShortOfMemory(
+                where, found=f"does not fit into the memory of {device}", remedy="dtype: bfloat16, or more memory"
+            ) from error
         # Whatever a file of the checkpoint makes transformers, tokenizers or safetensors raise: their types are many.
         cause = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(

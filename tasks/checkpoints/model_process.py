@@ -23,6 +23,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,9 +53,12 @@ from tasks.outside import (
     also_end,
     current_slot,
     environment_of_child,
+    take_gpus,
 )
-from tasks.stage import also_forget, home, store
+from tasks.stage import also_forget, home, memory_of_child, store
 
+# As Python, torch and C++ say it where a limit, not the system, is in the way.
+_NO_MEMORY = re.compile(r"MemoryError|can't allocate memory|bad_alloc|Cannot allocate memory")
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
 _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one
 _START = "from tasks.checkpoints.model_process import answer_questions; answer_questions()"
@@ -304,6 +308,7 @@ class _ModelProcess:
         _compile_once()
         given = {name: os.environ[name] for name in kind.passing if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
+        self._gpus = take_gpus()
         try:
             self.process = SupervisedProcess(
                 # -P: the directory that the run was started in is none to import from.
@@ -313,7 +318,11 @@ class _ModelProcess:
                 name="evaluation",
                 pass_fds=[theirs.fileno()],
                 confinement=_confinement(kind),
+                inherited=self._gpus.descriptors,
             )
+        except BaseException:
+            self._gpus.release()
+            raise
         finally:
             theirs.close()
 
@@ -326,6 +335,7 @@ class _ModelProcess:
     def end(self) -> None:
         """End it, and give back what it is connected by."""
         self.process.end()
+        self._gpus.release()
         self.connection.close()
         self._output.close()
 
@@ -357,7 +367,7 @@ def _confinement(kind: _Kind) -> Confinement:
         write=tuple(map(str, places)),
         hide=(str(home() / "prefect"),),
         network=kind.network,
-        memory=_MAPPED_TOO * memory.total if memory else None,
+        memory=memory_of_child(_MAPPED_TOO * memory.total if memory else None),
     )
 
 
@@ -367,6 +377,13 @@ def _died(where: str, code: int | None, last_line: str) -> InvalidInput:
             where,
             found="the process that scores was killed by signal 9, as the system does when memory is full",
             expected="memory for the model and a batch",
+            remedy=SMALLER,
+        )
+    if _NO_MEMORY.search(last_line):
+        return ShortOfMemory(
+            where,
+            found=f"the process that scores had no memory left: {last_line}",
+            expected="memory for the model and a batch, within limits.memory if the profile has that",
             remedy=SMALLER,
         )
     how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"

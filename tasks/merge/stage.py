@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -18,6 +19,7 @@ from merge_core.errors import Refused
 from merge_core.store import Artifact, NotInKey, state_directory
 from merge_core.units import format_bytes
 from tasks.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest
+from tasks.outside import hold_gpus
 from tasks.stage import StageValue, advance, device_kind, stage, versions
 
 MERGED = "merge"  # what the merged model is called beside its parents
@@ -101,13 +103,14 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
     matched = match_experts(pinned.recipe, {parent.ref: parent.open() for parent in pinned.parents})
     plan = plan_merge(matched.recipe, matched.checkpoints)
     start_or_resume(out, plan)
-    record = merge_weights(
-        plan,
-        out,
-        seed=numerics.seed,
-        device=numerics.where,
-        on_progress=lambda done, total: advance(done, total, "B"),
-    )
+    with nullcontext() if numerics.device == "cpu" else hold_gpus():
+        record = merge_weights(
+            plan,
+            out,
+            seed=numerics.seed,
+            device=numerics.where,
+            on_progress=lambda done, total: advance(done, total, "B"),
+        )
     blocking = [finding for finding in record.findings if finding.severity == "block"]
     if blocking:
         worst = blocking[0]

@@ -5,9 +5,11 @@ need, and servers that speak JSON over HTTP.
 runs what strangers wrote, and ``environment_of_child`` what it may see of our environment (``confinement``). How a
 server is asked, and what is asked again, is in ``remote``. ``open_runner`` has independent work done side by side, here
 or on a cluster (``runner``, ``cluster``); ``current_slot`` is where a thread of ours does it (``slots``).
+``hold_gpus`` keeps other jobs off the GPUs of this host (``gpu_lock``).
 """
 
 from tasks.outside.confinement import Confinement, environment_of_child
+from tasks.outside.gpu_lock import HeldGpus, hold_gpus, take_gpus
 from tasks.outside.remote import (
     TRANSIENT_STATUSES,
     Answer,
@@ -28,6 +30,7 @@ __all__ = [
     "Confinement",
     "GivenUp",
     "Gpus",
+    "HeldGpus",
     "JsonClient",
     "NotStarted",
     "ProcessEnd",
@@ -43,9 +46,11 @@ __all__ = [
     "end_slot",
     "environment_of_child",
     "here",
+    "hold_gpus",
     "is_transient",
     "open_runner",
     "retrying",
     "slots_for",
     "status_of",
+    "take_gpus",
 ]

@@ -219,7 +219,7 @@ def carry_out(order: bytes) -> State[bytes]:
     try:
         os.environ["MERGEGATE_HOME"] = str(sent.home)
         _require_shared(sent)
-        with watched_by(held), at_slot(_slot_of_worker() if sent.of_ours else Slot()):
+        with watched_by(held), at_slot(_slot_of_worker() if sent.of_ours else Slot(scheduled=True)):
             result = sent.function(sent.item)
         failed = False
     except Exception as error:
@@ -248,8 +248,9 @@ def _slot_of_worker() -> Slot:
     with suppress(ImportError, ValueError):
         from distributed import get_worker
 
-        return Slot(environment=tuple(gpu_of_worker(int(get_worker().name), visible_gpus()).items()))
-    return Slot()
+        seen = gpu_of_worker(int(get_worker().name), visible_gpus())
+        return Slot(environment=tuple(seen.items()), scheduled=True)
+    return Slot(scheduled=True)
 
 
 def _require_shared(sent: _Order) -> None:

@@ -35,11 +35,13 @@ class Slot:
         number: From 0.
         environment: Name and value of what the processes of this place see beside what all see.
         given_up: Set when nobody waits for what is done here.
+        scheduled: Whether the GPU is one that a cluster has given out.
     """
 
     number: int = 0
     environment: tuple[tuple[str, str], ...] = ()
     given_up: threading.Event = field(default_factory=threading.Event, compare=False)
+    scheduled: bool = False
 
 
 _FIRST = Slot()

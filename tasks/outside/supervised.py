@@ -96,6 +96,7 @@ class SupervisedProcess:
         confinement: What it may reach; None: all that we may. What this system cannot keep it from is logged.
         short_paths: It puts sockets into its temporary directory, whose paths may have 107 characters.
         measured: Take note of its memory.
+        inherited: Descriptors that stay open until it and everything it started are gone; it does not see them.
 
     Raises:
         NotStarted: when there is no such command, or it may not be run.
@@ -114,6 +115,7 @@ class SupervisedProcess:
         confinement: Confinement | None = None,
         short_paths: bool = False,
         measured: bool = False,
+        inherited: Sequence[int] = (),
     ) -> None:
         order = {
             "command": list(command),
@@ -135,7 +137,7 @@ class SupervisedProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
-            pass_fds=tuple(pass_fds),
+            pass_fds=(*pass_fds, *inherited),
             start_new_session=True,
         )
         self.pid, self.scratch = 0, Path()

@@ -1,5 +1,6 @@
 """Publishing: what a release consists of, and the step that brings it to its target, whole or not at all."""
 
+from tasks.publish.approval import ApprovalSettings, PendingRelease
 from tasks.publish.card_metadata import front_matter
 from tasks.publish.card_scores import escaped
 from tasks.publish.content import (
@@ -15,7 +16,7 @@ from tasks.publish.content import (
     version_of,
 )
 from tasks.publish.signature import public_key, read_signature
-from tasks.publish.step import publish
+from tasks.publish.step import ReleaseParts, pending_release, publish
 from tasks.publish.sums import checksums_text, parse_checksums, sha256_of
 from tasks.publish.targets import Release
 
@@ -27,12 +28,16 @@ __all__ = [
     "RECIPE",
     "SIGNATURE",
     "SUMS",
+    "ApprovalSettings",
+    "PendingRelease",
     "Release",
     "ReleaseFile",
+    "ReleaseParts",
     "checksums_text",
     "escaped",
     "front_matter",
     "parse_checksums",
+    "pending_release",
     "public_key",
     "publish",
     "read_signature",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
+from merge_core.errors import Refused
 from merge_core.parsing import parse_yaml
 from merge_core.store import Artifact, StoredValue
 from tasks.checkpoints import PinnedRecipe
 from tasks.merge import Merged, Numerics
 from tasks.preflight.licenses import LicenseVerdict
+from tasks.publish.approval import PendingRelease, release_digest, stands_in
 from tasks.publish.bom import bill_of_materials
 from tasks.publish.card import Publication, model_card
 from tasks.publish.card_metadata import card_metadata, check_card
@@ -34,44 +37,85 @@ from tasks.report import Report, ReportContent
 from tasks.stage import advance, step, store
 
 
+class ReleaseParts(NamedTuple):
+    """What a release is made of, wherever it goes: the evidence, the merge, and what may be done with it."""
+
+    content: ReportContent
+    pinned: PinnedRecipe
+    numerics: Numerics
+    license: StoredValue[LicenseVerdict]
+    merged: Artifact[Merged]
+    report: Artifact[Report]
+
+
 @step("publish")
 def publish(
     target: PublishTarget,
     root: Path,
-    content: ReportContent,
-    pinned: PinnedRecipe,
-    numerics: Numerics,
-    license: StoredValue[LicenseVerdict],
-    merged: Artifact[Merged],
-    report: Artifact[Report],
+    parts: ReleaseParts,
     expected_head: str | None = None,
+    approved: str | None = None,
 ) -> Release:
     """Publish to ``target``; relative paths relative to ``root``. Idempotent.
 
     Args:
         expected_head: Of the release that the merge was compared with (``CurrentRelease.head``): when the target has
             another now, nothing is published. None: whatever is there.
+        approved: Digest of the release that a person said yes to; None: nobody had to.
 
     Raises:
         InvalidInput: when there is no token for the Hub, or no key to sign with.
-        Refused: when the version exists with other content, the merge is not what was gated any more, the card does not
-            say to others what it is meant to, or the target says no or has another head than ``expected_head``.
+        Refused: when the version exists with other content, the merge is not what was gated or approved any more, the
+            card does not say to others what it is meant to, or the target says no or has another head than
+            ``expected_head``.
     """
-    key = root / target.sign_key if target.sign_key else None
-    files = release_files(content, pinned, numerics, license.value, merged, report, target.address, key)
+    files = _files_for(target, root, parts)
+    if approved is not None and (digest := release_digest(files)) != approved:
+        raise Refused(
+            parts.content.name,
+            found=f"a release of the digest {digest[:12]}…",
+            expected=f"{approved[:12]}…, which was approved",
+            remedy="run again: somebody is asked about what it is now",
+        )
 
     def report_bytes(done: int, total: int) -> None:
         advance(done, total, "B")
 
     return target.publish(
         files,
-        content.name,
+        parts.content.name,
         target.version or content_version(files),
         root,
         expected_head=expected_head,
         hashes=store().hashes,
         on_progress=report_bytes,
     )
+
+
+def pending_release(
+    target: PublishTarget,
+    root: Path,
+    parts: ReleaseParts,
+) -> PendingRelease:
+    """What :func:`publish` would publish of the same arguments, and whether that is there already. Changes nothing.
+
+    Raises:
+        InvalidInput: as ``publish``.
+        Refused: as ``publish``, or when the target cannot tell what is released there.
+    """
+    files = _files_for(target, root, parts)
+    current = target.current(root)
+    return PendingRelease(
+        target.version or content_version(files),
+        release_digest(files),
+        current is not None and stands_in(current.directory, files),
+    )
+
+
+def _files_for(target: PublishTarget, root: Path, parts: ReleaseParts) -> tuple[ReleaseFile, ...]:
+    key = root / target.sign_key if target.sign_key else None
+    content, pinned, numerics, license, merged, report = parts
+    return release_files(content, pinned, numerics, license.value, merged, report, target.address, key)
 
 
 def release_files(

@@ -1,10 +1,11 @@
 """Releases that are out there: verified against what they say, rebuilt, and compared with as the champion."""
 
-from tasks.releases.champion import find_anchor, find_champion
+from tasks.releases.champion import ReleasedModel, find_anchor, find_champion
 from tasks.releases.reproduce import rebuild_release
 from tasks.releases.verify import Verified, check_release
 
 __all__ = [
+    "ReleasedModel",
     "Verified",
     "check_release",
     "find_anchor",

@@ -16,9 +16,19 @@ _BOOKKEEPING = ABOUT | {MANIFEST, VALUE}
 
 
 class ReleasedModel(Model):
-    """The champion; with the head of its target, where it has one, so that nothing else is replaced by mistake."""
+    """A release as a model, and what its target says of it.
+
+    Attributes:
+        head: Of the target, where it has one, so that nothing else is replaced by mistake.
+        version: What people call it.
+        location: Where it stands, for people: a directory or an address.
+        complete: Whether its publication is finished.
+    """
 
     head: Annotated[str | None, NotInKey] = None
+    version: Annotated[str, NotInKey] = ""
+    location: Annotated[Path | str, NotInKey] = ""
+    complete: Annotated[bool, NotInKey] = True
 
 
 def find_champion(target: PublishTarget | None, root: Path, merge: Model, hashes: HashMemo) -> ReleasedModel | None:
@@ -66,6 +76,9 @@ def _released(current: CurrentRelease, name: str, merge: Model, hashes: HashMemo
         digest=digest,
         directory=current.directory,
         head=current.head,
+        version=current.version or current.directory.name,
+        location=current.location or current.directory,
+        complete=current.complete,
         files=tuple(sorted(files.items())),
         runs_code=merge.runs_code and _code(released) == _code(ours),
     )

@@ -6,6 +6,8 @@
     html = render(content)                          # the page alone
     as_markdown(content), final_table(content)      # the same content for Prefect and for the terminal
     render_sweep(sweep), sweep_table(sweep)         # of a sweep: its page and its table
+    render_ending(EndedRun(...))                    # of a run that ended without a verdict
+    keep_run(reports, record, html)                 # each page under its own name, in the history of all runs
 """
 
 from tasks.report import wording
@@ -19,6 +21,27 @@ from tasks.report.content import (
     ReportedModel,
     ReportedServing,
     StoredArtifact,
+)
+from tasks.report.ending import EndedRun, EndedStage, render_ending
+from tasks.report.history import (
+    HISTORY,
+    History,
+    KeptPage,
+    NightParent,
+    NightScore,
+    NightStage,
+    RunRecord,
+    RunStatus,
+    changes_since,
+    file_name,
+    keep_run,
+    mend_history,
+    night_of,
+    outcome_of_status,
+    read_history,
+    render_history,
+    tell_operators,
+    worst_drop,
 )
 from tasks.report.page import render
 from tasks.report.serving import CostTable, costs
@@ -46,10 +69,18 @@ from tasks.report.sweep import (
 from tasks.report.table import as_markdown, evaluated, final_table, likelihood, uses_bytes
 
 __all__ = [
+    "HISTORY",
     "CostTable",
+    "EndedRun",
+    "EndedStage",
     "HeldOut",
+    "History",
+    "KeptPage",
     "Library",
     "MergedFile",
+    "NightParent",
+    "NightScore",
+    "NightStage",
     "Report",
     "ReportContent",
     "ReportedAttempt",
@@ -63,15 +94,26 @@ __all__ = [
     "ReportedRacing",
     "ReportedServing",
     "ReportedSet",
+    "RunRecord",
+    "RunStatus",
     "SearchStatus",
     "StoredArtifact",
     "SweepContent",
     "as_markdown",
+    "changes_since",
     "costs",
     "evaluated",
+    "file_name",
     "final_table",
+    "keep_run",
     "likelihood",
+    "mend_history",
+    "night_of",
+    "outcome_of_status",
+    "read_history",
     "render",
+    "render_ending",
+    "render_history",
     "render_sweep",
     "search_line",
     "sweep_content",
@@ -80,8 +122,10 @@ __all__ = [
     "sweep_sentence",
     "sweep_table",
     "sweep_title",
+    "tell_operators",
     "uses_bytes",
     "what_it_took",
     "wording",
+    "worst_drop",
     "write_report",
 ]

@@ -18,12 +18,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tasks.outside import Confinement, NotStarted, ProcessEnd, SupervisedProcess, Unreachable
+from tasks.outside import (
+    Confinement,
+    HeldGpus,
+    NotStarted,
+    ProcessEnd,
+    SupervisedProcess,
+    Unreachable,
+    take_gpus,
+)
 from tasks.serve.client import Client
 from tasks.serve.launch import Launch
 from tasks.serve.server_log import Blame, blame, port_was_taken, root_cause
 from tasks.serve.settings import ServeSettings
-from tasks.stage import home
+from tasks.stage import home, memory_of_child
 
 GRACE = 20.0  # seconds that a server has to end by itself
 _TRIES = 3  # with another port each, should somebody have been quicker
@@ -48,6 +56,7 @@ class ServerProcess:
         self._began = 0.0  # when the process was started
         self._deadline = time.monotonic() + settings.total_within
         self._process: SupervisedProcess | None = None
+        self._gpus = HeldGpus((), lambda: None)
         self._not_started = ""
         self._end = ProcessEnd()
         self._answered = False
@@ -137,6 +146,7 @@ class ServerProcess:
         if self._process is not None:
             self._end = self._process.end()
             self._process = None
+            self._gpus.release()
 
     def _start(self) -> None:
         self._port = free_port()
@@ -144,18 +154,26 @@ class ServerProcess:
         self._began = time.monotonic()
         with self._log.open("ab") as output:
             try:
+                self._gpus.release()  # of an earlier try
+                self._gpus = take_gpus()
                 self._process = SupervisedProcess(
                     self._launch.at(self._port, self.name),
                     self._launch.environment,
                     output,
                     name="serve",
-                    confinement=Confinement(hide=(str(home() / "prefect"),), network=True),  # we must reach it
+                    confinement=Confinement(
+                        hide=(str(home() / "prefect"),),
+                        network=True,  # we must reach it
+                        memory=memory_of_child(None),
+                    ),
                     grace=self._grace,
                     limit=max(1.0, self._deadline - time.monotonic()),
                     short_paths=True,
                     measured=True,
+                    inherited=self._gpus.descriptors,
                 )
             except NotStarted as error:
+                self._gpus.release()
                 self._not_started = str(error)
 
     def _is_ready(self) -> bool:

@@ -5,14 +5,18 @@ Declare a stage with ``@stage``, an uncached step with ``@step``. A judgement re
 
 from tasks.stage.combined import report_together
 from tasks.stage.environment import Runtime, device_kind, runtime, versions
+from tasks.stage.limits import Limits, TimeSpan, limited, memory_of_child
+from tasks.stage.logs import logged_for_machines
 from tasks.stage.progress import (
     HeldProgress,
+    NotedProgress,
     ProgressLog,
     StageEnd,
     StageStatus,
     advance,
     announce,
     is_watched,
+    noted_stages,
     report_stage,
     retell,
     say_progress,
@@ -20,6 +24,7 @@ from tasks.stage.progress import (
 )
 from tasks.stage.project import home, nearest
 from tasks.stage.reading import LostArtifact, PinnedInput, also_forget, read_pinned, require_pinned
+from tasks.stage.sharing import said_what_arrived
 from tasks.stage.stages import (
     DeclaredStage,
     Stage,
@@ -31,7 +36,7 @@ from tasks.stage.stages import (
     store,
     value_stage,
 )
-from tasks.stage.usage import QUOTA, keep_quota, note_stage, noted_run, runs_directory, store_quota
+from tasks.stage.usage import QUOTA, bytes_made, keep_quota, note_stage, noted_run, runs_directory, store_quota
 from tasks.stage.verdict import JointVerdict, Outcome, Section, Verdict, combined, severity, word_for, worst
 
 __all__ = [
@@ -39,7 +44,9 @@ __all__ = [
     "DeclaredStage",
     "HeldProgress",
     "JointVerdict",
+    "Limits",
     "LostArtifact",
+    "NotedProgress",
     "Outcome",
     "PinnedInput",
     "ProgressLog",
@@ -50,19 +57,25 @@ __all__ = [
     "StageFuture",
     "StageStatus",
     "StageValue",
+    "TimeSpan",
     "ValueStage",
     "Verdict",
     "advance",
     "also_forget",
     "announce",
+    "bytes_made",
     "combined",
     "device_kind",
     "home",
     "is_watched",
     "keep_quota",
+    "limited",
+    "logged_for_machines",
+    "memory_of_child",
     "nearest",
     "note_stage",
     "noted_run",
+    "noted_stages",
     "read_pinned",
     "report_stage",
     "report_together",
@@ -70,6 +83,7 @@ __all__ = [
     "retell",
     "runs_directory",
     "runtime",
+    "said_what_arrived",
     "say_progress",
     "severity",
     "stage",

@@ -28,7 +28,7 @@ class Watcher(Protocol):
 
 
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-_running: ContextVar[tuple[str, str]] = ContextVar("running", default=("", ""))
+_running: ContextVar[tuple[str, str, str]] = ContextVar("running", default=("", "", ""))
 
 
 @contextmanager
@@ -46,10 +46,20 @@ def is_watched() -> bool:
     return _watcher.get() is not None
 
 
+def watcher_or(otherwise: Callable[[], Watcher]) -> Watcher:
+    """Who watches, or who is to watch where nobody does."""
+    return _watcher.get() or otherwise()
+
+
+def running_stage() -> tuple[str, str, str]:
+    """Name, subject and key of the stage that runs; empty where none does."""
+    return _running.get()
+
+
 def advance(done: int, total: int, unit: str) -> None:
     """Say how far the running stage has come: ``done`` of ``total`` in ``unit`` ('B', 'documents')."""
     if (watcher := _watcher.get()) is not None:
-        watcher.advanced(*_running.get(), done, total, unit)
+        watcher.advanced(*_running.get()[:2], done, total, unit)
 
 
 def say_progress(say: Callable[[int], str]) -> None:
@@ -59,7 +69,7 @@ def say_progress(say: Callable[[int], str]) -> None:
         say: The line, in at most so many characters.
     """
     if (watcher := _watcher.get()) is not None:
-        watcher.described(*_running.get(), say)
+        watcher.described(*_running.get()[:2], say)
 
 
 def announce(text: str) -> None:
@@ -77,13 +87,17 @@ class StageReport:
 
 
 @contextmanager
-def report_stage(name: str, subject: str) -> Iterator[StageReport]:
-    """Tell the watcher that a stage runs and how it ended; ``advance`` inside speaks for this stage."""
+def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport]:
+    """Tell the watcher that a stage runs and how it ended; ``advance`` inside speaks for this stage.
+
+    Args:
+        key: Under which the store has what it makes, if it does.
+    """
     watcher = _watcher.get()
     report = StageReport()
+    token = _running.set((name, subject, key))
     if watcher:
         watcher.started(name, subject)
-    token = _running.set((name, subject))
     began = time.monotonic()
     try:
         yield report
@@ -95,9 +109,9 @@ def report_stage(name: str, subject: str) -> Iterator[StageReport]:
         report.status = "failed"
         raise
     finally:
-        _running.reset(token)
         if watcher:
             watcher.ended(name, subject, report.status, time.monotonic() - began, report.summary)
+        _running.reset(token)
 
 
 class StageEnd(NamedTuple):
@@ -130,6 +144,52 @@ class HeldProgress:
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         self.stages += (StageEnd(stage, subject, status, seconds, summary),)
+
+
+class RelayedProgress:
+    """A ``Watcher`` that passes everything on to another one: what else is to be done with it is another class's."""
+
+    def __init__(self, other: Watcher) -> None:
+        self._other = other
+
+    def announced(self, text: str) -> None:
+        self._other.announced(text)
+
+    def started(self, stage: str, subject: str) -> None:
+        self._other.started(stage, subject)
+
+    def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
+        self._other.advanced(stage, subject, done, total, unit)
+
+    def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
+        self._other.described(stage, subject, say)
+
+    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        self._other.ended(stage, subject, status, seconds, summary)
+
+
+class NotedProgress(RelayedProgress):
+    """A ``Watcher`` that notes how stages ended, and passes it on."""
+
+    def __init__(self, other: Watcher) -> None:
+        super().__init__(other)
+        self.stages: list[StageEnd] = []  # in the order in which they ended
+
+    def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        self.stages.append(StageEnd(stage, subject, status, seconds, summary))
+        super().ended(stage, subject, status, seconds, summary)
+
+
+@contextmanager
+def noted_stages(otherwise: Callable[[], Watcher]) -> Iterator[NotedProgress]:
+    """Note how the stages that are called inside end, and tell whoever watches already.
+
+    Args:
+        otherwise: Who is told where nobody watches.
+    """
+    noted = NotedProgress(watcher_or(otherwise))
+    with watched_by(noted):
+        yield noted
 
 
 def retell(stages: Iterable[StageEnd]) -> None:

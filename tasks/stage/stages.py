@@ -18,7 +18,8 @@ The key is made of the stage's name, its version and its arguments (see ``merge_
 meaning of a stage changes: what it made before is then rebuilt. The store is the only cache: Prefect keeps no result.
 It shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (there was an artifact, and it was damaged), or as a failed
 ``Refused`` or ``Invalid``, with what the stage says of it; and which stage waited for which, found by the digests that
-stand in its inputs. What a stage reads is looked at before and after (``tasks.stage.reading``).
+stand in its inputs. What a stage reads is looked at before and after (``tasks.stage.reading``); how long it may take
+is in ``tasks.stage.limits``.
 """
 
 from __future__ import annotations
@@ -37,11 +38,23 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import MergegateError, Refused
-from merge_core.store import Artifact, Store, StoredValue, StoreMiss, canonical, family_prefix, refusing_disk, stage_key
+from merge_core.store import (
+    Artifact,
+    Store,
+    StoredValue,
+    StoreMiss,
+    canonical,
+    family_prefix,
+    refusing_disk,
+    size_of,
+    stage_key,
+)
+from tasks.stage.limits import declare_stage, within_limit
 from tasks.stage.progress import StageStatus, report_stage
 from tasks.stage.project import home
 from tasks.stage.reading import pinned_inputs, read_pinned, require_pinned
-from tasks.stage.usage import note_stage
+from tasks.stage.sharing import shared_store
+from tasks.stage.usage import note_artifact, note_stage
 
 if TYPE_CHECKING:
     from prefect import Task
@@ -75,7 +88,8 @@ class StageValue(BaseModel):
 
 def store() -> Store:
     """The artifact store of this project."""
-    return Store(home() / "store")
+    root = home() / "store"
+    return Store(root, shared_store(root))
 
 
 class StageCall:
@@ -100,6 +114,7 @@ class DeclaredStage(Generic[P, V, A]):
         self, work: Callable[..., V], skipped: int, name: str, version: int, subject: str | None, **options: Any
     ) -> None:
         self.work, self.name, self.version, self._subject, self._options = work, name, version, subject, options
+        declare_stage(name)
         signature = inspect.signature(work)
         self._signature = signature.replace(parameters=list(signature.parameters.values())[skipped:])
         self.value_type: type[V] = get_type_hints(work)["return"]
@@ -177,7 +192,8 @@ class DeclaredStage(Generic[P, V, A]):
         from prefect.states import Completed, Failed
 
         try:
-            with report_stage(self.name, call.subject) as report, refusing_disk(home()):
+            report_here = report_stage(self.name, call.subject, call.key)
+            with report_here as report, refusing_disk(home()), within_limit(self.name):
                 artifact, status = self._noted(call)
                 report.summary = artifact.value.summary()
                 report.status = "refused" if artifact.value.refuses() else status
@@ -193,6 +209,8 @@ class DeclaredStage(Generic[P, V, A]):
         """From the store or made now, and noted as used: by a note before, by its time after."""
         note_stage(call.name, call.key, call.subject)
         artifact, status = self._build(call)
+        if status != "cached" and isinstance(artifact, Artifact):
+            note_artifact(size_of(artifact.directory))
         store().mark_used(call.name, call.key)
         return artifact, status
 
@@ -346,7 +364,6 @@ def stage(
     resumable: bool = False,
     apart: str | None = None,
     retries: int = 0,
-    timeout_seconds: float | None = None,
 ) -> Callable[[Callable[Concatenate[Path, P], V]], Stage[P, V]]:
     """Declare a stage that makes files.
 
@@ -359,7 +376,6 @@ def stage(
         apart: Name of the parameter that tells the members of a family apart: ``family`` finds all artifacts that
             differ in it alone. The value must say it under the same name.
         retries: How often it is tried again after an error that no user caused. Input and refusals are not retried.
-        timeout_seconds: After which Prefect ends it; None: never. What can hang runs in a process of its own anyway.
     """
     return lambda work: Stage(
         work,
@@ -370,17 +386,14 @@ def stage(
         version=version,
         subject=subject,
         retries=retries,
-        timeout_seconds=timeout_seconds,
     )
 
 
 def value_stage(
-    name: str, *, version: int, subject: str | None = None, retries: int = 0, timeout_seconds: float | None = None
+    name: str, *, version: int, subject: str | None = None, retries: int = 0
 ) -> Callable[[Callable[P, V]], ValueStage[P, V]]:
     """Declare a stage whose value is all that it makes. Arguments as of :func:`stage`."""
-    return lambda work: ValueStage(
-        work, name=name, version=version, subject=subject, retries=retries, timeout_seconds=timeout_seconds
-    )
+    return lambda work: ValueStage(work, name=name, version=version, subject=subject, retries=retries)
 
 
 class StepValue(Protocol):
@@ -401,6 +414,8 @@ def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[
     what it has done when they change meanwhile cannot be taken back, so it checks itself what it takes out of them.
     """
 
+    declare_stage(name)
+
     def declare(work: Callable[P, S]) -> Callable[P, S]:
         signature = inspect.signature(work)
 
@@ -408,7 +423,7 @@ def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[
             from prefect.states import Completed, Failed
 
             try:
-                with report_stage(name, "") as report, refusing_disk(home()):
+                with report_stage(name, "") as report, refusing_disk(home()), within_limit(name):
                     require_pinned(tuple(pinned_inputs(call.inputs.arguments.values())), store().hashes)
                     value = work(*call.inputs.args, **call.inputs.kwargs)
                     report.status, report.summary = ("made" if value.new else "cached"), value.summary()

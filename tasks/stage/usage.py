@@ -22,9 +22,11 @@ from merge_core.store import (
     OpenRun,
     RetentionRule,
     collect_garbage,
+    note_made,
     note_use,
     open_run,
     prune_runs,
+    read_run,
     store_bytes,
 )
 from merge_core.units import format_bytes, parse_bytes
@@ -77,6 +79,23 @@ def note_stage(stage: str, key: str, subject: str, *, in_run_only: bool = False)
         return
     if run is None and not in_run_only:
         note_use(runs, _lease_of_process(runs), stage, key, subject)
+
+
+def note_artifact(size: int) -> None:
+    """Note that the running flow has made an artifact.
+
+    Args:
+        size: Of its files, in bytes.
+    """
+    if (run := _running_flow()) is not None:
+        note_made(runs_directory(), run, size)
+
+
+def bytes_made() -> int:
+    """What the running flow has added to the store so far, by whichever process; 0 outside of a flow."""
+    run = _running_flow()
+    known = read_run(runs_directory(), run) if run is not None else None
+    return known.made if known else 0
 
 
 def keep_quota() -> str:

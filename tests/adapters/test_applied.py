@@ -11,7 +11,7 @@ from peft_family import applied_by_us, differences, make_adapter, make_base, rea
 from safetensors.torch import load_file, save_file
 
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from merge_core.adapters import apply_adapter, open_adapter
+from merge_core.adapters import apply_adapter, arithmetic, open_adapter
 from merge_core.adapters.arithmetic import Grid, Product
 
 LINEAR = ["q_proj", "o_proj", "up_proj", "down_proj"]
@@ -95,18 +95,27 @@ def both(
     [pytest.param(torch.float32, marks=pytest.mark.slow, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_is_what_peft_makes_of_it(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_is_what_peft_makes_of_it(
+    tmp_path: Path, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base, ours, theirs = both(tmp_path, KINDS[kind], dtype)
     assert differences(ours, theirs) == {}
     assert differences(ours, base) != {}
+    # So is what is compiled, which only large weights are worth.
+    monkeypatch.setattr(arithmetic, "_COMPILED_FROM_ELEMENTS", 0)
+    assert differences(applied_by_us(tmp_path / "base", tmp_path / "adapter", tmp_path / "compiled"), theirs) == {}
 
 
 @pytest.mark.parametrize("kind", EMBEDDINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_an_embedding_is_rounded_twice_as_peft_rounds_it(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_an_embedding_is_rounded_twice_as_peft_rounds_it(
+    tmp_path: Path, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base, ours, theirs = both(tmp_path, EMBEDDINGS[kind], dtype)
     assert differences(ours, theirs) == {}
     assert differences(ours, base) != {}
+    monkeypatch.setattr(arithmetic, "_COMPILED_FROM_ELEMENTS", 0)
+    assert differences(applied_by_us(tmp_path / "base", tmp_path / "adapter", tmp_path / "compiled"), theirs) == {}
 
 
 @pytest.mark.parametrize("kind", COLUMN_NORMS)

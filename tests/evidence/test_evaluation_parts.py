@@ -322,7 +322,7 @@ def test_guards_of_one_task_agree_on_its_clusters(tmp_path: Path) -> None:
 RUN = """
 import os
 from pathlib import Path
-from flows.local_api import configure, local_api
+from flows.prefect_api import configure, local_api
 configure(Path(os.environ["PREFECT_HOME"]))
 from prefect import flow
 from tasks.evaluation.stage import evaluate_to

@@ -119,7 +119,7 @@ PREFECT = {
 ASKS = """
 import os, sys
 from pathlib import Path
-from flows.local_api import configure, local_api
+from flows.prefect_api import configure, local_api
 configure(Path(sys.argv[1]))
 with local_api():
     from prefect.client.orchestration import get_client

@@ -1,191 +1,262 @@
-"""Every night: a real server on loopback, the deployments of prefect.yaml, a schedule that fires, a run by hand.
-
-All of it offline, with the commands a person uses (`make server`, `make deploy`, `make worker`).
-"""
+"""A server kept in step with ``nights.yaml``: a real one on loopback, without any run being carried out."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import signal
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import yaml
 from demo_project import make_project
 from patience import HANG_S
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import State, StateType
+from served_site import (
+    MERGEGATE,
+    PROJECT,
+    Received,
+    answers,
+    asked,
+    bare_environment,
+    free_port,
+    in_a_terminal_of_its_own,
+    site_of,
+    until,
+    webhook,
+)
+
+from flows.prefect_api import (
+    Nights,
+    Site,
+    find_deployment,
+    keep_deployments,
+    keep_rules,
+    require_site,
+    wanted_deployments,
+    wanted_rules,
+)
+from flows.prefect_api.nights import parse_nights
+from flows.prefect_api.site import write_settings
+from merge_core.errors import InvalidInput
 
 pytestmark = pytest.mark.slow
 
-PROJECT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
+DEMO = {"profile": "profiles/demo.yaml", "schedule": "0 3 * * *", "timezone": "Europe/Berlin"}
+REFUSED = {"profile": "profiles/demo-refused.yaml"}
 
 
-class Site:
-    """A project directory of its own with a Prefect server for it."""
+@dataclass(frozen=True)
+class Served:
+    """A project, its server, a client of it."""
 
-    def __init__(self, root: Path, port: int) -> None:
-        self.root, self.port = root, port
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")},
-            "PREFECT_HOME": str(root / ".mergegate" / "prefect"),
-            "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "0",
-            "DO_NOT_TRACK": "1",
-            "MERGEGATE_HOME": str(root / ".mergegate"),
-            "MERGEGATE_ROOT": str(root),
-            "HF_HUB_OFFLINE": "1",
-            "NO_COLOR": "1",
-        }
+    root: Path
+    site: Site
+    client: SyncPrefectClient
+    environment: dict[str, str]
+
+    def deploy(self, nights: Nights, site: Site | None = None) -> dict[str, str]:
+        """As ``mergegate deploy``: what was done, by name."""
+        here = site or self.site
+        wanted = wanted_deployments(nights, self.root)
+        done = keep_deployments(self.client, wanted, here)
+        rules = keep_rules(
+            self.client, wanted_rules(nights, wanted), nights.tell, {one.name: one.id for one in done}, here
+        )
+        return {one.name: one.change for one in done} | dict(rules)
 
     def run(self, *command: str, code: int = 0) -> str:
-        """A command in the project; what it printed. It must exit with ``code``."""
         done = subprocess.run(
-            [str(BIN / command[0]), *command[1:]],
-            cwd=self.root,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
+            command, cwd=self.root, env=self.environment, capture_output=True, text=True, timeout=HANG_S, check=False
         )
         assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
         return done.stdout + done.stderr
 
-    def work_off(self) -> None:
-        """A worker that carries out what is due, waits for it, and goes."""
-        self.run("prefect", "worker", "start", "--pool", "mergegate", "--run-once")
 
-    def ask(self, what: str) -> list[dict[str, object]]:
-        """All ``flow_runs`` or ``artifacts`` that the server knows."""
-        request = urllib.request.Request(
-            f"{self.environment['PREFECT_API_URL']}/{what}/filter",
-            data=b"{}",
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
-            found: list[dict[str, object]] = json.load(answer)
-        return found
-
-    def flow_runs(self) -> list[dict[str, object]]:
-        return self.ask("flow_runs")
-
-    def release_digest(self) -> str:
-        """One hash over every file of the latest release of the demo."""
-        latest = (self.root / "releases" / "demo" / "latest").resolve()
-        running = hashlib.sha256()
-        for file in sorted(path for path in latest.rglob("*") if path.is_file()):
-            running.update(file.relative_to(latest).as_posix().encode() + file.read_bytes())
-        return running.hexdigest()
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    """A server with nothing deployed to it."""
-    with _served(tmp_path) as place:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with _served(tmp_path_factory.mktemp("served")) as place:
         yield place
 
 
 @pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server with the deployments as they are shipped."""
-    with _served(tmp_path_factory.mktemp("deployed")) as place:
-        _deploy(place)
+def served_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server on which no other test has left runs that hold its one slot."""
+    with _served(tmp_path_factory.mktemp("alone")) as place:
         yield place
 
 
 @contextmanager
-def _served(root: Path) -> Iterator[Site]:
+def _served(root: Path) -> Iterator[Served]:
     make_project(root)
-    (root / ".mergegate" / "prefect").mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = Site(root, port)
-    server = subprocess.Popen(
-        [str(BIN / "prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-        cwd=root,
-        env=place.environment,
-        stdout=(root / "server.log").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
+    (root / "prefect.yaml").write_text((PROJECT / "prefect.yaml").read_text())
+    port = free_port()
+    environment = bare_environment(root)
+    with in_a_terminal_of_its_own([*MERGEGATE, "server", "--port", str(port)], root, environment) as log:
+        until(lambda: answers(port), "the server", log)
+        with asked(root, port) as client:
+            yield Served(root, site_of(root, port), client, environment)
+
+
+def nights(*profiles: dict[str, str], **more: object) -> Nights:
+    return parse_nights({"profiles": list(profiles), **more}, "nights.yaml")
+
+
+def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> None:
+    first = served.deploy(nights(DEMO, REFUSED))
+    assert {name: first[name] for name in ("release/demo", "release/demo-refused")} == {
+        "release/demo": "made",
+        "release/demo-refused": "made",
+    }
+    assert set(served.deploy(nights(DEMO, REFUSED)).values()) == {"unchanged"}
+
+    foreign = served.client.create_deployment(served.client.create_flow_from_name("release"), "of-somebody-else")
+    later = served.deploy(nights({**DEMO, "schedule": "30 4 * * *"}))
+    assert (later["release/demo"], later["release/demo-refused"]) == ("changed", "removed")
+    assert served.client.read_deployment(foreign).name == "of-somebody-else"
+
+    without = served.deploy(nights({"profile": DEMO["profile"]}))
+    assert without["release/demo"] == "changed"
+    there = find_deployment(served.client, "release/demo")
+    assert there is not None
+    assert there.schedules == []
+    assert served.client.get_scheduled_flow_runs_for_deployments([there.id]) == []
+
+
+def test_a_deployment_is_what_a_person_recognises(served: Served) -> None:
+    served.deploy(nights(DEMO))
+    there = find_deployment(served.client, "release/demo")
+    assert there is not None
+    assert there.description == "demo · ties of 2 over base"
+    assert set(there.tags) == {"mergegate", "release", "demo", "nightly"}
+    assert [one.schedule.model_dump()["cron"] for one in there.schedules] == ["0 3 * * *"]
+    assert [one.schedule.model_dump()["timezone"] for one in there.schedules] == ["Europe/Berlin"]
+    assert there.global_concurrency_limit is not None
+    assert there.global_concurrency_limit.limit == 1
+    assert there.concurrency_options is not None
+    assert there.concurrency_options.collision_strategy.value == "CANCEL_NEW"
+    form = there.parameter_openapi_schema or {}
+    assert "A profile file" in form["properties"]["profile"]["description"]
+    assert {"type": "string", "format": "path"} in form["properties"]["profile"]["anyOf"]
+    assert served.client.read_work_pool("mergegate").concurrency_limit == 1
+
+
+def test_what_the_form_cannot_mean_is_refused_before_a_run_exists(served: Served) -> None:
+    served.deploy(nights(DEMO))
+    wrong = 'profile={"name": "x", "recepe": "y"}'
+    # In a plain shell in the project's directory: what mergegate server wrote down is all that it needs.
+    assert "recepe" in served.run("prefect", "deployment", "run", "release/release", "-p", wrong, code=1)
+    assert served.client.read_flow_runs() == [] or all(run.auto_scheduled for run in served.client.read_flow_runs())
+
+
+def test_prefects_own_deploy_works_as_well(served: Served) -> None:
+    served.deploy(nights(DEMO))
+    served.run("prefect", "--no-prompt", "deploy", "--all")
+    there = find_deployment(served.client, "release/release")
+    assert there is not None
+    assert there.pull_steps == [{"prefect.deployments.steps.set_working_directory": {"directory": str(served.root)}}]
+    assert there.work_pool_name == "mergegate"
+
+
+def test_another_project_keeps_its_deployments(served: Served, tmp_path: Path) -> None:
+    served.deploy(nights(DEMO))
+    with pytest.raises(InvalidInput, match="it belongs to another project"):
+        served.deploy(nights(DEMO), replace(served.site, root=tmp_path))
+
+
+def test_a_cron_that_is_none_is_refused_with_whose_it_is(served: Served) -> None:
+    with pytest.raises(InvalidInput, match="schedule of demo"):
+        served.deploy(nights({**DEMO, "schedule": "99 3 * * *"}))
+
+
+def test_without_the_secret_nobody_is_let_in(served: Served) -> None:
+    for wrong in ("", "mergegate:guessed"):
+        with pytest.raises(InvalidInput, match="secret"):
+            require_site(replace(served.site, secret=wrong))
+
+
+def test_prefect_toml_is_written_again_only_where_it_is_ours(served: Served) -> None:
+    assert write_settings(served.site)
+    assert (served.root / "prefect.toml").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.fixture
+def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Received]:
+    with webhook() as received:
+        monkeypatch.setenv("HOOK", received.url)
+        yield received
+
+
+def test_everybody_is_told_once_of_each_whatever_else_is_written(served: Served, told: Received) -> None:
+    """Eight runs come into their states at once: each message arrives, once, and as a phone shows it."""
+    file = nights(DEMO, tell=[{"to": "webhook", "address": "$HOOK"}])
+    assert "made" in served.deploy(file).values()
+    deployment = find_deployment(served.client, "release/demo")
+    assert deployment is not None
+    runs = [served.client.create_flow_run_from_deployment(deployment.id) for _ in range(8)]
+    endings = {
+        "Released": (StateType.COMPLETED, "✓ demo: released demo 123"),
+        "Refused": (StateType.FAILED, "✗ demo refused: reverse: 22.2 points below reverser"),
+        "Invalid": (StateType.FAILED, "✗ demo invalid: profile.yaml: unknown key"),
+        "Failed": (StateType.FAILED, "✗ demo failed: something 'broke' \"loudly\""),
+        "Crashed": (StateType.CRASHED, "✗ demo crashed: nothing was heard"),
+        "Late": (StateType.SCHEDULED, "! demo is late: no worker has taken it"),
+        "Suspended": (StateType.PAUSED, "? demo waits for approval: mergegate approve demo"),
+        "Cancelled": (StateType.CANCELLED, ""),
+    }
+    messages = {
+        "Released": "released demo 123\napproved by somebody",
+        "Refused": "demo is not released\nreverse: 22.2 points below reverser\nand more",
+        "Invalid": "profile.yaml: unknown key",
+        "Failed": "something 'broke' \"loudly\"",
+        "Crashed": "nothing was heard",
+    }
+    for run, (name, (kind, _)) in zip(runs, endings.items(), strict=True):
+        state: State[object] = State(type=kind, name=name, message=messages.get(name))
+        served.client.set_flow_run_state(run.id, state, force=True)
+    wanted = {
+        f"{text} · {served.site.run_page(run.id)}"
+        for run, (_, text) in zip(runs, endings.values(), strict=True)
+        if text
+    }
+    until(lambda: wanted <= set(told.texts()), f"{wanted} in\n{told.texts()}")
+    assert sorted(text for text in told.texts() if text in wanted) == sorted(wanted)
+
+    assert set(served.deploy(file).values()) == {"unchanged"}
+    monkey_free = nights(DEMO)
+    gone = served.deploy(monkey_free)
+    assert [name for name, change in gone.items() if change == "removed"] == sorted(
+        f"mergegate: tell webhook of {occasion}" for occasion in ("released", "refused", "failed", "late", "approval")
     )
-    try:
-        _until_healthy(place, server)
-        yield place
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)
-            server.wait(HANG_S)
+    assert not [one for one in served.client.read_block_documents(limit=200) if "webhook-hook" in (one.name or "")]
 
 
-def _until_healthy(site: Site, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while time.monotonic() < deadline:
-        assert server.poll() is None, (site.root / "server.log").read_text()
-        try:
-            with urllib.request.urlopen(f"{site.environment['PREFECT_API_URL']}/health", timeout=2) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError("the server did not answer")
-
-
-def _deploy(site: Site, *, every_seconds: int | None = None) -> None:
-    """`make deploy`, with the nightly schedule brought forward when asked."""
-    deployments = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
-    if every_seconds is not None:
-        for deployment in deployments["deployments"]:
-            if deployment["name"] == "nightly":
-                deployment["schedules"] = [{"interval": every_seconds, "slug": "often", "active": True}]
-    (site.root / "prefect.yaml").write_text(yaml.safe_dump(deployments))
-    site.run("prefect", "work-pool", "create", "mergegate", "--type", "process")
-    site.run("prefect", "--no-prompt", "deploy", "--all")
-
-
-def test_by_hand_and_by_schedule_the_same_release_comes_out_as_by_mergegate_run(site: Site) -> None:
-    _deploy(site, every_seconds=20)
-
-    site.run("prefect", "deployment", "run", "release/release", "-p", 'profile="profiles/demo.yaml"')
-    ended: list[dict[str, object]] = []
-    for _ in range(12):  # a worker takes what is due within seconds; the schedule's turn comes every 20
-        site.work_off()
-        ended = [run for run in site.flow_runs() if run["state_type"] == "COMPLETED"]
-        if any(run["auto_scheduled"] for run in ended):
-            break
-    by_worker = site.release_digest()
-    assert {run["state_name"] for run in ended} <= {"Released", "NothingNew"}
-    assert any(run["auto_scheduled"] for run in ended), "no scheduled run has ended in a release"
-    assert any(not run["auto_scheduled"] for run in ended), "the run by hand has not ended in a release"
-
-    pages = [artifact["data"] for artifact in site.ask("artifacts") if artifact["key"] == "release-demo"]
-    assert pages, "Prefect's pages do not show the verdict"
-    assert all("| reverse |" in str(page) and "✓ no worse" in str(page) for page in pages)
-
-    # Nothing of what the worker made may help the second maker.
-    (site.root / ".mergegate" / "store").rename(site.root / "store-of-the-worker")
-    (site.root / "releases").rename(site.root / "releases-of-the-worker")
-    site.run("mergegate", "run", "profiles/demo.yaml")
-    assert site.release_digest() == by_worker
-
-
-def test_the_nightly_deployment_has_its_cron(deployed: Site) -> None:
-    shown = deployed.run("prefect", "deployment", "inspect", "release/nightly", "--output", "json")
-    schedules = json.loads(shown)["schedules"]
-    assert [schedule["schedule"]["cron"] for schedule in schedules] == ["0 3 * * *"]
-
-
-def test_a_profile_with_a_misspelt_key_is_refused_before_a_run_exists(deployed: Site) -> None:
-    profile = 'profile={"name": "x", "recepe": "y"}'
-    said = deployed.run("prefect", "deployment", "run", "release/release", "-p", profile, code=1)
-    assert "recepe" in said
-    assert [run for run in deployed.flow_runs() if not run["auto_scheduled"]] == []
+@pytest.mark.parametrize(
+    ("profile", "content", "state", "reason"),
+    [
+        ("profiles/demo-forbidden.yaml", None, "Refused", "does not permit sharing modified"),
+        ("profiles/bad.yaml", "name: support\nrecepe: x\n", "Invalid", "unknown key 'recepe'"),
+    ],
+)
+def test_a_refused_run_is_no_crash_in_any_log(
+    served_alone: Served, profile: str, content: str | None, state: str, reason: str
+) -> None:
+    served = served_alone
+    served.deploy(nights({"profile": DEMO["profile"]}))
+    if content is not None:
+        (served.root / profile).write_text(content)
+    served.run("prefect", "deployment", "run", "release/release", "-p", f'profile="{profile}"')
+    log = served.run(*MERGEGATE, "worker", "--once")
+    (run,) = [one for one in served.client.read_flow_runs() if one.parameters == {"profile": profile}]
+    assert run.state is not None
+    assert (run.state.type, run.state.name) == (StateType.FAILED, state)
+    assert reason in str(run.state.message)
+    said = "\n".join([log, *(line.message for line in served.client.read_logs())])
+    assert f"Finished in state {state}" in said
+    assert reason in said
+    for word in ("Traceback", "exception", "Unexpected", "exited with status code"):
+        assert word not in said, said
+    assert run.name.startswith({"Refused": "demo-forbidden · ties of 2", "Invalid": "support · "}[state])
+    page = served.root / ".mergegate" / "reports" / f"{'support' if content else 'demo-forbidden'}.html"
+    assert state in page.read_text(encoding="utf-8")

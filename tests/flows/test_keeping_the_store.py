@@ -13,7 +13,7 @@ from demo_project import Printed, Project, make_project
 from patience import HANG_S
 from prefect import flow
 
-from flows.outcome import RunOutcome, concluded
+from flows.outcome import RunOutcome, concluded, outcome_of
 from merge_core.errors import Refused
 from merge_core.store import Artifact, RetentionRule, collect_garbage, examine_store, list_store, read_runs
 from tasks.stage import StageValue, home, runs_directory, stage, store, value_stage, watched_by
@@ -78,7 +78,7 @@ def night(
         return concluded(make, "demo")
 
     with watched_by(said):  # type: ignore[arg-type]
-        outcome = run(return_state=True).result(raise_on_failure=False)
+        outcome = outcome_of(run(return_state=True))
     assert isinstance(outcome, RunOutcome)
     return outcome, said
 

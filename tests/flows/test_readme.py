@@ -1,28 +1,20 @@
-"""The commands of the README, word for word: a server, the deployments, a worker, and a run that it carries out."""
+"""The commands of the README, word for word: a server, the deployments, a worker, and runs that it carries out."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from demo_project import make_project
 from patience import HANG_S
-from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from served_site import PROJECT, answers, asked, bare_environment, free_port, in_a_terminal_of_its_own, until
 
 pytestmark = pytest.mark.slow
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 def blocks(heading: str) -> list[str]:
@@ -35,7 +27,7 @@ def blocks(heading: str) -> list[str]:
 def clone(tmp_path: Path) -> Path:
     """A project as a person has it, with its environment installed."""
     make_project(tmp_path)
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "prefect.yaml"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "prefect.yaml", "nights.yaml"):
         shutil.copy(PROJECT / name, tmp_path / name)
         os.utime(tmp_path / name, (0, 0))  # older than the environment: nothing is installed again
     environment = tmp_path / ".venv"
@@ -46,46 +38,13 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def bare_environment(port: int) -> dict[str, str]:
-    """What a person has who never heard of Prefect; another port, since the usual one may be taken."""
-    known = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MERGEGATE_"))}
-    return {**known, "PORT": str(port), "HF_HUB_OFFLINE": "1", "PREFECT_WORKER_QUERY_SECONDS": "1"}
-
-
-@contextmanager
-def in_a_terminal_of_its_own(command: str, place: Path, environment: dict[str, str]) -> Iterator[None]:
-    with (place / f"{command.replace(' ', '-')}.log").open("w") as log:
-        running = subprocess.Popen(
-            ["bash", "-c", command], cwd=place, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        yield
-    finally:
-        os.killpg(running.pid, signal.SIGTERM)
-        running.wait(HANG_S)
-
-
-def until(true: object, what: str) -> None:
-    deadline = time.monotonic() + HANG_S
-    while time.monotonic() < deadline:
-        if true():  # type: ignore[operator]  # called until it is
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"waited in vain for {what}")
-
-
 def test_every_night_word_for_word(clone: Path) -> None:
     services, by_hand = blocks("Every night")
     server, deploy, worker = services.splitlines()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = bare_environment(port)
-    by_hand = by_hand.replace("4200", str(port)).replace("demo.yaml", "demo-forbidden.yaml")  # ends in a second
-
-    def answers() -> bool:
-        with socket.socket() as there:
-            return there.connect_ex(("127.0.0.1", port)) == 0
+    port = free_port()
+    environment = bare_environment(clone, PORT=str(port))
+    forbidden = "profiles/demo-forbidden.yaml"  # ends in a second
+    by_hand = by_hand.replace("trigger demo\n", f"trigger {forbidden}\n").replace("profiles/demo.yaml", forbidden)
 
     def run(commands: str) -> str:
         done = subprocess.run(
@@ -94,19 +53,14 @@ def test_every_night_word_for_word(clone: Path) -> None:
         assert done.returncode == 0, f"{commands}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    with in_a_terminal_of_its_own(server, clone, environment):
-        until(answers, "the server")
-        until(lambda: "release/nightly" in run(deploy), "the deployments")
-        with in_a_terminal_of_its_own(worker, clone, environment):
-            assert "release" in run(by_hand)
-            secret = (clone / ".mergegate" / "prefect" / "auth").read_text()
-            address = {PREFECT_API_URL: f"http://127.0.0.1:{port}/api", PREFECT_API_AUTH_STRING: secret}
-            with (
-                temporary_settings(address),
-                get_client(sync_client=True) as client,
-            ):
+    with in_a_terminal_of_its_own(server, clone, environment) as log:
+        until(lambda: answers(port), "the server", log)
+        assert "release/demo" in run(deploy)
+        with in_a_terminal_of_its_own(worker, clone, environment) as work:
+            assert "release/release" in run(by_hand)
+            with asked(clone, port) as client:
 
-                def ended() -> bool:
-                    return any(run.state is not None and run.state.name == "Refused" for run in client.read_flow_runs())
+                def refused() -> int:
+                    return sum(run.state is not None and run.state.name == "Refused" for run in client.read_flow_runs())
 
-                until(ended, "the run to end")
+                until(lambda: refused() == 2, "the runs to end", work)

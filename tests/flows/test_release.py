@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from demo_project import PROFILES, Printed, Project
 
+from tasks.report import read_history
+
 Released = tuple[Project, Printed]
 
 
@@ -65,6 +67,27 @@ def test_the_release_says_where_it_comes_from(released: Released) -> None:
         assert str(PROFILES) not in text
 
 
+def test_the_history_knows_what_the_report_says(released: Released) -> None:
+    project, _ = released
+    night = read_history(project.home / "reports").records[0]
+    assert (night.profile, night.flow, night.status, night.method) == (
+        "demo",
+        "release",
+        "released",
+        "ties of 2 over base",
+    )
+    assert night.version == project.latest.resolve().name
+    assert [one.name for one in night.parents] == ["base", "reverser", "shifter"]
+    assert {one.task: one.limit for one in night.scores if one.merge is not None} == dict.fromkeys(
+        ("copy", "reverse", "shift"), "3, margin 4"
+    )
+    assert night.bytes_made > night.bytes_merged > 500_000
+    stages = {one.name: (one.calls, one.cached) for one in night.stages}
+    assert stages["perplexity"] == (4, 0)
+    page = (project.home / "reports" / night.report).read_text(encoding="utf-8")
+    assert "The first run of this profile that is known here." in page
+
+
 def test_a_second_run_finds_nothing_new_and_makes_nothing(released: Released) -> None:
     project, _ = released
     before = {path: path.lstat().st_mtime_ns for path in sorted(project.root.glob("releases/**/*"))}
@@ -74,6 +97,11 @@ def test_a_second_run_finds_nothing_new_and_makes_nothing(released: Released) ->
     result = project.mergegate("run", "profiles/demo.yaml")
     assert result.exit_code == 0
     assert "nothing new" in result.output
+    before_it, last = read_history(project.home / "reports").of("demo", "release")[-2:]
+    assert (last.status, last.bytes_made, last.scores) == ("nothing new", 0, before_it.scores)
+    page = (project.home / "reports" / last.report).read_text(encoding="utf-8")
+    assert "Parents, recipe, limits and scores are the same." in page
+    assert before_it.report.rpartition("/")[2] in page
     assert "✓" not in "".join(line[:4] for line in result.output.splitlines())
     assert {path: path.lstat().st_mtime_ns for path in sorted(project.root.glob("releases/**/*"))} == before
     assert stages == {stage: project.artifacts(stage) for stage in stages}

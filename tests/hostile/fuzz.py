@@ -338,7 +338,7 @@ def published(place: Path) -> Path:
     """A release as mergegate makes it; takes some seconds, for Prefect's API."""
     from honest import release
 
-    from flows.local_api import configure, local_api
+    from flows.prefect_api import configure, local_api
 
     configure(place / "home")
     with local_api():

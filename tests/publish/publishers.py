@@ -6,19 +6,14 @@ in there ever waits: the client's pauses between its own attempts are cut to non
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patience import HANG_S
-
-PROJECT = Path(__file__).resolve().parents[2]
+from warm_process import WarmProcess, listed_files, warm_process
 
 _WARM = """
 import json, os, sys, time, traceback
@@ -48,20 +43,6 @@ def work(job):
         return {"refused": str(error), "exit": error.exit_code, "waited": sum(waits)}
     except BaseException:
         return {"unexpected": traceback.format_exc()}
-
-for line in sys.stdin:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        os.write(writing, json.dumps(work(json.loads(line))).encode())
-        os._exit(0)
-    os.close(writing)
-    print(json.dumps({"pid": child}), flush=True)
-    with os.fdopen(reading, "rb") as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    print(text.decode() or json.dumps({"killed": True}), flush=True)
 """
 
 
@@ -69,8 +50,7 @@ for line in sys.stdin:
 class Publishers:
     """The warm process."""
 
-    process: subprocess.Popen[str]
-    memo: Path
+    warm: WarmProcess
 
     def publish(
         self,
@@ -92,48 +72,24 @@ class Publishers:
             sha256: What was gated, where that is not what lies on disk.
             watched: Whether to say, too, what a person who watches was told.
         """
-        from merge_core.store.hashing import sha256_file
-
-        gated = sha256 or {}
-        listed = [(name, str(path), gated.get(name) or sha256_file(path)) for name, path in files.items()]
         job = {
             "endpoint": endpoint,
             "token": token,
-            "files": listed,
+            "files": listed_files(files, sha256),
             "version": version,
             "repo": repo,
             "watched": watched,
+            "options": options,
         }
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps({**job, "memo": str(self.memo), "options": options}) + "\n")
-        self.process.stdin.flush()
-        on_start(json.loads(self.process.stdout.readline())["pid"])
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        assert "unexpected" not in answer, answer["unexpected"]
-        return answer
+        return self.warm.ask(job, on_start)
 
 
 @contextmanager
 def publishers(place: Path, *, xet: bool) -> Iterator[Publishers]:
     """A warm process with an empty cache of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    settings = {"HF_HOME": str(place / "hf"), "HF_HUB_DISABLE_XET": "0" if xet else "1", "PYTHONPATH": str(PROJECT)}
+    settings = {"HF_HOME": str(place / "hf"), "HF_HUB_DISABLE_XET": "0" if xet else "1"}
     # hf_xet waits by itself, in Rust, before it asks again.
     settings |= {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1", "HF_XET_CLIENT_RETRY_BASE_DELAY": "1ms"}
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / "errors").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WARM],
-            env={**clean, **settings},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        try:
-            yield Publishers(process, place / "memo.sqlite")
-        finally:
-            assert process.stdin
-            process.stdin.close()
-            process.wait(timeout=HANG_S)
+    with warm_process(place, _WARM, environment={**clean, **settings}) as warm:
+        yield Publishers(warm)

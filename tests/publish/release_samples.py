@@ -22,7 +22,7 @@ from tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from tasks.preflight.licenses.table import load_table
 from tasks.preflight.licenses.use import Use
 from tasks.publish.content import ReleaseFile, written_file
-from tasks.publish.step import publish
+from tasks.publish.step import ReleaseParts, publish
 from tasks.publish.targets.contract import PublishTarget, Release
 from tasks.report.content import Library, ReportContent, ReportedModel
 from tasks.report.stage import Report
@@ -163,8 +163,11 @@ class Publishable:
 
     def publish(self, target: PublishTarget, root: Path, expected_head: str | None = None) -> Release:
         """The step itself, as the flow calls it."""
-        inputs = (self.content, self.pinned, self.numerics, self.license, self.merged, self.report)
-        return publish(target, root, *inputs, expected_head=expected_head)
+        return publish(target, root, self.parts, expected_head=expected_head)
+
+    @property
+    def parts(self) -> ReleaseParts:
+        return ReleaseParts(self.content, self.pinned, self.numerics, self.license, self.merged, self.report)
 
 
 def publishable(root: Path, weights: bytes = b"weights") -> Publishable:

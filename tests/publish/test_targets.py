@@ -75,7 +75,8 @@ def test_a_name_of_no_release_is_answered_with_what_could_be_meant() -> None:
         find_release("./nowhere")
     assert str(unknown.value) == (
         "./nowhere: no such directory\n"
-        "  expected: the directory of a release, or org/name@version on the Hub\n"
+        "  expected: the directory of a release, or org/name@version on the Hub, or s3://bucket/prefix@version, or "
+        "oci://registry/name:version or @sha256:…, or models:/name@champion of MLflow\n"
         "  remedy:   check the spelling, the network, and HF_TOKEN for a private repository"
     )
 
@@ -87,6 +88,6 @@ def test_nobody_but_the_registry_asks_which_target_it_is(floor: str) -> None:
     asking = [
         str(file.relative_to(project))
         for file in sorted((project / floor).rglob("*.py"))
-        if own not in file.parents and re.search(r"\b(Hub|Directory)Target\b", file.read_text())
+        if own not in file.parents and re.search(r"\b(Hub|Directory|S3|Oci|Mlflow)Target\b", file.read_text())
     ]
     assert asking == []

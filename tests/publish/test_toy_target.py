@@ -64,7 +64,7 @@ def test_a_profile_can_name_it_and_its_settings_are_as_strict_as_ours(shelf: typ
     assert str(misspelt.value) == "p: publish.plaec: unknown key 'plaec'\n  remedy:   did you mean 'place'?"
     with pytest.raises(InvalidInput, match=r"p: publish\.place: is missing"):
         parse_profile({**PROFILE, "publish": {"to": "shelf"}}, "p")
-    with pytest.raises(InvalidInput, match="'directory', 'hub', 'shelf'"):
+    with pytest.raises(InvalidInput, match=r"'directory', .*'shelf'"):
         parse_profile({**PROFILE, "publish": {"to": "shlef"}}, "p")
 
 
@@ -132,9 +132,8 @@ def test_a_name_that_no_target_knows_is_answered_with_what_all_of_them_take(shel
     with pytest.raises(InvalidInput) as unknown:
         find_release("./nowhere")
     assert unknown.value.found == "no such directory"
-    assert (
-        unknown.value.expected == "the directory of a release, or org/name@version on the Hub, or shelf:PLACE@VERSION"
-    )
+    assert unknown.value.expected.startswith("the directory of a release, or org/name@version on the Hub, or ")
+    assert unknown.value.expected.endswith(", or shelf:PLACE@VERSION")
 
 
 @pytest.mark.slow

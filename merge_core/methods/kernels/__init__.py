@@ -8,6 +8,7 @@ sums have explicit lanes. Compiled once per machine, see :mod:`.compiled`.
 Stored numbers are uint16 (bit patterns of bfloat16) or float32; arithmetic is float32, long sums are float64.
 """
 
+from merge_core.methods.kernels.change import add_change
 from merge_core.methods.kernels.combination import combine, gram
 from merge_core.methods.kernels.interference import oppositions, squares
 from merge_core.methods.kernels.pairwise import fuse, importances, nearswap
@@ -27,6 +28,7 @@ from merge_core.methods.kernels.tiles import TILE, inspect
 
 __all__ = [
     "TILE",
+    "add_change",
     "changes",
     "combine",
     "energies",

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import Refused
 from merge_core.store import HashMemo
+from tasks.publish.approval import ApprovalSettings
 from tasks.publish.content import ReleaseFile
 from tasks.publish.signature import private_key
 
@@ -62,10 +63,16 @@ class CurrentRelease:
         directory: Its checkpoint, whole.
         head: The state of the place, as the target itself calls it: hand it to ``publish`` as ``expected_head``, and
             nothing is published when it has moved. None: the target cannot tell, or need not.
+        version: What people call it; empty: as its directory.
+        location: Where it stands, as ``Release`` has it; None: where it lies here.
+        complete: Whether all that a publication does is done. Else the same is published once more, which finishes it.
     """
 
     directory: Path
     head: str | None = None
+    version: str = ""
+    location: Path | str | None = None
+    complete: bool = True
 
 
 class PublishedRelease(Protocol):
@@ -80,7 +87,7 @@ class PublishedRelease(Protocol):
 
 
 class PublishTarget(BaseModel, ABC):
-    """A place for releases. What is common to all: a name for the version, and a key to sign with."""
+    """A place for releases. What is common to all: a name for the version, a key to sign with, and who is asked."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -96,6 +103,17 @@ class PublishTarget(BaseModel, ABC):
         default=None,
         description="EC private key (P-256, PEM) that signs every file of the release; absent: not signed.",
     )
+
+    approval: ApprovalSettings | bool = Field(
+        default=False, description="Whether a person has to say yes first, and within which time."
+    )
+
+    @property
+    def asks(self) -> ApprovalSettings | None:
+        """How a person is asked before anything is published; None: nobody is."""
+        if isinstance(self.approval, bool):
+            return ApprovalSettings() if self.approval else None
+        return self.approval
 
     @property
     def is_public(self) -> bool:

@@ -21,9 +21,12 @@ from merge_core.errors import InvalidInput
 from tasks.publish.targets.contract import PublishedRelease, PublishTarget
 from tasks.publish.targets.directory import DirectoryTarget
 from tasks.publish.targets.hub import HubTarget
+from tasks.publish.targets.mlflow import MlflowTarget
+from tasks.publish.targets.oci import OciTarget
+from tasks.publish.targets.s3 import S3Target
 
 GROUP = "mergegate.targets"
-_BUILT_IN = (DirectoryTarget, HubTarget)
+_BUILT_IN = (DirectoryTarget, HubTarget, S3Target, OciTarget, MlflowTarget)
 
 
 @cache

@@ -32,7 +32,7 @@ def download_main(repo: str, access: HubAccess) -> CurrentRelease | None:
     commit = _main_commit(access, repo)
     if commit is None or not set(access.listing(repo, commit)) - WRITTEN_BY_HUB:
         return None
-    return CurrentRelease(_download(repo, commit, access), commit)
+    return CurrentRelease(_download(repo, commit, access), commit, commit[:12], access.url(repo, commit))
 
 
 def download_earlier(repo: str, named: str, access: HubAccess) -> CurrentRelease | None:

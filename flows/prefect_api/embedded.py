@@ -7,7 +7,9 @@ happen one process at a time::
     with local_api():
         release(profile)
 
-Where ``PREFECT_API_URL`` names a server (``make server``, a team's own), that one is used and nothing is started.
+Where ``PREFECT_API_URL`` names a server (``mergegate server``, a team's own), that one is used and nothing is started.
+What ``mergegate server`` wrote down for Prefect's own command line does not count: a run by hand must not depend on
+whether that server happens to be up.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from flows.prefect_api.site import own_settings
 from merge_core.errors import InvalidInput
 from merge_core.store import (
     disk_refusal,
@@ -67,6 +70,8 @@ def configure(home: Path) -> None:
     }
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
+    if own_settings():
+        os.environ.setdefault("PREFECT_API_URL", "")
     own = Path(os.environ["PREFECT_HOME"])
     for place in (home, own):
         try:
@@ -238,7 +243,7 @@ def _require_answer(url: str) -> None:
             f"PREFECT_API_URL: {url}",
             found=f"no server answers ({error})",
             expected="a Prefect server",
-            remedy="start it (make server), correct the address, or unset PREFECT_API_URL to run without one",
+            remedy="start it (mergegate server), correct the address, or unset PREFECT_API_URL to run without one",
         ) from None
 
 

@@ -1,0 +1,92 @@
+"""Approval on a terminal: ``mergegate approve`` for runs that wait on a server; the question of ``mergegate run``."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import socket
+import sys
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from flows.cli.progress import TerminalProgress
+from flows.cli.server import optional_nights
+from flows.prefect_api import (
+    ApprovalRequest,
+    Decision,
+    answer_run,
+    choose_waiting,
+    find_site,
+    site_client,
+    waiting_runs,
+)
+from merge_core.errors import InvalidInput, Refused
+
+
+def approve_run(named: str | None, console: Console, as_json: bool, *, reject: bool, reason: str) -> None:
+    """Answer the run that waits for approval, and say what was decided about.
+
+    Args:
+        named: Id or name of the run, or of the profile; None: the only one that waits.
+
+    Raises:
+        InvalidInput: when none waits, or several and none is named; for a no without a reason.
+        Refused: when the run does not take the answer.
+    """
+    if reject and not reason.strip():
+        raise InvalidInput("--reject", found="no reason", expected="--reason TEXT: people are told", remedy="give one")
+    site = find_site(optional_nights())
+    with site_client(site) as client:
+        run = choose_waiting(waiting_runs(client), named)
+        if not as_json:
+            console.print(Markdown(run.summary))
+        answer_run(client, run, publish=not reject, by=who_is_here(), reason=reason)
+    said = "rejected" if reject else "approved"
+    if as_json:
+        told = {"status": said, "profile": run.profile, "version": run.version, "run": str(run.id)}
+        print(json.dumps({**told, "page": site.run_page(run.id)}))
+    else:
+        console.print(f"{said} {run.profile} {run.version}; a worker goes on with it", markup=False)
+        console.print(f"  {site.run_page(run.id)}", markup=False)
+
+
+def who_is_here() -> str:
+    """``user@machine``."""
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (OSError, KeyError, ImportError):
+        return socket.gethostname()
+
+
+class TerminalApproval:
+    """Asks whoever sits here; given beforehand, asks nobody."""
+
+    def __init__(self, progress: TerminalProgress, console: Console, *, beforehand: bool) -> None:
+        self._progress, self._console, self._beforehand = progress, console, beforehand
+
+    def __call__(self, request: ApprovalRequest) -> Decision:
+        """What is said.
+
+        Raises:
+            Refused: when there is no terminal, or nobody answers.
+        """
+        version, digest = request.pending.version, request.pending.digest
+        if self._beforehand:
+            return Decision(True, who_is_here(), "said beforehand", version, digest)
+        if not (sys.stdin.isatty() and self._console.is_terminal):
+            raise Refused(
+                request.name,
+                found=f"{version} may be published when somebody approves it, and there is no terminal to ask on",
+                expected="a yes",
+                remedy="mergegate run --approve says so beforehand; mergegate trigger has a worker do it, and wait",
+            )
+        with self._progress.paused():
+            self._console.print(Markdown(request.summary))
+            try:
+                answer = self._console.input(f"publish {request.name} {version}? \\[y/N] ").strip().lower()
+                publish = answer in ("y", "yes")
+                reason = "" if publish else self._console.input("why not? ").strip()
+            except EOFError:
+                raise Refused(request.name, found=f"nobody decided about {version}", expected="y or n") from None
+        return Decision(publish, who_is_here(), reason, version, digest)

@@ -1,0 +1,58 @@
+"""``mergegate deploy``: the server kept in step with ``nights.yaml``. Called twice, the second time does nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from flows.prefect_api import (
+    NIGHTS,
+    find_site,
+    keep_deployments,
+    keep_rules,
+    load_nights,
+    make_pool,
+    site_client,
+    wanted_deployments,
+    wanted_rules,
+)
+
+_MARKS = {"made": "+", "changed": "~", "unchanged": "=", "removed": "-"}
+
+
+def deploy_nights(console: Console, as_json: bool) -> None:
+    """Make, change and remove deployments until the server has what the file says, and print what was done.
+
+    Raises:
+        InvalidInput: for a file or a profile that means nothing, or a server that does not answer or let us in.
+    """
+    nights = load_nights(Path(NIGHTS))
+    site = find_site(nights)
+    wanted = wanted_deployments(nights, site.root)
+    with site_client(site) as client:
+        make_pool(client)
+        done = keep_deployments(client, wanted, site)
+        ids = {one.name: one.id for one in done}
+        rules = keep_rules(client, wanted_rules(nights, wanted), nights.tell, ids, site)
+    if as_json:
+        print(
+            json.dumps({"server": site.address, "deployments": [one._asdict() for one in done], "rules": dict(rules)})
+        )
+        return
+    about = {one.full_name: one.told() for one in wanted}
+    width = max(len(one.name) for one in done)
+    for one in done:
+        console.print(Text(f"  {_MARKS[one.change]} {one.name:<{width}}  {about.get(one.name, 'removed')}".rstrip()))
+    for name, change in rules:
+        if change != "unchanged":
+            console.print(Text(f"  {_MARKS[change]} {name.removeprefix('mergegate: ')}"))
+    changes = [*(one.change for one in done), *(change for _, change in rules)]
+    console.print(f"{site.address}: {', '.join(_counts(changes))}")
+
+
+def _counts(changes: Sequence[str]) -> list[str]:
+    return [f"{changes.count(kind)} {kind}" for kind in _MARKS if kind in changes]

@@ -1,0 +1,115 @@
+"""``mergegate server`` and ``mergegate worker``: Prefect's own, told where this project is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from flows.prefect_api import (
+    NIGHTS,
+    POOL,
+    PORT,
+    Nights,
+    database_url,
+    find_site,
+    load_nights,
+    make_pool,
+    make_secret,
+    rearm_when_served,
+    require_database,
+    serve_prefect,
+    site_client,
+    write_settings,
+)
+from merge_core.errors import InvalidInput
+
+_ANYWHERE = ("0.0.0.0", "::")
+
+
+def run_server(host: str, port: int | None, console: Console) -> None:
+    """Serve Prefect's API and pages for this project.
+
+    Args:
+        host: Where it listens.
+        port: The same; None: that of ``server.address`` in ``nights.yaml``, else 4200.
+
+    Raises:
+        InvalidInput: when the port is taken, or the database does not answer.
+        DiskRefused: when the secret cannot be kept.
+    """
+    nights = optional_nights()
+    said = nights.server.address if nights else None
+    port = port or (urlsplit(said).port if said else None) or PORT
+    _require_free(host, port)
+    if (database := database_url(nights)) is not None:
+        require_database(database)
+    near = "127.0.0.1" if host in _ANYWHERE else host
+    secret = make_secret()
+    site = replace(find_site(address=said or f"http://{near}:{port}"), secret=secret)
+    console.print(f"Prefect's pages: {site.address}, secret in {_short(site.home / 'prefect' / 'auth')}")
+    if not write_settings(site):
+        console.print("prefect.toml here is not ours and stays as it is: prefect's own commands do not know the server")
+    if host in _ANYWHERE or not host.startswith(("127.", "localhost")):
+        console.print("listening beyond this machine: one password and no TLS, so put a proxy before it")
+    os.environ.update(site.server_environment(database))
+    rearm_when_served(replace(site, address=f"http://{near}:{port}"))
+    serve_prefect(host, port)
+
+
+def become_worker(once: bool, console: Console) -> NoReturn:
+    """Carry out what is deployed and due, one run at a time.
+
+    Args:
+        once: Only what is due now.
+
+    Raises:
+        InvalidInput: when the server does not answer, or does not let us in.
+    """
+    site = find_site(optional_nights())
+    os.environ.update(site.worker_environment())
+    with site_client(site) as client:
+        make_pool(client)
+    console.print(f"worker for {site.address}, in {_short(site.root)}")
+    more = ["--run-once"] if once else []
+    sys.stdout.flush()
+    # Told to end, Prefect's worker sends itself a SIGINT. Background jobs of a shell ignore that, and would run on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # In place of this process: who ends the command ends the worker. -P: a file of the project that is called like a
+    # library is not taken for it.
+    command = [sys.executable, "-P", "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process", *more]
+    os.execve(sys.executable, command, site.worker_environment())
+
+
+def optional_nights() -> Nights | None:
+    """``nights.yaml`` of this directory, where there is one.
+
+    Raises:
+        InvalidInput: for one that means nothing.
+    """
+    return load_nights(Path(NIGHTS)) if Path(NIGHTS).exists() else None
+
+
+def _require_free(host: str, port: int) -> None:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise InvalidInput(
+            f"{host}:{port}",
+            found=getattr(error, "strerror", None) or str(error),
+            expected="an address of this machine where nobody listens",
+            remedy="end the server that runs there, or choose another port: mergegate server --port 4300",
+        ) from None
+
+
+def _short(place: Path) -> str:
+    return str(place.relative_to(Path.cwd())) if place.is_relative_to(Path.cwd()) else str(place)

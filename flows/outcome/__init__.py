@@ -1,0 +1,32 @@
+"""How a run ends: one frozen value for the command line, for ``--json`` and for Prefect's pages; what is kept of it.
+
+::
+
+    return concluded(lambda: in_time(make_release, load_profile(profile)), profile_name(profile))  # a flow's last line
+    outcome_of(state)                                                                              # what came of it
+"""
+
+from flows.outcome.content import report_content, sweep_report
+from flows.outcome.ending import RunOutcome, already_released, keep_sweep, reported_outcome, stopped_outcome
+from flows.outcome.flow_state import StoppedRun, concluded, in_time, outcome_of, show_in_prefect
+from flows.outcome.keeping import keep_refusal
+from flows.outcome.naming import name_run, profile_name, run_name
+
+__all__ = [
+    "RunOutcome",
+    "StoppedRun",
+    "already_released",
+    "concluded",
+    "in_time",
+    "keep_refusal",
+    "keep_sweep",
+    "name_run",
+    "outcome_of",
+    "profile_name",
+    "report_content",
+    "reported_outcome",
+    "run_name",
+    "show_in_prefect",
+    "stopped_outcome",
+    "sweep_report",
+]

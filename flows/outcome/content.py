@@ -1,0 +1,180 @@
+"""What the page of a run says: all that was found out about an attempt, or by a sweep, as one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flows.attempt import Attempt, FailedMerge
+from flows.profile import Profile
+from merge_core.errors import InvalidInput
+from merge_core.store import StoredValue
+from tasks.evaluation import join_parts
+from tasks.explain import Explanation, untried
+from tasks.gate import GateVerdict
+from tasks.judge import JudgeVerdict
+from tasks.merge import MERGED
+from tasks.publish import stored_files
+from tasks.report import (
+    Library,
+    MergedFile,
+    ReportContent,
+    ReportedAttempt,
+    ReportedCheck,
+    ReportedJudge,
+    ReportedModel,
+    ReportedServing,
+    StoredArtifact,
+    SweepContent,
+    sweep_content,
+)
+from tasks.serve import ServedModels
+from tasks.stage import Outcome, versions
+from tasks.sweep import Confirmation, ConfirmationPower, PreparedSearch, Study, Unconfirmed, parameter_importances
+
+# Verdicts that the page draws in its own way; of all others it shows the section.
+_DRAWN = (GateVerdict, JudgeVerdict, ServedModels)
+_LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
+
+
+def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> ReportContent:
+    """All that was found out about an attempt, as the report, the card and the final table want it.
+
+    Args:
+        earlier: What was tried before it and refused.
+    """
+    license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
+
+    def measured(name: str) -> dict[str, object]:
+        together = join_parts(assessed.scores[name]) if assessed.scores.get(name) else None
+        likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
+        return {"scores": together, "likelihoods": likelihoods}
+
+    parents = [
+        ReportedModel(
+            name=parent.name,
+            role="base" if parent.is_base else "parent",
+            ref=parent.ref,
+            revision=parent.revision,
+            digest=parent.digest,
+            licence=license.licenses[parent.name],
+            **measured(parent.name),
+        )
+        for parent in attempt.pinned.parents
+    ]
+    itself = ReportedModel(
+        name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
+    )
+    parents.sort(key=lambda model: model.role != "base")  # stable: the base first, the others as the recipe has them
+    return ReportContent(
+        name=profile.name,
+        method=attempt.pinned.recipe.summary(),
+        recipe=attempt.cleared.candidate.text,
+        models=(*parents, itself),
+        licence=license.result,
+        obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
+        verdict=assessed.verdict.value.joined_by(attempt.verdict),
+        scoring=profile.evaluate.scoring if profile.evaluate else None,
+        windows=profile.perplexity.windows if profile.perplexity else None,
+        files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
+        versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
+        reproduce=(f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",),
+        explanation=_with_untried(attempt, earlier),
+        attempts=tuple(_tried(one) for one in (*earlier, attempt)) if earlier else (),
+        judge=_reported(attempt.evidence_of(JudgeVerdict)),
+        experts=merged.value.experts,
+        ensemble=attempt.ensemble.value if attempt.ensemble else None,
+        **_serving(attempt.evidence_of(ServedModels)),
+        artifacts=_artifacts(attempt),
+        sections=tuple(one.section for one in attempt.verdicts if not isinstance(one.evidence, _DRAWN)),
+    )
+
+
+def _with_untried(attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> Explanation:
+    """The explanation, proposing no recipe that this run has refused already."""
+    recipe = attempt.cleared.candidate.document
+    if recipe is None:
+        return attempt.explanation
+    tried = [document for one in (*earlier, attempt) if (document := one.cleared.candidate.document) is not None]
+    return attempt.explanation.model_copy(update={"remedies": untried(attempt.explanation.remedies, recipe, tried)})
+
+
+def _serving(served: ServedModels | None) -> dict[str, Any]:
+    if served is None:
+        return {}
+    verdict = served.verdict
+    return {
+        "server": verdict.server,
+        "served_as": verdict.way,
+        "served": tuple(ReportedCheck(**check.model_dump()) for check in verdict.checks),
+        "serving": (
+            *(
+                ReportedServing(name=name, measured=parent.measured, problem=parent.problem)
+                for name, parent in served.parents.items()
+            ),
+            ReportedServing(name=MERGED, measured=verdict.measured),
+        ),
+    }
+
+
+def _reported(answers: JudgeVerdict | None) -> ReportedJudge | None:
+    if answers is None:
+        return None
+    fields = answers.model_dump(include=set(ReportedJudge.model_fields))
+    return ReportedJudge(model=answers.judge, **fields)
+
+
+def _tried(attempt: Attempt | FailedMerge) -> ReportedAttempt:
+    candidate = attempt.cleared.candidate
+    outcome: Outcome
+    if isinstance(attempt, FailedMerge):
+        outcome, reason, digest = "fail", str(attempt.refusal.found), ""
+    else:
+        verdict = attempt.verdict
+        outcome, reason, digest = verdict.outcome, next(iter(verdict.reasons), ""), attempt.merged.digest
+    return ReportedAttempt(
+        recipe=candidate.recipe.summary(), change=candidate.remedy, outcome=outcome, reason=reason, digest=digest
+    )
+
+
+def _artifacts(attempt: Attempt) -> tuple[StoredArtifact, ...]:
+    """Where the evidence lies in the store, in the order in which it was made."""
+    assessed = attempt.assessment
+    found: list[tuple[StoredValue[Any], str]] = [
+        (attempt.cleared.license, ""),
+        (attempt.merged, ""),
+        *((artifact, name) for name, artifact in assessed.likelihoods.items()),
+        *((part, f"{name}, {part.value.tasks[0].task}") for name, parts in assessed.scores.items() for part in parts),
+        (assessed.verdict, ""),
+        *([(attempt.ensemble, "")] if attempt.ensemble else []),
+    ]
+    return tuple(StoredArtifact(stage=one.stage, subject=subject, key=one.key) for one, subject in found)
+
+
+def sweep_report(
+    profile: Profile,
+    search: PreparedSearch,
+    study: Study,
+    verdict: Confirmation | Unconfirmed,
+    power: ConfirmationPower,
+) -> SweepContent:
+    """All that was found out by a sweep, as its page and the final table want it."""
+    shares: Mapping[str, float] = {}
+    try:
+        told = parameter_importances(study)
+        shares, why_none = told.shares, told.why_none
+    except InvalidInput as error:
+        why_none = f"{error.found}: {error.remedy}"
+    return sweep_content(
+        study,
+        verdict,
+        name=profile.name,
+        method=search.method,
+        power=power,
+        sizes=search.sizes(),
+        runner=str(profile.runner),
+        importances=shares,
+        no_importances=why_none,
+        reproduce=("mergegate sweep PROFILE",),
+        versions=tuple(f"{name} {version}" for name, version in versions(*_LIBRARIES).items()),
+    )

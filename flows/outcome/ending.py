@@ -1,0 +1,114 @@
+"""The end of a run as a value: what came out, or why nothing did, with the page about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flows.attempt import AlreadyReleased
+from merge_core.errors import Finding, MergegateError, Refused, finding_of
+from merge_core.store import Artifact, state_directory, write_state
+from tasks.publish import Release
+from tasks.report import Report, ReportContent, RunStatus, SweepContent, render, render_sweep
+from tasks.stage import home
+
+_EXIT_CODES: dict[RunStatus, int] = {
+    "released": 0,
+    "nothing new": 0,
+    "passed": 0,
+    "failed": 1,
+    "invalid": 2,
+    "refused": 3,
+}
+
+
+class RunOutcome(BaseModel):
+    """The end of a run: what came out, or why nothing did."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    status: RunStatus
+    message: str  # what a person reads first
+    version: str | None = None
+    location: Path | str | None = None  # of the release: a directory, or an address
+    report: Path | None = None  # the page about it
+    content: ReportContent | None = None  # the evidence, where the run got so far
+    sweep: SweepContent | None = None  # of a sweep: the search and its confirmation
+    # Of a run that a check stopped before there was a verdict: what it found, and what to do.
+    stopped_by: Annotated[Finding | None, Field(exclude_if=lambda finding: finding is None)] = None
+    # The page about it as HTML, to be kept under a name of its own; empty: there is no evidence to be drawn.
+    page: Annotated[str, Field(exclude=True, repr=False)] = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0 released or nothing new, 1 failed, 2 invalid input, 3 refused by a check or the gate."""
+        return _EXIT_CODES[self.status]
+
+
+def stopped_outcome(error: MergegateError) -> RunOutcome:
+    """The end of a run that a check refused, or whose input could not mean anything."""
+    status: RunStatus = "refused" if isinstance(error, Refused) else "invalid"
+    return RunOutcome(status=status, message=str(error), stopped_by=finding_of(error))
+
+
+def reported_outcome(content: ReportContent, report: Artifact[Report], release: Release | None) -> RunOutcome:
+    """The end of a run that reached the gate. Without a release it was refused, or nothing was to be published."""
+    page = _page_of(content, report)
+    place = _keep_latest(page, f"{content.name}.html")
+    if release is None:
+        if content.verdict.publishable:
+            message = f"{content.name} passed the gate"
+            return RunOutcome(status="passed", message=message, report=place, page=page, content=content)
+        why = "\n".join((*content.verdict.reasons, *_to_try(content)))
+        message = f"{content.name} is not released\n{why}"
+        return RunOutcome(status="refused", message=message, report=place, page=page, content=content)
+    what = (
+        f"released {release.name} {release.version}" if release.new else f"nothing new: {release.version} is released"
+    )
+    return RunOutcome(
+        status="released" if release.new else "nothing new",
+        message=what,
+        version=release.version,
+        location=release.location,
+        report=place,
+        page=page,
+        content=content,
+    )
+
+
+def _to_try(content: ReportContent) -> tuple[str, ...]:
+    """The remedy with the strongest reason, for whoever reads no further than the terminal."""
+    remedies = content.explanation.remedies if content.explanation else ()
+    return tuple(f"to try: {remedy.text()}: {remedy.reason}" for remedy in remedies[:1])
+
+
+def already_released(name: str, attempt: AlreadyReleased) -> RunOutcome:
+    """The end of a run whose merge is what is released today, in a profile that holds merges against that."""
+    release = attempt.release
+    page = release.directory / "report.html"
+    return RunOutcome(
+        status="nothing new",
+        message=f"nothing new: {release.version} is released",
+        version=release.version,
+        location=release.location,
+        report=page if page.is_file() else None,
+    )
+
+
+def keep_sweep(content: SweepContent) -> Path:
+    """The page of a sweep, where a person looks for it: the latest of each profile, by name."""
+    return _keep_latest(render_sweep(content), f"{content.name}.sweep.html")
+
+
+def _page_of(content: ReportContent, report: Artifact[Report]) -> str:
+    """That of the release, and where the model was served, what a machine took for that as well."""
+    return render(content) if content.served else (report.directory / "report.html").read_text(encoding="utf-8")
+
+
+def _keep_latest(page: str, name: str) -> Path:
+    """The page where a person looks for it: the latest of each profile, by name."""
+    place = state_directory(home() / "reports", private=True) / name
+    write_state(place, page.encode())
+    return place

@@ -1,0 +1,195 @@
+"""The last step of every flow: run the story, keep what came of it, and say it to Prefect in one state.
+
+| state | type | means |
+| --- | --- | --- |
+| ``Released``, ``NothingNew``, ``Passed`` | Completed | the run did what it was asked |
+| ``Refused`` | Failed | a check, the gate, the disk said no: exit code 3 |
+| ``Invalid`` | Failed | the input cannot mean anything: exit code 2 |
+| ``Failed`` | Failed | an exception that nobody foresaw: exit code 1 |
+
+A no is no crash. Prefect raises whatever a failed state holds at the end of a deployed run, and logs that with its
+traceback. So it holds an exception that carries the outcome, and the one line that would print it is left out: the
+state and its reason have been logged by then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flows.outcome.ending import RunOutcome, stopped_outcome
+from flows.outcome.keeping import RunClock, keep_outcome, running_flow
+from flows.profile import Profile
+from merge_core.errors import MergegateError
+from merge_core.store import refusing_disk
+from tasks.report import as_markdown
+from tasks.stage import (
+    LostArtifact,
+    ProgressLog,
+    announce,
+    home,
+    keep_quota,
+    limited,
+    logged_for_machines,
+    noted_run,
+    noted_stages,
+    said_what_arrived,
+    store_quota,
+)
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
+# Prefect takes more, and its pages become slow.
+_MOST_OF_A_PAGE = 90_000  # bytes of an artifact
+_log = logging.getLogger(__name__)
+
+
+class StoppedRun(Exception):
+    """A run that ended with a no, as its state holds it: an answer, not a fault of anything."""
+
+    def __init__(self, outcome: RunOutcome) -> None:
+        super().__init__(outcome.message)
+        self.outcome = outcome
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (StoppedRun, (self.outcome,))
+
+
+def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
+    """The end of a flow: what ``make`` returns, or what it refuses, as Prefect's state and on its pages.
+
+    Whatever the end, there is a page about it and a line in the history.
+
+    Args:
+        make: The story of the flow. Stages that it runs are watched by Prefect's log, unless somebody watches already.
+        name: Of the profile.
+
+    Raises:
+        Exception: that nobody foresaw, after it was noted; Prefect logs it with its traceback.
+    """
+    from prefect import get_run_logger
+    from prefect.states import Completed, Failed
+
+    clock, watcher = RunClock(), lambda: ProgressLog(get_run_logger())
+    run, flow = running_flow()
+    about = {"run": run, "flow": flow, "profile": name}
+    with logged_for_machines(about, watcher) as say, noted_stages(watcher) as noted:
+        try:
+            with refusing_disk(home()):
+                outcome = _noted(make, name)
+        except MergegateError as error:
+            outcome = stopped_outcome(error)
+        except Exception as failure:
+            kind, said = type(failure).__name__, " ".join(str(failure).split())
+            outcome = RunOutcome(status="failed", message=f"{name} failed: {kind}: {said}".rstrip(": "))
+            kept = keep_outcome(outcome, name, clock, noted.stages)
+            if kept.report is not None:
+                failure.add_note(f"report: {kept.report}")
+            show_in_prefect(kept, name)
+            say("run ended", level="error", status="failed", message=outcome.message)
+            raise
+        outcome = keep_outcome(outcome, name, clock, noted.stages)
+        level = "warning" if outcome.exit_code else "info"
+        say("run ended", level=level, status=outcome.status, message=outcome.message, seconds=clock.seconds())
+    show_in_prefect(outcome, name)
+    state = outcome.status.title().replace(" ", "")
+    if outcome.exit_code:
+        _leave_out_tracebacks_of_refusals()
+        return Failed(name=state, message=outcome.message, data=StoppedRun(outcome))
+    return Completed(name=state, message=outcome.message, data=outcome)
+
+
+def in_time(make: Callable[[Profile], RunOutcome], profile: Profile) -> RunOutcome:
+    """What ``make`` comes to within the limits of ``profile``.
+
+    Raises:
+        OutOfTime: when it does not.
+    """
+    with limited(profile.limits):
+        return make(profile)
+
+
+def outcome_of(state: State[Any]) -> RunOutcome | BaseException | None:
+    """What a flow run came to; where that was no outcome, the exception that ended it."""
+    found = state.result(raise_on_failure=False)
+    if isinstance(found, StoppedRun):
+        return found.outcome
+    return found if isinstance(found, RunOutcome | BaseException) else None
+
+
+def _noted(make: Callable[[], RunOutcome], name: str) -> RunOutcome:
+    """The outcome of a run whose use of the store is noted: nobody removes what it needs, now or until the next one.
+    At its end the store is brought below its quota."""
+    store_quota()  # a setting that means nothing is said before anything is done
+    with said_what_arrived(), noted_run(name) as run:
+        try:
+            outcome = _once_more_if_lost(make)
+        except MergegateError as error:
+            outcome = stopped_outcome(error)
+        if run is not None:
+            # A page about a refusal is no evidence: only what was measured tells what the next run will need.
+            judged = outcome.exit_code == 0 or outcome.content is not None or outcome.sweep is not None
+            run.end(outcome.status, judged=judged)
+            keep_quota()
+    return outcome
+
+
+def _once_more_if_lost(make: Callable[[], RunOutcome]) -> RunOutcome:
+    """What was removed from the store between two stages is made again, as it would be by the next run."""
+    try:
+        return make()
+    except LostArtifact as lost:
+        announce(f"{lost.where}: gone from the store; the run begins again and makes what is missing")
+        return make()
+
+
+def show_in_prefect(outcome: RunOutcome, name: str) -> None:
+    """Keep the end of the run as a Markdown artifact of the Prefect run, where its UI shows it.
+
+    Nothing that goes wrong with it is an error of the run: what was found stands in the report.
+    """
+    from prefect.artifacts import create_markdown_artifact
+
+    key = "".join(character if character.isalnum() else "-" for character in f"release-{name}".lower())
+    try:
+        create_markdown_artifact(prefect_page(outcome, name), key=key, description=outcome.message.splitlines()[0])
+    except Exception as failure:
+        _log.warning("Prefect's page about this run was not written: %s", failure)
+
+
+def prefect_page(outcome: RunOutcome, name: str) -> str:
+    """Markdown in which the status stands first and the report's place last, whatever of the rest has to go."""
+    mark = "✓" if outcome.exit_code == 0 else "✗"
+    head = f"## {mark} {outcome.status}: {name}\n\n"
+    evidence = as_markdown(outcome.content) if outcome.content else _fenced(outcome.message)
+    foot = f"\nReport: `{outcome.report}`\n" if outcome.report else ""
+    room = _MOST_OF_A_PAGE - len((head + foot).encode())
+    if len(evidence.encode()) > room:
+        whole_lines = evidence.encode()[: room - 100].decode(errors="ignore").rpartition("\n")[0]
+        evidence = f"{whole_lines}\n\nThe rest stands in the report.\n"
+    return head + evidence + foot
+
+
+def _fenced(message: str) -> str:
+    """A stranger's text as it is: no line of it ends the fence."""
+    fence = "```"
+    while fence in message:
+        fence += "`"
+    return f"{fence}\n{message}\n{fence}\n"
+
+
+class _RefusalsAreSaid(logging.Filter):
+    """Leaves out what would print the traceback of a ``StoppedRun``, a second time said and no error."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], StoppedRun))
+
+
+_refusals_are_said = _RefusalsAreSaid()
+
+
+def _leave_out_tracebacks_of_refusals() -> None:
+    for logger in ("prefect.flow_runs", "prefect.engine"):
+        logging.getLogger(logger).addFilter(_refusals_are_said)  # once: a filter is added only if it is not there

@@ -1,0 +1,208 @@
+"""What is kept of a run that has ended: its page, and its line in the history. Never an error of the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from flows.outcome.ending import RunOutcome, stopped_outcome
+from flows.outcome.naming import profile_name
+from merge_core.errors import MergegateError, shown
+from merge_core.store import read_state
+from tasks.gate import GuardVerdict, SuiteVerdict
+from tasks.report import (
+    EndedRun,
+    EndedStage,
+    NightParent,
+    NightScore,
+    NightStage,
+    ReportContent,
+    RunRecord,
+    file_name,
+    keep_run,
+    render_ending,
+    render_sweep,
+    tell_operators,
+)
+from tasks.stage import StageEnd, StageStatus, bytes_made, home
+
+_log = logging.getLogger(__name__)
+_SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "rebuilt", "refused", "failed")
+_LARGEST = 64 << 20  # of a released page, in bytes
+_MOST = 200  # guards, parents, stages
+
+
+def keep_refusal(error: MergegateError, profile: Path, flow: str) -> None:
+    """Keep that a run of ``profile`` was stopped before there was a flow. Of a file that is not there nothing is kept:
+    nobody knows whose run that would have been."""
+    if profile.is_file():
+        keep_outcome(stopped_outcome(error), profile_name(profile), RunClock(), (), flow=flow)
+
+
+class RunClock:
+    """When a run began, by a clock that never jumps."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def seconds(self) -> float:
+        """Since then."""
+        return time.monotonic() - self._began
+
+
+def keep_outcome(
+    outcome: RunOutcome, name: str, clock: RunClock, stages: Sequence[StageEnd], flow: str = ""
+) -> RunOutcome:
+    """The outcome with the page that is kept of it.
+
+    Args:
+        name: Of the profile, where the outcome knows no better.
+        stages: That ran, in the order in which they ended.
+        flow: Its name, where none runs.
+    """
+    try:
+        run, running = running_flow()
+        flow = running or flow
+        name = _name_of(outcome, name)
+        record = run_record(outcome, name, run=run, flow=flow, seconds=clock.seconds(), stages=stages)
+        record = record.model_copy(update={"bytes_made": bytes_made()})
+        suffix = ".sweep" if flow == "sweep" and outcome.content is None else ""
+        search = render_sweep(outcome.sweep) if outcome.sweep and outcome.content else None
+        page = _page(outcome, name, flow, stages)
+        tell_operators(record, home())
+        kept = keep_run(home() / "reports", record, page, latest=f"{file_name(name)}{suffix}", search=search)
+    except Exception as failure:
+        _log.warning("the report of this run was not kept: %s", failure)
+        return outcome
+    return outcome.model_copy(update={"report": kept.latest})
+
+
+def run_record(
+    outcome: RunOutcome, name: str, *, run: str, flow: str, seconds: float, stages: Iterable[StageEnd]
+) -> RunRecord:
+    """What the history says of a run."""
+    content = outcome.content
+    drift = content.verdict.drift if content else None
+    return RunRecord(
+        run=run,
+        flow=flow,
+        profile=shown(name),
+        ended=time.time(),
+        seconds=seconds,
+        status=outcome.status,
+        message=shown(outcome.message),
+        version=outcome.version,
+        method=shown(content.method) if content else outcome.sweep.method if outcome.sweep else "",
+        recipe=shown(content.recipe) if content else "",
+        parents=_parents(content) if content else (),
+        scores=_scores(content) if content else (),
+        perplexity=drift.ratio if drift and drift.ratio is not None and math.isfinite(drift.ratio) else None,
+        perplexity_limit=drift.max_ratio if drift else None,
+        stages=stages_together(stages),
+        bytes_merged=sum(file.size for file in content.files) if content else 0,
+    )
+
+
+def stages_together(ends: Iterable[StageEnd]) -> tuple[NightStage, ...]:
+    """A line for each stage, in the order in which they first ended."""
+    by_name: dict[str, list[StageEnd]] = {}
+    for end in ends:
+        by_name.setdefault(end.stage, []).append(end)
+    return tuple(
+        NightStage(
+            name=shown(name),
+            seconds=sum(max(0.0, call.seconds) for call in calls),
+            calls=len(calls),
+            cached=sum(call.status == "cached" for call in calls),
+            status=max((call.status for call in calls), key=_SEVERITY.index),
+        )
+        for name, calls in list(by_name.items())[:_MOST]
+    )
+
+
+def _parents(content: ReportContent) -> tuple[NightParent, ...]:
+    return tuple(
+        NightParent(name=shown(one.name), ref=shown(one.ref), revision=one.revision, digest=one.digest[:16])
+        for one in content.parents[:_MOST]
+    )
+
+
+def _scores(content: ReportContent) -> tuple[NightScore, ...]:
+    """Of every guard; first, where all tasks are judged together, of their mean. What has no bounds is no point of a
+    line."""
+    found = [
+        *(_score(suite, f"mean of {suite.tasks}", None) for suite in content.verdict.suites),
+        *(_score(guard, guard.task, 100 * guard.merge_score) for guard in content.verdict.guards),
+    ]
+    return tuple(one for one in found if one is not None)[:_MOST]
+
+
+def _score(judged: SuiteVerdict | GuardVerdict, task: str, merge: float | None) -> NightScore | None:
+    if not all(map(math.isfinite, (judged.drop, judged.low, judged.high, merge or 0.0))):
+        return None
+    return NightScore(
+        task=shown(task),
+        reference=shown(judged.reference),
+        merge=merge,
+        drop=judged.drop,
+        low=judged.low,
+        high=judged.high,
+        max_drop=judged.max_drop,
+        margin=judged.margin,
+        outcome=judged.outcome,
+    )
+
+
+def _name_of(outcome: RunOutcome, name: str) -> str:
+    found = outcome.content or outcome.sweep
+    return found.name if found is not None else name
+
+
+def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd]) -> str:
+    """The page about the evidence, where there is any; else one that says how far the run got, and why no further."""
+    if outcome.page:
+        return outcome.page
+    if outcome.sweep is not None:
+        return outcome.report.read_text(encoding="utf-8") if outcome.report else render_sweep(outcome.sweep)
+    if outcome.status == "nothing new" and outcome.report is not None:  # what is released has been judged
+        released = read_state(outcome.report, bytes.decode, most=_LARGEST)
+        if isinstance(released, str):
+            return released
+    stopped = outcome.stopped_by
+    facts = {"where": stopped.where, "found": stopped.found} if stopped else {}
+    facts |= {"expected": stopped.expected, "remedy": stopped.remedy} if stopped else {}
+    log = f"the log of Prefect's flow run {running_flow()[0]}, or the terminal"
+    return render_ending(
+        EndedRun(
+            name=shown(name),
+            flow=flow,
+            status=outcome.status,
+            message=shown(outcome.message),
+            exception=shown(outcome.message.partition(": ")[2]) if outcome.status == "failed" else "",
+            log=log,
+            stages=tuple(
+                EndedStage(
+                    name=shown(one.stage),
+                    subject=shown(one.subject),
+                    status=one.status,
+                    seconds=one.seconds,
+                    summary=shown(one.summary),
+                )
+                for one in stages
+            ),
+            **facts,
+        )
+    )
+
+
+def running_flow() -> tuple[str, str]:
+    """Id of the running flow, and its name; both empty where none runs."""
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return "", ""
+    return str(context.flow_run.id), context.flow.name if context.flow else ""

@@ -1,0 +1,34 @@
+"""A change in float32 added to stored numbers, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.tiles import TILE, narrow, widen
+
+
+@compiled
+def add_change(stored: Any, change: Any, round_change: bool) -> None:
+    """``stored + change``, rounded once; with ``round_change`` the change is rounded to the stored format before.
+
+    Args:
+        stored: ``[n]``, in place.
+        change: ``[n]``, float32.
+    """
+    tile, addend = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    rounded = np.empty(TILE, stored.dtype)
+    for first in range(0, len(stored), TILE):
+        m = min(TILE, len(stored) - first)
+        sums, added = tile[:m], addend[:m]
+        widen(stored, first, sums)
+        for j in range(m):
+            added[j] = change[first + j]
+        if round_change:
+            narrow(added, rounded, 0)
+            widen(rounded, 0, added)
+        for j in range(m):
+            sums[j] += added[j]
+        narrow(sums, stored, first)

@@ -1,0 +1,11 @@
+"""The page of a run that ended before there was a verdict: refused by a check, invalid, failed, or nothing to do.
+
+::
+
+    html = render_ending(EndedRun(name=…, status="refused", message=…, finding=…, stages=…))
+"""
+
+from tasks.report.ending.content import EndedRun, EndedStage
+from tasks.report.ending.page import render_ending
+
+__all__ = ["EndedRun", "EndedStage", "render_ending"]

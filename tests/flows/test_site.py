@@ -1,0 +1,127 @@
+"""Where a project's server is, who knows its secret, and what everybody is told of it. No server is started."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from prefect.settings import get_current_settings
+
+from flows.prefect_api import configure, database_url, find_site, make_secret, require_site, write_settings
+from flows.prefect_api.nights import parse_nights
+from flows.prefect_api.site import Site, own_settings
+from merge_core.errors import InvalidInput
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / ".mergegate"))
+    for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "MERGEGATE_DATABASE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def mode(file: Path) -> int:
+    return stat.S_IMODE(file.stat().st_mode)
+
+
+def test_the_secret_is_drawn_once_and_readable_by_its_owner_only(here: Path) -> None:
+    old = os.umask(0)
+    try:
+        secret = make_secret()
+    finally:
+        os.umask(old)
+    file = here / ".mergegate" / "prefect" / "auth"
+    assert make_secret() == secret == file.read_text()
+    assert len(secret.partition(":")[2]) >= 40
+    assert mode(file) == 0o600
+    assert mode(file.parent) == 0o700
+
+
+def test_a_secret_that_others_can_read_is_closed(here: Path) -> None:
+    secret = make_secret()
+    (file := here / ".mergegate" / "prefect" / "auth").chmod(0o644)
+    assert make_secret() == secret
+    assert mode(file) == 0o600
+
+
+@pytest.mark.parametrize("damage", [b"", b"no colon", b"\xff\xfe:", b"a:b\x00c"])
+def test_a_damaged_secret_is_drawn_anew(here: Path, damage: bytes) -> None:
+    make_secret()
+    (here / ".mergegate" / "prefect" / "auth").write_bytes(damage)
+    assert len(make_secret()) > 40
+
+
+def test_prefects_own_command_line_is_told_in_a_file_for_the_owner_only(here: Path) -> None:
+    site = Site(here, here / ".mergegate", "http://127.0.0.1:4300", make_secret())
+    assert write_settings(site)
+    assert mode(here / "prefect.toml") == 0o600
+    assert own_settings() == {"url": "http://127.0.0.1:4300/api", "auth_string": site.secret}
+    assert find_site().address == "http://127.0.0.1:4300"
+    assert "/prefect.toml" in (Path(__file__).resolve().parents[2] / ".gitignore").read_text().splitlines()
+
+
+def test_a_prefect_toml_of_somebody_else_stays(here: Path) -> None:
+    (here / "prefect.toml").write_text('[api]\nurl = "http://elsewhere/api"\n')
+    assert not write_settings(find_site())
+    assert own_settings() == {}
+    assert "elsewhere" in (here / "prefect.toml").read_text()
+
+
+def test_a_run_by_hand_does_not_depend_on_that_server(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_settings(find_site(address="http://127.0.0.1:9"))
+    monkeypatch.setenv("PREFECT_API_URL", "x")
+    monkeypatch.delenv("PREFECT_API_URL")
+    configure(here / ".mergegate")
+    assert os.environ["PREFECT_API_URL"] == ""
+    assert not type(get_current_settings())().api.url  # read anew
+
+
+def test_the_address_is_what_is_said_nearest(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = parse_nights({"profiles": [], "server": {"address": "http://in-nights:1/"}}, "nights.yaml")
+    assert find_site().address == "http://127.0.0.1:4200"
+    assert find_site(file).address == "http://in-nights:1"
+    monkeypatch.setenv("PREFECT_API_URL", "http://in-environment:2/api")
+    assert find_site(file).address == "http://in-environment:2"
+    assert find_site(file, address="http://said:3").api == "http://said:3/api"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:4200", "ftp://x", "http://"])
+def test_an_address_that_is_none_is_refused_with_where_it_was_said(
+    here: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", address)
+    with pytest.raises(InvalidInput, match="PREFECT_API_URL"):
+        find_site()
+
+
+def test_nobody_answering_is_one_clear_error(here: Path) -> None:
+    with pytest.raises(InvalidInput, match="no server answers"):
+        require_site(find_site(address="http://127.0.0.1:9"))
+
+
+def test_the_server_asks_for_the_secret_and_keeps_its_slots_on_disk(here: Path) -> None:
+    site = Site(here, here / ".mergegate", "http://10.0.0.1:4200", "a:b")
+    told = site.server_environment("postgresql+asyncpg://db/x")
+    assert told["PREFECT_SERVER_API_AUTH_STRING"] == told["PREFECT_API_AUTH_STRING"] == "a:b"
+    assert told["PREFECT_SERVER_CSRF_PROTECTION_ENABLED"] == "1"
+    assert told["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"].endswith("filesystem")
+    assert told["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == "postgresql+asyncpg://db/x"
+    assert "PREFECT_SERVER_DATABASE_CONNECTION_URL" not in {
+        name: text for name, text in site.server_environment(None).items() if name not in os.environ
+    }
+
+
+def test_a_team_names_its_database(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = parse_nights({"profiles": [], "server": {"database": "postgresql://me@db/one"}}, "nights.yaml")
+    assert database_url(None) is None
+    assert database_url(file) == "postgresql+asyncpg://me@db/one"
+    monkeypatch.setenv("MERGEGATE_DATABASE", "postgres://me:secret@db/two")
+    assert database_url(file) == "postgresql+asyncpg://me:secret@db/two"
+    monkeypatch.setenv("MERGEGATE_DATABASE", "sqlite:///x")
+    with pytest.raises(InvalidInput, match="MERGEGATE_DATABASE"):
+        database_url(file)

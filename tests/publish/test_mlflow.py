@@ -1,0 +1,258 @@
+"""MLflow's registry as a target: a version that points to a whole release, and an alias that comes last."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from faulty_proxy import FaultyProxy, ProxyFault, faulty_proxy
+from patience import HANG_S
+from release_samples import publishable
+from small_mlflow import small_mlflow
+from small_registry import SmallRegistry, small_registry
+
+from flows.profile import parse_profile
+from merge_core.errors import InvalidInput, Refused
+from merge_core.store import HashMemo
+from tasks.publish.content import ReleaseFile, written_file
+from tasks.publish.targets import PublishTarget, find_release
+from tasks.publish.targets.mlflow.registration import ObservedRegistry, next_registry_write, registration_of
+from tasks.releases import check_release
+
+PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
+PROJECT = Path(__file__).resolve().parents[2]
+MLFLOW = PROJECT / ".venv-mlflow" / "bin" / "mlflow"
+real = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not MLFLOW.exists() and "MERGEGATE_REQUIRE_MLFLOW" not in os.environ, reason="make test-mlflow"),
+]
+
+
+@contextmanager
+def mlflow_server(place: Path) -> Iterator[str]:
+    """The real one, on SQLite."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place.mkdir()
+    command = [str(MLFLOW), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{place}/mlflow.db", "--artifacts-destination", str(place / "files")]
+    with (place / "log").open("w") as said:
+        process = subprocess.Popen(
+            command,
+            stdout=said,
+            stderr=said,
+            cwd=place,
+            start_new_session=True,
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONPATH": ""},
+        )
+    try:
+        deadline = time.monotonic() + HANG_S
+        while time.monotonic() < deadline:
+            assert process.poll() is None, (place / "log").read_text()
+            try:
+                urlopen(f"http://127.0.0.1:{port}/health").close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(timeout=HANG_S)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyProxy]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow") / "server") as url, faulty_proxy(url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def blobs(home: Path) -> Iterator[SmallRegistry]:
+    with small_registry() as registry:
+        yield registry
+
+
+def files(weights: str) -> tuple[ReleaseFile, ...]:
+    guard = {"task": "mmlu", "reference": "general", "merge_score": 0.61, "drop": 0.4, "low": -0.9, "high": 1.7}
+    predicate = {
+        "buildDefinition": {
+            "externalParameters": {"recipe": [{"merge_method": "ties"}], "profile": "demo"},
+            "resolvedDependencies": [{"name": "acme/general", "uri": "pkg:huggingface/acme/general@0123"}],
+        },
+        "mergegate_verdict": {"outcome": "pass", "guards": [guard]},
+    }
+    provenance = json.dumps({"predicate": predicate})
+    return (written_file("model.safetensors", weights), written_file("provenance.json", provenance))
+
+
+def target(tracking: str, blobs: SmallRegistry, model: str, **settings: Any) -> PublishTarget:
+    place = {"to": "oci", "repository": f"{blobs.url.removeprefix('http://')}/acme/demo"}
+    publish = {"to": "mlflow", "model": model, "place": place, "tracking_uri": tracking, **settings}
+    made = parse_profile({**PROFILE, "publish": publish}, "p").publish
+    assert made is not None
+    return made
+
+
+def publish(to: PublishTarget, release: tuple[ReleaseFile, ...], version: str) -> Any:
+    return to.publish(
+        release,
+        "demo",
+        version,
+        Path(),
+        expected_head=None,
+        hashes=HashMemo(Path("/nonexistent")),
+        on_progress=lambda done, total: None,
+    )
+
+
+def ask(server: FaultyProxy, path: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(
+        Request(f"{server.upstream}/api/2.0/mlflow/{path}", data, {"Content-Type": "application/json"})
+    ) as said:
+        return json.loads(said.read())
+
+
+def test_what_mlflow_is_told_stands_in_the_provenance() -> None:
+    said = registration_of(files("w"), "demo", "v1", "champion", "oci://here")
+    assert said.metrics == {
+        "score/mmlu": 0.61,
+        "drop/mmlu/general": 0.4,
+        "low/mmlu/general": -0.9,
+        "high/mmlu/general": 1.7,
+    }
+    assert said.facts["mergegate.parent.0"] == "acme/general pkg:huggingface/acme/general@0123"
+    assert len(said.facts["mergegate.recipe"]) == 64
+    assert registration_of(files("x"), "demo", "v1", "champion", "").digest != said.digest
+
+
+@pytest.mark.parametrize(
+    ("there", "write"),
+    [
+        (("", "", "", False, False, "", ""), "experiment"),
+        (("1", "", "", False, True, "", "7"), "run"),
+        (("1", "r", "RUNNING", False, True, "", "7"), "log"),
+        (("1", "r", "RUNNING", True, True, "", "7"), "finish"),
+        (("1", "r", "FINISHED", True, False, "", ""), "model"),
+        (("1", "r", "FINISHED", True, True, "", "7"), "version"),
+        (("1", "r", "FINISHED", True, True, "8", "7"), "alias"),
+        (("", "", "", False, True, "8", "8"), "done"),
+    ],
+)
+def test_the_alias_is_written_last(there: tuple[Any, ...], write: str) -> None:
+    assert next_registry_write(ObservedRegistry(*there)) == write
+
+
+def test_what_cannot_be_meant_is_said_with_its_place(
+    blobs: SmallRegistry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(InvalidInput, match=r"p: publish\.tracking_uri"):
+        target("sqlite:///here", blobs, "demo")
+    without = target("http://127.0.0.1:9", blobs, "demo").model_copy(update={"tracking_uri": None})
+    with pytest.raises(InvalidInput, match="MLFLOW_TRACKING_URI"):
+        without.check(tmp_path)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(Refused, match="MLflow does not answer"):
+        target("http://127.0.0.1:9", blobs, "demo").check(tmp_path)
+    assert blobs.tags == {}
+
+
+@pytest.mark.slow
+@real[1]
+def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
+    server: FaultyProxy, blobs: SmallRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: None
+) -> None:
+    to = target(server.url, blobs, "support assistant")
+    to.check(tmp_path)
+    first = publish(to, files("w"), "v1")
+    assert (first.new, first.location) == (True, "models:/support assistant/1")
+    server.begin(None)
+    assert not publish(to, files("w"), "v1").new
+    written = [path for method, path in server.log if method != "GET" and "runs/search" not in path]
+    assert written == []
+    assert publish(to, files("x"), "v2").location == "models:/support assistant/2"
+    (version,) = ask(server, "model-versions/search?filter=version_number%3D2")["model_versions"][:1] or [None]
+    assert version["source"].startswith(f"oci://{blobs.url.removeprefix('http://')}/acme/demo@sha256:")
+    run = ask(server, f"runs/get?run_id={version['run_id']}")["run"]
+    assert run["info"]["status"] == "FINISHED"
+    assert {one["key"]: one["value"] for one in run["data"]["metrics"]}["high/mmlu/general"] == 1.7
+    assert publish(to, files("w"), "v1").location == "models:/support assistant/1", "made champion again"
+    full = publishable(tmp_path / "full").publish(target(server.url, blobs, "full"), tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
+    assert check_release(find_release("models:/full@champion")).files > 5
+    assert full.new
+    with pytest.raises(InvalidInput, match="no such version or alias"):
+        find_release("models:/full/9")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stride"),
+    [
+        pytest.param("after", 15, id="after-some"),
+        pytest.param("after", 1, marks=pytest.mark.slow),
+        *(pytest.param(kind, 7, marks=pytest.mark.slow) for kind in ("before", "503", "down")),
+    ],
+)
+def test_a_fault_at_any_request_leaves_the_alias_at_a_whole_release(
+    blobs: SmallRegistry, monkeypatch: pytest.MonkeyPatch, kind: str, stride: int
+) -> None:
+    """Of MLflow; those of the place are tried where it is tested."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    old, new = files("old"), files("new")
+    whole = [{one.name: (one.size, one.sha256) for one in release} for release in (old, new)]
+    nth, went_by = 0, False
+    while not went_by:
+        blobs.tags.clear()
+        with small_mlflow() as mlflow, faulty_proxy(mlflow.url) as proxy:
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.url)
+            to = target(proxy.url, blobs, "demo")
+            publish(to, old, "v1")
+            proxy.begin(ProxyFault("503" if kind == "down" else kind, nth, times=1 << 30 if kind == "down" else 1))
+            said = refusal_of(to, new)
+            went_by = nth >= len(proxy.log)
+            assert ("run again later" in said) == (kind == "down" and not went_by)
+            proxy.begin(None)
+            assert find_release("models:/demo@champion").files() in whole
+            assert publish(to, new, "v2").location == "models:/demo/2", "one version, not two"
+            assert find_release("models:/demo@champion").files() == whole[1]
+            assert [one["source"] for one in mlflow.models["demo"]] == list(
+                dict.fromkeys(one["source"] for one in mlflow.models["demo"])
+            )
+        nth += stride
+    assert nth >= 20
+
+
+def test_what_is_current_is_complete_when_the_alias_means_it(blobs: SmallRegistry, tmp_path: Path) -> None:
+    with small_mlflow() as mlflow:
+        to = target(mlflow.url, blobs, "demo")
+        assert to.current(tmp_path) is None
+        publish(to, files("old"), "v1")
+        publish(to.place, files("new"), "v2")  # type: ignore[attr-defined]  # as a run that is cut off here leaves it
+        behind = to.current(tmp_path)
+        assert behind is not None
+        assert not behind.complete
+        assert publish(to, files("new"), "v2").new
+        assert to.current(tmp_path) == dataclasses.replace(behind, complete=True)
+        mlflow.aliases["demo", "champion"] = "1"  # moved by hand
+        assert to.current(tmp_path) == behind
+
+
+def refusal_of(to: PublishTarget, release: tuple[ReleaseFile, ...]) -> str:
+    """Why it was not published; empty where it was."""
+    try:
+        publish(to, release, "v2")
+    except Refused as error:
+        return str(error)
+    return ""

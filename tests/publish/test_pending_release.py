@@ -1,0 +1,85 @@
+"""What exactly a person is asked about before it is published, and that nothing else is published on their word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from release_samples import Publishable, publishable
+
+from merge_core.errors import Refused
+from tasks.publish import PendingRelease, pending_release, publish
+from tasks.publish.targets.directory import DirectoryTarget
+
+
+def pending(what: Publishable, target: DirectoryTarget, root: Path) -> PendingRelease:
+    return pending_release(target, root, what.parts)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> DirectoryTarget:
+    return DirectoryTarget(path=tmp_path / "releases")
+
+
+def test_looking_at_what_would_be_published_changes_nothing(
+    tmp_path: Path, target: DirectoryTarget, prefect_api: None
+) -> None:
+    what = publishable(tmp_path)
+    first = pending(what, target, tmp_path)
+    assert not first.stands
+    assert not target.path.exists()
+    assert pending(what, target, tmp_path) == first
+
+
+def test_what_was_approved_is_published_and_then_stands(
+    tmp_path: Path, target: DirectoryTarget, prefect_api: None
+) -> None:
+    what = publishable(tmp_path)
+    asked = pending(what, target, tmp_path)
+    released = publish(target, tmp_path, what.parts, approved=asked.digest)
+    assert released.version == asked.version
+    assert pending(what, target, tmp_path) == PendingRelease(asked.version, asked.digest, stands=True)
+
+
+def test_on_the_word_about_one_release_no_other_is_published(
+    tmp_path: Path, target: DirectoryTarget, prefect_api: None
+) -> None:
+    asked = pending(publishable(tmp_path), target, tmp_path)
+    other = publishable(tmp_path, weights=b"one bit more")
+    with pytest.raises(Refused, match="which was approved"):
+        publish(target, tmp_path, other.parts, approved=asked.digest)
+    assert not (target.path / "latest").exists()
+
+
+def test_what_is_published_is_asked_about_again_when_something_else_would_replace_it(
+    tmp_path: Path, target: DirectoryTarget, prefect_api: None
+) -> None:
+    what = publishable(tmp_path)
+    publish(target, tmp_path, what.parts)
+    other = publishable(tmp_path, weights=b"one bit more")
+    assert not pending(other, target, tmp_path).stands
+
+
+@pytest.mark.parametrize("damage", [b"", b"something else"])
+def test_a_damaged_list_of_sums_does_not_stand(
+    tmp_path: Path, target: DirectoryTarget, prefect_api: None, damage: bytes
+) -> None:
+    what = publishable(tmp_path)
+    publish(target, tmp_path, what.parts)
+    (target.path / "latest" / "SHA256SUMS").write_bytes(damage)
+    assert not pending(what, target, tmp_path).stands
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [(True, 259_200), ({}, 259_200), ({"timeout": "90 min"}, 5400), (False, None)]
+)
+def test_how_a_profile_says_it(said: object, seconds: float | None) -> None:
+    asks = DirectoryTarget.model_validate({"path": "x", "approval": said}).asks
+    assert (asks.timeout_s if asks else None) == seconds
+
+
+@pytest.mark.parametrize("said", [{"timeout": "3"}, {"timeout": "0 s"}, {"timout": "3 d"}])
+def test_what_means_nothing_is_refused(said: object) -> None:
+    with pytest.raises(ValidationError):
+        DirectoryTarget.model_validate({"path": "x", "approval": said})

@@ -1,0 +1,142 @@
+"""Whole runs as a person has them: released to a bucket, found there again, also by a machine with an empty disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bucket import BUCKET, S3OnLoopback, s3_on_loopback
+
+from tasks.publish.targets.s3 import S3Target
+from tasks.stage.sharing import shared_store
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "flows"))
+from demo_project import Project, make_project
+
+sys.path.pop(0)
+
+PROFILE = "profiles/demo.yaml"
+URL = f"s3://{BUCKET}/releases/demo"
+SHARED = f"s3://{BUCKET}/store"
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3OnLoopback]:
+    """An empty one, and an environment in which releases and the shared store are found there."""
+    with s3_on_loopback() as s3, s3.found_by_clients(monkeypatch):
+        monkeypatch.setenv("MERGEGATE_STORE", SHARED)
+        yield s3
+
+
+def machine(root: Path, *, guarded_by: str = "base", density: str | None = None) -> Project:
+    """One that has never run anything: a task, held-out text, and a release that goes to the bucket."""
+    project = make_project(root)
+    recipe = "demo/recipes/ties.yaml"
+    if density is not None:
+        shutil.copytree((root / "profiles" / "demo").resolve(), root / "own", dirs_exist_ok=True)
+        (root / "profiles" / "demo").unlink()
+        (root / "own").rename(root / "profiles" / "demo")
+        text = (root / "profiles" / recipe).read_text()
+        assert "density: 0.5" in text
+        (root / "profiles" / recipe).write_text(text.replace("density: 0.5", f"density: {density}"))
+    (root / PROFILE).write_text(
+        json.dumps(
+            {
+                "name": "demo",
+                "recipe": recipe,
+                "perplexity": {"documents": "demo/data/held-out.jsonl"},
+                "evaluate": {
+                    "tasks": [
+                        {"task": "demo/tasks/reverse.yaml", "guarded_by": "reverser", "max_drop": 3},
+                        {"task": "demo/tasks/copy.yaml", "guarded_by": guarded_by, "max_drop": 3},
+                    ]
+                },
+                "publish": {"to": "s3", "url": URL},
+            }
+        )
+    )
+    return project
+
+
+def run(project: Project) -> str:
+    """What a run printed that ended well; everything that it has to send is sent."""
+    result = project.mergegate("run", PROFILE)
+    assert result.exit_code == 0, result.output
+    store = shared_store(project.home / "store")
+    assert store is not None
+    store.settle()
+    return result.output
+
+
+def marks(printed: str) -> dict[str, str]:
+    """``✓``: made, ``=``: cached, by stage."""
+    rows = [line.split() for line in printed.splitlines()]
+    return {row[1]: row[0] for row in rows if len(row) > 1 and row[0] in ("✓", "=", "✗")}
+
+
+def current(s3: S3OnLoopback) -> Any:
+    return json.loads(s3.read("releases/demo/latest.json"))
+
+
+@pytest.mark.slow
+def test_a_release_in_a_bucket_from_the_first_check_to_another_machine_with_an_empty_disk(
+    bucket: S3OnLoopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: None
+) -> None:
+    one = machine(tmp_path / "one")
+    assert one.mergegate("check", PROFILE).exit_code == 0
+    assert [key for key in bucket.objects() if key.startswith("releases/")] == [], "a check leaves nothing"
+    printed = run(one)
+    version = current(bucket)["current"]
+    assert f"released demo {version}" in printed
+    assert f"{URL}@{version}" in printed
+    assert "fetched from" not in printed
+    bucket.proxy.begin(None)
+    there = bucket.objects()
+    assert f"nothing new: {version} is released" in run(one)
+    assert [path for method, path in bucket.proxy.log if method == "PUT"] == []
+    assert (bucket.objects(), bucket.uploads()) == (there, [])
+    verified = one.mergegate("verify", URL)
+    assert (verified.exit_code, "all as published" in verified.output) == (0, True)
+
+    # Another machine with an empty disk: nothing is made, nothing is sent, and it says why.
+    two = machine(tmp_path / "two")
+    printed = run(two)
+    assert f"nothing new: {version} is released" in printed
+    assert set(marks(printed).values()) == {"="}
+    assert f"made elsewhere, and fetched from {SHARED}: " in printed
+    for stage in ("evaluate", "perplexity", "merge"):
+        assert two.artifacts(stage) == one.artifacts(stage) != set()
+    assert bucket.objects() == there
+
+    # A third one judges another merge by the champion in the bucket: no parent is asked again. The champion is asked
+    # once: it was known as what a recipe had made, and is now known as what is published.
+    three = machine(tmp_path / "three", guarded_by="champion", density="0.6")
+    printed = run(three)
+    assert (marks(printed)["merge"], marks(printed)["publish"]) == ("✓", "✓")
+    for stage, each in (("perplexity", 1), ("evaluate", 2 + 1)):
+        assert len(three.artifacts(stage) - one.artifacts(stage)) == each, (
+            "the merge on both tasks, the champion on its own"
+        )
+    newer = current(bucket)
+    assert newer["current"] != version
+    assert [entry["version"] for entry in newer["versions"]] == [version, newer["current"]]
+
+    # A fourth one finds that it is the champion, and names it as the bucket does.
+    four = machine(tmp_path / "four", guarded_by="champion", density="0.6")
+    printed = run(four)
+    assert f"nothing new: {newer['current']} is released" in printed
+    assert f"{URL}@{newer['current']}" in printed
+    assert "publish" not in marks(printed)
+    assert current(bucket) == newer
+
+    # Where something of the publication was left undone, the same merge goes the whole way once more. Its report has
+    # another champion now, so it is another version.
+    look = S3Target.current
+    monkeypatch.setattr(S3Target, "current", lambda self, root: replace(look(self, root), complete=False))  # type: ignore[type-var]
+    assert marks(run(four))["publish"] == "✓"

@@ -1,0 +1,430 @@
+"""The history of runs: what is kept, what of it is believed, what changed, and the page about all of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from html import unescape
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from history_samples import nights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pages import Page
+
+from tasks.report import (
+    EndedRun,
+    EndedStage,
+    NightParent,
+    NightScore,
+    RunRecord,
+    changes_since,
+    file_name,
+    keep_run,
+    read_history,
+    render_ending,
+    render_history,
+)
+from tasks.report.history import History, keeping, ledger
+from tasks.report.history.lines import NARROW, WIDE, Series, draw_bars, draw_lines
+from tasks.report.history.record import parse_record
+
+PAGE = "<html><head><style></style></head><body><main>\n<header>x</header></main></body></html>"
+EVIL = "</style><script>alert(1)</script><!--nights--> --> \" ' & {{ 7 * 7 }}"
+
+
+def record(**changes: object) -> RunRecord:
+    known = {"run": "r", "flow": "release", "profile": "demo", "ended": 1_790_000_000.0, "seconds": 3.0}
+    return RunRecord.model_validate({**known, "status": "released", "message": "released demo v1", **changes})
+
+
+def score(task: str = "gsm8k", merge: float = 70.0, drop: float = 1.0, max_drop: float = 3.0) -> NightScore:
+    return NightScore(
+        task=task,
+        reference="math",
+        merge=merge,
+        drop=drop,
+        low=drop - 1,
+        high=drop + 1,
+        max_drop=max_drop,
+        margin=max_drop,
+        outcome="pass",
+    )
+
+
+def parent(name: str = "math", revision: str | None = "a" * 40, digest: str = "0123456789abcdef") -> NightParent:
+    return NightParent(name=name, ref=f"acme/{name}", revision=revision, digest=digest)
+
+
+def measured(**changes: object) -> RunRecord:
+    known = {
+        "version": "v1",
+        "parents": (parent(),),
+        "scores": (score(),),
+        "recipe": "merge_method: ties\ndensity: 0.5\n",
+    }
+    return record(**{**known, **changes})
+
+
+class TestTheLines:
+    @given(
+        message=st.text(st.characters(exclude_categories=["Cs"]), max_size=3000),
+        ended=st.floats(allow_nan=False, allow_infinity=False),
+        drop=st.floats(-100, 100),
+    )
+    @settings(max_examples=50, deadline=None)
+    def test_what_is_kept_is_read_again(self, message: str, ended: float, drop: float) -> None:
+        one = record(message=message, ended=ended, scores=(score(drop=drop),))
+        assert b"\n" not in one.line()
+        assert parse_record(one.line()) == one
+
+    def test_one_altered_byte_costs_its_line_and_no_other(self, tmp_path: Path) -> None:
+        known = [record(run=f"run-{number}", message="x") for number in range(3)]
+        for one in known:
+            ledger.append_record(tmp_path, read_history(tmp_path), one)
+        whole = (tmp_path / ledger.HISTORY).read_bytes()
+        begin = whole.index(b'"run-1"') - len(b'{"run":')
+        end = whole.index(b"\n", begin)
+        for at in range(begin, end):
+            (tmp_path / ledger.HISTORY).write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+            found = read_history(tmp_path)
+            assert [one.run for one in found.records] == ["run-0", "run-2"], at
+            assert found.damaged >= 1
+
+    def test_a_line_torn_at_any_byte_does_not_swallow_the_next(self, tmp_path: Path) -> None:
+        file, first, second = tmp_path / ledger.HISTORY, record(run="a"), record(run="b")
+        line = record(run="torn").line()
+        for length in range(1, len(line)):
+            file.write_bytes(first.line() + b"\n" + line[:length])
+            known = read_history(tmp_path)
+            assert known.said_of_damage() == "1 damaged line of the history left out."
+            ledger.append_record(tmp_path, known, second)
+            assert read_history(tmp_path) == History((first, second))
+        assert list(tmp_path.glob("history.jsonl.damaged-*")), "what was damaged is set aside, not lost"
+
+    @pytest.mark.parametrize("what", [b"", b"\0" * 100, b"[1]\n{}\nnull\n" + b"[" * 100_000, b"\xff\xfe\n"])
+    def test_garbage_is_no_history(self, tmp_path: Path, what: bytes) -> None:
+        (tmp_path / ledger.HISTORY).write_bytes(what)
+        assert read_history(tmp_path).records == ()
+        ledger.append_record(tmp_path, read_history(tmp_path), record())
+        assert read_history(tmp_path) == History((record(),))
+
+    def test_a_directory_in_its_place_is_set_aside(self, tmp_path: Path) -> None:
+        (tmp_path / ledger.HISTORY / "x").mkdir(parents=True)
+        assert "cannot be read" in read_history(tmp_path).said_of_damage()
+        ledger.append_record(tmp_path, read_history(tmp_path), record())
+        assert read_history(tmp_path).records == (record(),)
+
+    def test_it_is_bounded_and_the_newest_stay(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(ledger, "MOST_OF_ONE", 5)
+        monkeypatch.setattr(ledger, "_SLACK", 2)
+        history = History()
+        for number in range(30):
+            history = ledger.append_record(tmp_path, history, record(run=str(number)))
+            assert history == read_history(tmp_path)
+            assert len(history.records) <= 5 + 2
+            assert history.records[-1].run == str(number)
+        ledger.append_record(tmp_path, history, record(run="other", profile="other"))
+        assert {one.profile for one in read_history(tmp_path).records} == {"demo", "other"}
+
+    def test_long_texts_are_cut(self) -> None:
+        one = record(message="x" * 10**6, recipe="y" * 10**6, profile="z" * 10**4)
+        assert len(one.line()) < 10_000
+
+
+class TestWhatChanged:
+    @pytest.mark.parametrize(
+        ("changes", "sentence"),
+        [
+            ({}, "Parents, recipe, limits and scores are the same."),
+            ({"status": "refused"}, "was released"),
+            ({"version": "v2"}, "Version v1 → v2."),
+            ({"parents": (parent(revision="b" * 40, digest="f" * 16),)}, "math: revision aaaaaaaaaa → bbbbbbbbbb."),
+            ({"parents": (parent(revision=None, digest="f" * 16),)}, "math has other files than before"),
+            ({"parents": (parent(), parent("code"))}, "code is a new parent."),
+            ({"recipe": "merge_method: ties\ndensity: 0.3\n"}, "Recipe: density: 0.5 → density: 0.3."),
+            ({"recipe": "merge_method: ties\ndensity: 0.5\nlambda: 1\n"}, "Recipe: with lambda: 1."),
+            ({"scores": (score(max_drop=2.0),)}, "gsm8k: limit 3 → 2."),
+            ({"scores": (score(merge=68.5, drop=2.5),)}, "gsm8k: scores 70.0 → 68.5, drop against math 1.0 → 2.5."),
+            ({"scores": (score(drop=-1.0),)}, "gsm8k: scores 70.0, drop against math 1.0 → \N{MINUS SIGN}1.0."),
+            ({"scores": (score(), score("mmlu"))}, "mmlu is guarded now, against math."),
+            ({"scores": ()}, "gsm8k is not guarded against math any more."),
+        ],
+    )
+    def test_is_said_in_a_sentence(self, changes: dict[str, object], sentence: str) -> None:
+        said = changes_since([measured()], measured(run="now", **changes))
+        assert sentence in " ".join(said)
+        assert len(said) == (3 if "version" in changes else 2)
+
+    def test_equal_to_a_tenth_of_a_point_is_no_change(self) -> None:
+        said = changes_since([measured()], measured(run="now", scores=(score(merge=70.02, drop=1.04),)))
+        assert "are the same" in said[-1]
+
+    def test_after_a_night_that_measured_nothing_it_is_compared_with_the_last_that_did(self) -> None:
+        stopped = record(run="stopped", status="refused", message="licences: no")
+        said = changes_since([measured(), stopped], measured(run="now", recipe="merge_method: ties\ndensity: 0.3\n"))
+        assert "the run before" in said[0]
+        assert "was refused" in said[0]
+        assert "Recipe: density: 0.5 → density: 0.3." in said
+
+    def test_the_version_is_compared_with_the_last_that_there_was(self) -> None:
+        stopped = record(run="stopped", status="refused", message="licences: no")
+        assert "Version v1 → v2." in changes_since([measured(), stopped], measured(run="now", version="v2"))
+
+    def test_other_profiles_and_other_flows_are_no_nights_of_this_one(self) -> None:
+        others = [measured(profile="other"), measured(flow="sweep")]
+        assert changes_since(others, measured()) == ("The first run of this profile that is known here.",)
+
+    def test_a_refusal_for_another_reason_is_told_from_the_same_again(self) -> None:
+        before = record(status="refused", message="licences: no")
+        again = record(run="2", status="refused", message="licences: no")
+        other = record(run="3", status="refused", message="tokenizer: no")
+        assert "another reason" not in changes_since([before], again)[0]
+        assert "another reason" in changes_since([before], other)[0]
+
+
+class TestThePages:
+    def test_every_link_leads_to_a_page_and_neighbours_know_each_other(self, tmp_path: Path) -> None:
+        for number in range(5):
+            keep_run(tmp_path, record(run=str(number), ended=1e9 + number), PAGE)
+            keep_run(tmp_path, record(run=str(number), ended=1e9 + number, profile="other"), PAGE)
+        pages = sorted((tmp_path / "demo").glob("*.html"))
+        assert len(pages) == 5
+        chain = {page: neighbours(page) for page in pages}
+        for before, after in pairwise(pages):
+            assert chain[before]["next"] == after
+            assert chain[after]["prev"] == before
+        assert "prev" not in chain[pages[0]]
+        assert "next" not in chain[pages[-1]]
+        assert neighbours(tmp_path / "demo.html")["prev"] == pages[-2]
+        for page in [*tmp_path.rglob("*.html")]:
+            for link in links(page):
+                assert link.is_file(), (page, link)
+                assert tmp_path in link.parents
+        listed = set(links(tmp_path / "index.html"))
+        assert set(pages) <= listed
+
+    def test_the_newest_sixty_are_kept_and_no_link_leads_nowhere(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(keeping, "MOST_PAGES", 3)
+        stray = tmp_path / "demo" / "9999-stray.html"
+        stray.parent.mkdir()
+        stray.write_text("of a run that was killed before it was noted")
+        for number in range(6):
+            kept = keep_run(tmp_path, record(run=str(number), ended=1e9 - 1000 * number), PAGE)  # the clock runs back
+        assert not stray.exists()
+        assert len(list((tmp_path / "demo").glob("*.html"))) == 3
+        assert kept.page.is_file(), "the newest by the order of runs, though its clock says otherwise"
+        assert [one.run for one in read_history(tmp_path).records] == list("012345")
+        for page in tmp_path.rglob("*.html"):
+            assert all(link.is_file() for link in links(page)), page
+
+    def test_the_page_of_a_search_lies_beside_that_of_its_release_and_goes_with_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(keeping, "MOST_PAGES", 2)
+        for number in range(3):
+            kept = keep_run(tmp_path, record(run=str(number), flow="sweep", ended=1e9 + number), PAGE, search=PAGE)
+            beside = neighbours(kept.page)["alternate"]
+            assert beside.name.endswith(".sweep.html")
+            assert kept.page.name.removesuffix(".html") in beside.name
+        assert len(list((tmp_path / "demo").iterdir())) == 4
+        assert (tmp_path / "demo.sweep.html").is_file()
+        assert all(link.is_file() for page in tmp_path.rglob("*.html") for link in links(page))
+
+    def test_runs_in_the_same_second_have_pages_of_their_own(self, tmp_path: Path) -> None:
+        kept = {keep_run(tmp_path, record(run=str(number)), PAGE).page for number in range(4)}
+        assert len(kept) == 4
+
+    def test_a_run_that_dies_at_any_step_of_it_leaves_nothing_that_stops_the_next(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        steps = ("write_state", "append_record", "_relink", "_prune", "render_history")
+        died = 0
+        for at in range(20):
+            reports, taken = tmp_path / str(at), []
+            for number in range(2):
+                keep_run(reports, record(run=str(number), ended=1e9 + number), PAGE)
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+                for step in steps:
+                    patch.setattr(keeping, step, _dying(getattr(keeping, step), taken, at))
+                keep_run(reports, record(run="killed", ended=1e9 + 2), PAGE)
+            died += len(taken) == at + 1
+            keep_run(reports, record(run="next", ended=1e9 + 3), PAGE)
+            known = [one.run for one in read_history(reports).records]
+            assert known in (["0", "1", "next"], ["0", "1", "killed", "next"])
+            for page in (reports / "index.html", *(reports / one.report for one in read_history(reports).records)):
+                assert all(link.is_file() for link in links(page)), (at, page)
+            assert not list(reports.rglob("*.partial"))
+        assert died >= 8, "it was interrupted at every step there is"
+
+    def test_eight_that_end_at_once_each_have_their_page_their_line_and_their_place(self, tmp_path: Path) -> None:
+        # Not of this process, in which other tests have left threads and handlers.
+        clean = multiprocessing.get_context("forkserver")
+        clean.set_forkserver_preload(["tasks.report"])
+        ending = [clean.Process(target=_end_some, args=(tmp_path, worker)) for worker in range(8)]
+        for one in ending:
+            one.start()
+        for one in ending:
+            one.join(120)
+        assert [one.exitcode for one in ending] == [0] * 8
+        history = read_history(tmp_path)
+        assert history.damaged == 0
+        assert sorted(one.run for one in history.records) == sorted(f"{a}-{b}" for a in range(8) for b in range(3))
+        seen, page = [], tmp_path / history.records[0].report
+        while page:
+            seen.append(page.relative_to(tmp_path).as_posix())
+            page = neighbours(page).get("next")
+        assert seen == [one.report for one in history.records], "one chain, in the order of the lines"
+
+    @pytest.mark.parametrize(
+        "profile", ["../../etc/passwd", "index", "INDEX", "", "..", ".hidden", "a/b", "a\0b", "x" * 400, "ärger", EVIL]
+    )
+    def test_no_name_of_a_profile_leads_out_of_the_directory(self, tmp_path: Path, profile: str) -> None:
+        reports = tmp_path / "reports"
+        for _ in range(2):
+            kept = keep_run(reports, record(profile=profile), PAGE)
+            assert kept.page.parent.parent == reports
+            assert kept.latest.parent == reports
+        assert {path.name for path in tmp_path.iterdir()} == {"reports"}
+        assert "All runs" in (reports / "index.html").read_text(encoding="utf-8")
+        assert file_name(profile).lower() != "index"
+
+    def test_a_page_that_was_linked_before_is_linked_anew_not_twice(self, tmp_path: Path) -> None:
+        first = keep_run(tmp_path, record(), PAGE)
+        second = keep_run(tmp_path, record(run="2"), first.page.read_text(encoding="utf-8"))
+        text = second.page.read_text(encoding="utf-8")
+        assert text.count("<!--nights-->") == text.count("<!--since-->") == 1
+        assert neighbours(second.page) == {"prev": first.page}
+
+
+class TestTheIndex:
+    def test_nothing_of_a_stranger_is_markup(self) -> None:
+        evil = [
+            record(
+                run=str(number),
+                profile=EVIL,
+                flow=EVIL,
+                status=EVIL,
+                message=EVIL,
+                version=EVIL,
+                method=EVIL,
+                report=f"{EVIL}/x.html",
+                parents=(parent(EVIL),),
+                scores=(score(EVIL), score(EVIL + "2")),
+                recipe=EVIL * (number + 1),
+            )
+            for number in range(3)
+        ]
+        page = render_history(History(tuple(evil), 1), pages={one.report for one in evil})
+        read = Page(page)
+        assert "script" not in {tag for tag, _ in read.elements}
+        assert "alert(1)" in read.text
+        assert "49" not in read.text
+        ended = render_ending(
+            EndedRun(
+                name=EVIL,
+                flow=EVIL,
+                status=EVIL,
+                message=EVIL,
+                where=EVIL,
+                found=EVIL,
+                expected=EVIL,
+                remedy=EVIL,
+                stages=(EndedStage(name=EVIL, subject=EVIL, status="made", seconds=1, summary=EVIL),),
+            )
+        )
+        assert "script" not in {tag for tag, _ in Page(ended).elements}
+
+    def test_it_loads_nothing_and_runs_nothing(self) -> None:
+        page = render_history(History(tuple(nights())))
+        read = Page(page)
+        assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "img", "iframe", "object"})
+        assert read.attributes("src") == []
+        assert all(href.startswith("#") for href in read.attributes("href")), "no report of these nights is kept"
+        assert "default-src 'none'" in page
+        assert "url(" not in page
+        assert len(page) < 400_000
+
+    def test_it_tells_of_every_profile_how_it_stands(self) -> None:
+        told = nights()
+        text = Page(render_history(History(tuple(told)))).text
+        assert "300 runs of 3 profiles" in text
+        for profile in {one.profile for one in told}:
+            last = [one for one in told if one.profile == profile][-1]
+            assert last.message.splitlines()[0] in text
+            assert changes_since(told, last)[0] in unescape(text)
+
+    def test_equal_histories_give_equal_pages(self) -> None:
+        assert render_history(History(tuple(nights()))) == render_history(History(tuple(nights())))
+
+    @pytest.mark.parametrize("ended", [-1e18, 0.0, 1e18, 253402300800.0])
+    def test_a_clock_that_is_years_away_is_no_error(self, tmp_path: Path, ended: float) -> None:
+        keep_run(tmp_path, record(ended=ended), PAGE)
+        keep_run(tmp_path, record(ended=ended, scores=(score(),)), PAGE)
+        assert (tmp_path / "index.html").is_file()
+
+    def test_with_no_run_it_says_so(self) -> None:
+        assert "No run has ended here yet." in Page(render_history(History())).text
+
+    def test_damage_is_said_on_it(self) -> None:
+        assert "2 damaged lines" in render_history(History((record(),), 2))
+
+
+class TestThePlots:
+    @given(st.lists(st.one_of(st.none(), st.floats(-1e9, 1e9)), min_size=1, max_size=40))
+    @settings(max_examples=100, deadline=None)
+    def test_every_value_is_inside_the_picture(self, values: list[float | None]) -> None:
+        for chart in (WIDE, NARROW):
+            drawn = draw_lines([Series("a", tuple(values))], ["1 Jan"] * len(values), chart, "points")
+            assert bool(drawn) == any(value is not None for value in values)
+            for x, y in re.findall(r"[ML](-?[\d.]+) (-?[\d.]+)", drawn):
+                assert 0 <= float(x) <= chart.width
+                assert 0 <= float(y) <= chart.height
+
+    def test_a_bar_is_as_high_as_the_axis_says(self) -> None:
+        drawn = draw_bars([Series("a", (10.0, 5.0)), Series("b", (10.0, 0.0))], ["x", "y"], WIDE, "seconds")
+        pieces = re.findall(r"M[\d.]+ ([\d.]+)V([\d.]+)h", drawn)
+        heights = [float(bottom) - float(top) for bottom, top in pieces]
+        assert len(heights) == 3
+        assert heights[0] == pytest.approx(heights[2], abs=0.2)
+        assert heights[0] == pytest.approx(2 * heights[1], abs=0.2)
+
+
+def links(page: Path) -> list[Path]:
+    found = Page(page.read_text(encoding="utf-8")).attributes("href")
+    return [(page.parent / unquote(href)).resolve() for href in found if not href.startswith("#")]
+
+
+def neighbours(page: Path) -> dict[str, Path]:
+    read = Page(page.read_text(encoding="utf-8"))
+    return {
+        str(attributes["rel"]): (page.parent / unquote(str(attributes["href"]))).resolve()
+        for tag, attributes in read.elements
+        if tag == "a" and "rel" in attributes
+    }
+
+
+def _dying(step: Callable[..., object], taken: list[int], at: int) -> Callable[..., object]:
+    """``step``, at whose call with that number the process is gone."""
+
+    def call(*arguments: object, **named: object) -> object:
+        if len(taken) == at + 1:
+            return step(*arguments, **named)
+        taken.append(1)
+        if len(taken) == at + 1:
+            raise KeyboardInterrupt
+        return step(*arguments, **named)
+
+    return call
+
+
+def _end_some(reports: Path, worker: int) -> None:
+    for number in range(3):
+        keep_run(reports, record(run=f"{worker}-{number}"), PAGE)

@@ -1,0 +1,348 @@
+"""A store behind the store: what one machine made is found by the others whole, or not at all, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import HANG_S
+from pydantic import BaseModel
+
+from merge_core.errors import InvalidInput
+from merge_core.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
+from tasks.stage import sharing
+
+KEY = stage_key("merge", 1, {"x": 1})
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+class Said(BaseModel):
+    answer: int
+
+
+class Machine:
+    """One with a store of its own."""
+
+    def __init__(self, root: Path, address: str, **options: Any) -> None:
+        self.shared = SharedStore(address, root, **{"most_bytes": 1 << 30, "lease_s": 0.1, **options})
+        self.store = Store(root, self.shared)
+        self.made = 0
+
+    def build(self, key: str = KEY, answer: int = 42, data: bytes = b"weights") -> Any:
+        def make(out: Path) -> Said:
+            self.made += 1
+            (out / "inner").mkdir(exist_ok=True)
+            (out / "a").write_bytes(data)
+            (out / "inner" / "b").write_bytes(data * 2)
+            return Said(answer=answer)
+
+        artifact, _ = self.store.build("evaluate", key, Said, make)
+        self.shared.settle()
+        return artifact
+
+    def value(self, key: str = KEY) -> StoredValue[Said]:
+        def make() -> Said:
+            self.made += 1
+            return Said(answer=7)
+
+        found, _ = self.store.build_value("gate", key, Said, make)
+        self.shared.settle()
+        return found
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/shared"
+
+
+def test_a_machine_that_starts_empty_makes_nothing_again(tmp_path: Path, address: str) -> None:
+    one, two = Machine(tmp_path / "1", address), Machine(tmp_path / "2", address)
+    here, there = one.build(), two.build()
+    assert (one.made, two.made) == (1, 0)
+    assert (there.digest, there.value, there.files) == (here.digest, here.value, here.files)
+    assert (there.directory / "inner" / "b").read_bytes() == b"weightsweights"
+    assert one.value() == two.value()
+    assert (one.made, two.made) == (2, 0)
+    assert list((tmp_path / "shared").rglob("*.lease")) == []
+
+
+def test_what_arrives_is_remembered_and_asked_for_once(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Machine(tmp_path / "1", address).build()
+    two = Machine(tmp_path / "2", address)
+    two.build()
+    monkeypatch.setattr(SharedStore, "_connected", property(lambda self: pytest.fail("it is here")))
+    two.build()
+
+
+def test_members_of_a_family_are_found_there_too(tmp_path: Path, address: str) -> None:
+    one, two = Machine(tmp_path / "1", address), Machine(tmp_path / "2", address)
+    for number, key in enumerate(("a" * 16 + "0" * 48, "a" * 16 + "1" * 48, "b" * 64)):
+        one.build(key, answer=number)
+    assert [found.value.answer for found in two.store.family("evaluate", "a" * 16, Said)] == [0, 1]
+
+
+class Flaky:
+    """A file system whose k-th write fails, and all after it."""
+
+    def __init__(self, fs: Any, at: int) -> None:
+        self.fs, self.at, self.count = fs, at, 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.fs, name)
+        if name not in ("put_file", "pipe_file", "get_file", "cat_file", "makedirs", "exists", "size", "rm_file"):
+            return call
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count >= self.at:
+                raise PermissionError("the shared store says no")
+            return call(*args, **kwargs)
+
+        return counted
+
+
+def flaky(machine: Machine, at: int) -> Flaky:
+    fs, base = machine.shared._connected
+    failing = Flaky(fs, at)
+    machine.shared.__dict__["_connected"] = (failing, base)
+    return failing
+
+
+@pytest.mark.parametrize("stride", [pytest.param(4, id="some"), pytest.param(1, id="each", marks=pytest.mark.slow)])
+def test_whatever_request_fails_the_run_goes_on_and_nothing_incomplete_is_believed(
+    tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
+    monkeypatch.setattr("merge_core.store.shared._LOOK_AGAIN_S", (0.02, 0.1))
+    at = 1
+    while True:
+        shared = f"{address}-{at}"
+        one, two = Machine(tmp_path / f"{at}-1", shared), Machine(tmp_path / f"{at}-2", shared)
+        failing = flaky(one, at)
+        assert one.build().value.answer == 42
+        if failing.count < at:
+            break
+        assert two.build().digest == one.store.open("evaluate", KEY, Said).digest
+        # What was not sent is sent by the next process on that machine.
+        again = Machine(tmp_path / f"{at}-1", shared)
+        again.build("c" * 64)
+        three = Machine(tmp_path / f"{at}-3", shared)
+        three.build()
+        assert (again.made, three.made) == (1, 0)
+        at += stride
+    assert at > 10
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+
+
+def test_whatever_request_of_the_reader_fails_it_makes_the_artifact_itself(tmp_path: Path, address: str) -> None:
+    Machine(tmp_path / "maker", address).build()
+    at = 1
+    while True:
+        reader = Machine(tmp_path / str(at), address)
+        failing = flaky(reader, at)
+        assert reader.build().value.answer == 42
+        if failing.count < at:
+            break
+        assert reader.made == 1
+        at += 1
+    assert reader.made == 0
+    assert at > 4
+
+
+@pytest.mark.parametrize("how", ["altered", "truncated", "missing", "manifest"])
+def test_what_is_damaged_there_is_a_miss_and_is_replaced(tmp_path: Path, address: str, how: str) -> None:
+    Machine(tmp_path / "1", address).build()
+    stage = tmp_path / "shared" / "evaluate"
+    (marker,) = stage.glob("*.manifest")
+    victim = max((stage / KEY[:32]).iterdir(), key=lambda path: path.stat().st_size)
+    if how == "altered":
+        victim.write_bytes(b"W" * victim.stat().st_size)
+    elif how == "truncated":
+        victim.write_bytes(b"")
+    elif how == "missing":
+        victim.unlink()
+    else:  # believable in itself, and not what it says
+        said = json.loads(marker.read_text())
+        marker.write_text(json.dumps({**said, "digest": "0" * 64}))
+    two, three = Machine(tmp_path / "2", address), Machine(tmp_path / "3", address)
+    assert two.build().value.answer == 42
+    assert not list((tmp_path / "2").rglob("*.arriving*"))
+    three.build()
+    assert (two.made, three.made) == (1, 0)
+
+
+def test_no_name_in_a_manifest_leads_out_of_the_store(tmp_path: Path, address: str) -> None:
+    Machine(tmp_path / "1", address).build()
+    (marker,) = (tmp_path / "shared" / "evaluate").glob("*.manifest")
+    said = json.loads(marker.read_text())
+    marker.write_text(json.dumps({**said, "files": {"../../../evil": said["files"]["a"]}}))
+    two = Machine(tmp_path / "2", address)
+    two.build()
+    assert two.made == 1
+    assert not list(tmp_path.rglob("evil"))
+
+
+def test_what_is_too_large_stays_where_it_was_made(tmp_path: Path, address: str) -> None:
+    one, two = Machine(tmp_path / "1", address, most_bytes=10), Machine(tmp_path / "2", address)
+    one.build()
+    two.build()
+    assert (one.made, two.made) == (1, 1)
+
+
+def test_a_store_that_is_down_is_left_alone_for_a_minute(
+    tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(tmp_path / "1", address)
+    failing = flaky(machine, 1)
+    machine.build()
+    machine.value()
+    assert failing.count == 1
+    assert len(caplog.records) == 1
+    assert "going on without it" in caplog.text
+
+
+def test_a_stage_that_fails_gives_its_turn_back(tmp_path: Path, address: str) -> None:
+    one, two = Machine(tmp_path / "1", address), Machine(tmp_path / "2", address)
+
+    def fails(out: Path) -> Said:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        one.store.build("evaluate", KEY, Said, fails)
+    assert two.build().value.answer == 42
+
+
+WORKER = """
+import os, sys
+from pathlib import Path
+from pydantic import BaseModel
+from merge_core.store import SharedStore, Store, stage_key
+root, address, count, kill = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+class Said(BaseModel):
+    answer: int
+shared = SharedStore(address, root, 1 << 30, lease_s=float(sys.argv[5]))
+store = Store(root, shared)
+print("ready", flush=True)
+sys.stdin.readline()
+digests = []
+for number in range(4):
+    def make(out):
+        with open(count, "a") as file:
+            file.write(f"{number}\\n")
+        if kill == "kill":
+            os._exit(9)
+        (out / "weights").write_bytes(bytes([number]) * 300_000)
+        return Said(answer=number)
+    digests.append(store.build("evaluate", stage_key("evaluate", 1, {"n": number}), Said, make)[0].digest)
+print(digests)
+"""
+
+
+def worker(root: Path, address: str, count: Path, kill: str = "", lease_s: float = 60) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, str(root), address, str(count), kill, str(lease_s)],
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_three_workers_at_once_make_each_thing_once_and_end_alike(tmp_path: Path, address: str) -> None:
+    count = tmp_path / "count"
+    workers = [worker(tmp_path / str(number), address, count) for number in range(3)]
+    for one in workers:
+        assert one.stdin
+        one.stdin.write("\n")
+        one.stdin.flush()
+    ends = {one.communicate(timeout=HANG_S)[0] for one in workers}
+    assert [one.returncode for one in workers] == [0, 0, 0]
+    assert len(ends) == 1
+    assert sorted(count.read_text().split()) == ["0", "1", "2", "3"]
+    late = worker(tmp_path / "late", address, count)
+    assert late.communicate("\n", timeout=HANG_S)[0] in ends
+    assert len(count.read_text().split()) == 4
+
+
+def test_the_turn_of_a_worker_that_was_killed_passes_to_the_next(tmp_path: Path, address: str) -> None:
+    count = tmp_path / "count"
+    killed = worker(tmp_path / "1", address, count, "kill", lease_s=0.5)
+    killed.communicate("\n", timeout=HANG_S)
+    assert list((tmp_path / "shared").rglob("*.lease"))
+    following = worker(tmp_path / "2", address, count, lease_s=0.5)
+    following.communicate("\n", timeout=HANG_S)
+    assert following.returncode == 0
+    assert sorted(count.read_text().split()) == ["0", "0", "1", "2", "3"]
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Any]:
+    sys.path.insert(0, str(PROJECT / "tests" / "publish"))
+    try:
+        from bucket import s3_on_loopback
+    finally:
+        sys.path.pop(0)
+    with s3_on_loopback() as there:
+        yield there
+
+
+def test_a_bucket_will_do(tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PROJECT / "tests" / "publish")
+    with bucket.found_by_clients(monkeypatch):
+        one, two = Machine(tmp_path / "1", "s3://models/store"), Machine(tmp_path / "2", "s3://models/store")
+        look_at_bucket(bucket, one, two)
+
+
+def look_at_bucket(bucket: Any, one: Machine, two: Machine) -> None:
+    assert one.build().digest == two.build().digest
+    assert one.value() == two.value()
+    assert (one.made, two.made) == (2, 0)
+    assert (one.shared.arrived.total(), two.shared.arrived.total()) == (0, 2)
+    assert len(two.store.family("evaluate", KEY[:16], Said)) == 1
+    assert [key for key in bucket.objects() if key.endswith(".lease")] == []
+    taken, other = (lease_of(machine) for machine in (one, two))
+    assert (taken.taken(), other.taken()) == (True, False)
+    taken.give_back()
+    assert other.taken()
+    other.give_back()
+
+
+def lease_of(machine: Machine) -> Any:
+    from merge_core.store.shared import _Lease
+
+    return _Lease(machine.shared, machine.shared._path("evaluate", "x.lease"))
+
+
+def test_what_the_environment_says_is_read_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MERGEGATE_STORE", raising=False)
+    assert sharing.shared_store(tmp_path) is None
+    monkeypatch.setenv("MERGEGATE_STORE", "memory://somewhere")
+    found = sharing.shared_store(tmp_path)
+    assert found is not None
+    assert found is sharing.shared_store(tmp_path)
+    assert (found.address, found.most_bytes) == ("memory://somewhere", 10**9)
+    for address in ("somewhere", "s4://bucket"):
+        monkeypatch.setenv("MERGEGATE_STORE", address)
+        with pytest.raises(InvalidInput, match="MERGEGATE_STORE"):
+            sharing.shared_store(tmp_path)
+    monkeypatch.setenv("MERGEGATE_STORE", "memory://elsewhere")
+    monkeypatch.setenv("MERGEGATE_SHARE_UP_TO", "much")
+    with pytest.raises(InvalidInput, match="MERGEGATE_SHARE_UP_TO"):
+        sharing.shared_store(tmp_path)
+
+
+def test_without_a_shared_store_nothing_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(StoreMiss):
+        Store(tmp_path).open("evaluate", KEY, Said)
+    assert not (tmp_path / ".outbox").exists()
