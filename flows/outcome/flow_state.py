@@ -6,6 +6,7 @@
 | ``Refused`` | Failed | a check, the gate, the disk said no: exit code 3 |
 | ``Invalid`` | Failed | the input cannot mean anything: exit code 2 |
 | ``Failed`` | Failed | an exception that nobody foresaw: exit code 1 |
+| ``Cancelled`` | Cancelled | it was due while nobody was there to run it, and a later run has done its work |
 
 A no is no crash. Prefect raises whatever a failed state holds at the end of a deployed run, and logs that with its
 traceback. So it holds an exception that carries the outcome, and the one line that would print it is left out: the
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.outcome.ending import RunOutcome, stopped_outcome
 from flows.outcome.keeping import RunClock, keep_outcome, running_flow
+from flows.prefect_api import made_up_for_by
 from flows.profile import Profile
 from merge_core.errors import MergegateError
 from merge_core.store import refusing_disk
@@ -60,7 +62,7 @@ class StoppedRun(Exception):
 def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
     """The end of a flow: what ``make`` returns, or what it refuses, as Prefect's state and on its pages.
 
-    Whatever the end, there is a page about it and a line in the history.
+    Whatever the end, there is a page about it and a line in the history; but not of a night that was made up for.
 
     Args:
         make: The story of the flow. Stages that it runs are watched by Prefect's log, unless somebody watches already.
@@ -70,8 +72,10 @@ def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
         Exception: that nobody foresaw, after it was noted; Prefect logs it with its traceback.
     """
     from prefect import get_run_logger
-    from prefect.states import Completed, Failed
+    from prefect.states import Cancelled, Completed, Failed
 
+    if later := made_up_for_by():
+        return Cancelled(message=f"made up for by {later}, which began after this run was due")
     clock, watcher = RunClock(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
     about = {"run": run, "flow": flow, "profile": name}

@@ -354,6 +354,7 @@ class Project:
         return tuple(f"{name}@{self.revisions[name]}" for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 3))])
 def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parents change, nights fail, are killed and are refused; so is the collector. The store never exceeds its quota
