@@ -149,7 +149,7 @@ def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
     assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

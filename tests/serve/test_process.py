@@ -235,7 +235,7 @@ def test_nothing_survives_a_flow_that_is_killed(tmp_path: Path, traces: Traces) 
     assert traces.files() == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path: Path, traces: Traces) -> None:
     chance = random.Random(6)
     urls = []
