@@ -78,6 +78,7 @@ def test_the_same_sweep_again_asks_nothing_and_releases_nothing_new(swept: Swept
     assert len(keys) == scored
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_better_no_candidate_is_confirmed(swept: Swept) -> None:
     project, printed, _ = swept
     assert printed["saturated"].exit_code == 3
