@@ -266,7 +266,7 @@ def test_a_refused_run_is_no_crash_in_any_log(
 
 
 def test_of_the_nights_that_nobody_carried_out_one_is_made_up_for(served_alone: Served) -> None:
-    """Three nights without a worker: when there is one again, one of them is carried out, and no other is left to be."""
+    """Three nights without a worker: when there is one again, one is carried out, and no other is left to be."""
     served = served_alone
     served.deploy(nights({"profile": "profiles/demo-forbidden.yaml", "schedule": "0 3 * * *", "timezone": "UTC"}))
     deployment = find_deployment(served.client, "release/demo-forbidden")
