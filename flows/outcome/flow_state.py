@@ -16,7 +16,7 @@ state and its reason have been logged by then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flows.outcome.ending import RunOutcome, stopped_outcome
@@ -59,7 +59,7 @@ class StoppedRun(Exception):
         return (StoppedRun, (self.outcome,))
 
 
-def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
+def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str] = ()) -> State[RunOutcome]:
     """The end of a flow: what ``make`` returns, or what it refuses, as Prefect's state and on its pages.
 
     Whatever the end, there is a page about it and a line in the history; but not of a night that was made up for.
@@ -67,6 +67,7 @@ def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
     Args:
         make: The story of the flow. Stages that it runs are watched by Prefect's log, unless somebody watches already.
         name: Of the profile.
+        overrides: What the run was told otherwise, to be kept with what came of it.
 
     Raises:
         Exception: that nobody foresaw, after it was noted; Prefect logs it with its traceback.
@@ -94,6 +95,7 @@ def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
             show_in_prefect(kept, name)
             say("run ended", level="error", status="failed", message=outcome.message)
             raise
+        outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
         outcome = keep_outcome(outcome, name, clock, noted.stages)
         level = "warning" if outcome.exit_code else "info"
         say("run ended", level=level, status=outcome.status, message=outcome.message, seconds=clock.seconds())
