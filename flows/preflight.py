@@ -15,7 +15,7 @@ from typing import Any
 from flows.candidates import Candidate
 from flows.profile import Profile
 from merge_core import Finding, Recipe
-from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_first
+from merge_core.errors import EXIT_CODES, InvalidInput, MergegateError, Status, finding_of, worst_first
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
 from tasks.evaluation import CountLimit, count_task, data_revisions
@@ -66,18 +66,23 @@ class Problems:
     stop_at_once: bool
     findings: list[Finding] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)  # what is well, a line each
-    is_invalid: bool = False  # the profile cannot mean anything: exit code 2, not 3
+    status: Status = "passed"  # that ``run``, which stops at the first problem, would end with
 
     @contextmanager
-    def noted(self, *, of_the_profile: bool = False) -> Iterator[None]:
+    def noted(self) -> Iterator[None]:
         """Note what is raised inside, or let it through."""
         try:
             yield
         except MergegateError as error:
             if self.stop_at_once:
                 raise
-            self.findings.append(finding_of(error))
-            self.is_invalid |= of_the_profile and isinstance(error, InvalidInput)
+            self.note(error)
+
+    def note(self, error: MergegateError) -> None:
+        """A problem that would end a run."""
+        self.findings.append(finding_of(error))
+        if self.status == "passed":
+            self.status = error.status
 
     def ask(self, stage: Any, *inputs: Any) -> Any:
         """A check that is a stage: in a release as a task of the flow, which its refusal ends; else without Prefect."""
@@ -85,10 +90,8 @@ class Problems:
 
     @property
     def exit_code(self) -> int:
-        """0 where nothing blocks, 2 for a profile that cannot mean anything, 3 for a no."""
-        if self.is_invalid:
-            return 2
-        return 3 if any(finding.severity == "block" for finding in self.findings) else 0
+        """That ``run`` would end with, as far as can be told now."""
+        return EXIT_CODES[self.status]
 
     def worst_first(self) -> tuple[Finding, ...]:
         """Each finding once, those that block before all others."""
@@ -124,11 +127,11 @@ def preflight_profile(
         MergegateError: the first problem, if ``problems`` stops at once.
         InvalidInput: for a recipe that cannot mean anything.
     """
-    with problems.noted(of_the_profile=True):
+    with problems.noted():
         profile.limits.require_known()
     with problems.noted():
         check_target(profile.publish, profile.root)
-    with problems.noted(of_the_profile=True):
+    with problems.noted():
         if profile.publish and profile.evaluate and profile.evaluate.anchor:
             profile.publish.earlier(profile.root, profile.evaluate.anchor)
     with problems.noted():
@@ -138,12 +141,12 @@ def preflight_profile(
     parents = _parents([candidate.recipe for candidate in every], problems)
     evidence = None
     if _is_whole(candidates[0].recipe, parents[0]):
-        with problems.noted(of_the_profile=True):
+        with problems.noted():
             evidence = profile.pin_evidence(parents[0], store().hashes)
     rules = _Rules.of(profile)
     cleared = []
     for candidate, found in zip(every, parents, strict=True):
-        with problems.noted(of_the_profile=True):
+        with problems.noted():
             if candidate.recipe.output and evidence and needs_champion(evidence.guards):
                 raise InvalidInput(
                     f"profile {profile.name}: evaluate.tasks",
@@ -236,8 +239,10 @@ def _clear(
     declared = read_licenses(found, rules.table, rules.ancestors)
     allowed = problems.ask(check_licenses, declared, settings.use(rules.name), rules.table, settings.accepted)
     if refusal := allowed.value.refusal():
-        forbidden = finding_of(refusal)
-        problems.findings.append(forbidden.softened(rules.remedy) if rules.remedy else forbidden)
+        if rules.remedy:
+            problems.findings.append(finding_of(refusal).softened(rules.remedy))
+        else:
+            problems.note(refusal)
     if not _is_whole(candidate.recipe, found):
         return None  # half a family may be forbidden, but neither allowed nor compared
     with problems.noted():

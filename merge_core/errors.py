@@ -6,12 +6,33 @@ the *remedy*. The command line turns the type into an exit code and prints the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
-from typing import Literal
+from typing import ClassVar, Literal
 
 _LONGEST = 4000
+
+Status = Literal["released", "nothing new", "passed", "failed", "invalid", "refused", "interrupted"]
+"""How a run ends. History, pages, ``--json`` and Prefect's states have the same words."""
+
+EXIT_CODES: Mapping[Status, int] = {
+    "released": 0,
+    "nothing new": 0,
+    "passed": 0,
+    "failed": 1,  # what nobody foresaw
+    "invalid": 2,  # what the user wrote or named is wrong, or is not there
+    "refused": 3,  # a check, the gate or the machine says no to something well formed
+    "interrupted": 130,  # by Ctrl-C, as a shell says it
+}
+"""The one rule of what a command exits with."""
+
+INTERRUPTED = "interrupted; run it again and it resumes"
+
+
+def state_name(status: str) -> str:
+    """What Prefect shows for a status: ``nothing new`` as ``NothingNew``."""
+    return status.title().replace(" ", "")
 
 
 def shown(text: str) -> str:
@@ -39,12 +60,17 @@ class MergegateError(Exception):
         remedy: What to do about it.
     """
 
-    exit_code = 1
+    status: ClassVar[Status] = "failed"  # of a run that ends with it
 
     def __init__(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
         self.where, self.found = shown(where), shown(found)
         self.expected, self.remedy = shown(expected), shown(remedy)
         super().__init__(str(self))
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that ends with it."""
+        return EXIT_CODES[self.status]
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.found}"]
@@ -62,13 +88,13 @@ class MergegateError(Exception):
 class InvalidInput(MergegateError):
     """A profile, recipe or checkpoint that cannot mean anything: unknown key, lying header, missing file."""
 
-    exit_code = 2
+    status = "invalid"
 
 
 class Refused(MergegateError):
     """A check or a gate said no to something well formed: a licence, a vocabulary, a lost skill."""
 
-    exit_code = 3
+    status = "refused"
 
 
 class ChangedInput(Refused):

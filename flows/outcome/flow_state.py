@@ -5,6 +5,7 @@
 | ``Released``, ``NothingNew``, ``Passed`` | Completed | the run did what it was asked |
 | ``Refused`` | Failed | a check, the gate, the disk said no: exit code 3 |
 | ``Invalid`` | Failed | the input cannot mean anything: exit code 2 |
+| ``Interrupted`` | Cancelled | somebody pressed Ctrl-C: exit code 130; the next run goes on from there |
 | ``Failed`` | Failed | an exception that nobody foresaw: exit code 1 |
 
 A no is no crash. Prefect raises whatever a failed state holds at the end of a deployed run, and logs that with its
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from flows.outcome.ending import RunOutcome, stopped_outcome
 from flows.outcome.keeping import RunClock, keep_outcome, running_flow
 from flows.profile import Profile
-from merge_core.errors import MergegateError
+from merge_core.errors import INTERRUPTED, MergegateError, state_name
 from merge_core.store import refusing_disk
 from tasks.report import as_markdown
 from tasks.stage import (
@@ -70,7 +71,7 @@ def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
         Exception: that nobody foresaw, after it was noted; Prefect logs it with its traceback.
     """
     from prefect import get_run_logger
-    from prefect.states import Completed, Failed
+    from prefect.states import Cancelled, Completed, Failed
 
     clock, watcher = RunClock(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
@@ -81,6 +82,8 @@ def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
                 outcome = _noted(make, name)
         except MergegateError as error:
             outcome = stopped_outcome(error)
+        except KeyboardInterrupt:
+            outcome = RunOutcome(status="interrupted", message=INTERRUPTED)
         except Exception as failure:
             kind, said = type(failure).__name__, " ".join(str(failure).split())
             outcome = RunOutcome(status="failed", message=f"{name} failed: {kind}: {said}".rstrip(": "))
@@ -94,9 +97,11 @@ def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
         level = "warning" if outcome.exit_code else "info"
         say("run ended", level=level, status=outcome.status, message=outcome.message, seconds=clock.seconds())
     show_in_prefect(outcome, name)
-    state = outcome.status.title().replace(" ", "")
+    state = state_name(outcome.status)
     if outcome.exit_code:
         _leave_out_tracebacks_of_refusals()
+        if outcome.status == "interrupted":
+            return Cancelled(name=state, message=outcome.message, data=StoppedRun(outcome))
         return Failed(name=state, message=outcome.message, data=StoppedRun(outcome))
     return Completed(name=state, message=outcome.message, data=outcome)
 
