@@ -127,6 +127,7 @@ class Finding:
         found: What is there.
         expected: What should be there.
         remedy: What to do.
+        cause: Findings of one cause have the same text here; a person is told of the first, and how many there are.
     """
 
     severity: Severity
@@ -134,6 +135,7 @@ class Finding:
     found: str
     expected: str = ""
     remedy: str = ""
+    cause: str = ""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.found}"
@@ -151,8 +153,8 @@ class Finding:
         return replace(self, severity="warn", remedy=remedy)
 
     def content_key(self) -> object:
-        """What counts in a key or a digest: all of it."""
-        return asdict(self)
+        """What counts in a key or a digest: what it says."""
+        return {name: text for name, text in asdict(self).items() if name != "cause"}
 
 
 def finding_of(error: MergegateError) -> Finding:
@@ -163,6 +165,39 @@ def finding_of(error: MergegateError) -> Finding:
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Findings by severity; those of equal severity stay in their order, repeated ones are dropped."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: _WORST_FIRST.index(finding.severity)))
+
+
+@dataclass(frozen=True)
+class FindingGroup:
+    """Findings of one cause: the worst, which stands for all, and the others."""
+
+    first: Finding
+    others: tuple[Finding, ...] = ()
+
+    @property
+    def severity(self) -> Severity:
+        return self.first.severity
+
+    def others_line(self, named: int = 3) -> str:
+        """``and 271 more of this cause: model.layers.0.mlp.up_proj.weight, …``; empty for a finding that is alone."""
+        if not self.others:
+            return ""
+        places = [one.where.removeprefix(f"{_model_of(one)}: ") for one in self.others[:named]]
+        more = ", …" if len(self.others) > named else ""
+        return f"and {len(self.others):,} more of this cause: {', '.join(places)}{more}"
+
+
+def summed_up(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
+    """Findings by cause, worst first: those that say the same of one model, or name the same cause, are one group."""
+    groups: dict[object, list[Finding]] = {}
+    for one in worst_first(findings):
+        said = (one.severity, _model_of(one), one.found, one.expected, one.remedy)
+        groups.setdefault(one.cause or said, []).append(one)
+    return tuple(FindingGroup(first, tuple(others)) for first, *others in groups.values())
+
+
+def _model_of(finding: Finding) -> str:
+    return finding.where.partition(": ")[0]
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

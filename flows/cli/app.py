@@ -191,6 +191,9 @@ def merge_command(
 @app.command("check")
 def check_command(
     file: Annotated[Path, typer.Argument(help="A profile or a recipe.")],
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Each finding alone; and what each parent is asked, as it reads it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Find everything that can be wrong before any weight is read: all findings at once, worst first."""
@@ -198,7 +201,7 @@ def check_command(
         _prepare_environment()
         from flows.cli.check import check_file
 
-        code = check_file(file, _console(as_json), as_json)
+        code = check_file(file, _console(as_json), as_json, verbose)
     raise typer.Exit(code)
 
 

@@ -13,6 +13,7 @@ from flows.cli.sweep import swept_profile
 from flows.preflight import Problems, check_recipe, preflight_profile
 from flows.profile import is_recipe, load_profile
 from merge_core import Finding, load_recipe
+from merge_core.errors import FindingGroup, summed_up
 
 _STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
 
@@ -27,8 +28,11 @@ class CheckReport(BaseModel):
     summary: tuple[str, ...]
 
 
-def check_file(file: Path, console: Console, as_json: bool) -> int:
+def check_file(file: Path, console: Console, as_json: bool, verbose: bool = False) -> int:
     """Check a profile or a recipe, say what was found, and return the exit code.
+
+    Args:
+        verbose: Say each finding, also those that have one cause, and what each parent is asked.
 
     Raises:
         InvalidInput: for a file that cannot mean anything.
@@ -47,13 +51,16 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
     if as_json:
         print(json.dumps(report.model_dump(mode="json"), indent=1))
         return problems.exit_code
-    for finding in report.remarks:
+    groups = tuple(map(FindingGroup, report.remarks)) if verbose else summed_up(report.remarks)
+    for group in groups:
+        finding = group.first
         glyph, style = _STYLES[finding.severity]
         console.print(Text(f"{glyph} {finding}", style=style))
-        if finding.expected:
-            console.print(f"    expected: {finding.expected}")
-        if finding.remedy:
-            console.print(f"    remedy:   {finding.remedy}")
+        for label, text in (("expected: ", finding.expected), ("remedy:   ", finding.remedy)):
+            if text:
+                console.print(Text(f"    {label}{text}"))
+        if group.others:
+            console.print(Text(f"    {group.others_line()} (-v lists them)", style="dim"))
     for line in report.summary:
         console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))
     return problems.exit_code
