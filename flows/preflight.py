@@ -18,7 +18,7 @@ from merge_core import Finding, Recipe
 from merge_core.errors import EXIT_CODES, InvalidInput, MergegateError, Status, finding_of, worst_first
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
-from tasks.evaluation import CountLimit, count_task, data_revisions
+from tasks.evaluation import CountLimit, choose_known_metrics, count_task, data_revisions
 from tasks.gate import needs_champion, power_finding
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
@@ -165,13 +165,17 @@ def preflight_profile(
 
 
 def _with_data(evidence: Evidence, problems: Problems) -> Evidence:
-    """The evidence with the data of its tasks pinned as they are now, so that one run asks one benchmark."""
+    """The evidence with the data of its tasks pinned as they are now, so that one run asks one benchmark; and each
+    guard's metric is one that its task has."""
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     tasks = []
     for task in evidence.tasks:
         with problems.noted():  # data that cannot be loaded is found out before hours of merging, not after
-            size = problems.ask(count_task, task, data_revisions(task, limit), limit)
-            tasks.append(size.value.of(task))
+            size = problems.ask(count_task, task, data_revisions(task, limit), limit).value
+            tasks.append(size.of(task))
+            for guard in evidence.guards:
+                if guard.task == task.name:
+                    choose_known_metrics(size.metrics, guard.metric, task.name)
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
 
 

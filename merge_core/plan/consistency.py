@@ -107,7 +107,7 @@ def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known
     for job in plan.jobs:
         for item in job.inputs:
             used.setdefault(item.model, set()).add(item.tensor.name)
-    said = {where.partition(": ")[2] for where in known}  # of another model, which lacks the tensor or has another shape
+    said = {where.partition(": ")[2] for where in known}  # of another model: it lacks the tensor
     cut = any(source.layers for module in plan.recipe.modules for part in module.slices for source in part.sources)
     produced = {job.output.name for job in plan.jobs}
     for model, names in used.items():

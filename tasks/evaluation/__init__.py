@@ -24,7 +24,7 @@ from tasks.evaluation.lm_eval_results import (
     precision_differences,
     read_task,
 )
-from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, default_metric
+from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_known_metrics, choose_metrics, default_metric
 from tasks.evaluation.pace import document_seconds
 from tasks.evaluation.posed import PosedDocument, PosedTask, pose
 from tasks.evaluation.process import clusters_in_child
@@ -75,6 +75,7 @@ __all__ = [
     "TaskScores",
     "by_task",
     "check_alike",
+    "choose_known_metrics",
     "choose_metrics",
     "clusters_in_child",
     "count_task",

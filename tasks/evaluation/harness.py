@@ -30,7 +30,7 @@ from merge_core.store import JournalPlace, open_journal
 from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import is_answer_record, journalled
 from tasks.evaluation.backends import find_backend
-from tasks.evaluation.choice_probability import PROBABILITY, answered_now, probabilities
+from tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
 from tasks.evaluation.division import DocumentSet
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
@@ -77,7 +77,8 @@ def look_at_data(task: EvalTask) -> LoadedData:
         sources = () if task.is_local else loaded.sources
         counted = counted_documents(loaded, task)
         documents = sum(loaded.sizes.values()) if counted is None else len(counted)
-        return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources))
+        metrics = {name: metrics_to_come(name, leaf) for name, leaf in loaded.leaves.items()}
+        return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources), metrics)
 
 
 def count_documents(task: EvalTask) -> int:
@@ -334,6 +335,21 @@ def _judging_metrics(name: str, leaf: Any, measured: Iterable[str]) -> dict[str,
             expected="a score of each document, of which the task's is the mean",
             remedy="give it one under metric_list (aggregation: mean, higher_is_better: ...), or leave it out",
         )
+    return found
+
+
+def metrics_to_come(name: str, leaf: Any) -> dict[str, bool]:
+    """Labels under which the documents of a leaf can be judged once they are scored, and whether more of each is
+    better: each metric that is a mean, after each filter of the answers. There may be fewer, never others.
+
+    Raises:
+        InvalidInput: when there is none.
+    """
+    directions = _judging_metrics(name, leaf, leaf.aggregation())
+    filters = [str(getattr(one, "name", "none")) for one in getattr(leaf, "_filters", None) or ()] or ["none"]
+    found = {f"{metric},{one}": higher for one in filters for metric, higher in directions.items()}
+    if len(leaf.eval_docs) and choices_of(leaf, leaf.eval_docs[0]) is not None:
+        found |= {f"{PROBABILITY},{one}": True for one in filters}
     return found
 
 
