@@ -6,7 +6,7 @@ learnt on the way (parents, evidence, verdicts of the checks, the plan) is hande
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,9 +80,14 @@ class Problems:
 
     def note(self, error: MergegateError) -> None:
         """A problem that would end a run."""
-        self.findings.append(finding_of(error))
-        if self.status == "passed":
-            self.status = error.status
+        self.add([finding_of(error)], error.status)
+
+    def add(self, findings: Iterable[Finding], status: Status = "refused") -> None:
+        """What a check found. A run would end with ``status`` at the first that blocks."""
+        found = list(findings)
+        self.findings += found
+        if self.status == "passed" and any(one.severity == "block" for one in found):
+            self.status = status
 
     def ask(self, stage: Any, *inputs: Any) -> Any:
         """A check that is a stage: in a release as a task of the flow, which its refusal ends; else without Prefect."""
@@ -183,7 +188,7 @@ def _note_power(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attem
     """What the night's documents can tell, before any is asked: some lines, and a warning where that is little."""
     if power := night_power(evidence, parents, attempts):
         problems.summary += power.lines()
-        problems.findings += [finding] if (finding := power_finding(power)) else []
+        problems.add([finding] if (finding := power_finding(power)) else [])
 
 
 def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:
@@ -256,7 +261,7 @@ def _clear(
         device = numerics(rules.merging).where
         machine = this_machine(fits.value, found, device)
         lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)
-        problems.findings += [*fits.value.remarks, *lacking]
+        problems.add([*fits.value.remarks, *lacking])
         if problems.stop_at_once and (blocking := [one for one in lacking if one.severity == "block"]):
             raise blocking[0].refusal()
         if not fits.value.blocking():
@@ -272,7 +277,8 @@ def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[Resol
     if problems.stop_at_once:
         return resolve_all_parents(recipes)
     search = search_parents(recipes)
-    problems.findings += map(finding_of, search.problems)
+    for problem in search.problems:
+        problems.note(problem)
     return search.found
 
 

@@ -45,7 +45,9 @@ def edge(where: str, what: str, *, expected: str = "", remedy: str = "") -> Iter
     except MemoryError:
         raise InvalidInput(where, found=f"{what}: too large for the memory", expected=expected, remedy=remedy) from None
     except Exception as error:  # foreign parsers promise no set of types; the point of this file
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        # Of these the message alone says nothing: KeyError is a name, the others speak of our program.
+        bare = isinstance(error, LookupError | TypeError | AttributeError) or not str(error)
+        kind = f"{type(error).__name__}: " if bare else ""
         raise InvalidInput(where, found=f"{what}: {kind}{error}", expected=expected, remedy=remedy) from None
 
 

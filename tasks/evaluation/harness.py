@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -75,6 +76,10 @@ def look_at_data(task: EvalTask) -> LoadedData:
             _last_loaded = None
             loaded = load_task(task)
         sources = () if task.is_local else loaded.sources
+        if task.cluster_field:
+            for name, leaf in loaded.leaves.items():
+                for document in islice(leaf.eval_docs, 1):
+                    _cluster(name, document, task.cluster_field)
         counted = counted_documents(loaded, task)
         documents = sum(loaded.sizes.values()) if counted is None else len(counted)
         metrics = {name: metrics_to_come(name, leaf) for name, leaf in loaded.leaves.items()}
@@ -443,14 +448,23 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
         raise
     except Exception as error:
         # Definition and data are the user's, and pass through YAML, jinja, datasets and Python code of the task.
-        cause = " ".join(str(error).split()) or type(error).__name__
         offline = isinstance(error, OSError)
         raise InvalidInput(
             str(task.definition or f"task {task.name}"),
-            found=f"cannot be loaded: {type(error).__name__}: {cause[:300]}",
+            found=f"cannot be loaded: {_first_cause(error)[:300]}",
             remedy="fetch its dataset while the network is there, or point a YAML at local data" if offline else "",
         ) from error
     return dict(loaded["tasks"])
+
+
+def _first_cause(error: BaseException) -> str:
+    """What was wrong to begin with: libraries wrap it, and say less."""
+    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = cause
+    said = " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        return f"there is no {said} in it"
+    return said or type(error).__name__
 
 
 def _prepare(task: EvalTask, path: Path, scratch: Path) -> list[Path]:
