@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flows.candidates import Candidate
 from flows.profile import Profile
@@ -18,7 +18,15 @@ from merge_core import Finding, Recipe
 from merge_core.errors import EXIT_CODES, InvalidInput, MergegateError, Status, finding_of, worst_first
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
-from tasks.evaluation import CountLimit, choose_known_metrics, count_task, data_revisions
+from tasks.evaluation import (
+    CountLimit,
+    TaskPreview,
+    TokenizerPlace,
+    choose_known_metrics,
+    count_task,
+    data_revisions,
+    preview,
+)
 from tasks.gate import needs_champion, power_finding
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
@@ -44,6 +52,9 @@ from tasks.publish.targets import check_target
 from tasks.serve import check_server
 from tasks.stage import store
 
+# Any of these is enough for transformers.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
 
 @dataclass(frozen=True)
 class ClearedCandidate:
@@ -53,6 +64,14 @@ class ClearedCandidate:
     found: tuple[ResolvedCheckpoint, ...]
     license: StoredValue[LicenseVerdict]
     compatibility: StoredValue[Compatibility]
+
+
+class TaskExample(NamedTuple):
+    """A document of a task as a parent would read it."""
+
+    task: str
+    parent: str
+    preview: TaskPreview
 
 
 @dataclass
@@ -66,6 +85,7 @@ class Problems:
     stop_at_once: bool
     findings: list[Finding] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)  # what is well, a line each
+    examples: list[TaskExample] = field(default_factory=list)  # a document of each task, as each parent reads it
     status: Status = "passed"  # that ``run``, which stops at the first problem, would end with
 
     @contextmanager
@@ -80,14 +100,15 @@ class Problems:
 
     def note(self, error: MergegateError) -> None:
         """A problem that would end a run."""
-        self.add([finding_of(error)], error.status)
+        self.add([finding_of(error)])
 
-    def add(self, findings: Iterable[Finding], status: Status = "refused") -> None:
-        """What a check found. A run would end with ``status`` at the first that blocks."""
+    def add(self, findings: Iterable[Finding]) -> None:
+        """What a check found. A run would end at the first that blocks."""
         found = list(findings)
         self.findings += found
-        if self.status == "passed" and any(one.severity == "block" for one in found):
-            self.status = status
+        blocking = [one for one in found if one.severity == "block"]
+        if self.status == "passed" and blocking:
+            self.status = blocking[0].refusal().status
 
     def ask(self, stage: Any, *inputs: Any) -> Any:
         """A check that is a stage: in a release as a task of the flow, which its refusal ends; else without Prefect."""
@@ -163,7 +184,9 @@ def preflight_profile(
                 profile.check_references(found)
         cleared.append(_clear(candidate, found, rules, problems))
     if evidence:
+        _require_tokenizers(evidence, parents[0], problems)
         evidence = _with_data(evidence, problems)
+        _preview_tasks(evidence, parents[0], problems)
         if not problems.stop_at_once:  # a release will see soon enough
             _note_power(evidence, parents[0], len(candidates), problems)
     return Preflight(tuple(one for one in cleared if one), evidence)
@@ -182,6 +205,37 @@ def _with_data(evidence: Evidence, problems: Problems) -> Evidence:
                 if guard.task == task.name:
                     choose_known_metrics(size.metrics, guard.metric, task.name)
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
+
+
+def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:
+    """See that each parent that is measured can read at all."""
+    if not (evidence.tasks or evidence.documents):
+        return
+    for parent in parents:
+        with problems.noted():
+            names = parent.snapshot.files if parent.snapshot else {one.name for one in parent.directory.iterdir()}
+            if parent.is_merged and not any(name in names for name in _TOKENIZERS):
+                raise InvalidInput(
+                    parent.ref,
+                    found="no tokenizer, without which it cannot be measured",
+                    expected=f"one of {', '.join(_TOKENIZERS)}",
+                    remedy="copy the tokenizer of the model that it was made from into its directory",
+                )
+
+
+def _preview_tasks(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:
+    """One document of each task as each parent reads it: a tokenizer, a template or a task that fails is found now, and
+    not after merging."""
+    limit = CountLimit(seconds=evidence.scoring.time_limit)
+    places = [
+        TokenizerPlace(name=parent.name, directory=parent.directory, digest=header.digest)
+        for parent, header in zip(parents, header_digests(parents), strict=True)
+    ]
+    for task in evidence.tasks:
+        for place in places if task.data else ():
+            with problems.noted():
+                found = preview.build(task, evidence.scoring, place, limit).value
+                problems.examples.append(TaskExample(task.name, place.name, found))
 
 
 def _note_power(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int, problems: Problems) -> None:

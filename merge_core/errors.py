@@ -128,6 +128,8 @@ class Finding:
         expected: What should be there.
         remedy: What to do.
         cause: Findings of one cause have the same text here; a person is told of the first, and how many there are.
+        is_invalid: Of one that blocks: what the user wrote or named cannot mean anything; else it is well formed, and
+            the answer is no.
     """
 
     severity: Severity
@@ -136,6 +138,7 @@ class Finding:
     expected: str = ""
     remedy: str = ""
     cause: str = ""
+    is_invalid: bool = False
 
     def __str__(self) -> str:
         return f"{self.where}: {self.found}"
@@ -144,9 +147,10 @@ class Finding:
         """The finding as an exception: the input cannot mean anything."""
         return InvalidInput(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
-    def refusal(self) -> Refused:
-        """The finding as an exception: the input is well formed, and the answer is no."""
-        return Refused(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
+    def refusal(self) -> MergegateError:
+        """The finding as what ends a run."""
+        kind = InvalidInput if self.is_invalid else Refused
+        return kind(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
     def softened(self, remedy: str) -> Finding:
         """The same as a warning, with another remedy."""
@@ -154,12 +158,13 @@ class Finding:
 
     def content_key(self) -> object:
         """What counts in a key or a digest: what it says."""
-        return {name: text for name, text in asdict(self).items() if name != "cause"}
+        return {name: text for name, text in asdict(self).items() if name not in ("cause", "is_invalid")}
 
 
 def finding_of(error: MergegateError) -> Finding:
     """What was raised, as a finding that blocks."""
-    return Finding("block", error.where, error.found, error.expected, error.remedy)
+    invalid = isinstance(error, InvalidInput)
+    return Finding("block", error.where, error.found, error.expected, error.remedy, is_invalid=invalid)
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from merge_core.architecture import has_own_head, vocabulary_size
 from merge_core.checkpoint import Checkpoint
 from merge_core.checkpoint.vocabulary import each_read_once
-from merge_core.errors import Finding, InvalidInput, worst_first
+from merge_core.errors import Finding, InvalidInput, finding_of, worst_first
 from merge_core.parsing import read_json
 from merge_core.plan.causes import SIZES, compare_sizes, different_size, different_vocabulary, stated
 from merge_core.plan.consistency import self_consistency, unused_tensors
@@ -97,7 +97,7 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
     try:
         assembled, problems = assemble(recipe, checkpoints)
     except InvalidInput as error:
-        findings.append(Finding("block", error.where, error.found, error.expected, error.remedy))
+        findings.append(finding_of(error))
     else:
         findings += problems
         for step in assembled.steps:

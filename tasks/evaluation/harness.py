@@ -452,7 +452,9 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
         raise InvalidInput(
             str(task.definition or f"task {task.name}"),
             found=f"cannot be loaded: {_first_cause(error)[:300]}",
-            remedy="fetch its dataset while the network is there, or point a YAML at local data" if offline else "",
+            remedy="fetch its dataset while the network is there, or point a YAML at local data"
+            if offline
+            else "look at the task and at its data: `lm-eval run --tasks` with it shows the same",
         ) from error
     return dict(loaded["tasks"])
 

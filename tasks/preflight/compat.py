@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, plan_with_findings
-from merge_core.errors import Refused, summed_up, worst_first
+from merge_core.errors import MergegateError, summed_up, worst_first
 from merge_core.parsing import open_plain, read_plain
 from merge_core.store import digest
 from tasks.checkpoints import (
@@ -75,7 +76,7 @@ class Compatibility(StageValue):
         size = f"{self.tensors} tensors, {self.bytes_written / 1e6:,.1f} MB to write"
         return size + (f", {warnings} warnings" if warnings else "")
 
-    def refusal(self) -> Refused | None:
+    def refusal(self) -> MergegateError | None:
         blocking = self.blocking()
         if not blocking:
             return None
@@ -83,8 +84,7 @@ class Compatibility(StageValue):
         also = "".join(f"\n  also: {group.first}" for group in others[:_MOST_SAID])
         if len(others) > _MOST_SAID:
             also += f"\n  also: {len(others) - _MOST_SAID} more, which 'mergegate check' shows"
-        first = worst.first
-        return Refused(first.where, found=first.found + also, expected=first.expected, remedy=first.remedy)
+        return replace(worst.first, found=worst.first.found + also).refusal()
 
 
 def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import MergegateError, Refused, state_name
+from merge_core.errors import MergegateError, state_name
 from merge_core.store import (
     Artifact,
     Store,
@@ -77,7 +77,7 @@ class StageValue(BaseModel):
         """One line for a person who watches."""
         raise NotImplementedError
 
-    def refusal(self) -> Refused | None:
+    def refusal(self) -> MergegateError | None:
         """Why the flow must not go on, or None. A cached refusal refuses again."""
         return None
 
