@@ -80,8 +80,8 @@ def _print_examples(examples: Sequence[TaskExample], console: Console) -> None:
     """Each text once, with those who read it so, and in how many tokens."""
     readers: dict[tuple[str, str, str], list[str]] = {}
     for one in examples:
-        who = f"{one.parent} ({one.preview.summary()})"
-        readers.setdefault((one.task, one.preview.prompt, one.preview.answer), []).append(who)
+        reader = f"{one.parent} ({one.preview.summary()})"
+        readers.setdefault((one.task, one.preview.prompt, one.preview.answer), []).append(reader)
     for (task, prompt, answer), who in readers.items():
         console.print(Text(f"\ntask {task}, the first document, as it is read by {', '.join(who)}", style="bold"))
         for text in shown(_cut(prompt)).split("\n"):

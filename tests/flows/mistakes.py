@@ -77,6 +77,7 @@ PROFILE: dict[str, Any] = {
     "publish": {"to": "directory", "path": "releases"},
 }
 GUARD: dict[str, Any] = {"task": "demo/tasks/copy.yaml", "guarded_by": "reverser", "max_drop": 3}
+IN_MESSAGES: dict[str, Any] = {"tasks": [{**GUARD, "guarded_by": "shifter"}], "chat_template": True}
 TASK: dict[str, Any] = {
     "task": "echo",
     "dataset_path": "json",
@@ -129,7 +130,11 @@ def of_models(*models: str, **parameters: Any) -> list[dict[str, Any]]:
     return [{"model": model, "parameters": {"weight": 0.5, **parameters}} for model in models]
 
 
-def in_checkpoint(name: str, change: Change, kind: str = "checkpoint") -> Mistake:
+def with_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ raise_exception('only users and tools may speak') }}")
+
+
+def in_checkpoint(name: str, change: Change, kind: str = "checkpoint", **profile: Any) -> Mistake:
     """A copy of a demo model in ``mine``, changed, is merged with another."""
 
     def changed(place: Path) -> None:
@@ -138,7 +143,7 @@ def in_checkpoint(name: str, change: Change, kind: str = "checkpoint") -> Mistak
         change(place / "mine")
 
     recipe = but(RECIPE, models=of_models("demo/models/shifter", "./mine"))
-    return Mistake(kind, name, {"profile.yaml": written(but(PROFILE, recipe=recipe))}, changed)
+    return Mistake(kind, name, {"profile.yaml": written(but(PROFILE, recipe=recipe, **profile))}, changed)
 
 
 def in_config(**changes: Any) -> Change:
@@ -404,6 +409,13 @@ MISTAKES: tuple[Mistake, ...] = (
     in_task(
         "no metric that is a mean", metric_list=[{"metric": "acc", "aggregation": "median", "higher_is_better": True}]
     ),
+    in_checkpoint(
+        "no chat template where messages are wanted", removes("chat_template*"), "tokenizer", evaluate=IN_MESSAGES
+    ),
+    in_task("more examples than there are", num_fewshot=1000, fewshot_split="test"),
+    in_task("a question whose template is not closed", doc_to_text="{{prompt"),
+    in_task("a question by a field that there is not", doc_to_text="question", doc_to_target="{{solution[3]}}"),
+    in_checkpoint("a chat template that fails", with_template, "tokenizer", evaluate=IN_MESSAGES),
     in_task("a split that its data do not have", test_split="exam"),
     in_task("clusters by a field that there is not", guard={"cluster_by": "chapter"}),
     in_task("a kind of question that lm-eval does not know", output_type="essay"),
