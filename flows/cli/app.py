@@ -1,7 +1,7 @@
 """The command line: commands and exit codes, nothing else.
 
-Exit codes: 0 released or nothing new · 2 invalid profile, recipe or checkpoint · 3 refused by a check, a gate or the
-disk · 1 anything unexpected. Heavy imports wait until a command needs them: ``mergegate --help`` answers at once.
+Which end has which exit code says ``merge_core.errors.EXIT_CODES``. Heavy imports wait until a command needs them:
+``mergegate --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from merge_core.errors import DiskRefused, MergegateError
+from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, MergegateError, Status
 
 app = typer.Typer(
     name="mergegate",
@@ -199,6 +199,9 @@ def merge_command(
 @app.command("check")
 def check_command(
     file: Annotated[Path, typer.Argument(help="A profile or a recipe.")],
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Each finding alone; and what each parent is asked, as it reads it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Find everything that can be wrong before any weight is read: all findings at once, worst first."""
@@ -206,7 +209,7 @@ def check_command(
         _prepare_environment()
         from flows.cli.check import check_file
 
-        code = check_file(file, _console(as_json), as_json)
+        code = check_file(file, _console(as_json), as_json, verbose)
     raise typer.Exit(code)
 
 
@@ -557,8 +560,8 @@ def _refusals(as_json: bool) -> Iterator[None]:
         _say_no(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
     except KeyboardInterrupt:
-        print("interrupted; run again to go on from the finished stages", file=sys.stderr)
-        raise typer.Exit(1) from None
+        _say("interrupted", INTERRUPTED, as_json)
+        raise typer.Exit(EXIT_CODES["interrupted"]) from None
 
 
 def _refusal_of(error: OSError) -> MergegateError:
@@ -583,13 +586,16 @@ def _has_working_directory() -> bool:
 
 
 def _say_no(error: MergegateError, as_json: bool) -> None:
+    _say(error.status, str(error), as_json)
+
+
+def _say(status: Status, message: str, as_json: bool) -> None:
     """The message, where it can still be said: the disk that is full may hold our output, too."""
-    status = "refused" if error.exit_code == 3 else "invalid"
     try:
         if as_json:
-            print(json.dumps({"status": status, "message": str(error)}), flush=True)
+            print(json.dumps({"status": status, "message": message}), flush=True)
             return
     except OSError:
         pass
     with suppress(OSError):
-        print(str(error), file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -10,10 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from flows.cli.sweep import swept_profile
-from flows.preflight import Problems, check_recipe, preflight_profile
+from flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from flows.profile import is_recipe, load_profile
 from merge_core import Finding, load_recipe
+from merge_core.errors import FindingGroup, shown, summed_up
 
+_LONGEST = 2000  # characters of a prompt that are shown
 _STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
 
 
@@ -25,10 +28,14 @@ class CheckReport(BaseModel):
     file: str
     remarks: tuple[Finding, ...]
     summary: tuple[str, ...]
+    examples: tuple[TaskExample, ...] = ()  # a document of each task, as each parent reads it
 
 
-def check_file(file: Path, console: Console, as_json: bool) -> int:
+def check_file(file: Path, console: Console, as_json: bool, verbose: bool = False) -> int:
     """Check a profile or a recipe, say what was found, and return the exit code.
+
+    Args:
+        verbose: Say each finding, also those that have one cause, and what each parent is asked.
 
     Raises:
         InvalidInput: for a file that cannot mean anything.
@@ -43,17 +50,47 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
 
         named = all_candidates(profile)
         preflight_profile(profile, problems, named.searched, named.by_hand)
-    report = CheckReport(file=str(file), remarks=problems.worst_first(), summary=tuple(dict.fromkeys(problems.summary)))
+    report = CheckReport(
+        file=str(file),
+        remarks=problems.worst_first(),
+        summary=tuple(dict.fromkeys(problems.summary)),
+        examples=tuple(problems.examples),
+    )
     if as_json:
         print(json.dumps(report.model_dump(mode="json"), indent=1))
         return problems.exit_code
-    for finding in report.remarks:
+    groups = tuple(map(FindingGroup, report.remarks)) if verbose else summed_up(report.remarks)
+    for group in groups:
+        finding = group.first
         glyph, style = _STYLES[finding.severity]
         console.print(Text(f"{glyph} {finding}", style=style))
-        if finding.expected:
-            console.print(f"    expected: {finding.expected}")
-        if finding.remedy:
-            console.print(f"    remedy:   {finding.remedy}")
+        for label, text in (("expected: ", finding.expected), ("remedy:   ", finding.remedy)):
+            if text:
+                console.print(Text(f"    {label}{text}"))
+        if group.others:
+            console.print(Text(f"    {group.others_line()} (-v lists them)", style="dim"))
     for line in report.summary:
         console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))
+    if verbose:
+        _print_examples(report.examples, console)
     return problems.exit_code
+
+
+def _print_examples(examples: Sequence[TaskExample], console: Console) -> None:
+    """Each text once, with those who read it so, and in how many tokens."""
+    readers: dict[tuple[str, str, str], list[str]] = {}
+    for one in examples:
+        reader = f"{one.parent} ({one.preview.summary()})"
+        readers.setdefault((one.task, one.preview.prompt, one.preview.answer), []).append(reader)
+    for (task, prompt, answer), who in readers.items():
+        console.print(Text(f"\ntask {task}, the first document, as it is read by {', '.join(who)}", style="bold"))
+        for text in shown(_cut(prompt)).split("\n"):
+            console.print(Text(f"    {text}"))
+        console.print(Text(f"    ▸ {shown(_cut(answer)).strip()}", style="green"))
+
+
+def _cut(text: str) -> str:
+    """The beginning and the end of a long text: examples stand first, the question last."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"

@@ -24,9 +24,10 @@ from tasks.evaluation.lm_eval_results import (
     precision_differences,
     read_task,
 )
-from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, default_metric
+from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_known_metrics, choose_metrics, default_metric
 from tasks.evaluation.pace import document_seconds
 from tasks.evaluation.posed import PosedDocument, PosedTask, pose
+from tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
 from tasks.evaluation.process import clusters_in_child
 from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
@@ -70,11 +71,14 @@ __all__ = [
     "Scoring",
     "SetName",
     "TaskData",
+    "TaskPreview",
     "TaskResults",
     "TaskScore",
     "TaskScores",
+    "TokenizerPlace",
     "by_task",
     "check_alike",
+    "choose_known_metrics",
     "choose_metrics",
     "clusters_in_child",
     "count_task",
@@ -96,6 +100,7 @@ __all__ = [
     "pinned_data_before",
     "pose",
     "precision_differences",
+    "preview",
     "read_definition",
     "read_document_scores",
     "read_task",

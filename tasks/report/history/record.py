@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from merge_core.errors import Status
 from tasks.report import wording
 
-RunStatus = Literal["released", "nothing new", "passed", "refused", "invalid", "failed"]
+RunStatus = Status
 
 # Characters: of a message, and of a recipe, which is kept to say which of its lines were changed.
 _MESSAGE, _RECIPE = 2000, 6000
