@@ -19,9 +19,8 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flows.candidates import Candidate, SearchedRecipe, Written, candidate_recipes, searched_recipe
-from flows.overrides import with_overrides
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml
+from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
 from tasks.evaluation import find_backend
