@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class LeafConfig:
     name: str
     config: Mapping[str, Any]
     path: Path  # of its YAML
+    laid_over: Mapping[str, Any] = field(default_factory=dict)  # what groups say in place of it
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def _leaves(name: str, laid_over: Mapping[str, Any], depth: int) -> Iterator[Lea
         return
     if name in names.tasks:
         path = names.tasks[name]
-        yield LeafConfig(name, {**load_yaml(path, resolve_func=False), **laid_over}, path)
+        yield LeafConfig(name, {**load_yaml(path, resolve_func=False), **laid_over}, path, laid_over)
     elif name in names.groups:
         path = names.groups[name]
         yield from _members(load_yaml(path, resolve_func=False), path, laid_over, depth)
@@ -78,7 +79,7 @@ def _members(group: Mapping[str, Any], path: Path, laid_over: Mapping[str, Any],
         if name in known.tasks or name in known.groups or name in known.tags:
             yield from _leaves(name, settings, depth + 1)
         elif own:  # a whole task, written inline
-            yield LeafConfig(f"{group.get('group')}::{name}", settings, path)
+            yield LeafConfig(f"{group.get('group')}::{name}", settings, path, settings)
 
 
 @lru_cache(maxsize=1)

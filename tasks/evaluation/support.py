@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput
+from tasks.evaluation.mirror import asked_dataset, check_examples, find_dataset
 from tasks.evaluation.shipped import LeafConfig, shipped_leaves
 from tasks.evaluation.task_code import imported_beside
+from tasks.evaluation.task_definition import EvalTask
 
-_ITEMS_OF_A_SET = "mean over documents"
+_SHIPPED = "lm_eval.tasks."
 _DEFAULT_METRICS = {  # lm-eval's, where a task lists none
     "multiple_choice": ("acc", "acc_norm"),
     "loglikelihood": ("perplexity", "acc"),
@@ -105,6 +107,24 @@ def refusal_of_leaf(leaf: LeafConfig) -> Refusal | None:
     return refusal_of(leaf.config, missing_packages(leaf.config))
 
 
+def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
+    """See that few-shot examples are among the data of a task by name; without ``evaluate.data``, loading it tells.
+
+    Args:
+        num_fewshot: Examples that the profile wants; None: as the task says.
+
+    Raises:
+        InvalidInput: naming the file that lacks.
+    """
+    if task.definition is not None or task.mirror is None:
+        return
+    for leaf in shipped_leaves(task.name):
+        own = leaf.config.get("num_fewshot")
+        wanted = num_fewshot if num_fewshot is not None and own != 0 else own
+        if wanted and (asked := asked_dataset(leaf)):
+            check_examples(find_dataset(task.mirror, asked), int(wanted))
+
+
 def require_supported(task: str) -> None:
     """See that a task, group or tag that lm-eval ships can guard a release, with all tasks below it.
 
@@ -118,7 +138,7 @@ def require_supported(task: str) -> None:
             raise InvalidInput(
                 f"evaluate.tasks: {task}" + (f": {leaf.name}" if of_group else ""),
                 found=refusal.found,
-                expected=f"a task whose score is a {_ITEMS_OF_A_SET}",
+                expected="a task whose score is a mean over documents",
                 remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
             )
 
@@ -146,19 +166,12 @@ def _registered(metric: str) -> tuple[bool | None, bool]:
     import lm_eval.api.metrics  # noqa: F401  # fills the registries
     from lm_eval.api.registry import get_metric_aggregation, is_higher_better
 
-    with quiet_registry():
-        aggregation = get_metric_aggregation(metric) if "." not in metric else None
-        direction = is_higher_better(metric) if "." not in metric else None
+    if "/" in metric:  # a function of the task's own
+        return None, False
+    aggregation, direction = get_metric_aggregation(metric), is_higher_better(metric)
     if aggregation is None:
         return None, direction is not None
     return getattr(aggregation, "__name__", "") == "mean", direction is not None
-
-
-def quiet_registry() -> warnings.catch_warnings[None]:
-    import logging
-
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    return warnings.catch_warnings()
 
 
 def missing_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -169,19 +182,44 @@ def missing_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _missing_in(file: Path) -> frozenset[str]:
-    beside = (file, *imported_beside(file, file.parent))
-    found: set[str] = set()
-    for path in beside:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            body = ast.parse(path.read_bytes()).body
-        for node in body:  # what is imported within a function or a 'try' may be done without
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names = [node.module]
-            found |= {name.partition(".")[0] for name in names}
-    local = {path.stem for path in file.parent.glob("*.py")} | {path.name for path in file.parent.iterdir()}
-    return frozenset(name for name in found if name not in local and importlib.util.find_spec(name) is None)
+    """What a module needs to be imported, other modules of lm-eval's tasks that it imports included."""
+    waiting, seen = [file], set[Path]()
+    missing: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        waiting += imported_beside(path, path.parent)
+        for name in _imported_at_once(path):
+            if name.startswith(_SHIPPED) and (place := _shipped_module(name)):
+                waiting.append(place)
+            top = name.partition(".")[0]
+            is_beside = (path.parent / top).is_dir() or (path.parent / f"{top}.py").is_file()
+            if not is_beside and importlib.util.find_spec(top) is None:
+                missing.add(top)
+    return frozenset(missing)
+
+
+def _imported_at_once(path: Path) -> Iterator[str]:
+    """Modules that are imported with a module itself: not those within a function or a ``try``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a stranger's style
+        body = ast.parse(path.read_bytes()).body
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _shipped_module(name: str) -> Path | None:
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
+    return path if path.is_file() else None
 
 
 def _texts(value: object) -> Iterator[str]:
