@@ -47,6 +47,7 @@ from tasks.evaluation.stage import (
     score_table,
     unknown_documents,
 )
+from tasks.evaluation.support import require_examples, require_supported
 from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 from tasks.evaluation.task_texts import document_texts
@@ -104,6 +105,8 @@ __all__ = [
     "read_definition",
     "read_document_scores",
     "read_task",
+    "require_examples",
+    "require_supported",
     "score_of_sample",
     "score_table",
     "unknown_documents",
