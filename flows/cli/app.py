@@ -226,6 +226,52 @@ def extract_lora_command(
             print(json.dumps(record))
 
 
+@app.command("init")
+def init_command(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="What the models were fine-tuned from.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories, org/name@rev, or adapters.")],
+    out: Annotated[Path, typer.Option(help="Directory for the two files.")] = Path(),
+    name: Annotated[str, typer.Option(help="Of the release.", show_default="the models' names")] = "",
+    method: Annotated[str, typer.Option(help="A merge method.", show_default="by the headers")] = "",
+    documents: Annotated[
+        Path | None, typer.Option(help="Held-out text.", show_default="one that lies beside the models, or a sample")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TASK[=PARENT]", help="To be guarded: lm-eval's name or a file; repeatable."),
+    ] = None,
+    accept: Annotated[str, typer.Option(metavar="'WHO: WHY'", help="Settles the doubts about licences.")] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a recipe and a profile for your models, checked before you see them. Overwrites nothing."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.init import InitRequest, init_project, is_interactive
+
+        asks = not as_json and is_interactive(yes)
+        request = InitRequest(base, tuple(models), out, name, method, documents, tuple(task or ()), accept, asks)
+        code = init_project(request, _console(as_json), as_json)
+    raise typer.Exit(code)
+
+
+@app.command("schema")
+def schema_command(
+    kind: Annotated[str, typer.Argument(metavar="profile|recipe", help="Of which file.")] = "profile",
+    write: Annotated[
+        Path | None, typer.Option(metavar="DOCS", help="Write both, and the reference page, into a directory.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of a profile or a recipe, for editors."""
+    with _refusals(False):
+        from flows.cli.schema import schema_text, write_pages
+
+        if write is not None:
+            write_pages(write)
+        else:
+            print(schema_text(kind), end="")
+
+
 @app.command("plan")
 def plan_command(
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect), or a profile.")],
