@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo demo-sweep test test-slow test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy clean
+.PHONY: help demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -23,10 +23,13 @@ demo-sweep: $(VENV)/ready ## search the demo's numbers, confirm the winner, rele
 	$(BIN)/mergegate sweep profiles/demo-sweep.yaml
 
 test: $(VENV)/ready .venv-cyclonedx/ready ## the test suite
-	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not peer and not serve and not ray"
+	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not long and not gpu and not peer and not serve and not ray"
 
 test-slow: $(VENV)/ready .tokenizers/ready ## the longer proofs: servers, schedules, kills (make .registry/ready first: a real one, too)
-	MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1) $(BIN)/pytest $(PARALLEL) -m "slow and not night and not gpu and not peer and not serve and not ray"
+	MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1) $(BIN)/pytest $(PARALLEL) -m "slow and not long and not night and not gpu and not peer and not serve and not ray"
+
+test-long: $(VENV)/ready .tokenizers/ready ## every fault at every request, kills at every stage, every family (half an hour)
+	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not serve and not ray"
 
 test-nights: $(VENV)/ready ## nights on a server, killed at every part of it (a quarter of an hour)
 	$(BIN)/pytest -m night tests/flows/test_failures.py

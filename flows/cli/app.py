@@ -60,6 +60,13 @@ def root_command(
 def run_command(
     profile: Annotated[Path, typer.Argument(help="The profile (YAML).")],
     approve: Annotated[bool, typer.Option("--approve", help="Say yes beforehand, where the profile asks.")] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Otherwise for this run: evaluate.documents=200; repeatable."),
+    ] = None,
+    publish: Annotated[
+        bool, typer.Option("--publish/--no-publish", help="Whether what passes is published, or the run ends before.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Make a release: check, merge, evaluate, gate, publish. What is already there is not made again."""
@@ -68,9 +75,10 @@ def run_command(
         from flows.release import release
 
         console = _console(as_json)
-        read = _read_profile(profile, "release")
+        otherwise = tuple(overrides or ())
+        read = _read_profile(profile, "release", otherwise)
         # Prefect keeps what a flow is given: the name of the file, not what stands in it.
-        flow = partial(release, profile, return_state=True)
+        flow = partial(release, profile, otherwise, publish, return_state=True)
         outcome = _watched(flow, read.headline(), profile, console, approve=approve)
         _print_outcome(console, outcome, as_json)
     raise typer.Exit(outcome.exit_code)
@@ -523,13 +531,13 @@ def _console(as_json: bool) -> Any:
     return Console(quiet=as_json, highlight=False, soft_wrap=True)
 
 
-def _read_profile(profile: Any, flow: str) -> Any:
+def _read_profile(profile: Any, flow: str, overrides: tuple[str, ...] = ()) -> Any:
     """The profile, whose recipes can be read, too. One that is refused here leaves its page like any other run."""
     from flows.outcome import keep_refusal
     from flows.profile import load_profile
 
     try:
-        read = load_profile(profile)
+        read = load_profile(profile, overrides)
         read.headline()
     except MergegateError as error:
         if isinstance(profile, Path):

@@ -86,6 +86,7 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
         **_serving(attempt.evidence_of(ServedModels)),
         artifacts=_artifacts(attempt),
+        overrides=profile.overrides,
         sections=tuple(one.section for one in attempt.verdicts if not isinstance(one.evidence, _DRAWN)),
     )
 

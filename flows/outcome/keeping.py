@@ -94,6 +94,7 @@ def run_record(
         seconds=seconds,
         status=outcome.status,
         message=shown(outcome.message),
+        overrides=tuple(map(shown, outcome.overrides))[:_MOST],
         version=outcome.version,
         method=shown(content.method) if content else outcome.sweep.method if outcome.sweep else "",
         recipe=shown(content.recipe) if content else "",

@@ -85,6 +85,7 @@ class RunRecord(_Kept):
     seconds: Finite = Field(ge=0)  # that it took, by a clock that never jumps
     status: Short  # a RunStatus, or one of a newer program
     message: Annotated[str, _cut(_MESSAGE)]
+    overrides: tuple[Short, ...] = Field(default=(), max_length=_MOST)  # what it was told otherwise: KEY=VALUE
     version: Short | None = None
     method: Short = ""  # 'ties of 3 over llama-base'
     recipe: Annotated[str, _cut(_RECIPE)] = ""
