@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
+from flows.cli.answer import print_answer
 from flows.cli.sweep import swept_profile
 from flows.preflight import Problems, check_recipe, preflight_profile
 from flows.profile import is_recipe, load_profile
@@ -45,15 +46,23 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
         preflight_profile(profile, problems, named.searched, named.by_hand)
     report = CheckReport(file=str(file), remarks=problems.worst_first(), summary=tuple(dict.fromkeys(problems.summary)))
     if as_json:
-        print(json.dumps(report.model_dump(mode="json"), indent=1))
+        status = {0: "sound", 2: "invalid"}.get(problems.exit_code, "refused")
+        blocking = sum(one.severity == "block" for one in report.remarks)
+        message = f"{blocking} of {len(report.remarks)} findings block" if blocking else "nothing is in the way"
+        print_answer(status, message, report.model_dump(mode="json"), report.remarks)
         return problems.exit_code
-    for finding in report.remarks:
+    print_findings(report.remarks, problems, console)
+    return problems.exit_code
+
+
+def print_findings(findings: Sequence[Finding], problems: Problems, console: Console) -> None:
+    """Each finding with what to do about it, worst first; then what is well."""
+    for finding in findings:
         glyph, style = _STYLES[finding.severity]
         console.print(Text(f"{glyph} {finding}", style=style))
         if finding.expected:
             console.print(f"    expected: {finding.expected}")
         if finding.remedy:
             console.print(f"    remedy:   {finding.remedy}")
-    for line in report.summary:
+    for line in dict.fromkeys(problems.summary):
         console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))
-    return problems.exit_code

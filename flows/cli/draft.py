@@ -142,7 +142,8 @@ def _recipe(name: str, base: object | None, models: Sequence[object]) -> dict[st
     method = find_method(name, "method")
     share = round(1 / len(models), 4)
     wanted = {"weight": share if method.base == "ordinary" or name == "linear" else 1.0, "density": 0.5, "t": 0.5}
-    each, shared = {}, {}
+    each: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
     for parameter in method.parameters:
         if parameter.name in wanted:
             (shared if parameter.scope == "shared" else each)[parameter.name] = wanted[parameter.name]

@@ -12,7 +12,6 @@ is ever overwritten. What a person has to settle is said, and stands in the file
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -26,6 +25,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from flows.cli.answer import print_answer
 from flows.cli.draft import (
     GuardDraft,
     LicenseDraft,
@@ -149,20 +149,9 @@ def _written_out(
     written = [str(file) for file in files]
     left_out = [guard.problem for guard in profile.guards if guard.problem]
     if as_json:
-        findings = [one.model_dump(mode="json") for one in problems.worst_first()]
-        status = "written" if not blocking else "refused"
-        message = f"wrote {', '.join(written)}"
-        print(
-            json.dumps(
-                {
-                    "status": status,
-                    "message": message,
-                    "findings": findings,
-                    "files": written,
-                    "doubts": [*profile.license.doubts, *left_out],
-                }
-            )
-        )
+        more = {"files": written, "doubts": [*profile.license.doubts, *left_out]}
+        status = "refused" if blocking else "written"
+        print_answer(status, f"wrote {', '.join(written)}", more, problems.worst_first())
         return problems.exit_code
     for doubt in (*profile.license.doubts, *left_out):
         console.print(Text(f"!        {doubt}", style="yellow"))
@@ -309,7 +298,7 @@ def _guards(
         task, _, guard = text.partition("=")
         written = Path(os.path.relpath(Path(task).absolute(), out)).as_posix() if Path(task).is_file() else task
         asked[written] = GuardDraft(written, guard or "best parent", "as you asked")
-    claimed = {}
+    claimed: dict[str, GuardDraft] = {}
     for parent in parents:
         for task in claimed_tasks(_card(parent)):
             claimed.setdefault(task, GuardDraft(task, parent.name, f"the card of {parent.name} speaks of it"))

@@ -13,7 +13,7 @@ from merge_core.methods import Parameter, merge_methods
 from merge_core.recipe.mixture import MIXTURE_KEYS
 from merge_core.recipe.recipe import RECIPE_KEYS
 
-_TYPES = {
+_TYPES: dict[str, dict[str, Any]] = {
     "merge_method": {"enum": None, "description": "What is computed: 'mergegate methods' explains each."},
     "base_model": {"$ref": "#/$defs/model", "description": "What the models were fine-tuned from."},
     "models": {"type": "array", "items": {"$ref": "#/$defs/source"}, "description": "What is merged, layer by layer."},
