@@ -232,6 +232,14 @@ def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
     return parse_profile({**said, "overrides": overrides}, where)
 
 
+def profile_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a profile as a person writes it, for editors."""
+    schema = Profile.model_json_schema(mode="validation")
+    del schema["properties"]["root"]  # follows from where the file lies
+    schema["title"] = "mergegate: a profile"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
 def name_in(file: Path) -> str:
     """The name that a profile file gives itself, also one that is no valid profile otherwise; empty where it has none.
 

@@ -52,6 +52,21 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
             console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
 
 
+def next_step(outcome: RunOutcome, profile: Path) -> str:
+    """What a person does next, as a command."""
+    if outcome.status in ("released", "nothing new") and outcome.location is not None:
+        return f"mergegate verify {_short(outcome.location)}"
+    if outcome.status == "passed":
+        return f"mergegate run {profile}, which also publishes it where the profile says 'publish'"
+    if outcome.status == "refused" and outcome.content is not None:
+        explained = outcome.content.explanation
+        offer = (
+            "add what is under 'to try' to the profile, then run again; " if explained and explained.remedies else ""
+        )
+        return f"{offer}mergegate open {outcome.content.name} shows the report"
+    return f"mergegate check {profile}"
+
+
 def _print_costs(console: Console, drawn: CostTable) -> None:
     """What serving took, of the merge and of the parents that were measured too."""
     if not drawn.rows:
