@@ -435,10 +435,11 @@ def answer_questions() -> None:
             function, arguments = asker.recv()
         except EOFError:
             return
-        asker.send(_answer(asker, function, arguments))
+        asker.send(answer_question(asker, function, arguments))
 
 
-def _answer(asker: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def answer_question(asker: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The last message about one question: what came of it, see the top of this file."""
     last_sent = 0.0
 
     def on_progress(done: int, total: int) -> None:
