@@ -233,6 +233,21 @@ def check_command(
     raise typer.Exit(code)
 
 
+@app.command("fetch-data")
+def fetch_data_command(
+    profile: Annotated[Path, typer.Argument(help="A profile with evaluate.data.")],
+    as_json: Json = False,
+) -> None:
+    """Fetch the datasets of a profile's tasks into the directory that evaluate.data names, for nights offline."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.fetch_data import fetch_data
+
+        found = fetch_data(profile, _console(as_json))
+        if as_json:
+            print(json.dumps([{"dataset": one.name, "revision": one.revision} for one in found]))
+
+
 @app.command("extract-lora")
 def extract_lora_command(
     finetuned: Annotated[str, typer.Argument(help="The fine-tune: a directory, or org/name@revision.")],

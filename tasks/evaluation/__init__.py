@@ -16,6 +16,7 @@ from tasks.evaluation.document_scores import (
     score_of_sample,
     write_document_scores,
 )
+from tasks.evaluation.fetching import FetchedDataset, fetch_datasets
 from tasks.evaluation.lm_eval_results import (
     ResultsFile,
     TaskResults,
@@ -62,6 +63,7 @@ __all__ = [
     "DocumentScore",
     "DocumentSet",
     "EvalTask",
+    "FetchedDataset",
     "JudgedMetrics",
     "MetricSetting",
     "Paired",
@@ -90,6 +92,7 @@ __all__ = [
     "document_seconds",
     "document_texts",
     "evaluate_to",
+    "fetch_datasets",
     "find_backend",
     "find_results",
     "join_parts",

@@ -25,6 +25,7 @@ from merge_core.errors import InvalidInput
 from tasks.evaluation.shipped import LeafConfig
 
 _KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_DATA = {*_KINDS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"}  # in a directory, where datasets reads them
 _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "dev"}
 _SPLITS |= {"test": "test"}
 _VERSION_WORDS = re.compile(r"raw|v\d+|main|default")  # at the end of a configuration: they name no other documents
@@ -220,7 +221,11 @@ def _files_of(directory: Path, config: str | None) -> tuple[Path, ...]:
     """Of a configuration that has a directory of its own only that, and what says how to read it."""
     inner = directory / config if config else directory
     whole = inner if inner.is_dir() else directory
-    data = [file for file in sorted(whole.rglob("*")) if file.suffix in _KINDS and file.is_file()]
+    data = [
+        file
+        for file in sorted(whole.rglob("*"))
+        if file.suffix in _DATA and file.is_file() and not any(part[0] == "." for part in file.relative_to(whole).parts)
+    ]
     card = directory / "README.md"
     return tuple([*data, *([card] if data and card.is_file() else [])])
 
