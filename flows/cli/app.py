@@ -19,13 +19,14 @@ from typing import Annotated, Any
 
 import typer
 
+from flows.cli.help import command_line
 from merge_core.errors import DiskRefused, MergegateError
 
 app = typer.Typer(
     name="mergegate",
     help="Merge recipe in; a verified model release out, or a clear reason why not.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -447,7 +448,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
-        app()
+        command_line(app)()
     finally:
         _close_output()
         # What a run imported is a million objects: looking through them for cycles once more takes seconds at exit.

@@ -45,7 +45,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ScoreTable:
     """The final table, ready for whatever draws it. The first column is text, all others align right."""
 
     title: str
@@ -108,7 +108,7 @@ def _measure(value: float, in_points: bool) -> str:
     return wording.number(100 * value, 1) if in_points else wording.number(value, 3)
 
 
-def final_table(content: ReportContent) -> Table:
+def final_table(content: ReportContent) -> ScoreTable:
     """What a run ends with: a line a task, one for all tasks together, one for perplexity."""
     models = evaluated(content)
     rows = task_rows(content)
@@ -130,7 +130,7 @@ def final_table(content: ReportContent) -> Table:
     if verdict.drift is not None or any(model.likelihoods for model in shown):
         lines.append(_perplexity_line(verdict.drift, shown))
     columns = ("task", *(model.name for model in shown), "drop", "limit", "verdict")
-    return Table(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines))
+    return ScoreTable(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines))
 
 
 def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
