@@ -22,6 +22,7 @@ class Cell:
     text: str = ""  # '71.4', in points for scores in [0, 1]
     stderr: str = ""  # '1.2', in the same unit
     best: bool = False  # the best of the parents
+    share: float | None = None  # the score itself, where it is one in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class TaskRow:
     higher_is_better: bool
     cells: tuple[Cell, ...]
     guard: GuardVerdict | None
+
+    @property
+    def label(self) -> str:
+        """Of a task that has several metrics."""
+        return f"{self.task} {self.metric}"
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,17 @@ def _task_row(
             # A guard with metrics of its own by task has scores that no table of a model has.
             known = {guard.reference: guard.reference_score, _MERGE: guard.merge_score} if guard and not scores else {}
             value = known.get(_MERGE if model.role == "merge" else model.name)
-            cells.append(Cell() if value is None else Cell(_measure(value, in_points)))
+            cells.append(Cell() if value is None else Cell(_measure(value, in_points), share=_share(value, in_points)))
         else:
             is_best = model.role != "merge" and score.score == best
-            cells.append(Cell(_measure(score.score, in_points), _measure(score.stderr, in_points), is_best))
+            value, stderr = _measure(score.score, in_points), _measure(score.stderr, in_points)
+            cells.append(Cell(value, stderr, is_best, _share(score.score, in_points)))
     documents = guard.n if guard else max((score.n for score in scores.values()), default=0)
     return TaskRow(task, metric, documents, higher, tuple(cells), guard)
+
+
+def _share(value: float, in_points: bool) -> float | None:
+    return value if in_points and 0 <= value <= 1 else None
 
 
 def _measure(value: float, in_points: bool) -> str:
@@ -135,7 +146,7 @@ def final_table(content: ReportContent) -> ScoreTable:
 
 def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
     cells = tuple(f"{cell.text} *" if cell.best else cell.text for cell in row.cells)
-    label = row.task if sum(other.task == row.task for other in rows) == 1 else f"{row.task} {row.metric}"
+    label = row.task if sum(other.task == row.task for other in rows) == 1 else row.label
     if row.guard is None:
         return Row((label, *cells, "", "", ""))
     guard = row.guard
