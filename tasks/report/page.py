@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from merge_core.units import format_bytes
 from tasks.evaluation import Scoring
 from tasks.perplexity import WindowSettings
-from tasks.report import bars, explaining, heat_map, plots, serving, table, wording
+from tasks.report import answers, bars, explaining, heat_map, plots, serving, table, wording
 from tasks.report.content import ReportContent
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def render(content: ReportContent) -> str:
         what_is_shown=heat_map.what_is_shown,
         models=models,
         rows=rows,
+        marked_answers=answers.marked_answers,
         bars=bars.score_bars(rows, models),
         per_byte=table.uses_bytes(content.models, verdict.drift),
         measured=[model for model in content.models if model.likelihoods is not None],

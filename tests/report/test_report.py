@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -17,10 +18,12 @@ from pages import Page, page_of
 
 from merge_core.store.keys import stage_key
 from tasks.evaluation.task_data import DataSource, TaskData
+from tasks.report.answers import marked_answers
+from tasks.report.bars import score_bars
 from tasks.report.content import ReportContent
 from tasks.report.page import render
 from tasks.report.stage import write_report
-from tasks.report.table import as_markdown, final_table, task_rows
+from tasks.report.table import as_markdown, evaluated, final_table, task_rows
 from tasks.report.wording import MINUS, TIMES
 
 SAMPLES: list[Callable[[], ReportContent]] = [
@@ -289,3 +292,38 @@ def test_a_guard_with_metrics_of_its_own_shows_the_scores_that_it_compared() -> 
     names = [model.name for model in content.models if model.scores]
     cells = dict(zip(names, (cell.text for cell in row.cells), strict=True))
     assert (cells["reverser"], cells["merge"], cells["sorter"]) == ("98.6", "98.0", "")
+
+
+def test_of_a_refused_merge_no_sentence_says_that_it_may_be_published() -> None:
+    for made in (samples.refused(), samples.broken(), samples.explained()):
+        assert "may be published" not in Page(page_of(made)).text
+    assert "may be published under" in " ".join(Page(page_of(samples.released())).text.split())
+
+
+def test_bars_show_every_model_of_a_task_and_many_tasks_by_group() -> None:
+    content = samples.released()
+    models, rows = evaluated(content), task_rows(content)
+    bars = score_bars(rows, models)
+    assert [(task.name, [bar.text for bar in task.bars]) for task in bars] == [
+        (row.task, [cell.text for cell in row.cells]) for row in rows
+    ]
+    many = [replace(rows[0], task=f"{'ab'[at % 2]}_{at}") for at in range(12)]
+    grouped = score_bars([*many, replace(rows[0], task="alone")], models)
+    assert [group.name for group in grouped] == ["a: mean of 6 tasks", "b: mean of 6 tasks", "alone"]
+    assert [len(group.tasks) for group in grouped] == [6, 6, 0]
+    assert grouped[0].bars == bars[0].bars  # a mean of equal scores
+
+
+@pytest.mark.parametrize(
+    ("reference", "merge", "left", "right"),
+    [
+        ("pandik", "pandki", "pand<mark>i</mark>k", "pandk<mark>i</mark>"),
+        ("It is 42.", "It is 41.", "It is <mark>42</mark>.", "It is <mark>41</mark>."),
+        ("<b>", "", "<mark>&lt;b&gt;</mark>", ""),
+        ("same", "same", "same", "same"),
+    ],
+)
+def test_what_differs_between_two_answers_is_marked_and_escaped(
+    reference: str, merge: str, left: str, right: str
+) -> None:
+    assert tuple(map(str, marked_answers(reference, merge))) == (left, right)
