@@ -77,6 +77,24 @@ def run_command(
     raise typer.Exit(outcome.exit_code)
 
 
+@app.command("demo")
+def demo_command(
+    directory: Annotated[Path, typer.Argument(help="Where it is copied to, with all that it makes.")] = Path(
+        "mergegate-demo"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Copy the demo family into a directory, and release it there: half a minute, no network, no account."""
+    with _refusals(as_json):
+        from flows.cli.demo import PROFILE, place_demo
+
+        placed = place_demo(directory)
+        if not as_json:
+            print(f"{'copied the demo into' if placed else 'the demo is in'} {directory}: what is named below lies there")
+        os.chdir(directory)
+    run_command(PROFILE, as_json=as_json)
+
+
 @app.command("sweep")
 def sweep_command(
     profile: Annotated[Path, typer.Argument(help="A profile with a section 'sweep', or mergekit-evolve's YAML.")],
@@ -466,7 +484,6 @@ def _close_output() -> None:
 def _prepare_environment() -> None:
     """What must be set before Prefect and the Hugging Face libraries are imported."""
     from flows.prefect_api import configure
-
     home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
     configure(home)
 
