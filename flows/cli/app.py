@@ -20,13 +20,14 @@ from typing import Annotated, Any
 
 import typer
 
+from flows.cli.help import command_line
 from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, finding_of
 
 app = typer.Typer(
     name="mergegate",
     help="Merge recipe in; a verified model release out, or a clear reason why not.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -102,6 +103,24 @@ def run_command(
         else:
             _print_outcome(console, outcome, as_json, profile)
     raise typer.Exit(outcome.exit_code)
+
+
+@app.command("demo")
+def demo_command(
+    directory: Annotated[Path, typer.Argument(help="Where it is copied to, with all that it makes.")] = Path(
+        "mergegate-demo"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Copy the demo family into a directory, and release it there: half a minute, no network, no account."""
+    with _refusals(as_json):
+        from flows.cli.demo import PROFILE, place_demo
+
+        placed = place_demo(directory)
+        if not as_json:
+            print(f"{'copied the demo into' if placed else 'the demo is in'} {directory}: what is named below lies there")
+        os.chdir(directory)
+    run_command(PROFILE, as_json=as_json)
 
 
 @app.command("sweep")
@@ -574,7 +593,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
-        app()
+        command_line(app)()
     finally:
         _close_output()
         # What a run imported is a million objects: looking through them for cycles once more takes seconds at exit.
@@ -592,7 +611,6 @@ def _close_output() -> None:
 def _prepare_environment() -> None:
     """What must be set before Prefect and the Hugging Face libraries are imported."""
     from flows.prefect_api import configure
-
     home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
     configure(home)
 

@@ -97,6 +97,9 @@ class RunRecord(_Kept):
     stages: tuple[NightStage, ...] = Field(default=(), max_length=_MOST)
     bytes_made: int = Field(default=0, ge=0)  # of artifacts that were not in the store before
     bytes_merged: int = Field(default=0, ge=0)  # of the merged checkpoint
+    location: Annotated[str, _cut(500)] = ""  # of the release: a directory, or an address
+    machine: Short = ""  # 'build-7, 16 cores, Linux x86_64'
+    seen_at: Annotated[str, _cut(500)] = ""  # the run's page on a server of Prefect's, where there is one
     report: Short = ""  # page, relative to the directory of reports; empty where none could be kept
 
     def line(self) -> bytes:
