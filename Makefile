@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
+.PHONY: help docs pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -87,6 +87,12 @@ deploy: $(VENV)/ready ## what nights.yaml lists, each profile a deployment with 
 docs: .venv-docs/ready ## the documentation as a site, in site/
 	.venv-docs/bin/mkdocs build --quiet
 
+docs: .venv-docs/ready ## the pages of docs/ as a site, in site/
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
+pictures: $(VENV)/ready ## the pictures in docs/pictures again (needs Chromium)
+	$(BIN)/python benchmarks/pictures.py
+
 clean: ## forget every artifact, run and release of this checkout
 	rm -rf .mergegate releases
 
@@ -118,6 +124,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 .venv-docs/ready:
 	$(PYTHON) -m venv .venv-docs
 	@.venv-docs/bin/python $(INSTALL) mkdocs-material==9.7.0
+	touch $@
+
+# What makes a site of docs/ is needed by nothing else.
+.venv-docs/ready:
+	$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python $(INSTALL) mkdocs-material==9.7.1
 	touch $@
 
 # MLflow's server wants older versions of half of what we use.

@@ -14,7 +14,7 @@ from flows.outcome.ending import RunOutcome, stopped_outcome
 from flows.outcome.naming import profile_name
 from flows.prefect_api import page_of_run
 from merge_core.errors import MergegateError, shown
-from merge_core.store import read_state
+from merge_core.store import read_state, write_state
 from tasks.gate import GuardVerdict, SuiteVerdict
 from tasks.report import (
     EndedRun,
@@ -28,6 +28,7 @@ from tasks.report import (
     keep_run,
     render_ending,
     render_sweep,
+    run_markdown,
     tell_operators,
 )
 from tasks.stage import StageEnd, StageStatus, bytes_made, home
@@ -77,6 +78,7 @@ def keep_outcome(
         page = _page(outcome, name, flow, stages)
         tell_operators(record, home())
         kept = keep_run(home() / "reports", record, page, latest=f"{file_name(name)}{suffix}", search=search)
+        write_state(kept.latest.with_suffix(".md"), run_markdown(record, outcome.content).encode())
     except Exception as failure:
         _log.warning("the report of this run was not kept: %s", failure)
         return outcome

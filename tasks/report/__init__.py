@@ -11,6 +11,7 @@
 """
 
 from tasks.report import wording
+from tasks.report.comment import run_markdown
 from tasks.report.content import (
     Library,
     MergedFile,
@@ -117,6 +118,7 @@ __all__ = [
     "render_ending",
     "render_history",
     "render_sweep",
+    "run_markdown",
     "search_line",
     "sweep_content",
     "sweep_line",

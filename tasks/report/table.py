@@ -103,8 +103,8 @@ def _task_row(
             cells.append(Cell() if value is None else Cell(_measure(value, in_points), share=_share(value, in_points)))
         else:
             is_best = model.role != "merge" and score.score == best
-            value, stderr = _measure(score.score, in_points), _measure(score.stderr, in_points)
-            cells.append(Cell(value, stderr, is_best, _share(score.score, in_points)))
+            said, stderr = _measure(score.score, in_points), _measure(score.stderr, in_points)
+            cells.append(Cell(said, stderr, is_best, _share(score.score, in_points)))
     documents = guard.n if guard else max((score.n for score in scores.values()), default=0)
     return TaskRow(task, metric, documents, higher, tuple(cells), guard)
 
@@ -185,32 +185,34 @@ def as_markdown(content: ReportContent) -> str:
     """Verdict, reasons and the final table as GitHub-flavoured Markdown, for Prefect's artifacts and model cards."""
     table = final_table(content)
     glyph = wording.GLYPHS[content.verdict.outcome]
-    lines = [f"## {glyph} {_escaped(table.title)}", "", _escaped(wording.sentence(content)), ""]
+    lines = [f"## {glyph} {literally(table.title)}", "", literally(wording.sentence(content)), ""]
     if others := content.verdict.reasons[1:]:
-        lines += [*(f"- {_escaped(reason)}" for reason in others), ""]
+        lines += [*(f"- {literally(reason)}" for reason in others), ""]
     if table.rows:
-        lines.append("| " + " | ".join(_escaped(column) for column in table.columns) + " |")
+        lines.append("| " + " | ".join(literally(column) for column in table.columns) + " |")
         lines.append("| :-- |" + " --: |" * (len(table.columns) - 2) + " :-- |")
         for row in table.rows:
             *cells, verdict = row.cells
             word = f"{wording.GLYPHS[row.outcome]} {verdict}" if row.outcome else verdict
-            lines.append("| " + " | ".join(_escaped(cell) for cell in (*cells, word)) + " |")
+            lines.append("| " + " | ".join(literally(cell) for cell in (*cells, word)) + " |")
         lines += ["", "Scores and drops in points; a positive drop is a loss. \\* the best parent."]
     for section in content.sections:
-        lines += ["", f"### {_escaped(section.title)}", "", *(_escaped(sentence) for sentence in section.sentences)]
+        lines += ["", f"### {literally(section.title)}", "", *(literally(sentence) for sentence in section.sentences)]
         if section.rows:
             lines += [
                 "",
-                "| " + " | ".join(map(_escaped, section.columns)) + " |",
+                "| " + " | ".join(map(literally, section.columns)) + " |",
                 "| :-- " * len(section.columns) + "|",
             ]
-            lines += ["| " + " | ".join(map(_escaped, row)) + " |" for row in section.rows]
+            lines += ["| " + " | ".join(map(literally, row)) + " |" for row in section.rows]
     if content.explanation is not None and content.explanation.remedies:
         lines += ["", "What to try:", ""]
-        lines += [f"- {_escaped(remedy.text())}: {_escaped(remedy.reason)}" for remedy in content.explanation.remedies]
+        lines += [
+            f"- {literally(remedy.text())}: {literally(remedy.reason)}" for remedy in content.explanation.remedies
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _escaped(text: str) -> str:
+def literally(text: str) -> str:
     """``text`` as Markdown that shows it literally, in one line."""
     return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))

@@ -8,7 +8,7 @@
 """
 
 from tasks.report.history.changes import changes_since, night_of
-from tasks.report.history.keeping import KeptPage, file_name, keep_run
+from tasks.report.history.keeping import KeptPage, facts_of, file_name, keep_run
 from tasks.report.history.ledger import HISTORY, History, mend_history, read_history
 from tasks.report.history.metrics import tell_operators
 from tasks.report.history.overview import outcome_of_status, render_history, worst_drop
@@ -24,6 +24,7 @@ __all__ = [
     "RunRecord",
     "RunStatus",
     "changes_since",
+    "facts_of",
     "file_name",
     "keep_run",
     "mend_history",
