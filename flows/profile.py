@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from flows.candidates import Candidate, SearchedRecipe, Written, candidate_recipes, searched_recipe
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml
+from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
 from tasks.evaluation import find_backend
@@ -78,12 +78,14 @@ class Profile(ProfileSection):
         "hand-written values, and is measured on documents that no search looks at.",
     )
     root: Path = Field(default=Path(), description="Directory that relative paths are relative to.")
+    overrides: tuple[str, ...] = Field(default=(), description="What was said otherwise for this run, as KEY=VALUE.")
 
     def headline(self) -> str:
         """``demo · ties of 2 over base``."""
         own, *remedies = self.candidates()
         more = f", {len(remedies)} {'remedy' if len(remedies) == 1 else 'remedies'}" if remedies else ""
-        return f"{self.name} · {own.recipe.summary()}{more}"
+        otherwise = f" · {', '.join(self.overrides)}" if self.overrides else ""
+        return f"{self.name} · {own.recipe.summary()}{more}{otherwise}"
 
     @model_validator(mode="after")
     def _publishes_only_what_is_gated(self) -> Self:
@@ -183,28 +185,33 @@ class Profile(ProfileSection):
         return tuple(found)
 
 
-def load_profile(source: Path | Profile) -> Profile:
+def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profile:
     """The typed profile.
+
+    Args:
+        overrides: Of a file: what this run is told otherwise, as ``KEY=VALUE``.
 
     Raises:
         InvalidInput: when the file cannot be read, is no YAML, or says something a profile cannot say.
     """
     if isinstance(source, Profile):
-        return Profile.model_validate({**dict(source), "root": source.root.absolute()})
+        said = with_overrides({**dict(source), "root": source.root.absolute()}, overrides)
+        return parse_profile({**said, "overrides": (*source.overrides, *overrides)}, f"profile {source.name}")
     try:
         status = source.stat()
     except OSError:  # whoever reads it says what is wrong with it
-        return _read_profile(source)
-    return _profile_once(source.absolute(), source, (status.st_ino, status.st_size, status.st_mtime_ns))
+        return _read_profile(source, tuple(overrides))
+    identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return _profile_once(source.absolute(), source, tuple(overrides), identity)
 
 
 @lru_cache(maxsize=8)
-def _profile_once(file: Path, source: Path, identity: tuple[int, ...]) -> Profile:
+def _profile_once(file: Path, source: Path, overrides: tuple[str, ...], identity: tuple[int, ...]) -> Profile:
     """A profile is read once in a run: the command line wants its headline, the flow the rest."""
-    return _read_profile(source)
+    return _read_profile(source, overrides)
 
 
-def _read_profile(source: Path) -> Profile:
+def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
     data = _mapping_in(source)
     if _means_recipe(data):
         raise InvalidInput(
@@ -213,7 +220,24 @@ def _read_profile(source: Path) -> Profile:
             expected="a profile, which names a recipe and says how to release it",
             remedy=f"write a profile with 'recipe: {source.name}', or only merge: mergegate merge {source} OUT",
         )
-    return parse_profile({"root": source.absolute().parent, **data}, str(source))
+    if "overrides" in data:
+        raise InvalidInput(
+            f"{source}: overrides",
+            found="a key of what one run is told otherwise",
+            expected="the values themselves, where they belong",
+            remedy="remove it; of one run: mergegate run PROFILE --set KEY=VALUE",
+        )
+    said = with_overrides({"root": source.absolute().parent, **data}, overrides)
+    where = " ".join([str(source), *(f"--set {one}" for one in overrides)])
+    return parse_profile({**said, "overrides": overrides}, where)
+
+
+def profile_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of a profile as a person writes it, for editors."""
+    schema = Profile.model_json_schema(mode="validation")
+    del schema["properties"]["root"]  # follows from where the file lies
+    schema["title"] = "mergegate: a profile"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def name_in(file: Path) -> str:
@@ -325,7 +349,7 @@ def _keys_at(model: type[BaseModel], location: list[int | str]) -> list[str]:
         if inner is None:
             break
         model = inner
-    return [name for name in model.model_fields if name != "root"]
+    return [name for name in model.model_fields if name not in ("root", "overrides")]
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:

@@ -55,16 +55,21 @@ JUDGEMENTS: tuple[FurtherJudgement, ...] = (judge_answers, serve_merge)
 
 
 @flow(name="release", flow_run_name=name_run)
-def release(profile: Path | Profile) -> State[RunOutcome]:
+def release(profile: Path | Profile, overrides: tuple[str, ...] = (), publish: bool = True) -> State[RunOutcome]:
     """Make a verified release of a merge, or say clearly why not.
 
     Args:
         profile: A profile file, relative to the project, or a whole profile.
+        overrides: What this run is told otherwise: 'evaluate.documents=200'.
+        publish: Whether what passes is published, where the profile says; else the run ends before that.
     """
-    return concluded(lambda: in_time(make_release, load_profile(profile)), profile_name(profile))
+    make = partial(make_release, publishing=publish)
+    return concluded(lambda: in_time(make, load_profile(profile, overrides)), profile_name(profile), overrides)
 
 
-def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDGEMENTS) -> RunOutcome:
+def make_release(
+    profile: Profile, judgements: Sequence[FurtherJudgement] = JUDGEMENTS, *, publishing: bool = True
+) -> RunOutcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
     with open_runner(profile.runner) as runner:
         # All that can be wrong with target, recipe, remedies or evidence is found before any weight is read.
@@ -77,7 +82,7 @@ def make_release(profile: Profile, judgements: Sequence[FurtherJudgement] = JUDG
 
     content = report_content(profile, attempt, earlier)
     report = write_report(content)
-    if not (attempt.is_good and profile.publish):
+    if not (attempt.is_good and profile.publish and publishing):
         return reported_outcome(content, report, None)
     return published(profile, profile.publish, attempt, content, report)
 

@@ -54,6 +54,7 @@ def test_what_failed_is_counted(newest: Any) -> None:
     assert newest.broken_tests("collected 0 items\n") == "collected 0 items"
 
 
+@pytest.mark.slow
 def test_the_environment_has_what_the_other_has_and_may_have_it_newer(newest: Any, tmp_path: Path) -> None:
     other = tmp_path / "other"
     library = other / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"

@@ -66,6 +66,7 @@ def pinned(place: Path, trusted: tuple[str, ...]) -> Model:
     return pin_checkpoints([found], HashMemo(place.parent / "hashes.sqlite"), trusted)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trusted", [(), (f"acme/other@{COMMIT}",), (f"acme/own@{COMMIT[::-1]}",), (f"acme/own@{COMMIT}",)]
 )

@@ -13,19 +13,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, MergegateError, Status
+from flows.cli.help import command_line
+from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, finding_of
 
 app = typer.Typer(
     name="mergegate",
     help="Merge recipe in; a verified model release out, or a clear reason why not.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -60,20 +62,65 @@ def root_command(
 def run_command(
     profile: Annotated[Path, typer.Argument(help="The profile (YAML).")],
     approve: Annotated[bool, typer.Option("--approve", help="Say yes beforehand, where the profile asks.")] = False,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Otherwise for this run: evaluate.documents=200; repeatable."),
+    ] = None,
+    publish: Annotated[
+        bool, typer.Option("--publish/--no-publish", help="Whether what passes is published, or the run ends before.")
+    ] = True,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only check, and say what is cached and what is not.")] = False,
+    price: Annotated[
+        list[str] | None, typer.Option(help="Of --dry-run: NAME=DOLLARS_PER_HOUR of an instance; repeatable.")
+    ] = None,
+    events: Annotated[
+        bool, typer.Option("--events", help="Print a line of JSON for each event, as it happens.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make a release: check, merge, evaluate, gate, publish. What is already there is not made again."""
-    with _refusals(as_json):
+    with _refusals(as_json or events):
         _prepare_environment()
+        otherwise = tuple(overrides or ())
+        if dry:
+            from flows.cli.dry_run import dry_run
+            from flows.profile import load_profile
+
+            read = load_profile(profile, otherwise)
+            read = read if publish else read.model_copy(update={"publish": None})
+            raise typer.Exit(dry_run(read, _console(as_json), as_json, tuple(price or ())))
         from flows.release import release
 
-        console = _console(as_json)
-        read = _read_profile(profile, "release")
+        console = _console(as_json or events)
+        read = _read_profile(profile, "release", otherwise)
         # Prefect keeps what a flow is given: the name of the file, not what stands in it.
-        flow = partial(release, profile, return_state=True)
-        outcome = _watched(flow, read.headline(), profile, console, approve=approve)
-        _print_outcome(console, outcome, as_json)
+        flow = partial(release, profile, otherwise, publish, return_state=True)
+        outcome = _watched(flow, read.headline(), profile, console, approve=approve, events=events)
+        if events:
+            from flows.cli.events import print_event
+
+            print_event("finished", **_told(outcome))
+        else:
+            _print_outcome(console, outcome, as_json, profile)
     raise typer.Exit(outcome.exit_code)
+
+
+@app.command("demo")
+def demo_command(
+    directory: Annotated[Path, typer.Argument(help="Where it is copied to, with all that it makes.")] = Path(
+        "mergegate-demo"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Copy the demo family into a directory, and release it there: half a minute, no network, no account."""
+    with _refusals(as_json):
+        from flows.cli.demo import PROFILE, place_demo
+
+        placed = place_demo(directory)
+        if not as_json:
+            print(f"{'copied the demo into' if placed else 'the demo is in'} {directory}: what is named below lies there")
+        os.chdir(directory)
+    run_command(PROFILE, as_json=as_json)
 
 
 @app.command("sweep")
@@ -185,7 +232,7 @@ def merge_command(
 
         record = merge_to(recipe, out, seed=seed, device=device, share=share, console=_console(as_json))
         if as_json:
-            print(json.dumps(record))
+            _print_made(record)
 
 
 @app.command("check")
@@ -203,6 +250,21 @@ def check_command(
 
         code = check_file(file, _console(as_json), as_json, verbose)
     raise typer.Exit(code)
+
+
+@app.command("fetch-data")
+def fetch_data_command(
+    profile: Annotated[Path, typer.Argument(help="A profile with evaluate.data.")],
+    as_json: Json = False,
+) -> None:
+    """Fetch the datasets of a profile's tasks into the directory that evaluate.data names, for nights offline."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.fetch_data import fetch_data
+
+        found = fetch_data(profile, _console(as_json))
+        if as_json:
+            print(json.dumps([{"dataset": one.name, "revision": one.revision} for one in found]))
 
 
 @app.command("extract-lora")
@@ -226,7 +288,53 @@ def extract_lora_command(
         settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
         record = extract_to(finetuned, base, out, settings, console=_console(as_json))
         if as_json:
-            print(json.dumps(record))
+            _print_made(record)
+
+
+@app.command("init")
+def init_command(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="What the models were fine-tuned from.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories, org/name@rev, or adapters.")],
+    out: Annotated[Path, typer.Option(help="Directory for the two files.")] = Path(),
+    name: Annotated[str, typer.Option(help="Of the release.", show_default="the models' names")] = "",
+    method: Annotated[str, typer.Option(help="A merge method.", show_default="by the headers")] = "",
+    documents: Annotated[
+        Path | None, typer.Option(help="Held-out text.", show_default="one that lies beside the models, or a sample")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TASK[=PARENT]", help="To be guarded: lm-eval's name or a file; repeatable."),
+    ] = None,
+    accept: Annotated[str, typer.Option(metavar="'WHO: WHY'", help="Settles the doubts about licences.")] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a recipe and a profile for your models, checked before you see them. Overwrites nothing."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.init import InitRequest, init_project, is_interactive
+
+        asks = not as_json and is_interactive(yes)
+        request = InitRequest(base, tuple(models), out, name, method, documents, tuple(task or ()), accept, asks)
+        code = init_project(request, _console(as_json), as_json)
+    raise typer.Exit(code)
+
+
+@app.command("schema")
+def schema_command(
+    kind: Annotated[str, typer.Argument(metavar="profile|recipe", help="Of which file.")] = "profile",
+    write: Annotated[
+        Path | None, typer.Option(metavar="DOCS", help="Write both, and the reference page, into a directory.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of a profile or a recipe, for editors."""
+    with _refusals(False):
+        from flows.cli.schema import schema_text, write_pages
+
+        if write is not None:
+            write_pages(write)
+        else:
+            print(schema_text(kind), end="")
 
 
 @app.command("plan")
@@ -294,7 +402,7 @@ def transplant_command(
 
         made = transplant_to(model, donor, out, method=method, k=k, device=device, console=_console(as_json))
         if as_json:
-            print(json.dumps(made))
+            _print_made(made)
 
 
 @app.command("compare")
@@ -362,6 +470,41 @@ def history_command(
         from flows.cli.history import print_history
 
         print_history(_console(as_json), as_json, profile, last)
+
+
+@app.command("status")
+def status_command(as_json: Json = False) -> None:
+    """What runs now, what is due, how each profile ended last, how large the store is."""
+    with _refusals(as_json):
+        from flows.cli.status import print_status
+
+        print_status(_console(as_json), as_json)
+
+
+@app.command("open")
+def open_command(
+    profile: Annotated[
+        str | None, typer.Argument(help="Whose last report.", show_default="the page of all runs")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Open a report in a browser; where there is none, print where it lies."""
+    with _refusals(as_json):
+        from flows.cli.status import open_report
+
+        open_report(_console(as_json), profile, as_json)
+
+
+@app.command("explain")
+def explain_command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's id or its beginning, a version, or a profile.")],
+    as_json: Json = False,
+) -> None:
+    """What a past run decided, and why."""
+    with _refusals(as_json):
+        from flows.cli.status import explain_run
+
+        explain_run(_console(as_json), run, as_json)
 
 
 @store_app.command("ls")
@@ -450,7 +593,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
-        app()
+        command_line(app)()
     finally:
         _close_output()
         # What a run imported is a million objects: looking through them for cycles once more takes seconds at exit.
@@ -468,7 +611,6 @@ def _close_output() -> None:
 def _prepare_environment() -> None:
     """What must be set before Prefect and the Hugging Face libraries are imported."""
     from flows.prefect_api import configure
-
     home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
     configure(home)
 
@@ -480,13 +622,13 @@ def _console(as_json: bool) -> Any:
     return Console(quiet=as_json, highlight=False, soft_wrap=True)
 
 
-def _read_profile(profile: Any, flow: str) -> Any:
+def _read_profile(profile: Any, flow: str, overrides: tuple[str, ...] = ()) -> Any:
     """The profile, whose recipes can be read, too. One that is refused here leaves its page like any other run."""
     from flows.outcome import keep_refusal
     from flows.profile import load_profile
 
     try:
-        read = load_profile(profile)
+        read = load_profile(profile, overrides)
         read.headline()
     except MergegateError as error:
         if isinstance(profile, Path):
@@ -495,9 +637,18 @@ def _read_profile(profile: Any, flow: str) -> Any:
     return read
 
 
-def _watched(flow: Callable[[], Any], headline: str, profile: Path, console: Any, *, approve: bool = False) -> Any:
+def _watched(
+    flow: Callable[[], Any],
+    headline: str,
+    profile: Path,
+    console: Any,
+    *,
+    approve: bool = False,
+    events: bool = False,
+) -> Any:
     """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs."""
     from flows.cli.approve import TerminalApproval
+    from flows.cli.events import EventLines
     from flows.cli.progress import TerminalProgress
     from flows.outcome import RunOutcome, outcome_of
     from flows.prefect_api import asked_by, local_api, require_writable
@@ -507,7 +658,8 @@ def _watched(flow: Callable[[], Any], headline: str, profile: Path, console: Any
     with ExitStack() as stack:
         with console.status("starting Prefect's API"):
             stack.enter_context(local_api())
-        with progress.watching(), asked_by(TerminalApproval(progress, console, beforehand=approve)):
+        watching = EventLines().watching() if events else progress.watching()
+        with watching, asked_by(TerminalApproval(progress, console, beforehand=approve)):
             try:
                 state = flow()
             except Exception as failure:
@@ -523,13 +675,28 @@ def _watched(flow: Callable[[], Any], headline: str, profile: Path, console: Any
     raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
 
 
-def _print_outcome(console: Any, outcome: Any, as_json: bool) -> None:
+def _told(outcome: Any) -> dict[str, Any]:
+    """The outcome in the shape of every JSON object."""
+    findings = [asdict(outcome.stopped_by)] if outcome.stopped_by else []
+    return {**outcome.model_dump(mode="json"), "findings": findings}
+
+
+def _print_outcome(console: Any, outcome: Any, as_json: bool, profile: Path | None = None) -> None:
     if as_json:
-        print(outcome.model_dump_json(indent=1))
+        print(json.dumps(_told(outcome), indent=1))
         return
-    from flows.cli.summary import print_summary
+    from flows.cli.summary import next_step, print_summary
 
     print_summary(console, outcome)
+    if profile is not None:
+        console.print(f"  next     {next_step(outcome, profile)}")
+
+
+def _print_made(record: dict[str, Any]) -> None:
+    """What a command made, in the shape of every JSON object."""
+    from flows.cli.answer import print_answer
+
+    print_answer("made", "made", record)
 
 
 @contextmanager
@@ -578,14 +745,15 @@ def _has_working_directory() -> bool:
 
 
 def _say_no(error: MergegateError, as_json: bool) -> None:
-    _say(error.status, str(error), as_json)
+    _say(error.status, str(error), as_json, finding_of(error))
 
 
-def _say(status: Status, message: str, as_json: bool) -> None:
+def _say(status: Status, message: str, as_json: bool, *findings: Finding) -> None:
     """The message, where it can still be said: the disk that is full may hold our output, too."""
     try:
         if as_json:
-            print(json.dumps({"status": status, "message": message}), flush=True)
+            told = {"status": status, "message": message, "findings": [asdict(one) for one in findings]}
+            print(json.dumps(told), flush=True)
             return
     except OSError:
         pass

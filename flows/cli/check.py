@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.text import Text
 
+from flows.cli.answer import print_answer
 from flows.cli.sweep import swept_profile
 from flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from flows.profile import is_recipe, load_profile
@@ -57,9 +57,24 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
         examples=tuple(problems.examples),
     )
     if as_json:
-        print(json.dumps(report.model_dump(mode="json"), indent=1))
+        status = {0: "sound", 2: "invalid"}.get(problems.exit_code, "refused")
+        blocking = sum(one.severity == "block" for one in report.remarks)
+        message = f"{blocking} of {len(report.remarks)} findings block" if blocking else "nothing is in the way"
+        print_answer(status, message, report.model_dump(mode="json"), report.remarks)
         return problems.exit_code
-    groups = tuple(map(FindingGroup, report.remarks)) if verbose else summed_up(report.remarks)
+    print_findings(report.remarks, problems, console, verbose=verbose)
+    if verbose:
+        _print_examples(report.examples, console)
+    return problems.exit_code
+
+
+def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
+    """Each finding with what to do about it, worst first; then what is well.
+
+    Args:
+        verbose: Say each alone, also those that have one cause.
+    """
+    groups = tuple(map(FindingGroup, findings)) if verbose else summed_up(findings)
     for group in groups:
         finding = group.first
         glyph, style = _STYLES[finding.severity]
@@ -69,11 +84,8 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
                 console.print(Text(f"    {label}{text}"))
         if group.others:
             console.print(Text(f"    {group.others_line()} (-v lists them)", style="dim"))
-    for line in report.summary:
+    for line in dict.fromkeys(problems.summary):
         console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))
-    if verbose:
-        _print_examples(report.examples, console)
-    return problems.exit_code
 
 
 def _print_examples(examples: Sequence[TaskExample], console: Console) -> None:

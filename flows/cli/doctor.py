@@ -6,12 +6,12 @@ large everything is; ``--mend`` sets aside what is damaged and removes what nobo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
+from flows.cli.answer import print_answer
 from merge_core.store import (
     ASIDE,
     StateFinding,
@@ -46,7 +46,8 @@ def examine_project(console: Console, as_json: bool, *, mend: bool) -> int:
             {"kind": one.kind, "path": str(one.path), "what": one.what, "bytes": one.bytes, "done": what}
             for one, what in zip(found, done, strict=True)
         ]
-        print(json.dumps({"status": "damaged" if sick else "sound", "home": str(place), "sizes": sizes, "found": told}))
+        more = {"home": str(place), "sizes": sizes, "found": told}
+        print_answer("damaged" if sick else "sound", f"{len(told)} things found", more)
         return 3 if sick else 0
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     console.print(f"{place}: {listed or 'nothing here yet'}")

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.answer import print_answer
 from merge_core.errors import InvalidInput, suggest
 from merge_core.units import format_duration
 from tasks.report import RunRecord, night_of, outcome_of_status, read_history, worst_drop
@@ -47,7 +47,8 @@ def print_history(console: Console, as_json: bool, profile: str | None = None, m
         )
     if as_json:
         told = [one.model_dump(mode="json") for one in runs[:most]]
-        print(json.dumps({"home": str(home()), "damaged": history.damaged, "known": len(runs), "runs": told}))
+        more = {"home": str(home()), "damaged": history.damaged, "known": len(runs), "runs": told}
+        print_answer("listed", f"{len(runs)} runs are known", more)
         return
     if runs:
         console.print(_table(runs[:most], with_profile=profile is None), soft_wrap=False)

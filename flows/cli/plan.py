@@ -8,7 +8,6 @@ second and kept for an hour; cost is that time at prices that the user names.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import time
@@ -21,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.answer import print_answer
 from flows.cli.recipe_parents import plan_recipe
-from merge_core import EngineSettings, MergePlan, load_recipe
+from merge_core import EngineSettings, MergePlan, Recipe, load_recipe
 from merge_core.errors import InvalidInput
 from merge_core.forecast import Duration, Needs, Rates, duration, input_files, needs_of
 from merge_core.units import format_bytes
@@ -108,29 +108,46 @@ def plan_file(
     Raises:
         InvalidInput: A recipe or checkpoint that cannot be merged, or an option that means nothing.
     """
-    named = dict(_price(text) for text in prices)
+    named = named_prices(prices)
     from flows.profile import is_recipe, load_profile
 
     profile = None if is_recipe(file) else load_profile(file)
     recipe = profile.candidates()[0].recipe if profile else load_recipe(file)
     with console.status("reading headers"):
-        found, plan = plan_recipe(recipe)
-        size = size_of_adapter(recipe, found)
-    snapshots = {one.directory: one for parent in found for one in parent.snapshots}
-    coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
-    # Decomposing a change takes most of the time of an adapter, and nobody has measured how much.
-    forecast = make_forecast(plan, coming, out, device, named, False if size else probe)
-    if size:
-        forecast = replace(forecast, needs=_needs_of_adapter(forecast.needs, size), rates=None, time=None)
-        forecast = replace(forecast, is_adapter=True)
+        forecast, found = _forecast_and_parents(recipe, out, device, named, probe)
     if profile:
         forecast = replace(forecast, power=_known_power(profile, found))
     if as_json:
-        print(json.dumps(_plain(forecast), indent=1))
+        print_answer("planned", forecast.recipe, _plain(forecast))
         return
-    _print(forecast, console)
+    print_forecast(forecast, console)
     if profile and profile.evaluate and forecast.power is None:
         console.print(Text("power: its documents have not been counted here yet; mergegate check does", style="dim"))
+
+
+def named_prices(texts: Sequence[str]) -> dict[str, float]:
+    """``NAME=DOLLARS_PER_HOUR`` by name. Raises InvalidInput for another shape."""
+    return dict(_price(text) for text in texts)
+
+
+def forecast_of(recipe: Recipe, out: Path, device: str, prices: Mapping[str, float], probe: bool | None) -> Forecast:
+    """What merging the recipe will need; arguments and errors as of :func:`plan_file`."""
+    return _forecast_and_parents(recipe, out, device, prices, probe)[0]
+
+
+def _forecast_and_parents(
+    recipe: Recipe, out: Path, device: str, prices: Mapping[str, float], probe: bool | None
+) -> tuple[Forecast, tuple[ResolvedCheckpoint, ...]]:
+    found, plan = plan_recipe(recipe)
+    size = size_of_adapter(recipe, found)
+    snapshots = {one.directory: one for parent in found for one in parent.snapshots}
+    coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
+    # Decomposing a change takes most of the time of an adapter, and nobody has measured how much.
+    forecast = make_forecast(plan, coming, out, device, prices, False if size else probe)
+    if size:
+        forecast = replace(forecast, needs=_needs_of_adapter(forecast.needs, size), rates=None, time=None)
+        forecast = replace(forecast, is_adapter=True)
+    return forecast, found
 
 
 def _known_power(profile: Profile, found: Sequence[ResolvedCheckpoint]) -> GatePower | None:
@@ -230,7 +247,7 @@ def _price(text: str) -> tuple[str, float]:
     return name.strip(), price
 
 
-def _print(forecast: Forecast, console: Console) -> None:
+def print_forecast(forecast: Forecast, console: Console) -> None:
     table = Table.grid(padding=(0, 3))
     table.add_column()
     table.add_column(justify="right")

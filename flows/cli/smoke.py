@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.answer import print_answer
 from flows.profile import load_profile
 from merge_core.errors import InvalidInput
 from merge_core.store import digest
@@ -76,7 +77,11 @@ def smoke_target(
                 served, settings, server, device=device_kind(), log=log, adapted=adapted, on_progress=show
             )
     if as_json:
-        print(verdict.model_dump_json(indent=1))
+        print_answer(
+            str(verdict.outcome) if hasattr(verdict, "outcome") else "asked",
+            verdict.summary(),
+            verdict.model_dump(mode="json"),
+        )
     else:
         _print(verdict, console, log if log and log.exists() else None)
     return 3 if verdict.refuses() else 0

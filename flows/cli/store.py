@@ -14,7 +14,6 @@ files) is a miss: the next run makes it again.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
+from flows.cli.answer import print_answer
 from merge_core.errors import InvalidInput, suggest
 from merge_core.store import (
     EntryName,
@@ -67,7 +67,7 @@ def list_artifacts(console: Console, as_json: bool) -> None:
     told = [(one, subjects.get(one.made_by, ""), _why(one, needed)) for one in entries]
     if as_json:
         rows = [{**_plain(one, now), "subject": subject, "why": why} for one, subject, why in told]
-        print(json.dumps({"home": str(home()), "entries": rows}))
+        print_answer("listed", f"{len(rows)} artifacts", {"home": str(home()), "entries": rows})
         return
     table = _table("stage", "key", "of", ">size", ">age", "why it is kept")
     for one, subject, why in told:
@@ -92,7 +92,8 @@ def print_sizes(console: Console, as_json: bool) -> None:
     sizes.sort(key=lambda one: (-one.bytes, one.stage))
     if as_json:
         stages = [asdict(one) for one in sizes]
-        print(json.dumps({"home": str(home()), "bytes": total, "quota": quota, "stages": stages}))
+        more = {"home": str(home()), "bytes": total, "quota": quota, "stages": stages}
+        print_answer("listed", format_bytes(total), more)
         return
     table = _table("stage", ">entries", ">size", ">needed")
     for one in sizes:
@@ -115,7 +116,8 @@ def verify_store(console: Console, as_json: bool) -> int:
         found = [one for one in examine_store(home() / "store", deep=True) if one.kind == "damaged"]
     if as_json:
         told = [{"path": str(one.path), "what": one.what, "bytes": one.bytes} for one in found]
-        print(json.dumps({"status": "damaged" if found else "sound", "read": len(entries), "damaged": told}))
+        message = f"{len(told)} of {len(entries)} artifacts are damaged"
+        print_answer("damaged" if found else "sound", message, {"read": len(entries), "damaged": told})
         return 3 if found else 0
     for one in found:
         console.print(f"  damaged  {one.path}: {one.what}", markup=False)
@@ -167,7 +169,8 @@ def collect_store(
         now = time.time()
         told = {name: [{**_plain(one, now), "why": why} for one, why in part] for name, part in _parts(plan)}
         sizes = {"before": plan.bytes_before, "after": plan.bytes_after, "over_quota": plan.over_quota}
-        print(json.dumps({"dry_run": dry_run, "bytes_freed": freed, **sizes, **told}))
+        more = {"dry_run": dry_run, "bytes_freed": freed, **sizes, **told}
+        print_answer("planned" if dry_run else "collected", f"{format_bytes(freed)} freed", more)
         return
     for one, why in plan.goes:
         place = f"{one.stage}/{one.name}" if one.stage else one.name

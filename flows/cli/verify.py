@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +9,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flows.cli.answer import print_answer
 from tasks.publish.targets import find_release
 from tasks.releases import Verified, check_release
 
@@ -29,7 +29,7 @@ def verify_release(release: str, key: Path | None, console: Console, as_json: bo
     """
     verified = check_release(find_release(release), key)
     if as_json:
-        print(json.dumps({"status": "verified", **_plain(verified)}))
+        print_answer("verified", f"{release} is as it was published", _plain(verified))
         return
     console.print(f"{verified.where}: {verified.files} files, {verified.bytes / 1e6:,.1f} MB, all as published")
     if verified.version:
@@ -64,7 +64,7 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
         )
     if as_json:
-        print(json.dumps({"status": "reproduced", **asdict(made)}))
+        print_answer("reproduced", f"{release} was made again to the byte", asdict(made))
         return
     how = f"made again in {made.seconds:.1f} s on {made.device}"
     console.print(f"{made.where}: {how}; {len(made.files)} files, all equal to the byte")

@@ -29,6 +29,8 @@ class RunOutcome(BaseModel):
     sweep: SweepContent | None = None  # of a sweep: the search and its confirmation
     # Of a run that a check stopped before there was a verdict: what it found, and what to do.
     stopped_by: Annotated[Finding | None, Field(exclude_if=lambda finding: finding is None)] = None
+    # What this run was told otherwise than its profile says, as KEY=VALUE.
+    overrides: Annotated[tuple[str, ...], Field(exclude_if=lambda overrides: not overrides)] = ()
     # The page about it as HTML, to be kept under a name of its own; empty: there is no evidence to be drawn.
     page: Annotated[str, Field(exclude=True, repr=False)] = ""
 

@@ -7,6 +7,7 @@
 | ``Invalid`` | Failed | the input cannot mean anything: exit code 2 |
 | ``Interrupted`` | Cancelled | somebody pressed Ctrl-C: exit code 130; the next run goes on from there |
 | ``Failed`` | Failed | an exception that nobody foresaw: exit code 1 |
+| ``Cancelled`` | Cancelled | it was due while nobody was there to run it, and a later run has done its work |
 
 A no is no crash. Prefect raises whatever a failed state holds at the end of a deployed run, and logs that with its
 traceback. So it holds an exception that carries the outcome, and the one line that would print it is left out: the
@@ -16,11 +17,12 @@ state and its reason have been logged by then.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flows.outcome.ending import RunOutcome, stopped_outcome
 from flows.outcome.keeping import RunClock, keep_outcome, running_flow
+from flows.prefect_api import made_up_for_by
 from flows.profile import Profile
 from merge_core.errors import INTERRUPTED, MergegateError, state_name
 from merge_core.store import refusing_disk
@@ -58,14 +60,15 @@ class StoppedRun(Exception):
         return (StoppedRun, (self.outcome,))
 
 
-def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
+def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str] = ()) -> State[RunOutcome]:
     """The end of a flow: what ``make`` returns, or what it refuses, as Prefect's state and on its pages.
 
-    Whatever the end, there is a page about it and a line in the history.
+    Whatever the end, there is a page about it and a line in the history; but not of a night that was made up for.
 
     Args:
         make: The story of the flow. Stages that it runs are watched by Prefect's log, unless somebody watches already.
         name: Of the profile.
+        overrides: What the run was told otherwise, to be kept with what came of it.
 
     Raises:
         Exception: that nobody foresaw, after it was noted; Prefect logs it with its traceback.
@@ -73,6 +76,8 @@ def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
     from prefect import get_run_logger
     from prefect.states import Cancelled, Completed, Failed
 
+    if later := made_up_for_by():
+        return Cancelled(message=f"made up for by {later}, which began after this run was due")
     clock, watcher = RunClock(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
     about = {"run": run, "flow": flow, "profile": name}
@@ -93,6 +98,7 @@ def concluded(make: Callable[[], RunOutcome], name: str) -> State[RunOutcome]:
             show_in_prefect(kept, name)
             say("run ended", level="error", status="failed", message=outcome.message)
             raise
+        outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
         outcome = keep_outcome(outcome, name, clock, noted.stages)
         level = "warning" if outcome.exit_code else "info"
         say("run ended", level=level, status=outcome.status, message=outcome.message, seconds=clock.seconds())

@@ -18,6 +18,7 @@ from flows.prefect_api.deployments import (
     wanted_deployments,
 )
 from flows.prefect_api.embedded import configure, local_api, require_writable
+from flows.prefect_api.missed import made_up_for_by
 from flows.prefect_api.nights import NIGHTS, Nights, load_nights
 from flows.prefect_api.rearming import rearm_when_served
 from flows.prefect_api.runs import FinishedRun, StartedRun, follow_run, site_client, start_run
@@ -28,6 +29,7 @@ from flows.prefect_api.site import (
     database_url,
     find_site,
     make_secret,
+    page_of_run,
     require_database,
     require_site,
     write_settings,
@@ -60,8 +62,10 @@ __all__ = [
     "keep_rules",
     "load_nights",
     "local_api",
+    "made_up_for_by",
     "make_pool",
     "make_secret",
+    "page_of_run",
     "rearm_when_served",
     "require_database",
     "require_site",

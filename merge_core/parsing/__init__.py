@@ -17,6 +17,7 @@ from merge_core.parsing.json_text import (
     read_json,
     read_lines,
 )
+from merge_core.parsing.overrides import with_overrides
 from merge_core.parsing.wording import as_written, expectation, kind_of, one_of_several
 from merge_core.parsing.yaml_text import StrictLoader, parse_yaml, read_yaml, read_yaml_mapping
 
@@ -46,4 +47,5 @@ __all__ = [
     "read_yaml",
     "read_yaml_mapping",
     "typed",
+    "with_overrides",
 ]

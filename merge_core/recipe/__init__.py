@@ -9,6 +9,7 @@ from merge_core.recipe.overrides import apply_overrides, fit_to_method
 from merge_core.recipe.parameters import Parameters, value_for
 from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
 from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
+from merge_core.recipe.schema import recipe_schema
 from merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, TokenRow
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "fit_to_method",
     "load_recipe",
     "parse_reference",
+    "recipe_schema",
     "resolve_local",
     "value_for",
 ]

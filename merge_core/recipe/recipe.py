@@ -26,7 +26,7 @@ from merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_
 _EXPECTED = "a recipe in YAML"
 # Each is looked for, on the Hub too.
 _MAX_MODELS = 256
-_TOP = (
+RECIPE_KEYS = (
     "merge_method",
     "models",
     "slices",
@@ -274,7 +274,7 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
 def _document(value: object, where: str, directory: Path | None) -> Recipe:
     if isinstance(value, Mapping) and "experts" in value and "merge_method" not in value:
         return _mixture_of(value, where, directory)
-    content = known_mapping(value, where, _TOP, separator=": ", may_be_a_parameter=True)
+    content = known_mapping(value, where, RECIPE_KEYS, separator=": ", may_be_a_parameter=True)
     if "merge_method" not in content:
         raise InvalidInput(where, found="no 'merge_method'", expected="the name of a merge method")
     method = find_method(content["merge_method"], f"{where}: merge_method")

@@ -16,6 +16,7 @@ from tasks.evaluation.document_scores import (
     score_of_sample,
     write_document_scores,
 )
+from tasks.evaluation.fetching import FetchedDataset, fetch_datasets
 from tasks.evaluation.lm_eval_results import (
     ResultsFile,
     TaskResults,
@@ -47,6 +48,7 @@ from tasks.evaluation.stage import (
     score_table,
     unknown_documents,
 )
+from tasks.evaluation.support import require_examples, require_supported
 from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 from tasks.evaluation.task_texts import document_texts
@@ -61,6 +63,7 @@ __all__ = [
     "DocumentScore",
     "DocumentSet",
     "EvalTask",
+    "FetchedDataset",
     "JudgedMetrics",
     "MetricSetting",
     "Paired",
@@ -89,6 +92,7 @@ __all__ = [
     "document_seconds",
     "document_texts",
     "evaluate_to",
+    "fetch_datasets",
     "find_backend",
     "find_results",
     "join_parts",
@@ -104,6 +108,8 @@ __all__ = [
     "read_definition",
     "read_document_scores",
     "read_task",
+    "require_examples",
+    "require_supported",
     "score_of_sample",
     "score_table",
     "unknown_documents",

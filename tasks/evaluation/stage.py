@@ -123,7 +123,7 @@ def evaluate(
         scoring,
         part,
         runtime.device,
-        lambda done, total: advance(done, total, "requests"),
+        lambda done, total: advance(done, total, f"requests of {task.name}"),
         # A server is not in the key; but what one has half answered is not for another to go on with.
         JournalPlace(
             out / JOURNAL, f"{evaluate.key(model, task, scoring, part, runtime)} {asked!r} {files_state([model])}"

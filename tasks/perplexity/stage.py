@@ -37,7 +37,7 @@ def _percentage(value: object) -> object:
     return value
 
 
-Percentage = Annotated[float, BeforeValidator(_percentage), Field(gt=0, lt=1)]
+Percentage = Annotated[float, BeforeValidator(_percentage, json_schema_input_type=float | str), Field(gt=0, lt=1)]
 
 
 class DriftLimits(BaseModel):

@@ -8,10 +8,12 @@ from tasks.preflight.custom_code import CodeSettings, custom_code_findings
 from tasks.preflight.evidence import Evidence, JudgeQuestions, check_references, pin_evidence
 from tasks.preflight.foresight import night_power, planned_looks, planned_tasks
 from tasks.preflight.machine import machine_findings, this_machine
+from tasks.preflight.sample_text import SAMPLE
 from tasks.preflight.segmentation import cut_shares, with_shares
 from tasks.preflight.tokenizers import TokenizerSettings
 
 __all__ = [
+    "SAMPLE",
     "CodeSettings",
     "Compatibility",
     "Evidence",

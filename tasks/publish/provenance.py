@@ -29,6 +29,7 @@ def provenance(
     *,
     recipe: object,
     profile: str,
+    overrides: Sequence[str] = (),
     numerics: Numerics,
     evaluation_seed: int | None,
     parents: Sequence[PinnedCheckpoint],
@@ -42,6 +43,7 @@ def provenance(
     Args:
         recipe: The documents of the recipe, as plain data.
         profile: Its name.
+        overrides: What the run was told otherwise than the profile says.
         evaluation_seed: Of the sample of documents and the few-shot examples; None: nothing was evaluated.
         versions: Of the libraries that decide scores; those that decide weights come with ``numerics``.
         card: Metadata of the model card.
@@ -56,7 +58,8 @@ def provenance(
         "predicate": {
             "buildDefinition": {
                 "buildType": _BUILD_TYPE,
-                "externalParameters": {"recipe": recipe, "profile": profile},
+                "externalParameters": {"recipe": recipe, "profile": profile}
+                | ({"overrides": list(overrides)} if overrides else {}),
                 "internalParameters": {
                     "versions": {**versions, **numerics.versions},
                     "device": numerics.device,

@@ -160,6 +160,7 @@ def release_files(
         files,
         recipe=parse_yaml(content.recipe, "recipe"),
         profile=content.name,
+        overrides=content.overrides,
         numerics=numerics,
         evaluation_seed=content.scoring.seed if content.scoring else None,
         parents=pinned.parents,

@@ -142,6 +142,8 @@ class ReportContent(_Part):
     experts: Annotated[tuple[RouterDistance, ...], Field(exclude_if=lambda experts: not experts)] = ()
     ensemble: Likelihoods | None = None  # of the parents together, on the same text
     artifacts: tuple[StoredArtifact, ...] = ()
+    # What this run was told otherwise than the profile says, as KEY=VALUE.
+    overrides: Annotated[tuple[str, ...], Field(exclude_if=lambda overrides: not overrides)] = ()
     # Of verdicts that have no drawing of their own here.
     sections: Annotated[tuple[Section, ...], Field(exclude_if=lambda sections: not sections)] = ()
 

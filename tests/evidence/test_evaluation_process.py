@@ -84,6 +84,7 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path,
     assert ends(int((tmp_path / "tasks" / "child").read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "found", "remedy"),
     [
@@ -130,6 +131,7 @@ def test_a_mistake_in_a_template_of_the_users_task_is_said_as_one(tmp_path: Path
     assert (caught.value.where, caught.value.found) == (str(path), "UndefinedError: 'colour' is undefined")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "found"),
     [
@@ -147,7 +149,7 @@ def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
     assert len(documents_of(score(model, task, 10, 20).outcomes)) == 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_is_silent_for_too_long_is_stopped_though_nobody_set_a_limit(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +207,7 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
         process.look_in_child(task, 2)
 
 
+@pytest.mark.slow
 def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
@@ -243,6 +246,7 @@ def flow(model: Model, task: EvalTask) -> str:
     return FLOW.format(model=model.model_dump_json(), task=task.model_dump_json())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hang",
     ["signal.pause()", f"ctypes.PyDLL(None).sleep({LONGER_THAN_HANG_S})"],
@@ -269,6 +273,7 @@ def test_it_dies_with_the_flow_even_when_that_is_killed(
     assert not list(scratch.glob("mergegate-*"))
 
 
+@pytest.mark.slow
 def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     with in_another_process(flow(model, task), tmp_path) as running:
@@ -277,6 +282,7 @@ def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> 
     assert ends(asked(task)[-1][0])
 
 
+@pytest.mark.slow
 def test_it_works_offline_says_nothing_and_leaves_nothing_behind(tmp_path: Path, model: Model) -> None:
     """Without the switches of the test suite, outside any repository, and with every name that is looked up noted."""
     task = write_trap(tmp_path / "tasks", "pass", at=0)

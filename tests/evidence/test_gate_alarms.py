@@ -29,7 +29,7 @@ def test_alone_a_guard_is_asked_at_the_confidence_of_the_profile() -> None:
     assert alarm_confidences([measured(30, 10, 500)], 0.95) == [0.95]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_guards_that_show_a_drop_are_those_of_holms_procedure() -> None:
     rng = np.random.default_rng(21)
     differing = 0

@@ -72,6 +72,7 @@ def score(model: Model, task: EvalTask, first: int) -> None:
     score_in_child(model, task, Scoring(), part, "cpu", lambda done, total: None)
 
 
+@pytest.mark.slow
 def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
     tmp_path: Path, documents: HeldOutText, task: EvalTask
 ) -> None:
@@ -119,6 +120,7 @@ def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
     assert "batch_size" in caught.value.remedy
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
 def test_perplexity_is_killed_by_no_more_than_a_task_is(
     tmp_path: Path, documents: HeldOutText, monkeypatch: pytest.MonkeyPatch
@@ -249,6 +251,7 @@ def keep(monkeypatch: pytest.MonkeyPatch, capacity: int | None, sizes: dict[str,
     return list(held.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capacity", "asked", "held"),
     [
@@ -267,6 +270,7 @@ def test_models_are_held_up_to_half_of_the_memory(
     assert keep(monkeypatch, capacity, dict.fromkeys("abcd", 10), asked) == list(held)
 
 
+@pytest.mark.slow
 def test_a_large_one_makes_as_much_room_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert keep(monkeypatch, 100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd") == ["c", "d"]
 

@@ -116,6 +116,7 @@ def test_a_dataset_that_is_exchanged_between_two_runs_is_measured_anew(
         )
 
 
+@pytest.mark.slow
 def test_the_verdict_says_on_what(hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None) -> None:
     parts = evaluate_to(model, task, Scoring(), None, CPU)
     verdict = gate.work(

@@ -129,6 +129,8 @@ def tokens(count: int = 24) -> torch.Tensor:
 
 def logits(model: Any, ids: torch.Tensor | None = None) -> torch.Tensor:
     with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:  # where a file is mapped, another kernel may be chosen
+            tensor.data = tensor.data.clone()
         return model(tokens() if ids is None else ids).logits
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from merge_core.checkpoint import render_header
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 EXPERTS, WIDE, HIDDEN = 128, 4096, 4096  # bfloat16: 8.6 GB of gate and up projections
 MERGE = r"""

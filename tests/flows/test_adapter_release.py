@@ -58,6 +58,7 @@ def test_a_profile_with_adapters_is_checked_and_planned(tmp_path: Path, profile:
     assert planned.exit_code == 0, planned.output
 
 
+@pytest.mark.slow
 def test_the_size_of_an_adapter_is_its_own(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     recipe, out = str(_recipe(project, "demo-adapters")), project.root / "out"

@@ -31,6 +31,7 @@ def published(project: Project) -> set[str]:
     return {one.name for one in place.iterdir()} if place.exists() else set()
 
 
+@pytest.mark.slow
 def test_a_release_that_has_to_be_approved_is_published_only_then(asking: tuple[Project, str]) -> None:
     """In this order: nobody to ask; a word beforehand; nothing new, so that nobody is asked."""
     project, profile = asking

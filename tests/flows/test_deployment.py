@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from demo_project import make_project
 from patience import HANG_S
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State, StateType
+from prefect.states import Scheduled
 from served_site import (
     MERGEGATE,
     PROJECT,
@@ -260,3 +263,24 @@ def test_a_refused_run_is_no_crash_in_any_log(
     assert run.name.startswith({"Refused": "demo-forbidden · ties of 2", "Invalid": "support · "}[state])
     page = served.root / ".mergegate" / "reports" / f"{'support' if content else 'demo-forbidden'}.html"
     assert state in page.read_text(encoding="utf-8")
+
+
+def test_of_the_nights_that_nobody_carried_out_one_is_made_up_for(served_alone: Served) -> None:
+    """Three nights without a worker: when there is one again, one is carried out, and no other is left to be."""
+    served = served_alone
+    served.deploy(nights({"profile": "profiles/demo-forbidden.yaml", "schedule": "0 3 * * *", "timezone": "UTC"}))
+    deployment = find_deployment(served.client, "release/demo-forbidden")
+    assert deployment is not None
+    now = datetime.now(UTC)
+    missed = {
+        served.client.create_flow_run_from_deployment(
+            deployment.id, state=Scheduled(scheduled_time=now - timedelta(days=ago))
+        ).id
+        for ago in (1, 2, 3)
+    }
+    for _ in missed:  # each takes one: there is one slot
+        served.run(*MERGEGATE, "worker", "--once")
+    assert Counter(served.client.read_flow_run(one).state_name for one in missed) == {"Refused": 1, "Cancelled": 2}
+    again = served.client.create_flow_run_from_deployment(deployment.id).id  # due now: what was before is none of it
+    served.run(*MERGEGATE, "worker", "--once")
+    assert served.client.read_flow_run(again).state_name == "Refused"

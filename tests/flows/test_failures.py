@@ -174,9 +174,9 @@ def stages_made(project: Project) -> list[dict[str, int]]:
     return [{stage: number for stage, number in run.items() if number} for run in made]
 
 
-@pytest.mark.slow
-def test_eight_runs_at_once_make_each_artifact_once_and_end_alike(
-    tmp_path: Path, released: tuple[Project, Printed]
+@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.long)])
+def test_runs_at_once_make_each_artifact_once_and_end_alike(
+    tmp_path: Path, released: tuple[Project, Printed], number: int
 ) -> None:
     undisturbed, _ = released
     project = make_project(tmp_path)
@@ -189,16 +189,16 @@ def test_eight_runs_at_once_make_each_artifact_once_and_end_alike(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for _ in range(8)
+        for _ in range(number)
     ]
     said = [run.communicate(timeout=HANG_S) for run in runs]
-    assert [run.returncode for run in runs] == [0] * 8, said
+    assert [run.returncode for run in runs] == [0] * number, said
     outcomes = [json.loads(out) for out, _ in said]
     assert {one["version"] for one in outcomes} == {undisturbed.latest.resolve().name}
     assert sorted({one["status"] for one in outcomes}) == ["nothing new", "released"]
     assert [one["status"] for one in outcomes].count("released") == 1
     alone, together = stages_made(undisturbed)[0], stages_made(project)
-    assert len(together) == 8
+    assert len(together) == number
     for stage in alone.keys() - NOT_CACHED:
         assert sum(run.get(stage, 0) for run in together) == alone[stage], f"{stage}: {together}"
     assert files_below(project.latest.resolve()) == files_below(undisturbed.latest.resolve())

@@ -108,6 +108,7 @@ class TestRunsOfStages:
         collect()
         assert stages() == {"grow", "copy", "weigh"}, "it is the last run of its profile"
 
+    @pytest.mark.slow
     def test_what_only_older_runs_used_goes(self) -> None:
         for size in (1, 2, 3, 4):
             night(size)
@@ -133,6 +134,7 @@ class TestRunsOfStages:
         assert outcome.status == "refused"
         assert "changed since it was pinned" in outcome.message
 
+    @pytest.mark.slow
     def test_a_refused_run_that_was_not_judged_displaces_nothing(self) -> None:
         night(1)
         for size in (2, 3, 4):
@@ -142,6 +144,7 @@ class TestRunsOfStages:
         assert grow.find(4) is not None, "the last one"
         assert grow.find(2) is None
 
+    @pytest.mark.slow
     def test_a_quota_is_kept_at_the_end_of_a_run_and_said_in_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for size in (50_001, 50_002, 50_003):
             night(size)

@@ -53,12 +53,15 @@ def files_of(release: Path) -> dict[str, bytes]:
     return {path.relative_to(release).as_posix(): path.read_bytes() for path in release.rglob("*") if path.is_file()}
 
 
-def test_killed_at_every_stage_in_turn_the_release_is_byte_identical(
-    tmp_path: Path, released: tuple[Project, Result]
+@pytest.mark.parametrize(
+    "moments", [("merge", "evaluate", "publish"), pytest.param((*STAGES, "publish"), marks=pytest.mark.long)]
+)
+def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
+    tmp_path: Path, released: tuple[Project, Result], moments: tuple[str, ...]
 ) -> None:
     undisturbed, _ = released
     project = make_project(tmp_path / "killed")
-    for moment in (*STAGES, "publish"):
+    for moment in moments:
         run = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(DIES), moment, "run", "profiles/demo.yaml"],
             cwd=project.root,
@@ -88,6 +91,7 @@ def test_killed_at_every_stage_in_turn_the_release_is_byte_identical(
     assert not list((project.home / "store").glob("*/*.partial"))
 
 
+@pytest.mark.long
 def test_two_runs_at_once_make_everything_once(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     runs = [

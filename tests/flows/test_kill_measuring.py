@@ -33,6 +33,7 @@ def test_a_whole_release_loads_each_model_once(reference: Any) -> None:
     assert len({note.process for note in loads}) == 1
 
 
+@pytest.mark.long
 def test_killed_while_it_measures_it_repeats_a_batch_a_kill_and_changes_no_bit(
     bench: ModuleType, reference: Any, tmp_path: Path
 ) -> None:

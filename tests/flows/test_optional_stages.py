@@ -26,6 +26,7 @@ def everything(released_with_everything: Path) -> tuple[Project, dict[str, Any]]
     return Project(released_with_everything), json.loads((released_with_everything / "outcome.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_report_says_how_much_of_the_ensemble_the_merge_keeps(everything: tuple[Project, dict[str, Any]]) -> None:
     project, ended = everything
     together = ended["content"]["ensemble"]
@@ -33,6 +34,7 @@ def test_the_report_says_how_much_of_the_ensemble_the_merge_keeps(everything: tu
     assert "The mean of the parents" in (project.home / "reports" / "everything.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_judge_who_always_likes_the_first_answer_decides_nothing(released: Released) -> None:
     project, _ = released
     with serving(lambda body: says("A")) as asked:

@@ -121,6 +121,7 @@ def test_the_plain_average_is_refused_for_the_skill_it_loses(released: Released)
     assert (project.home / "reports" / "demo-refused.html").is_file()
 
 
+@pytest.mark.slow
 def test_parents_are_evaluated_once_ever(released: Released) -> None:
     project, _ = released
     project.mergegate("run", "profiles/demo-refused.yaml")
@@ -209,6 +210,7 @@ def test_a_changed_threshold_runs_only_the_gate(released: Released) -> None:
     assert len(project.artifacts("gate") - gates) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "altered"])
 def test_a_damaged_merge_is_noticed_and_rebuilt_to_the_same_release(released: Released, damage: str) -> None:
     project, _ = released

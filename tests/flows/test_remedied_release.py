@@ -90,6 +90,7 @@ def test_a_misspelt_remedy_is_found_before_anything_is_merged(project: Project) 
     assert project.artifacts("merge") == set()
 
 
+@pytest.mark.slow
 def test_a_merge_is_held_against_what_is_released_today(released: Released) -> None:
     project, _ = released
     profile = project.edit("demo.yaml", "guarded_by: reverser", "guarded_by: champion")

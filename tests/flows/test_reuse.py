@@ -59,6 +59,7 @@ def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> 
     assert sum("10 % of answers differ (a guess)" in line for line in checked) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["demo-lopsided.yaml", "demo-refused.yaml"])
 def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
     project, _ = released

@@ -42,6 +42,7 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Project(root), {name: Printed(*one) for name, one in said.items()}, scored
 
 
+@pytest.mark.slow
 def test_a_winner_that_is_confirmed_is_released(swept: Swept) -> None:
     _, printed, scored = swept
     assert printed["first"].exit_code == 0, printed["first"].output
@@ -51,6 +52,7 @@ def test_a_winner_that_is_confirmed_is_released(swept: Swept) -> None:
     assert scored == 10 + 2  # ten recipes, and two of them on the documents of the confirmation
 
 
+@pytest.mark.slow
 def test_the_winners_file_is_a_recipe_whose_merge_is_what_was_released(swept: Swept, tmp_path: Path) -> None:
     project, _, _ = swept
     file = project.home / "sweeps" / f"{small_sweeps.NAME}-winner.yaml"
@@ -64,6 +66,7 @@ def test_the_winners_file_is_a_recipe_whose_merge_is_what_was_released(swept: Sw
         assert (tmp_path / "merged" / name).read_bytes() == (released / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_same_sweep_again_asks_nothing_and_releases_nothing_new(swept: Swept) -> None:
     project, printed, scored = swept
     assert printed["again"].exit_code == 0, printed["again"].output
@@ -75,6 +78,7 @@ def test_the_same_sweep_again_asks_nothing_and_releases_nothing_new(swept: Swept
     assert len(keys) == scored
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_better_no_candidate_is_confirmed(swept: Swept) -> None:
     project, printed, _ = swept
     assert printed["saturated"].exit_code == 3

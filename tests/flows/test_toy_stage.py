@@ -77,6 +77,7 @@ def release_with(project: Project, most: int, monkeypatch: pytest.MonkeyPatch) -
     return my_release(Path("profiles/demo.yaml")), weighed
 
 
+@pytest.mark.slow
 def test_a_stage_from_outside_refuses_a_release(
     released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_stage_from_outside_refuses_a_release(
     assert project.artifacts("weigh")
 
 
+@pytest.mark.slow
 def test_its_section_is_in_the_report_the_summary_and_on_prefects_page(
     released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

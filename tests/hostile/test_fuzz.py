@@ -10,7 +10,7 @@ from fuzz import Target, fuzz, targets
 
 from merge_core.errors import InvalidInput
 
-SECONDS = 20
+SECONDS = 6
 
 
 def test_every_parser_ends_in_a_value_or_a_message(tmp_path: Path) -> None:

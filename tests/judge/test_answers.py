@@ -93,6 +93,7 @@ def test_a_missing_chat_template_is_said_with_its_remedy(tmp_path: Path, model: 
         ask(tmp_path, model, [["abc"], ["def"]], chat_template=True)
 
 
+@pytest.mark.slow
 def test_the_models_own_sampling_and_penalties_play_no_part(tmp_path: Path, model: Model) -> None:
     asked = [[word] for word in words(6, seed=2)]
     _, plain = ask(tmp_path, model, asked)

@@ -82,6 +82,7 @@ def lines(judged: JudgedAnswers, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_consistent_judge_is_counted_right(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         judged = run(tmp_path, models, asked.url)
@@ -136,6 +137,7 @@ def test_equal_answers_are_not_shown_to_anybody(tmp_path: Path, models: tuple[Mo
     assert (verdict.identical, verdict.ties, verdict.win_rate) == (PROMPTS, PROMPTS, 0.5)
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_twice_and_a_threshold_asks_nobody(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         first = run(tmp_path, models, asked.url)

@@ -43,8 +43,12 @@ def test_a_sample_has_vocabularies_adapters_and_experts_bit_by_bit_or_refused_by
     assert list(parts(BY_NAME[name], parents_of(BY_NAME[name], tmp_path), tmp_path)) == rows()[name][2:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BY_NAME)
+EVERY_CELL = [
+    pytest.param(name, marks=pytest.mark.long if place % 7 else pytest.mark.slow) for place, name in enumerate(BY_NAME)
+]
+
+
+@pytest.mark.parametrize("name", EVERY_CELL)
 def test_every_cell_of_the_table_is_what_is_found(name: str, tmp_path: Path) -> None:
     assert row_of(BY_NAME[name], tmp_path) == rows()[name]
 

@@ -223,6 +223,7 @@ def test_the_sums_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeyp
     assert found[0].whole.length(0) == pytest.approx(0.01, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded_whatever_the_size_of_a_tensor(tmp_path: Path) -> None:
     """Three models of 256 MB in one tensor each, in a process of its own."""
     rows = torch.zeros(32768, 2048, dtype=torch.bfloat16)

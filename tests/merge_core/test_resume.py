@@ -79,7 +79,7 @@ def parents(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("kills", [15, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [15, pytest.param(100, marks=pytest.mark.long)])
 def test_a_merge_killed_anywhere_is_resumed_to_the_same_bytes(parents: Path, kills: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KILLER, str(parents), str(Path(__file__).parent), TEXT, str(kills)],

@@ -549,5 +549,7 @@ def load(family: TinyFamily, directory: Path) -> Any:
 def logits(family: TinyFamily, model: Any, token: int | None = None) -> torch.Tensor:
     """What it says to :func:`inputs`."""
     with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:  # where a file is mapped, another kernel may be chosen
+            tensor.data = tensor.data.clone()
         more = {} if "Masked" in family.auto or "Sequence" in family.auto else {"use_cache": False}
         return model(**inputs(family, token), **more).logits

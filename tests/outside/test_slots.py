@@ -116,6 +116,7 @@ def test_they_are_asked_at_the_same_time(tmp_path: Path) -> None:
         assert [future.result() for future in futures] == ["met", "met"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("children", "home")
 def test_one_that_is_killed_beside_others_is_asked_again_when_they_are_gone(tmp_path: Path) -> None:
     """As the system does it where several together are too much for the memory."""

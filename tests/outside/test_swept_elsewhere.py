@@ -25,7 +25,7 @@ def here(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return bench.undisturbed(tmp_path_factory.mktemp("here") / "project", trials=TRIALS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_twice_a_sweep_has_the_same_trials_and_the_same_winner(
     bench: ModuleType, here: Any, tmp_path: Path
 ) -> None:

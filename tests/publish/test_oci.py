@@ -238,8 +238,8 @@ def test_what_cannot_be_meant_is_said_with_its_place(settings: dict[str, Any], m
     ("kind", "stride"),
     [
         pytest.param("kill", 5, id="kill-some"),
-        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("kill", "after")),
-        *(pytest.param(kind, 4, marks=pytest.mark.slow) for kind in ("before", "503", "silence", "down")),
+        *(pytest.param(kind, 1, marks=pytest.mark.long) for kind in ("kill", "after")),
+        *(pytest.param(kind, 4, marks=pytest.mark.long) for kind in ("before", "503", "silence", "down")),
     ],
 )
 def test_a_fault_at_any_request_leaves_whole_releases_and_is_healed_by_running_again(

@@ -64,9 +64,9 @@ def scenes() -> Iterator[Any]:
     yield pytest.param(False, "kill", 6, id="next-kill-some")
     # What is done without an answer, and a kill, at every request; what does nothing differs from those little.
     for kind, stride in (("after", 1), ("kill", 1), ("down", 4), ("before", 4), ("503", 4), ("silence", 4)):
-        yield pytest.param(False, kind, stride, id=f"next-{kind}", marks=pytest.mark.slow)
-    for kind, stride in (("kill", 1), ("500", 4)):
-        yield pytest.param(True, kind, stride, id=f"first-{kind}", marks=pytest.mark.slow)
+        yield pytest.param(False, kind, stride, id=f"next-{kind}", marks=pytest.mark.long)
+    for kind, stride, mark in (("kill", 1, pytest.mark.long), ("500", 4, pytest.mark.slow)):
+        yield pytest.param(True, kind, stride, id=f"first-{kind}", marks=mark)
 
 
 @pytest.mark.parametrize(("first", "kind", "stride"), list(scenes()))

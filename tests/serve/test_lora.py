@@ -230,6 +230,7 @@ def test_where_vllm_knows_no_lora_for_a_family_it_is_asked_again_merged(demo: Pa
     assert "adapter" not in {check.name for check in verdict.checks}
 
 
+@pytest.mark.slow
 def test_a_factor_that_is_no_number_needs_no_server(demo: Path, tmp_path: Path) -> None:
     adapter = shutil.copytree(demo, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"

@@ -152,6 +152,7 @@ def test_a_command_that_is_not_there_is_the_machines_fault(tmp_path: Path, trace
     assert traces.files() == []
 
 
+@pytest.mark.slow
 def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: Traces) -> None:
     with (
         ServerProcess(
@@ -164,6 +165,7 @@ def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: T
     assert traces.processes() == []
 
 
+@pytest.mark.slow
 def test_the_total_limit_ends_a_server_that_is_ready(tmp_path: Path, traces: Traces) -> None:
     with ServerProcess(stand_in(traces), tmp_path / "log", settings(total_within=2)) as server:
         server.await_ready()
@@ -202,6 +204,7 @@ def test_a_killed_supervisor_leaves_no_server(tmp_path: Path, traces: Traces) ->
     assert traces.files() == []
 
 
+@pytest.mark.slow
 def test_a_server_on_a_port_that_somebody_took_is_started_on_another(
     tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +235,7 @@ def test_nothing_survives_a_flow_that_is_killed(tmp_path: Path, traces: Traces) 
     assert traces.files() == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path: Path, traces: Traces) -> None:
     chance = random.Random(6)
     urls = []

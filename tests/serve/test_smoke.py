@@ -128,6 +128,7 @@ def test_a_server_that_cannot_start_here_says_nothing_about_the_model(
     assert failed.value.exit_code == 3
 
 
+@pytest.mark.slow
 def test_the_stage_asks_once_and_keeps_the_log(checkpoint: Path, home: Path, prefect_api: None) -> None:
     configured = settings("--model", "{model}")
     server = server_of(configured, Path())
@@ -188,6 +189,7 @@ def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
     assert served.parents["broken"].measured == ServingCost()
 
 
+@pytest.mark.slow
 def test_a_cached_verdict_tells_what_was_measured_then(
     checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +301,7 @@ class TestCommand:
         assert " checks passed" in done.output
         assert re.search(r"throughput +\d+ tokens/s", done.output)
 
+    @pytest.mark.slow
     def test_a_checkpoint_is_served_and_its_numbers_stand_below_the_checks(self, checkpoint: Path) -> None:
         Path("profile.yaml").write_text(profile_that_serves("--model", "{model}"))
         done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])
@@ -310,6 +313,7 @@ class TestCommand:
         ]  # fmt: skip
         assert today() in numbers
 
+    @pytest.mark.slow
     def test_of_a_server_that_dies_the_log_is_named(self, checkpoint: Path) -> None:
         Path("profile.yaml").write_text(profile_that_serves("--model", "{model}", "--fault", "swallows"))
         done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])

@@ -354,7 +354,10 @@ class Project:
         return tuple(f"{name}@{self.revisions[name]}" for name in names)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 3))])
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3))],
+)
 def test_a_hundred_nights_under_a_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parents change, nights fail, are killed and are refused; so is the collector. The store never exceeds its quota
     after a night, and nothing is gone that a run that goes on, the champion or the last nights need."""

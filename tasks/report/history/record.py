@@ -86,6 +86,7 @@ class RunRecord(_Kept):
     seconds: Finite = Field(ge=0)  # that it took, by a clock that never jumps
     status: Short  # a RunStatus, or one of a newer program
     message: Annotated[str, _cut(_MESSAGE)]
+    overrides: tuple[Short, ...] = Field(default=(), max_length=_MOST)  # what it was told otherwise: KEY=VALUE
     version: Short | None = None
     method: Short = ""  # 'ties of 3 over llama-base'
     recipe: Annotated[str, _cut(_RECIPE)] = ""
@@ -96,6 +97,9 @@ class RunRecord(_Kept):
     stages: tuple[NightStage, ...] = Field(default=(), max_length=_MOST)
     bytes_made: int = Field(default=0, ge=0)  # of artifacts that were not in the store before
     bytes_merged: int = Field(default=0, ge=0)  # of the merged checkpoint
+    location: Annotated[str, _cut(500)] = ""  # of the release: a directory, or an address
+    machine: Short = ""  # 'build-7, 16 cores, Linux x86_64'
+    seen_at: Annotated[str, _cut(500)] = ""  # the run's page on a server of Prefect's, where there is one
     report: Short = ""  # page, relative to the directory of reports; empty where none could be kept
 
     def line(self) -> bytes:

@@ -1,0 +1,267 @@
+"""A first recipe and a first profile as text, with comments that teach: what ``mergegate init`` writes. Pure.
+
+::
+
+    drafts = recipe_drafts(base, models, "")         # the first that the checks let through is written
+    write(recipe_text(drafts[0], "bfloat16"), profile_text(draft))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from merge_core.methods import find_method
+
+SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
+
+# Words by which cards speak of a benchmark, in the order of how sure they are → lm-eval's task of it.
+_CLAIMS = (
+    ("gsm8k", "gsm8k"),
+    ("mmlu-pro", "mmlu_pro"),
+    ("mmlu_pro", "mmlu_pro"),
+    ("mmlu", "mmlu"),
+    ("hellaswag", "hellaswag"),
+    ("winogrande", "winogrande"),
+    ("arc-challenge", "arc_challenge"),
+    ("arc_challenge", "arc_challenge"),
+    ("ai2_arc", "arc_challenge"),
+    ("arc-easy", "arc_easy"),
+    ("arc_easy", "arc_easy"),
+    ("piqa", "piqa"),
+    ("truthful", "truthfulqa_mc2"),
+    ("ifeval", "ifeval"),
+    ("boolq", "boolq"),
+    ("openbookqa", "openbookqa"),
+    ("sciq", "sciq"),
+    ("lambada", "lambada_openai"),
+)
+
+
+@dataclass(frozen=True)
+class RecipeDraft:
+    """A recipe that may fit.
+
+    Args:
+        recipe: Plain data, one document.
+        why: Sentences for the comment above it.
+    """
+
+    recipe: Mapping[str, Any]
+    why: str
+
+
+@dataclass(frozen=True)
+class GuardDraft:
+    """A task of the profile; with a ``problem``, one that is written as a comment only."""
+
+    task: str
+    guarded_by: str
+    why: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class LicenseDraft:
+    """What the licence section says, and what of it a person still has to settle."""
+
+    purpose: str
+    visibility: str
+    declared: Mapping[str, str]  # parent → licence
+    doubts: tuple[str, ...] = ()
+    accepted: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class ProfileDraft:
+    """All that a first profile says.
+
+    Args:
+        documents: Held-out text, relative to the profile; empty: none.
+        is_sample: Whether that is the sample text of mergegate, for want of a better one.
+    """
+
+    name: str
+    recipe: str
+    license: LicenseDraft
+    documents: str
+    is_sample: bool
+    guards: tuple[GuardDraft, ...]
+    release: str
+    schema: str
+
+
+def recipe_drafts(base: object, models: Sequence[object], method: str) -> tuple[RecipeDraft, ...]:
+    """Recipes in the order in which they are worth a try; which of them fits, the headers say.
+
+    Args:
+        base, models: As a recipe writes them.
+        method: The only one that is wanted; empty: any.
+
+    Raises:
+        InvalidInput: for a method that there is not.
+    """
+    return tuple(_drafts(base, models, method))
+
+
+def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[RecipeDraft]:
+    if method:
+        found = find_method(method, "--method")
+        plain = _recipe(found.name, base if found.base != "ordinary" else None, models)
+        yield RecipeDraft(plain, f"{found.name}: {found.summary}")
+        return
+    if len(models) == 1:
+        both = _recipe("linear", None, [base, *models])
+        yield RecipeDraft(both, "One fine-tune: halfway between it and its base keeps more of what the base could.")
+        yield RecipeDraft(
+            {**both, "tokenizer": {"source": "union"}},
+            "One fine-tune, halfway to its base. Their tokenizers differ: rows follow their tokens.",
+        )
+        return
+    ties = _recipe("ties", base, models)
+    reason = (
+        "All tensors have the base's shapes, so what each model learnt is its difference from it. ties keeps the\n"
+        "# larger half of each difference, lets the signs vote, and adds the rest to the base"
+    )
+    yield RecipeDraft(ties, f"{reason}.")
+    yield RecipeDraft(
+        {**ties, "tokenizer": {"source": "union"}},
+        f"{reason}.\n# The tokenizers differ: each row follows its token, and no token is lost.",
+    )
+    linear = _recipe("linear", None, models)
+    why = "The models fit each other, but not the base, so they are averaged, each with the same weight."
+    yield RecipeDraft(linear, why)
+    yield RecipeDraft({**linear, "tokenizer": {"source": "union"}}, f"{why} Rows follow their tokens.")
+
+
+def _recipe(name: str, base: object | None, models: Sequence[object]) -> dict[str, Any]:
+    method = find_method(name, "method")
+    share = round(1 / len(models), 4)
+    wanted = {"weight": share if method.base == "ordinary" or name == "linear" else 1.0, "density": 0.5, "t": 0.5}
+    each: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    for parameter in method.parameters:
+        if parameter.name in wanted:
+            (shared if parameter.scope == "shared" else each)[parameter.name] = wanted[parameter.name]
+    entries = [{"model": model, **({"parameters": dict(each)} if each else {})} for model in models]
+    return {
+        "merge_method": name,
+        **({"base_model": base} if base is not None else {}),
+        "models": entries,
+        **({"parameters": shared} if shared else {}),
+    }
+
+
+def recipe_text(draft: RecipeDraft, dtype: str, schema: str) -> str:
+    """The recipe as YAML with comments."""
+    body = yaml.safe_dump({**draft.recipe, "dtype": dtype}, sort_keys=False, allow_unicode=True)
+    return (
+        SCHEMA_LINE.format(schema)
+        + "# What is merged, in mergekit's dialect. 'mergegate methods' lists what else can stand in merge_method.\n"
+        + f"# {draft.why}\n"
+        + "# weight: how much of a model's difference counts; density: the share of it that is kept.\n"
+        + body
+    )
+
+
+def claimed_tasks(card: Mapping[str, object]) -> tuple[str, ...]:
+    """lm-eval's tasks of what a card claims to be good at: results of its model index, then data sets and tags."""
+    words: list[str] = []
+    index = card.get("model-index")
+    for entry in index if isinstance(index, list) else []:
+        results = entry.get("results") if isinstance(entry, Mapping) else None
+        for result in results if isinstance(results, list) else []:
+            dataset = result.get("dataset") if isinstance(result, Mapping) else None
+            if isinstance(dataset, Mapping):
+                words += [str(dataset.get(key, "")) for key in ("type", "name", "config")]
+    for key in ("datasets", "tags"):
+        listed = card.get(key)
+        words += [str(word) for word in (listed if isinstance(listed, list) else [listed])]
+    found = dict.fromkeys(
+        next((task for needle, task in _CLAIMS if needle in word.lower().replace(" ", "-")), "") for word in words
+    )
+    return tuple(task for task in found if task)
+
+
+def profile_text(draft: ProfileDraft) -> str:
+    """The profile as YAML with comments."""
+    return "".join(
+        (
+            SCHEMA_LINE.format(draft.schema),
+            "# How the merge is released. Next: mergegate check, then mergegate run, with this file.\n",
+            f"name: {_scalar(draft.name)}\n",
+            f"recipe: {_scalar(draft.recipe)}\n",
+            "\n",
+            *_license_lines(draft.license),
+            "\n",
+            *_perplexity_lines(draft),
+            "\n",
+            *_evaluate_lines(draft.guards),
+            "\n# What to try, in this order, when the gate refuses: changes of the recipe, or other recipes.\n",
+            "# remedies:\n#   - {density: 0.3}\n",
+            "\n# Where what passed goes, whole or not at all. Also hub, s3, oci, mlflow: docs/publishing.md\n",
+            f"publish: {{to: directory, path: {_scalar(draft.release)}}}\n",
+        )
+    )
+
+
+def _license_lines(license: LicenseDraft) -> Iterator[str]:
+    yield "checks:\n"
+    yield "  # What the merge is for: commercial or research, public or private. Every parent's licence must allow it\n"
+    yield "".join(f"  #   {_line(name)}: {_line(found)}\n" for name, found in license.declared.items())
+    for doubt in license.doubts:
+        yield f"  # doubt: {_line(doubt)}\n"
+    if license.doubts and not license.accepted:
+        yield "  # A person settles a doubt by its subject: accepted: {SUBJECT: 'who: why'}\n"
+    accepted = f", accepted: {_flow(dict(license.accepted))}" if license.accepted else ""
+    yield f"  license: {{purpose: {license.purpose}, visibility: {license.visibility}{accepted}}}\n"
+
+
+def _perplexity_lines(draft: ProfileDraft) -> Iterator[str]:
+    if not draft.documents:
+        yield "# A broken merge is seen in seconds on text that no model was trained on, one document a line:\n"
+        yield "# perplexity: {documents: data/held-out.jsonl, max_increase: 5%}\n"
+        return
+    yield "# Text that no model was trained on, one document a line (500 and more are good): shows in seconds whether\n"
+    yield "# the merge is broken. More than 5 % above the better parent fails.\n"
+    if draft.is_sample:
+        yield "# These few lines are mergegate's own and only a beginning: name a file of yours.\n"
+    yield f"perplexity: {{documents: {_scalar(draft.documents)}, max_increase: 5%}}\n"
+
+
+def _evaluate_lines(guards: Sequence[GuardDraft]) -> Iterator[str]:
+    yield "# What must not be lost: a task of lm-eval by name or a file of yours, the parent that the merge is held\n"
+    yield "# against on the same documents, and how many points it may fall. docs/evaluation.md\n"
+    usable = [guard for guard in guards if not guard.problem]
+    mark = "" if usable else "# "
+    yield f"{mark}evaluate:\n{mark}  tasks:\n"
+    for guard in guards:
+        comment = "# " if guard.problem or mark else ""
+        if guard.problem:
+            yield f"#   left out: {_line(guard.problem)}\n"
+        yield (
+            f"{comment}    - {{task: {_scalar(guard.task)}, guarded_by: {_scalar(guard.guarded_by)}, max_drop: 3}}"
+            f"   # {_line(guard.why)}\n"
+        )
+    if not guards:
+        yield "#    - {task: gsm8k, guarded_by: best parent, max_drop: 3}\n"
+
+
+def _line(text: str) -> str:
+    """A stranger's text in one line of a comment."""
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())[:300]
+
+
+def _scalar(text: str) -> str:
+    """``text`` as YAML, quoted where it must be, also inside of braces."""
+    plain = text.replace("/", "").replace(".", "").replace("-", "").replace("_", "").replace(" ", "")
+    is_plain = plain.isalnum() and plain.isascii() and text[0].isalpha() and yaml.safe_load(text) == text
+    return text if is_plain or (text[:1] in "./" and plain.isalnum()) else json.dumps(text, ensure_ascii=False)
+
+
+def _flow(value: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{json.dumps(key)}: {json.dumps(said)}" for key, said in value.items()) + "}"

@@ -1,0 +1,89 @@
+"""The JSON Schema of a recipe, for editors: made of the keys, methods and parameters by which a recipe is read.
+
+An editor completes and underlines with it; the last word has ``load_recipe``, which knows what depends on what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from merge_core.checkpoint.dtypes import RECIPE_NAMES
+from merge_core.methods import Parameter, merge_methods
+from merge_core.recipe.mixture import MIXTURE_KEYS
+from merge_core.recipe.recipe import RECIPE_KEYS
+
+_TYPES: dict[str, dict[str, Any]] = {
+    "merge_method": {"enum": None, "description": "What is computed: 'mergegate methods' explains each."},
+    "base_model": {"$ref": "#/$defs/model", "description": "What the models were fine-tuned from."},
+    "models": {"type": "array", "items": {"$ref": "#/$defs/source"}, "description": "What is merged, layer by layer."},
+    "slices": {"type": "array", "items": {"$ref": "#/$defs/slice"}, "description": "Runs of layers, put together."},
+    "modules": {"type": "object", "description": "Parts of a network with layers of their own, by name."},
+    "parameters": {"$ref": "#/$defs/parameters"},
+    "tokenizer_source": {"description": "Whose vocabulary the result has: base, union, or a model."},
+    "tokenizer": {"type": "object", "description": "The same with rows of single tokens: {source: union}."},
+    "chat_template": {"type": "string", "description": "auto, or the template itself."},
+    "name": {"type": "string", "description": "By which other documents of this recipe refer to this one."},
+    "align_experts": {"type": "boolean", "description": "Renumber experts of mixtures so that they correspond."},
+    "experts": {"type": "array", "description": "Dense models that become the experts of a mixture."},
+}
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The schema (draft 2020-12) of one document of a recipe, as plain data."""
+    properties = {key: dict(_TYPES.get(key, {})) for key in dict.fromkeys((*RECIPE_KEYS, *MIXTURE_KEYS))}
+    properties["merge_method"]["enum"] = sorted(merge_methods())
+    formats = sorted({name for known in RECIPE_NAMES for name in (known, f"torch.{known}")})
+    for key, words in (("dtype", "Number format of the result."), ("out_dtype", "Wins over dtype.")):
+        properties[key] = {"enum": formats, "description": words}
+    parameters = {"$ref": "#/$defs/parameters"}
+    model = {"$ref": "#/$defs/model"}
+    layers = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "mergegate: a recipe (mergekit's dialect)",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "anyOf": [{"required": ["merge_method"]}, {"required": ["experts"]}],
+        "$defs": {
+            "model": {
+                "description": "A directory, or org/name@revision; +adapter applies a LoRA adapter.",
+                "type": ["string", "object"],
+            },
+            "parameters": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": _parameters(
+                    parameter for method in merge_methods().values() for parameter in method.parameters
+                ),
+            },
+            "source": _closed(["model"], model=model, parameters=parameters),
+            "layers": _closed(["model"], model=model, layer_range=layers, parameters=parameters),
+            "slice": _closed(
+                ["sources"],
+                sources={"type": "array", "items": {"$ref": "#/$defs/layers"}},
+                base_model=model,
+                parameters=parameters,
+            ),
+        },
+    }
+
+
+def _closed(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
+
+
+def _parameters(found: Iterable[Parameter]) -> dict[str, Any]:
+    """One entry for each name, whichever methods have it; a value may be a number, a gradient, or depend on tensors."""
+    words: dict[str, list[str]] = {}
+    for parameter in found:
+        said = f"{parameter.summary} ({parameter.range})" if parameter.range else parameter.summary
+        words.setdefault(parameter.name, []).append(said)
+    return {
+        name: {
+            "description": " / ".join(dict.fromkeys(said)),
+            "type": ["number", "boolean", "string", "array", "object"],
+        }
+        for name, said in sorted(words.items())
+    }

@@ -1,0 +1,173 @@
+"""What the README and docs/ tell people to type: every command is there as it is written, and does what is said."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from demo_project import Printed, Project
+
+from flows.cli.app import app
+
+PROJECT = Path(__file__).resolve().parents[2]
+PAGES = [
+    *sorted(PROJECT.glob("*.md")),
+    *sorted((PROJECT / "docs").rglob("*.md")),
+    *sorted(PROJECT.glob("profiles/**/*.md")),
+]
+MERGEGATE = typer.main.get_command(app)
+
+
+class Documented(NamedTuple):
+    """A command in a page.
+
+    Attributes:
+        page: Relative to the project.
+        whole: It stands in a block of its own, to be typed; in a sentence some of it may be left out.
+    """
+
+    page: str
+    words: tuple[str, ...]
+    whole: bool
+
+
+def spans(text: str) -> Iterator[tuple[str, bool]]:
+    """Code of a page: the lines of its blocks, then what stands in backticks."""
+    fence = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+    for language, block in fence.findall(text):
+        if language in ("", "sh", "bash", "console"):
+            for line in block.replace("\\\n", " ").splitlines():
+                yield line.strip().removeprefix("$ "), True
+    for span in re.findall(r"`([^`]+)`", fence.sub("", text)):
+        yield " ".join(span.split()), False
+
+
+def alternatives(words: list[str]) -> Iterator[list[str]]:
+    """``store ls | du`` as two commands."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == "|":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    first, *others = parts
+    yield first
+    for other in others:
+        yield [*first[:-1], *other]
+
+
+def documented() -> list[Documented]:
+    found = []
+    for page in PAGES:
+        for span, whole in spans(page.read_text(encoding="utf-8")):
+            command = re.sub(r"\s+#.*", "", span)
+            command = re.sub(r"^(\w+=\S+ +)*(until +)?(\S*/bin/)?(?=mergegate |make |python )", "", command)
+            command = re.split(r" \|\| | && |;|\s+> ", command)[0]
+            if not re.match(r"(mergegate|make|python) ", command):
+                continue
+            for words in alternatives(shlex.split(command)):
+                found.append(Documented(str(page.relative_to(PROJECT)), tuple(words), whole))
+    return found
+
+
+EVERY = documented()
+
+
+def of(program: str) -> list[Any]:
+    chosen = {(one.page, one.words): one for one in EVERY if one.words[0] == program}.values()
+    return [pytest.param(one, id=f"{one.page}: {' '.join(one.words)}") for one in chosen]
+
+
+@pytest.mark.parametrize("command", of("mergegate"))
+def test_each_command_takes_what_is_written(command: Documented) -> None:
+    at: Any = MERGEGATE
+    rest = list(command.words[1:])
+    while hasattr(at, "commands") and rest and not rest[0].startswith("-"):
+        assert rest[0] in at.commands, f"no command {rest[0]!r}"
+        at = at.commands[rest.pop(0)]
+    options = [one for one in at.params if one.param_type_name == "option"]
+    flags = {name: one for one in options for name in (*one.opts, *one.secondary_opts)}
+    places = []
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word in ("-", "--"):
+            places.append(word)
+            continue
+        name, _, value = word.partition("=")
+        assert name in flags or name == "--help", f"{' '.join(command.words)}: no option {name}"
+        if name in flags and not flags[name].is_flag and not value and rest:
+            rest.pop(0)
+    slots = [one for one in at.params if one.param_type_name == "argument"]
+    assert len(places) <= len(slots) or any(one.nargs == -1 for one in slots), "too many arguments"
+    if command.whole and not hasattr(at, "commands"):
+        assert len(places) >= sum(one.required for one in slots), "an argument is missing"
+
+
+@pytest.mark.parametrize("command", of("make"))
+def test_each_target_of_make_is_there(command: Documented) -> None:
+    targets = re.findall(r"^([\w./-]+):", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+    asked = [word for word in command.words[1:] if "=" not in word and not word.startswith("-")]
+    assert [word for word in asked if word not in (*targets, "$(VENV)/ready", ".venv/ready")] == []
+
+
+@pytest.mark.parametrize("command", of("python"))
+def test_each_script_is_there_with_its_options(command: Documented) -> None:
+    script, *rest = command.words[1:]
+    if script in ("-m", "-c"):
+        return
+    text = (PROJECT / script).read_text(encoding="utf-8")
+    missing = [word for word in rest if word.startswith("--") and f'"{word.partition("=")[0]}"' not in text]
+    assert missing == []
+
+
+# Of the README's list: what takes a server, a search or a night of its own is carried out, as it is written, there.
+ELSEWHERE = {
+    "sweep": "tests/flows/test_sweep.py",
+    "gate": "tests/flows/test_gating.py",
+    "smoke": "tests/serve/test_smoke.py",
+    **dict.fromkeys(("server", "worker", "deploy", "trigger", "approve"), "tests/flows/test_operations.py"),
+}
+# What a person puts in place of the words in capitals, in a project where the demo has been released.
+PUT = {
+    "support.yaml": "profiles/demo.yaml",
+    "PROFILE": "profiles/demo.yaml",
+    "RECIPE": "profiles/demo/recipes/ties.yaml",
+    "OUT": "out",
+    "A": "profiles/demo/models/base",
+    "B": "profiles/demo/models/reverser",
+    "RELEASE": "releases/demo/latest",
+    "[PROFILE]": "demo",
+}
+
+
+def of_the_readme() -> list[Documented]:
+    return [one for one in EVERY if one.page == "README.md" and one.whole and one.words[0] == "mergegate"]
+
+
+def test_what_is_carried_out_elsewhere_is_carried_out_there() -> None:
+    for name, test in ELSEWHERE.items():
+        assert re.search(rf"\b{name}\b", (PROJECT / test).read_text(encoding="utf-8")), f"{test} does not run {name}"
+
+
+@pytest.mark.slow  # makes a merge, asks models
+@pytest.mark.usefixtures("prefect_api")
+def test_the_list_of_the_readme_does_what_it_says(released: tuple[Project, Printed], tmp_path: Path) -> None:
+    shutil.copytree(released[0].root, tmp_path / "project", symlinks=True)
+    project = Project(tmp_path / "project")
+    ran = []
+    for command in of_the_readme():
+        words = [PUT.get(word, word) for word in command.words[1:]]
+        if words[0] in ELSEWHERE:
+            continue
+        done = project.mergegate(*words)
+        loses_a_skill = "profiles/demo-refused.yaml" in words
+        assert done.exit_code == (3 if loses_a_skill else 0), f"{words}\n{done.output}"
+        assert "Traceback" not in done.output
+        ran.append(words[0])
+    assert {"check", "run", "plan", "merge", "methods", "compare", "verify", "store", "history", "doctor"} <= set(ran)
