@@ -6,7 +6,7 @@ learnt on the way (parents, evidence, verdicts of the checks, the plan) is hande
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,16 +185,19 @@ def preflight_profile(
         cleared.append(_clear(candidate, found, rules, problems))
     if evidence:
         _require_tokenizers(evidence, parents[0], problems)
-        evidence = _with_data(evidence, problems)
-        _preview_tasks(evidence, parents[0], problems)
+        readers: Sequence[TokenizerPlace] = ()
+        with problems.noted():
+            readers = _readers(parents[0], profile.checks.code.trusted)
+        evidence = _with_data(evidence, readers, problems)
         if not problems.stop_at_once:  # a release will see soon enough
             _note_power(evidence, parents[0], len(candidates), problems)
     return Preflight(tuple(one for one in cleared if one), evidence)
 
 
-def _with_data(evidence: Evidence, problems: Problems) -> Evidence:
-    """The evidence with the data of its tasks pinned as they are now, so that one run asks one benchmark; and each
-    guard's metric is one that its task has."""
+def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: Problems) -> Evidence:
+    """The evidence with the data of its tasks pinned as they are now, so that one run asks one benchmark; each guard's
+    metric is one that its task has; and one document of each task is filled in as each parent reads it, so that a
+    tokenizer, a template or a task that fails is found now, and not after merging."""
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     tasks = []
     for task in evidence.tasks:
@@ -204,6 +207,10 @@ def _with_data(evidence: Evidence, problems: Problems) -> Evidence:
             for guard in evidence.guards:
                 if guard.task == task.name:
                     choose_known_metrics(size.metrics, guard.metric, task.name)
+            for reader in readers:
+                with problems.noted():
+                    found = preview.build(tasks[-1], evidence.scoring, reader, limit).value
+                    problems.examples.append(TaskExample(task.name, reader.name, found))
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
 
 
@@ -223,19 +230,13 @@ def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint
                 )
 
 
-def _preview_tasks(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:
-    """One document of each task as each parent reads it: a tokenizer, a template or a task that fails is found now, and
-    not after merging."""
-    limit = CountLimit(seconds=evidence.scoring.time_limit)
-    places = [
+def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) -> list[TokenizerPlace]:
+    """Where the tokenizers of the parents lie; without those whose own code would have to be run."""
+    return [
         TokenizerPlace(name=parent.name, directory=parent.directory, digest=header.digest)
         for parent, header in zip(parents, header_digests(parents), strict=True)
+        if not any(f"{one.repo}@{one.commit}" in trusted for one in parent.snapshots)
     ]
-    for task in evidence.tasks:
-        for place in places if task.data else ():
-            with problems.noted():
-                found = preview.build(task, evidence.scoring, place, limit).value
-                problems.examples.append(TaskExample(task.name, place.name, found))
 
 
 def _note_power(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int, problems: Problems) -> None:
