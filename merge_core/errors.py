@@ -6,12 +6,33 @@ the *remedy*. The command line turns the type into an exit code and prints the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
-from typing import Literal
+from typing import ClassVar, Literal
 
 _LONGEST = 4000
+
+Status = Literal["released", "nothing new", "passed", "failed", "invalid", "refused", "interrupted"]
+"""How a run ends. History, pages, ``--json`` and Prefect's states have the same words."""
+
+EXIT_CODES: Mapping[Status, int] = {
+    "released": 0,
+    "nothing new": 0,
+    "passed": 0,
+    "failed": 1,  # what nobody foresaw
+    "invalid": 2,  # what the user wrote or named is wrong, or is not there
+    "refused": 3,  # a check, the gate or the machine says no to something well formed
+    "interrupted": 130,  # by Ctrl-C, as a shell says it
+}
+"""The one rule of what a command exits with."""
+
+INTERRUPTED = "interrupted; run it again and it resumes"
+
+
+def state_name(status: str) -> str:
+    """What Prefect shows for a status: ``nothing new`` as ``NothingNew``."""
+    return status.title().replace(" ", "")
 
 
 def shown(text: str) -> str:
@@ -39,12 +60,17 @@ class MergegateError(Exception):
         remedy: What to do about it.
     """
 
-    exit_code = 1
+    status: ClassVar[Status] = "failed"  # of a run that ends with it
 
     def __init__(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
         self.where, self.found = shown(where), shown(found)
         self.expected, self.remedy = shown(expected), shown(remedy)
         super().__init__(str(self))
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that ends with it."""
+        return EXIT_CODES[self.status]
 
     def __str__(self) -> str:
         lines = [f"{self.where}: {self.found}"]
@@ -62,13 +88,13 @@ class MergegateError(Exception):
 class InvalidInput(MergegateError):
     """A profile, recipe or checkpoint that cannot mean anything: unknown key, lying header, missing file."""
 
-    exit_code = 2
+    status = "invalid"
 
 
 class Refused(MergegateError):
     """A check or a gate said no to something well formed: a licence, a vocabulary, a lost skill."""
 
-    exit_code = 3
+    status = "refused"
 
 
 class ChangedInput(Refused):
@@ -101,6 +127,9 @@ class Finding:
         found: What is there.
         expected: What should be there.
         remedy: What to do.
+        cause: Findings of one cause have the same text here; a person is told of the first, and how many there are.
+        is_invalid: Of one that blocks: what the user wrote or named cannot mean anything; else it is well formed, and
+            the answer is no.
     """
 
     severity: Severity
@@ -108,6 +137,8 @@ class Finding:
     found: str
     expected: str = ""
     remedy: str = ""
+    cause: str = ""
+    is_invalid: bool = False
 
     def __str__(self) -> str:
         return f"{self.where}: {self.found}"
@@ -116,27 +147,62 @@ class Finding:
         """The finding as an exception: the input cannot mean anything."""
         return InvalidInput(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
-    def refusal(self) -> Refused:
-        """The finding as an exception: the input is well formed, and the answer is no."""
-        return Refused(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
+    def refusal(self) -> MergegateError:
+        """The finding as what ends a run."""
+        kind = InvalidInput if self.is_invalid else Refused
+        return kind(self.where, found=self.found, expected=self.expected, remedy=self.remedy)
 
     def softened(self, remedy: str) -> Finding:
         """The same as a warning, with another remedy."""
         return replace(self, severity="warn", remedy=remedy)
 
     def content_key(self) -> object:
-        """What counts in a key or a digest: all of it."""
-        return asdict(self)
+        """What counts in a key or a digest: what it says."""
+        return {name: text for name, text in asdict(self).items() if name not in ("cause", "is_invalid")}
 
 
 def finding_of(error: MergegateError) -> Finding:
     """What was raised, as a finding that blocks."""
-    return Finding("block", error.where, error.found, error.expected, error.remedy)
+    invalid = isinstance(error, InvalidInput)
+    return Finding("block", error.where, error.found, error.expected, error.remedy, is_invalid=invalid)
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Findings by severity; those of equal severity stay in their order, repeated ones are dropped."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: _WORST_FIRST.index(finding.severity)))
+
+
+@dataclass(frozen=True)
+class FindingGroup:
+    """Findings of one cause: the worst, which stands for all, and the others."""
+
+    first: Finding
+    others: tuple[Finding, ...] = ()
+
+    @property
+    def severity(self) -> Severity:
+        return self.first.severity
+
+    def others_line(self, named: int = 3) -> str:
+        """``and 271 more of this cause: model.layers.0.mlp.up_proj.weight, …``; empty for a finding that is alone."""
+        if not self.others:
+            return ""
+        places = [one.where.removeprefix(f"{_model_of(one)}: ") for one in self.others[:named]]
+        more = ", …" if len(self.others) > named else ""
+        return f"and {len(self.others):,} more of this cause: {', '.join(places)}{more}"
+
+
+def summed_up(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
+    """Findings by cause, worst first: those that say the same of one model, or name the same cause, are one group."""
+    groups: dict[object, list[Finding]] = {}
+    for one in worst_first(findings):
+        said = (one.severity, _model_of(one), one.found, one.expected, one.remedy)
+        groups.setdefault(one.cause or said, []).append(one)
+    return tuple(FindingGroup(first, tuple(others)) for first, *others in groups.values())
+
+
+def _model_of(finding: Finding) -> str:
+    return finding.where.partition(": ")[0]
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

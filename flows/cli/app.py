@@ -1,7 +1,7 @@
 """The command line: commands and exit codes, nothing else.
 
-Exit codes: 0 released or nothing new · 2 invalid profile, recipe or checkpoint · 3 refused by a check, a gate or the
-disk · 1 anything unexpected. Heavy imports wait until a command needs them: ``mergegate --help`` answers at once.
+Which end has which exit code says ``merge_core.errors.EXIT_CODES``. Heavy imports wait until a command needs them:
+``mergegate --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Annotated, Any
 
 import typer
 
-from merge_core.errors import DiskRefused, MergegateError, finding_of
+from flows.cli.help import command_line
+from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, finding_of
 
 app = typer.Typer(
     name="mergegate",
     help="Merge recipe in; a verified model release out, or a clear reason why not.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -102,6 +103,24 @@ def run_command(
         else:
             _print_outcome(console, outcome, as_json, profile)
     raise typer.Exit(outcome.exit_code)
+
+
+@app.command("demo")
+def demo_command(
+    directory: Annotated[Path, typer.Argument(help="Where it is copied to, with all that it makes.")] = Path(
+        "mergegate-demo"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Copy the demo family into a directory, and release it there: half a minute, no network, no account."""
+    with _refusals(as_json):
+        from flows.cli.demo import PROFILE, place_demo
+
+        placed = place_demo(directory)
+        if not as_json:
+            print(f"{'copied the demo into' if placed else 'the demo is in'} {directory}: what is named below lies there")
+        os.chdir(directory)
+    run_command(PROFILE, as_json=as_json)
 
 
 @app.command("sweep")
@@ -219,6 +238,9 @@ def merge_command(
 @app.command("check")
 def check_command(
     file: Annotated[Path, typer.Argument(help="A profile or a recipe.")],
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Each finding alone; and what each parent is asked, as it reads it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Find everything that can be wrong before any weight is read: all findings at once, worst first."""
@@ -226,8 +248,23 @@ def check_command(
         _prepare_environment()
         from flows.cli.check import check_file
 
-        code = check_file(file, _console(as_json), as_json)
+        code = check_file(file, _console(as_json), as_json, verbose)
     raise typer.Exit(code)
+
+
+@app.command("fetch-data")
+def fetch_data_command(
+    profile: Annotated[Path, typer.Argument(help="A profile with evaluate.data.")],
+    as_json: Json = False,
+) -> None:
+    """Fetch the datasets of a profile's tasks into the directory that evaluate.data names, for nights offline."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.fetch_data import fetch_data
+
+        found = fetch_data(profile, _console(as_json))
+        if as_json:
+            print(json.dumps([{"dataset": one.name, "revision": one.revision} for one in found]))
 
 
 @app.command("extract-lora")
@@ -556,7 +593,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
-        app()
+        command_line(app)()
     finally:
         _close_output()
         # What a run imported is a million objects: looking through them for cycles once more takes seconds at exit.
@@ -574,7 +611,6 @@ def _close_output() -> None:
 def _prepare_environment() -> None:
     """What must be set before Prefect and the Hugging Face libraries are imported."""
     from flows.prefect_api import configure
-
     home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
     configure(home)
 
@@ -683,8 +719,8 @@ def _refusals(as_json: bool) -> Iterator[None]:
         _say_no(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
     except KeyboardInterrupt:
-        print("interrupted; run again to go on from the finished stages", file=sys.stderr)
-        raise typer.Exit(1) from None
+        _say("interrupted", INTERRUPTED, as_json)
+        raise typer.Exit(EXIT_CODES["interrupted"]) from None
 
 
 def _refusal_of(error: OSError) -> MergegateError:
@@ -709,16 +745,17 @@ def _has_working_directory() -> bool:
 
 
 def _say_no(error: MergegateError, as_json: bool) -> None:
+    _say(error.status, str(error), as_json, finding_of(error))
+
+
+def _say(status: Status, message: str, as_json: bool, *findings: Finding) -> None:
     """The message, where it can still be said: the disk that is full may hold our output, too."""
-    status = "refused" if error.exit_code == 3 else "invalid"
     try:
         if as_json:
-            print(
-                json.dumps({"status": status, "message": str(error), "findings": [asdict(finding_of(error))]}),
-                flush=True,
-            )
+            told = {"status": status, "message": message, "findings": [asdict(one) for one in findings]}
+            print(json.dumps(told), flush=True)
             return
     except OSError:
         pass
     with suppress(OSError):
-        print(str(error), file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)

@@ -11,10 +11,12 @@ from rich.text import Text
 
 from flows.cli.answer import print_answer
 from flows.cli.sweep import swept_profile
-from flows.preflight import Problems, check_recipe, preflight_profile
+from flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from flows.profile import is_recipe, load_profile
 from merge_core import Finding, load_recipe
+from merge_core.errors import FindingGroup, shown, summed_up
 
+_LONGEST = 2000  # characters of a prompt that are shown
 _STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
 
 
@@ -26,10 +28,14 @@ class CheckReport(BaseModel):
     file: str
     remarks: tuple[Finding, ...]
     summary: tuple[str, ...]
+    examples: tuple[TaskExample, ...] = ()  # a document of each task, as each parent reads it
 
 
-def check_file(file: Path, console: Console, as_json: bool) -> int:
+def check_file(file: Path, console: Console, as_json: bool, verbose: bool = False) -> int:
     """Check a profile or a recipe, say what was found, and return the exit code.
+
+    Args:
+        verbose: Say each finding, also those that have one cause, and what each parent is asked.
 
     Raises:
         InvalidInput: for a file that cannot mean anything.
@@ -44,25 +50,59 @@ def check_file(file: Path, console: Console, as_json: bool) -> int:
 
         named = all_candidates(profile)
         preflight_profile(profile, problems, named.searched, named.by_hand)
-    report = CheckReport(file=str(file), remarks=problems.worst_first(), summary=tuple(dict.fromkeys(problems.summary)))
+    report = CheckReport(
+        file=str(file),
+        remarks=problems.worst_first(),
+        summary=tuple(dict.fromkeys(problems.summary)),
+        examples=tuple(problems.examples),
+    )
     if as_json:
         status = {0: "sound", 2: "invalid"}.get(problems.exit_code, "refused")
         blocking = sum(one.severity == "block" for one in report.remarks)
         message = f"{blocking} of {len(report.remarks)} findings block" if blocking else "nothing is in the way"
         print_answer(status, message, report.model_dump(mode="json"), report.remarks)
         return problems.exit_code
-    print_findings(report.remarks, problems, console)
+    print_findings(report.remarks, problems, console, verbose=verbose)
+    if verbose:
+        _print_examples(report.examples, console)
     return problems.exit_code
 
 
-def print_findings(findings: Sequence[Finding], problems: Problems, console: Console) -> None:
-    """Each finding with what to do about it, worst first; then what is well."""
-    for finding in findings:
+def print_findings(findings: Sequence[Finding], problems: Problems, console: Console, *, verbose: bool = False) -> None:
+    """Each finding with what to do about it, worst first; then what is well.
+
+    Args:
+        verbose: Say each alone, also those that have one cause.
+    """
+    groups = tuple(map(FindingGroup, findings)) if verbose else summed_up(findings)
+    for group in groups:
+        finding = group.first
         glyph, style = _STYLES[finding.severity]
         console.print(Text(f"{glyph} {finding}", style=style))
-        if finding.expected:
-            console.print(f"    expected: {finding.expected}")
-        if finding.remedy:
-            console.print(f"    remedy:   {finding.remedy}")
+        for label, text in (("expected: ", finding.expected), ("remedy:   ", finding.remedy)):
+            if text:
+                console.print(Text(f"    {label}{text}"))
+        if group.others:
+            console.print(Text(f"    {group.others_line()} (-v lists them)", style="dim"))
     for line in dict.fromkeys(problems.summary):
         console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))
+
+
+def _print_examples(examples: Sequence[TaskExample], console: Console) -> None:
+    """Each text once, with those who read it so, and in how many tokens."""
+    readers: dict[tuple[str, str, str], list[str]] = {}
+    for one in examples:
+        reader = f"{one.parent} ({one.preview.summary()})"
+        readers.setdefault((one.task, one.preview.prompt, one.preview.answer), []).append(reader)
+    for (task, prompt, answer), who in readers.items():
+        console.print(Text(f"\ntask {task}, the first document, as it is read by {', '.join(who)}", style="bold"))
+        for text in shown(_cut(prompt)).split("\n"):
+            console.print(Text(f"    {text}"))
+        console.print(Text(f"    ▸ {shown(_cut(answer)).strip()}", style="green"))
+
+
+def _cut(text: str) -> str:
+    """The beginning and the end of a long text: examples stand first, the question last."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]} […] {text[-_LONGEST // 2 :]}"

@@ -1,19 +1,22 @@
 """The lines a person watches: one a stage, in place while it works, with what it found and how long it took.
 
-On a terminal the lines live; elsewhere (a log, CI) each is printed once, when its stage has ended::
+On a terminal the lines live; elsewhere (a log, CI, a terminal that cannot move its cursor) each is printed once, when
+its stage has ended, and what works for long says now and then on standard error how far it is::
 
     demo · ties of 2 over base                                         profile profiles/demo.yaml
-      ✓ licences      mit, apache-2.0 → apache-2.0                                          0.2 s
-      = evaluate      cached: base, reverser · merge: copy 100.0 · reverse 99.3             3.1 s
+      ✓ licences    mit, apache-2.0 → apache-2.0                                            0.2 s
+      = evaluate    cached: base, reverser · merge: copy 100.0 · reverse 99.3               3.1 s
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.spinner import Spinner
@@ -21,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from merge_core.units import format_duration
-from tasks.stage import StageStatus, watched_by
+from tasks.stage import Pace, Pulse, StageStatus, watched_by
 
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
     "made": ("✓", "+", "green"),
@@ -31,7 +34,9 @@ _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the term
     "failed": ("✗", "x", "bold red"),
 }
 _BRIEF = 12  # characters that one of several subjects may take
-_MARGIN = 3 + 13 + 4  # columns of a row that are not for its text and its time: mark, name, what is between
+_WIDEST = 100  # columns: on a wide terminal, a time far from its text is read beside the wrong line
+_NAME = 11  # columns of a stage's name
+_MARGIN = 3 + _NAME + 3  # columns of a row that are not for its text and its time: mark, name, what is between
 _SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "rebuilt", "refused", "failed")
 
 
@@ -40,12 +45,7 @@ class _Call:
     """One call of a stage, on one subject."""
 
     subject: str
-    began: float
-    moved: tuple[float, int] | None = None  # when it first told how far it was, and how far: loading is no speed
-    done: int = 0
-    total: int = 0
-    unit: str = ""
-    words: Callable[[int], str] | None = None  # what it says of itself, in so many characters
+    pace: Pace
     status: StageStatus | None = None
     seconds: float = 0.0
     summary: str = ""
@@ -65,16 +65,16 @@ class _Line:
 
     @property
     def seconds(self) -> float:
-        return sum(call.seconds if call.status else time.monotonic() - call.began for call in self.calls)
+        return sum(call.seconds if call.status else time.monotonic() - call.pace.began for call in self.calls)
 
     def text(self, width: int) -> str:
         """What to say: the summary of a single call; of several, what was cached and what each new one found. What a
         running stage says of itself fits into ``width`` characters."""
         running = [call for call in self.calls if call.status is None]
-        if running and running[-1].words is not None:
-            return running[-1].words(width)
+        if running and (words := running[-1].pace.words) is not None:
+            return words(width)
         if running:
-            return _how_far(running[-1], time.monotonic())
+            return f"{running[-1].subject} {running[-1].pace.text(time.monotonic(), bar=True)}".strip()
         if not any(call.subject for call in self.calls):
             return self.calls[-1].summary
         fresh = dict.fromkeys(call.subject for call in self.calls if call.status != "cached")
@@ -93,17 +93,20 @@ class TerminalProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        # Whether lines can be drawn anew: what cannot move its cursor gets each once.
+        self._lives = console.is_terminal and not console.is_dumb_terminal and not console.quiet
         self._ascii = not (console.encoding or "").lower().startswith("utf")
         self._above: list[RenderableType] = []  # What came before the last announcement.
         self._lines: dict[str, _Line] = {}
         self._printed: set[str] = set()
         self._live: Live | None = None
+        self._pulse = Pulse(_to_standard_error, lambda: time.monotonic())
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Draw every stage that runs inside."""
         with watched_by(self):
-            if not self._console.is_terminal:
+            if not self._lives:
                 try:
                     yield
                 finally:
@@ -125,36 +128,45 @@ class TerminalProgress:
                 self._live.start()
 
     def headline(self, left: str, right: str) -> None:
-        """The line above all stages."""
-        grid = Table.grid(expand=True, padding=(0, 1))
-        grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        grid.add_column(justify="right", no_wrap=True)
-        grid.add_row(Text(left, style="bold"), Text(right, style="dim"))
-        self._console.print(grid)
+        """The line above all stages; where both do not fit, one line each."""
+        width = self._width
+        if cell_len(left) + 2 + cell_len(right) > width:
+            self._console.print(Text(left, style="bold"))
+            self._console.print(Text(f"  {right}", style="dim"))
+            return
+        gap = " " * (width - cell_len(left) - cell_len(right))
+        self._console.print(Text.assemble((left, "bold"), gap, (right, "dim")))
+
+    @property
+    def _width(self) -> int:
+        return min(self._console.width, _WIDEST)
 
     def announced(self, text: str) -> None:
         self._print_ended()
         self._above += [*(self._row(line) for line in self._lines.values()), Text(f"  {text}", style="bold")]
-        if not self._console.is_terminal:
+        if not self._lives:
             self._console.print(self._above[-1])
         self._lines, self._printed = {}, set()
 
     def started(self, stage: str, subject: str) -> None:
         if stage not in self._lines:
             self._print_ended()
-        self._lines.setdefault(stage, _Line(stage)).calls.append(_Call(subject, time.monotonic()))
+        self._lines.setdefault(stage, _Line(stage)).calls.append(_Call(subject, Pace(time.monotonic())))
+        if not self._lives:
+            self._pulse.started(stage, subject)
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        call = self._running(stage, subject)
-        call.done, call.total, call.unit = done, total, unit
-        call.moved = call.moved or (time.monotonic(), done)
+        self._running(stage, subject).pace.advanced(done, total, unit, time.monotonic())
+        self._pulse.advanced(stage, subject, done, total, unit)
 
     def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        self._running(stage, subject).words = say
+        self._running(stage, subject).pace.words = say
+        self._pulse.described(stage, subject, say)
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
         call = self._running(stage, subject)
         call.status, call.seconds, call.summary = status, seconds, summary
+        self._pulse.ended(stage, subject)
 
     def _running(self, stage: str, subject: str) -> _Call:
         """The call that is meant: stages may run side by side, each subject on its own."""
@@ -162,21 +174,31 @@ class TerminalProgress:
         return next((one for one in reversed(calls) if one.subject == subject and one.status is None), calls[-1])
 
     def _print_ended(self) -> None:
-        if self._console.is_terminal:
+        if self._lives:
             return
         for line in self._lines.values():
             if line.stage not in self._printed and line.status:
                 self._printed.add(line.stage)
-                self._console.print(self._row(line))
+                self._console.print(self._row(line) if self._console.is_terminal else self._logged(line))
+
+    def _logged(self, line: _Line) -> Text:
+        """A line of a log: whole, however long it is."""
+        glyph, plain, _ = _MARKS[line.status or "made"]
+        took = format_duration(line.seconds)
+        room = self._width - _MARGIN - len(took)
+        text = " ".join(line.text(room).split())
+        return Text(f"  {plain if self._ascii else glyph} {line.stage:<{_NAME}} {text:<{room}} {took}")
 
     def _draw(self) -> RenderableType:
         return Group(*self._above, *(self._row(line) for line in self._lines.values()))
 
     def _row(self, line: _Line) -> RenderableType:
-        grid = Table.grid(expand=True, padding=(0, 1))
+        grid = Table.grid(padding=(0, 1))
+        took = format_duration(line.seconds)
+        room = max(self._width - _MARGIN - len(took), 1)
         grid.add_column(width=3, justify="right")
-        grid.add_column(width=13, no_wrap=True)
-        grid.add_column(ratio=1)
+        grid.add_column(min_width=_NAME, no_wrap=True)
+        grid.add_column(min_width=room, no_wrap=True)
         grid.add_column(justify="right", no_wrap=True)
         mark: RenderableType
         if line.status is None:
@@ -184,32 +206,36 @@ class TerminalProgress:
         else:
             glyph, plain, style = _MARKS[line.status]
             mark = Text(plain if self._ascii else glyph, style=style)
-        took = format_duration(line.seconds)
-        room = self._console.width - _MARGIN - len(took)
         text_style = style if line.status in ("refused", "failed") else ""
-        grid.add_row(mark, Text(line.stage), Text(line.text(max(room, 1)), style=text_style), Text(took, "dim"))
+        grid.add_row(
+            mark, Text(line.stage), Text(fitted(line.text(room), room), style=text_style), Text(took, style="dim")
+        )
         return grid
 
 
-def _how_far(call: _Call, now: float) -> str:
-    """``base 412 of 1,319 requests · 35/s · 26 s left``; of bytes a bar and a speed."""
-    if not call.total:
-        return call.subject
-    since, before = call.moved or (call.began, 0)
-    rate = (call.done - before) / max(now - since, 1e-3)
-    if call.unit == "B":
-        share = call.done / call.total
-        parts = ["━" * round(20 * share) + "╌" * (20 - round(20 * share)) + f" {100 * share:.0f} %"]
-    else:
-        parts = [f"{call.done:,} of {call.total:,} {call.unit}"]
-    if rate > 0:
-        speed = f"{rate / 1e6:.0f} MB" if call.unit == "B" else f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}"
-        parts.append(f"{speed}/s")
-        if call.done < call.total:
-            parts.append(f"{_about((call.total - call.done) / rate)} left")
-    return f"{call.subject} {' · '.join(parts)}".strip()
+def _to_standard_error(line: str) -> None:
+    """A log, or whoever reads one JSON object from standard output, sees there that something goes on."""
+    with suppress(OSError, ValueError):  # nobody listens
+        print(f"  {line}", file=sys.stderr, flush=True)
 
 
-def _about(seconds: float) -> str:
-    """A guess says no tenths of a second."""
-    return f"{max(1, round(seconds))} s" if seconds < 60 else format_duration(seconds)
+def fitted(text: str, width: int) -> str:
+    """``text`` on one line of ``width`` columns: of one that is too long the first parts that fit whole, or its words.
+
+    The rest stands in the report.
+    """
+    text = " ".join(text.split())
+    if cell_len(text) <= width:
+        return text
+    for separator in (" · ", ", ", " "):
+        parts, kept = text.split(separator), ""
+        for part in parts:
+            longer = f"{kept}{separator}{part}" if kept else part
+            if cell_len(f"{longer}{separator.rstrip()} …") > width:
+                break
+            kept = longer
+        if cell_len(kept) >= width / 2:
+            return f"{kept}{separator.rstrip()} …"
+    shortened = Text(text)
+    shortened.truncate(width, overflow="ellipsis")
+    return shortened.plain

@@ -6,15 +6,13 @@ import os
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from flows.cli.score_table import print_scores, print_table
 from flows.cli.sweep_summary import sweep_summary
 from flows.outcome import RunOutcome
 from tasks.report import CostTable, costs, final_table
 from tasks.stage import Section
-
-_STYLES = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
 
 
 def print_summary(console: Console, outcome: RunOutcome) -> None:
@@ -25,17 +23,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
         for piece in sweep_summary(outcome.sweep, with_verdict=outcome.content is not None):
             console.print(piece, soft_wrap=False)
     if outcome.content is not None:
-        drawn = final_table(outcome.content)
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-        for position, column in enumerate(drawn.columns):
-            # What is text may take several lines: where the terminal is narrow, no number and no name is lost.
-            is_text = position in (0, len(drawn.columns) - 1)
-            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
-        for row in drawn.rows:
-            *cells, verdict = row.cells
-            table.add_row(*(_cell(cell) for cell in cells), Text(verdict, style=_STYLES[row.outcome]))
         console.print()
-        console.print(table)
+        print_scores(console, final_table(outcome.content))
         _print_costs(console, costs(outcome.content))
         for section in outcome.content.sections:
             _print_section(console, section)
@@ -71,16 +60,16 @@ def _print_costs(console: Console, drawn: CostTable) -> None:
     """What serving took, of the merge and of the parents that were measured too."""
     if not drawn.rows:
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("served")
-    for column in drawn.columns:
-        table.add_column(column.lower(), justify="right", no_wrap=True)
-    table.add_column("")
-    for row in drawn.rows:
-        note = f"not measured: {row.problem}" if row.problem else row.occasion
-        table.add_row(Text(row.name), *row.cells, Text(note, style="dim"))
+    rows = [
+        (
+            row.name,
+            *(row.cells or ("",) * len(drawn.columns)),
+            f"not measured: {row.problem}" if row.problem else row.occasion,
+        )
+        for row in drawn.rows
+    ]
     console.print()
-    console.print(table)
+    print_table(console, ("served", *map(str.lower, drawn.columns), ""), rows, numbers=True)
     console.print(Text(f"measured {drawn.occasion}", style="dim"))
 
 
@@ -91,15 +80,7 @@ def _print_section(console: Console, section: Section) -> None:
     for sentence in section.sentences:
         console.print(Text(f"  {sentence}"))
     if section.rows:
-        table = Table(*section.columns, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-        for row in section.rows:
-            table.add_row(*map(Text, row))
-        console.print(table)
-
-
-def _cell(text: str) -> Text:
-    """A cell; the best parent, which plain tables mark with a star, in bold."""
-    return Text(text.removesuffix(" *"), style="bold" if text.endswith(" *") else "")
+        print_table(console, section.columns, section.rows, numbers=False)
 
 
 def _short(path: Path | str) -> str:

@@ -53,6 +53,7 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         likelihoods = assessed.likelihoods[name].value if name in assessed.likelihoods else None
         return {"scores": together, "likelihoods": likelihoods}
 
+    verdict = assessed.verdict.value.joined_by(attempt.verdict)
     parents = [
         ReportedModel(
             name=parent.name,
@@ -76,12 +77,12 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         models=(*parents, itself),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
-        verdict=assessed.verdict.value.joined_by(attempt.verdict),
+        verdict=verdict,
         scoring=profile.evaluate.scoring if profile.evaluate else None,
         windows=profile.perplexity.windows if profile.perplexity else None,
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
-        reproduce=(f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",),
+        reproduce=_how_to_reproduce(profile, verdict),
         explanation=_with_untried(attempt, earlier),
         attempts=tuple(_tried(one) for one in (*earlier, attempt)) if earlier else (),
         judge=_reported(attempt.evidence_of(JudgeVerdict)),
@@ -92,6 +93,13 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         overrides=profile.overrides,
         sections=tuple(one.section for one in attempt.verdicts if not isinstance(one.evidence, _DRAWN)),
     )
+
+
+def _how_to_reproduce(profile: Profile, verdict: GateVerdict) -> tuple[str, ...]:
+    """Of a release all is known that it takes; of a merge that is refused there is the recipe, above on the page."""
+    if verdict.publishable:
+        return ("mergegate reproduce RELEASE",)
+    return (f"mergegate merge recipe.yaml OUT --seed {profile.merge.seed}",)
 
 
 def _with_untried(attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> Explanation:

@@ -8,20 +8,11 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from flows.attempt import AlreadyReleased
-from merge_core.errors import Finding, MergegateError, Refused, finding_of
+from merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of
 from merge_core.store import Artifact, state_directory, write_state
 from tasks.publish import Release
 from tasks.report import Report, ReportContent, RunStatus, SweepContent, render, render_sweep
 from tasks.stage import home
-
-_EXIT_CODES: dict[RunStatus, int] = {
-    "released": 0,
-    "nothing new": 0,
-    "passed": 0,
-    "failed": 1,
-    "invalid": 2,
-    "refused": 3,
-}
 
 
 class RunOutcome(BaseModel):
@@ -45,14 +36,13 @@ class RunOutcome(BaseModel):
 
     @property
     def exit_code(self) -> int:
-        """0 released or nothing new, 1 failed, 2 invalid input, 3 refused by a check or the gate."""
-        return _EXIT_CODES[self.status]
+        """Of the command that ends so."""
+        return EXIT_CODES[self.status]
 
 
 def stopped_outcome(error: MergegateError) -> RunOutcome:
     """The end of a run that a check refused, or whose input could not mean anything."""
-    status: RunStatus = "refused" if isinstance(error, Refused) else "invalid"
-    return RunOutcome(status=status, message=str(error), stopped_by=finding_of(error))
+    return RunOutcome(status=error.status, message=str(error), stopped_by=finding_of(error))
 
 
 def reported_outcome(content: ReportContent, report: Artifact[Report], release: Release | None) -> RunOutcome:

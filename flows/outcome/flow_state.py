@@ -5,6 +5,7 @@
 | ``Released``, ``NothingNew``, ``Passed`` | Completed | the run did what it was asked |
 | ``Refused`` | Failed | a check, the gate, the disk said no: exit code 3 |
 | ``Invalid`` | Failed | the input cannot mean anything: exit code 2 |
+| ``Interrupted`` | Cancelled | somebody pressed Ctrl-C: exit code 130; the next run goes on from there |
 | ``Failed`` | Failed | an exception that nobody foresaw: exit code 1 |
 | ``Cancelled`` | Cancelled | it was due while nobody was there to run it, and a later run has done its work |
 
@@ -23,7 +24,7 @@ from flows.outcome.ending import RunOutcome, stopped_outcome
 from flows.outcome.keeping import RunClock, keep_outcome, running_flow
 from flows.prefect_api import made_up_for_by
 from flows.profile import Profile
-from merge_core.errors import MergegateError
+from merge_core.errors import INTERRUPTED, MergegateError, state_name
 from merge_core.store import refusing_disk
 from tasks.report import as_markdown
 from tasks.stage import (
@@ -86,6 +87,8 @@ def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str
                 outcome = _noted(make, name)
         except MergegateError as error:
             outcome = stopped_outcome(error)
+        except KeyboardInterrupt:
+            outcome = RunOutcome(status="interrupted", message=INTERRUPTED)
         except Exception as failure:
             kind, said = type(failure).__name__, " ".join(str(failure).split())
             outcome = RunOutcome(status="failed", message=f"{name} failed: {kind}: {said}".rstrip(": "))
@@ -100,9 +103,11 @@ def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str
         level = "warning" if outcome.exit_code else "info"
         say("run ended", level=level, status=outcome.status, message=outcome.message, seconds=clock.seconds())
     show_in_prefect(outcome, name)
-    state = outcome.status.title().replace(" ", "")
+    state = state_name(outcome.status)
     if outcome.exit_code:
         _leave_out_tracebacks_of_refusals()
+        if outcome.status == "interrupted":
+            return Cancelled(name=state, message=outcome.message, data=StoppedRun(outcome))
         return Failed(name=state, message=outcome.message, data=StoppedRun(outcome))
     return Completed(name=state, message=outcome.message, data=outcome)
 

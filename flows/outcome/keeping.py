@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import platform
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from flows.outcome.ending import RunOutcome, stopped_outcome
 from flows.outcome.naming import profile_name
+from flows.prefect_api import page_of_run
 from merge_core.errors import MergegateError, shown
 from merge_core.store import read_state
 from tasks.gate import GuardVerdict, SuiteVerdict
@@ -68,7 +71,7 @@ def keep_outcome(
         flow = running or flow
         name = _name_of(outcome, name)
         record = run_record(outcome, name, run=run, flow=flow, seconds=clock.seconds(), stages=stages)
-        record = record.model_copy(update={"bytes_made": bytes_made()})
+        record = record.model_copy(update={"bytes_made": bytes_made(), "seen_at": page_of_run(run)})
         suffix = ".sweep" if flow == "sweep" and outcome.content is None else ""
         search = render_sweep(outcome.sweep) if outcome.sweep and outcome.content else None
         page = _page(outcome, name, flow, stages)
@@ -96,6 +99,8 @@ def run_record(
         message=shown(outcome.message),
         overrides=tuple(map(shown, outcome.overrides))[:_MOST],
         version=outcome.version,
+        location=shown(str(outcome.location)) if outcome.location else "",
+        machine=_machine(),
         method=shown(content.method) if content else outcome.sweep.method if outcome.sweep else "",
         recipe=shown(content.recipe) if content else "",
         parents=_parents(content) if content else (),
@@ -105,6 +110,13 @@ def run_record(
         stages=stages_together(stages),
         bytes_merged=sum(file.size for file in content.files) if content else 0,
     )
+
+
+def _machine() -> str:
+    """'build-7, 16 cores, Linux x86_64'."""
+    cores = os.cpu_count() or 1
+    parts = (platform.node(), f"{cores} core{'' if cores == 1 else 's'}", f"{platform.system()} {platform.machine()}")
+    return ", ".join(filter(None, parts))
 
 
 def stages_together(ends: Iterable[StageEnd]) -> tuple[NightStage, ...]:

@@ -72,6 +72,9 @@ def configure(home: Path) -> None:
         os.environ.setdefault(name, value)
     if own_settings():
         os.environ.setdefault("PREFECT_API_URL", "")
+    # Loggers of Prefect's own that none of its settings reaches: what they still have to hand over is nobody's concern.
+    for worker in ("EventsWorker", "APILogWorker"):
+        logging.getLogger(worker).setLevel(logging.CRITICAL)
     own = Path(os.environ["PREFECT_HOME"])
     for place in (home, own):
         try:

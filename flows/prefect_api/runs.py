@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from flows.prefect_api.site import Site, require_site
+from merge_core.errors import EXIT_CODES, state_name
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -32,7 +33,8 @@ class FinishedRun:
     """How a run ended.
 
     Attributes:
-        state: What Prefect shows: Released, NothingNew, Passed, Refused, Invalid, Failed, Crashed, Cancelled.
+        state: What Prefect shows: Released, NothingNew, Passed, Refused, Invalid, Failed, Interrupted, Crashed,
+            Cancelled.
         message: Why, as the run said it.
     """
 
@@ -42,8 +44,9 @@ class FinishedRun:
 
     @property
     def exit_code(self) -> int:
-        """As of ``mergegate run``: 0 released or nothing new, 2 invalid, 3 refused, 1 anything unexpected."""
-        return 0 if self.completed else {"Invalid": 2, "Refused": 3}.get(self.state, 1)
+        """As of ``mergegate run``; what no run of ours says of itself (Crashed, Cancelled) is unexpected."""
+        codes = {state_name(status): code for status, code in EXIT_CODES.items()}
+        return 0 if self.completed else codes.get(self.state, EXIT_CODES["failed"])
 
 
 @contextmanager

@@ -34,6 +34,14 @@ _OURS = "# Written by mergegate: how Prefect's own command line reaches this pro
 _DRIVER = "postgresql+asyncpg"
 
 
+def page_of_run(run: object) -> str:
+    """Address of the page of a flow run on the server that this process was told of; empty where there is none: what
+    serves a run that has no server is gone with it."""
+    api = os.environ.get("PREFECT_API_URL", "")
+    address = os.environ.get("PREFECT_UI_URL") or api.removesuffix("/").removesuffix("/api")
+    return f"{address.removesuffix('/')}/runs/flow-run/{run}" if run and address else ""
+
+
 @dataclass(frozen=True)
 class Site:
     """Where a project's server is.

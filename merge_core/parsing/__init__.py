@@ -17,16 +17,22 @@ from merge_core.parsing.json_text import (
     read_json,
     read_lines,
 )
+from merge_core.parsing.overrides import with_overrides
+from merge_core.parsing.wording import as_written, expectation, kind_of, one_of_several
 from merge_core.parsing.yaml_text import StrictLoader, parse_yaml, read_yaml, read_yaml_mapping
 
 __all__ = [
     "MAX_DIGITS",
     "JsonBounds",
     "StrictLoader",
+    "as_written",
     "check_entries",
     "edge",
+    "expectation",
     "is_special",
+    "kind_of",
     "line_place",
+    "one_of_several",
     "open_plain",
     "parse_json",
     "parse_json_object",
@@ -41,4 +47,5 @@ __all__ = [
     "read_yaml",
     "read_yaml_mapping",
     "typed",
+    "with_overrides",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from json import JSONDecodeError
 from typing import TypeVar
 
 from merge_core.errors import InvalidInput, MergegateError
@@ -45,7 +46,13 @@ def edge(where: str, what: str, *, expected: str = "", remedy: str = "") -> Iter
     except MemoryError:
         raise InvalidInput(where, found=f"{what}: too large for the memory", expected=expected, remedy=remedy) from None
     except Exception as error:  # foreign parsers promise no set of types; the point of this file
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        # Of these the message alone says nothing: KeyError is a name, the others speak of our program.
+        if isinstance(error, JSONDecodeError):  # which counts characters, too
+            line = f"line {error.lineno}, " if error.lineno > 1 else ""
+            said = f"{error.msg[:1].lower()}{error.msg[1:]} at {line}column {error.colno}"
+            raise InvalidInput(where, found=f"{what}: {said}", expected=expected, remedy=remedy) from None
+        bare = isinstance(error, LookupError | TypeError | AttributeError) or not str(error)
+        kind = f"{type(error).__name__}: " if bare else ""
         raise InvalidInput(where, found=f"{what}: {kind}{error}", expected=expected, remedy=remedy) from None
 
 

@@ -81,6 +81,16 @@ StrictLoader.yaml_implicit_resolvers = {
 }
 
 
+# What PyYAML says to programmers.
+_IN_WORDS = {
+    "found character that cannot start any token": "a character that nothing begins with; blanks, not tabs, indent it",
+    "mapping values are not allowed in this context": "a ':' where none can stand; look at how the lines are indented",
+    "did not find expected node content": "nothing where a value should stand; a bracket may not be closed",
+    "did not find expected key": "no key where one should stand; look at how the lines are indented",
+    "could not find expected ':'": "a key without ':'",
+}
+
+
 class _KeyFault(yaml.MarkedYAMLError):
     """Valid YAML that is not accepted."""
 
@@ -146,7 +156,8 @@ def parse_yaml(
             place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
             if isinstance(error, _KeyFault):
                 raise InvalidInput(place, found=str(error.problem), expected=error.expected) from None
-            raise InvalidInput(place, found=f"not YAML: {error.problem}", expected=expected) from None
+            problem = _IN_WORDS.get(str(error.problem), str(error.problem))
+            raise InvalidInput(place, found=f"not YAML: {problem}", expected=expected) from None
         if "\\" in text:  # escapes are the only way for half a character into a text
             printable(documents, where)
         return documents

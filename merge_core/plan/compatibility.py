@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from merge_core.architecture import has_own_head, text_part, vocabulary_size
+from merge_core.architecture import has_own_head, vocabulary_size
 from merge_core.checkpoint import Checkpoint
 from merge_core.checkpoint.vocabulary import each_read_once
-from merge_core.errors import Finding, InvalidInput, worst_first
+from merge_core.errors import Finding, InvalidInput, finding_of, worst_first
 from merge_core.parsing import read_json
+from merge_core.plan.causes import SIZES, compare_sizes, different_size, different_vocabulary, stated
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.jobs import MergePlan
 from merge_core.plan.plan import assemble, planned_checkpoint, single_experts, with_findings
@@ -91,12 +91,13 @@ def plan_with_findings(
 
 def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: frozenset[str]) -> PlannedMerge:
     findings: list[Finding] = []
+    sizes: list[Finding] = []
     measurable: list[CutPair] = []
     known, plan = single_experts(checkpoints), None
     try:
         assembled, problems = assemble(recipe, checkpoints)
     except InvalidInput as error:
-        findings.append(Finding("block", error.where, error.found, error.expected, error.remedy))
+        findings.append(finding_of(error))
     else:
         findings += problems
         for step in assembled.steps:
@@ -116,6 +117,7 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
             if name != donor:
                 if document.mixture is None:  # Of its experts a mixture takes one part only, which it compares itself.
                     findings += _compare_configs(donor, own[donor], name, checkpoint, aligned=aligned)
+                    sizes += compare_sizes(donor, own[donor], name, checkpoint)
                 if document.dtype is None and document.out_dtype is None:
                     findings += _compare_formats(donor, own[donor], name, checkpoint)
                 if not aligned:
@@ -123,7 +125,10 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
         compared = compare_to_donor(document, own, accepted)
         findings += compared.findings
         measurable += compared.pairs
-    return PlannedMerge(worst_first(findings), plan, tuple(measurable))
+    # First the cause, then what comes of it. A model whose layers are cut to fit is no problem.
+    troubled = {finding.cause for finding in findings if finding.severity == "block"}
+    causes = [size for size in sizes if size.cause in troubled]
+    return PlannedMerge(worst_first([*causes, *findings]), plan, tuple(measurable))
 
 
 def _compare_configs(
@@ -136,12 +141,13 @@ def _compare_configs(
             found=other.architecture or "nothing",
             expected=f"{first.architecture or 'nothing'}, as in {donor}",
             remedy="merge models of one architecture",
+            cause=different_size(name),
         )
         return
     for key in _MEANING:
         if aligned and key == _END:
             continue  # Numbers of different vocabularies; what differs in words is said of the tokenizers.
-        mine, theirs = (_stated(checkpoint, key) for checkpoint in (first, other))
+        mine, theirs = (stated(checkpoint, key) for checkpoint in (first, other))
         if mine != theirs and mine is not None and theirs is not None:
             yield Finding(
                 "warn",
@@ -149,6 +155,7 @@ def _compare_configs(
                 found=f"{theirs}",
                 expected=f"{mine}, as in {donor}, whose config the result gets",
                 remedy="make sure that the models compute the same function of their weights",
+                cause=different_size(name) if key in SIZES else "",
             )
     mine_vocab, their_vocab = vocabulary_size(first.config), vocabulary_size(other.config)
     if mine_vocab != their_vocab and not aligned:
@@ -158,6 +165,7 @@ def _compare_configs(
             found=f"{their_vocab}",
             expected=f"{mine_vocab}, as in {donor}",
             remedy="set tokenizer_source, or resize one model's embeddings",
+            cause=different_vocabulary(name),
         )
     if has_own_head(first) != has_own_head(other):
         tied = donor if has_own_head(other) else name
@@ -168,12 +176,6 @@ def _compare_configs(
             expected=f"{not has_own_head(first)}".lower() + f", as in {donor}",
             remedy=f"the result gets an output head of its own, for which the embedding of {tied} counts as its head",
         )
-
-
-def _stated(checkpoint: Checkpoint, key: str) -> Any:
-    """What a configuration, or its text part, says under ``key``."""
-    value = checkpoint.config.get(key)
-    return text_part(checkpoint.config).config.get(key) if value is None else value
 
 
 def _compare_formats(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from merge_core.architecture import (
 from merge_core.architecture.experts import disk_name
 from merge_core.checkpoint import AnyTensor, Checkpoint
 from merge_core.errors import Finding
+from merge_core.plan.causes import different_size
 from merge_core.plan.jobs import MergePlan
 
 # What GPTQ and AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8 call what they pack weights into.
@@ -106,28 +107,30 @@ def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known
     for job in plan.jobs:
         for item in job.inputs:
             used.setdefault(item.model, set()).add(item.tensor.name)
+    said = {where.partition(": ")[2] for where in known}  # of another model: it lacks the tensor
     cut = any(source.layers for module in plan.recipe.modules for part in module.slices for source in part.sources)
     produced = {job.output.name for job in plan.jobs}
     for model, names in used.items():
         if any(finding.startswith(f"{model}: ") for finding in known):
             continue  # What is wrong with this model has been said.
         view = in_layout_of(plan.donor, checkpoints[model])
-        left = [name for name, tensor in view.tensors.items() if tensor.name not in names]
+        left = [name for name, tensor in view.tensors.items() if tensor.name not in names and name not in said]
         if cut:
             # Said of the plan: a warning of its own.
             predictions = prediction_tensors(view)
             left = [name for name in left if name not in predictions]
             left = [name for name in left if layer_place(name) is None and name not in produced]
-        for name in left[:5]:
+        for name in left:
             optional = is_optional(name)
             yield Finding(
                 "info" if optional else "block",
                 f"{model}: {name}",
-                found="the result has no such tensor" + (f" ({len(left)} in all)" if len(left) > 5 else ""),
+                found="the result has no such tensor",
                 expected="every tensor of every model is merged",
                 remedy=(
                     "nothing to do: it is tied to the embeddings or computed by the library"
                     if optional
                     else "merge models of one architecture, or make this one the base_model"
                 ),
+                cause="" if optional else different_size(model),
             )

@@ -25,6 +25,7 @@ from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor, ch
 from merge_core.errors import Finding, InvalidInput
 from merge_core.methods import REQUIRED
 from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
+from merge_core.plan.causes import different_size, different_vocabulary
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.filters import lost_filters
 from merge_core.plan.heads import lost_heads, with_head
@@ -199,6 +200,7 @@ def _job(
                     found="missing" + (", and no embedding that stands for it" if is_head(name) else ""),
                     expected="every model has it",
                     remedy="merge models of one architecture",
+                    cause=different_size(str(source.model)),
                 )
             )
             return None
@@ -288,7 +290,9 @@ def _same_shape(name: str, found: Sequence[tuple[Source, AnyTensor]], problems: 
         if tensor.shape == first.shape:
             continue
         same = False
-        vocabulary = len(first.shape) == len(tensor.shape) and first.shape[1:] == tensor.shape[1:]
+        same_width = len(first.shape) == len(tensor.shape) and first.shape[1:] == tensor.shape[1:]
+        vocabulary = same_width and (before_layers(name) or is_head(name))
+        cause = different_vocabulary if vocabulary else different_size
         problems.append(
             Finding(
                 "block",
@@ -297,9 +301,10 @@ def _same_shape(name: str, found: Sequence[tuple[Source, AnyTensor]], problems: 
                 expected=f"{list(first.shape)}, as in {first_source.model}",
                 remedy=(
                     "the vocabularies differ in size: resize one model's embeddings, or set tokenizer_source"
-                    if vocabulary and (before_layers(name) or is_head(name))
+                    if vocabulary
                     else "merge models of one architecture and size"
                 ),
+                cause=cause(str(source.model)),
             )
         )
     return same

@@ -21,7 +21,7 @@ from merge_core.checkpoint.vocabulary import (
     read_vocabulary,
     vocabulary_differences,
 )
-from merge_core.errors import Finding, InvalidInput
+from merge_core.errors import Finding, InvalidInput, finding_of
 from merge_core.plan.alignment import align
 from merge_core.recipe import Recipe
 
@@ -65,7 +65,7 @@ def compare_to_donor(recipe: Recipe, own: Mapping[str, Checkpoint], accepted: fr
             return _aligned(recipe, own, donor, accepted)
         return _alike(donor, own, accepted)
     except InvalidInput as error:
-        return ComparedTokenizers((Finding("block", error.where, error.found, error.expected, error.remedy),), ())
+        return ComparedTokenizers((finding_of(error),), ())
 
 
 def _alike(donor: str, own: Mapping[str, Checkpoint], accepted: frozenset[str]) -> ComparedTokenizers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from merge_core.errors import InvalidInput, Refused
+from merge_core.errors import InvalidInput
 
 
 @dataclass(frozen=True, order=True)
@@ -64,8 +64,7 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
 
     Raises:
         InvalidInput: ``ref`` can only be meant as a local path (absolute, or starting with ``.`` or ``~``) and is
-            not there.
-        Refused: no directory can have that name, or ``expanded`` refuses.
+            not there, no directory can have that name, or ``expanded`` refuses.
     """
     path = expanded(ref.path)
     try:
@@ -73,7 +72,7 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
             if start is not None and (start / path).is_dir():
                 return (start / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # too long, from nowhere, a circle of links
-        raise Refused(
+        raise InvalidInput(
             str(ref), found=f"no name of a directory: {error}", expected="a checkpoint", remedy="correct the path"
         ) from None
     if path.is_absolute() or ref.path.startswith((".", "~")):
@@ -88,15 +87,14 @@ def expanded(text: str) -> Path:
     """``text`` as a path, with ``~`` and ``~name`` as the home of that user.
 
     Raises:
-        InvalidInput: when no path can be written so.
-        Refused: when this machine knows no such user, or not where its home is.
+        InvalidInput: when no path can be written so, or this machine knows no such user, or not where its home is.
     """
     try:
         return Path(text).expanduser()
     except ValueError:
         raise InvalidInput(text, found="a character that no path can have", expected="a path") from None
     except RuntimeError:
-        raise Refused(
+        raise InvalidInput(
             text,
             found="the home of a user that this machine does not know",
             expected="a path",

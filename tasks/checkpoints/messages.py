@@ -19,6 +19,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "progress": (int, int),
     "done": (object,),
     "problem": (MergegateError,),
+    "starved": (str,),
     "crash": (str, str),
 }
 _VALUES = (BaseModel, MergegateError, tuple, enum.Enum)
@@ -34,7 +35,8 @@ def receive(connection: Connection, where: str) -> tuple[Any, ...]:
     """The next message; nothing that a stranger's code may have sent instead does more than fail here.
 
     Returns:
-        ``("progress", done, total)``, ``("done", value)``, ``("problem", error)`` or ``("crash", error, traceback)``.
+        ``("progress", done, total)``, ``("done", value)``, ``("problem", error)``, ``("starved", error)`` or
+        ``("crash", error, traceback)``.
 
     Raises:
         EOFError, ConnectionError: when there will be none.

@@ -9,7 +9,7 @@ after look: each is loaded once), and dies with this process, however that ends 
 
 ``function`` is a plain function of a module, called there as ``function(*arguments, on_progress)``. Questions and
 answers are pickled: ``(function, arguments)`` goes there; ``("progress", done, total)`` any number of times and then
-one of ``("done", value)``, ``("problem", error)``, ``("crash", error, traceback)`` come back.
+one of ``("done", value)``, ``("problem", error)``, ``("starved", error)``, ``("crash", error, traceback)`` come back.
 
 Tasks, templates and tokenizers are what strangers wrote, and run there only. So it is confined (``tasks.outside``):
 our environment, our secrets, our other processes and, unless a question needs it, the network are out of its reach. An
@@ -58,7 +58,10 @@ from tasks.outside import (
 from tasks.stage import also_forget, home, memory_of_child, store
 
 # As Python, torch and C++ say it where a limit, not the system, is in the way.
-_NO_MEMORY = re.compile(r"MemoryError|can't allocate memory|bad_alloc|Cannot allocate memory")
+_NO_MEMORY = re.compile(
+    r"MemoryError|can't allocate memory|bad_alloc|[Cc]annot allocate memory|can't start new thread"
+    r"|failed to map segment|OutOfMemory"
+)
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
 _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one
 _START = "from tasks.checkpoints.model_process import answer_questions; answer_questions()"
@@ -275,6 +278,9 @@ class _Place:
             error, trace = content
             _log.info("%s\n%s", question.where, trace)
             raise InvalidInput(question.where, found=error, expected="an answer")
+        if kind == "starved":
+            self.end()  # what failed halfway is not asked again
+            raise _no_memory_left(question.where, content[0])
         return content[0]
 
 
@@ -380,12 +386,7 @@ def _died(where: str, code: int | None, last_line: str) -> InvalidInput:
             remedy=SMALLER,
         )
     if _NO_MEMORY.search(last_line):
-        return ShortOfMemory(
-            where,
-            found=f"the process that scores had no memory left: {last_line}",
-            expected="memory for the model and a batch, within limits.memory if the profile has that",
-            remedy=SMALLER,
-        )
+        return _no_memory_left(where, last_line)
     how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
     return InvalidInput(
         where,
@@ -393,6 +394,32 @@ def _died(where: str, code: int | None, last_line: str) -> InvalidInput:
         expected="an answer",
         remedy=SMALLER if code < 0 else "",
     )
+
+
+def _no_memory_left(where: str, said: str) -> ShortOfMemory:
+    return ShortOfMemory(
+        where,
+        found=f"the process that scores had no memory left: {said}",
+        expected="memory for the data, the model and a batch, within limits.memory if the profile has that",
+        remedy=f"a higher limits.memory if the profile has that; {SMALLER}",
+    )
+
+
+def _starved(error: BaseException) -> str:
+    """What the system said when it had no memory to give, if that is what ``error`` was made of; else empty.
+
+    Whatever is imported, loaded or parsed when memory ends can fail for it, and whoever catches that takes it for a
+    fault of the input.
+    """
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        said = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}".rstrip(": ")
+        if isinstance(cause, MemoryError) or (not isinstance(cause, MergegateError) and _NO_MEMORY.search(said)):
+            return said
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def answer_questions() -> None:
@@ -408,10 +435,11 @@ def answer_questions() -> None:
             function, arguments = asker.recv()
         except EOFError:
             return
-        asker.send(_answer(asker, function, arguments))
+        asker.send(answer_question(asker, function, arguments))
 
 
-def _answer(asker: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def answer_question(asker: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The last message about one question: what came of it, see the top of this file."""
     last_sent = 0.0
 
     def on_progress(done: int, total: int) -> None:
@@ -423,8 +451,12 @@ def _answer(asker: Connection, function: Callable[..., Any], arguments: tuple[An
     try:
         with refusing_disk():
             return "done", function(*arguments, on_progress)
-    except MergegateError as error:
+    except ShortOfMemory as error:
         return "problem", error
     except BaseException as error:  # Rust's panics, and whoever calls exit() in a task
+        if said := _starved(error):
+            return "starved", said
+        if isinstance(error, MergegateError):
+            return "problem", error
         message = " ".join(str(error).split())[:300]
         return "crash", f"{type(error).__name__}: {message}".rstrip(": "), traceback.format_exc()

@@ -16,6 +16,7 @@ from tasks.evaluation.document_scores import (
     score_of_sample,
     write_document_scores,
 )
+from tasks.evaluation.fetching import FetchedDataset, fetch_datasets
 from tasks.evaluation.lm_eval_results import (
     ResultsFile,
     TaskResults,
@@ -24,9 +25,10 @@ from tasks.evaluation.lm_eval_results import (
     precision_differences,
     read_task,
 )
-from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, default_metric
+from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_known_metrics, choose_metrics, default_metric
 from tasks.evaluation.pace import document_seconds
 from tasks.evaluation.posed import PosedDocument, PosedTask, pose
+from tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
 from tasks.evaluation.process import clusters_in_child
 from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
@@ -46,6 +48,7 @@ from tasks.evaluation.stage import (
     score_table,
     unknown_documents,
 )
+from tasks.evaluation.support import require_examples, require_supported
 from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 from tasks.evaluation.task_texts import document_texts
@@ -60,6 +63,7 @@ __all__ = [
     "DocumentScore",
     "DocumentSet",
     "EvalTask",
+    "FetchedDataset",
     "JudgedMetrics",
     "MetricSetting",
     "Paired",
@@ -70,11 +74,14 @@ __all__ = [
     "Scoring",
     "SetName",
     "TaskData",
+    "TaskPreview",
     "TaskResults",
     "TaskScore",
     "TaskScores",
+    "TokenizerPlace",
     "by_task",
     "check_alike",
+    "choose_known_metrics",
     "choose_metrics",
     "clusters_in_child",
     "count_task",
@@ -85,6 +92,7 @@ __all__ = [
     "document_seconds",
     "document_texts",
     "evaluate_to",
+    "fetch_datasets",
     "find_backend",
     "find_results",
     "join_parts",
@@ -96,9 +104,12 @@ __all__ = [
     "pinned_data_before",
     "pose",
     "precision_differences",
+    "preview",
     "read_definition",
     "read_document_scores",
     "read_task",
+    "require_examples",
+    "require_supported",
     "score_of_sample",
     "score_table",
     "unknown_documents",

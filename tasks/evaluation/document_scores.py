@@ -16,6 +16,9 @@ from merge_core.errors import InvalidInput
 SCORES_FILE = "outcomes.parquet"
 
 
+_ANSWER = 2000  # characters that are kept of an answer
+
+
 class DocumentScore(NamedTuple):
     """Score of one document under one metric."""
 
@@ -28,6 +31,7 @@ class DocumentScore(NamedTuple):
     outcome: float  # in [0, 1] for accuracies
     cluster: str = ""  # what the document shares with others (a passage, a subject), where a guard asks for it
     higher_is_better: bool = True  # as the task says of this metric
+    answer: str = ""  # what the model said or chose, shortened; empty where that is no text
 
 
 def score_of_sample(
@@ -44,7 +48,26 @@ def score_of_sample(
         outcome=outcome,
         cluster=cluster,
         higher_is_better=higher_is_better,
+        answer=answer_of(sample),
     )
+
+
+def answer_of(sample: Mapping[str, Any]) -> str:
+    """What the model said to a document, or the choice that it found likeliest. Empty where that is no text."""
+    answers, arguments = sample.get("filtered_resps") or (), sample.get("arguments") or ()
+    if not isinstance(answers, (list, tuple)) or not answers:
+        return ""
+    if isinstance(answers[0], str):
+        return answers[0].strip()[:_ANSWER]
+    try:
+        # Some tasks ask again without the question, to know how likely a choice is by itself: that is no answer.
+        asked = [at for at in range(len(answers)) if arguments[at][0] == arguments[0][0]]
+        if len(asked) < 2:
+            return ""
+        best = max(asked, key=lambda at: float(answers[at][0]))
+        return str(arguments[best][1]).strip()[:_ANSWER]
+    except (TypeError, ValueError, IndexError, KeyError):
+        return ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,7 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
     import pyarrow.parquet as pq
 
     columns = pq.read_table(path).to_pydict()
+    columns.setdefault("answer", [""] * len(columns["task"]))  # a table from before they were kept
     columns.setdefault("cluster", [""] * len(columns["task"]))  # a table from before there were clusters
     columns.setdefault("higher_is_better", [True] * len(columns["task"]))
     return tuple(DocumentScore(*row) for row in zip(*(columns[name] for name in DocumentScore._fields), strict=True))

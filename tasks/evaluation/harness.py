@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -30,11 +31,13 @@ from merge_core.store import JournalPlace, open_journal
 from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import is_answer_record, journalled
 from tasks.evaluation.backends import find_backend
-from tasks.evaluation.choice_probability import PROBABILITY, answered_now, probabilities
+from tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
 from tasks.evaluation.division import DocumentSet
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
+from tasks.evaluation.mirror import datasets_from, find_datasets
 from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in, ordered
+from tasks.evaluation.shipped import LeafConfig, shipped_leaves
 from tasks.evaluation.task_data import (
     DataSource,
     LoadedData,
@@ -75,9 +78,14 @@ def look_at_data(task: EvalTask) -> LoadedData:
             _last_loaded = None
             loaded = load_task(task)
         sources = () if task.is_local else loaded.sources
+        if task.cluster_field:
+            for name, leaf in loaded.leaves.items():
+                for document in islice(leaf.eval_docs, 1):
+                    _cluster(name, document, task.cluster_field)
         counted = counted_documents(loaded, task)
         documents = sum(loaded.sizes.values()) if counted is None else len(counted)
-        return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources))
+        metrics = {name: metrics_to_come(name, leaf) for name, leaf in loaded.leaves.items()}
+        return LoadedData(documents, TaskData(digest=loaded.digest, sources=sources), metrics)
 
 
 def count_documents(task: EvalTask) -> int:
@@ -309,7 +317,16 @@ def _scored(
     where: str, leaf: str, metric: str, higher_is_better: bool, sample: Mapping[str, Any], task: EvalTask
 ) -> DocumentScore:
     key = f"{metric},{sample['filter']}"
-    value = checked_score(where, key, sample["doc_id"], float(sample[metric]))
+    try:
+        number = float(sample[metric])
+    except (TypeError, ValueError):
+        raise InvalidInput(
+            where,
+            found=f"{key} of document {sample['doc_id']} is {sample[metric]!r:.60}",
+            expected="a number, of which the task's score is the mean",
+            remedy="name another metric of the task, or correct its process_results",
+        ) from None
+    value = checked_score(where, key, sample["doc_id"], number)
     cluster = _cluster(leaf, sample["doc"], task.cluster_field) if task.cluster_field else ""
     return score_of_sample(leaf, key, sample, value, cluster, higher_is_better)
 
@@ -334,6 +351,21 @@ def _judging_metrics(name: str, leaf: Any, measured: Iterable[str]) -> dict[str,
             expected="a score of each document, of which the task's is the mean",
             remedy="give it one under metric_list (aggregation: mean, higher_is_better: ...), or leave it out",
         )
+    return found
+
+
+def metrics_to_come(name: str, leaf: Any) -> dict[str, bool]:
+    """Labels under which the documents of a leaf can be judged once they are scored, and whether more of each is
+    better: each metric that is a mean, after each filter of the answers. There may be fewer, never others.
+
+    Raises:
+        InvalidInput: when there is none.
+    """
+    directions = _judging_metrics(name, leaf, leaf.aggregation())
+    filters = [str(getattr(one, "name", "none")) for one in getattr(leaf, "_filters", None) or ()] or ["none"]
+    found = {f"{metric},{one}": higher for one in filters for metric, higher in directions.items()}
+    if len(leaf.eval_docs) and choices_of(leaf, leaf.eval_docs[0]) is not None:
+        found |= {f"{PROBABILITY},{one}": True for one in filters}
     return found
 
 
@@ -418,7 +450,11 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
 
     _keep_templates()
     try:
-        if task.definition is None:
+        if task.mirror is not None and task.definition is None:
+            leaves = shipped_leaves(task.name)
+            with datasets_from(find_datasets(task.mirror, leaves), scratch):
+                loaded = _load_shipped(task.name, leaves, scratch)
+        elif task.definition is None:
             loaded = _shipped_tasks().load([task.name])
         else:
             prepared = _prepare(task, task.definition, scratch)
@@ -427,14 +463,39 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
         raise
     except Exception as error:
         # Definition and data are the user's, and pass through YAML, jinja, datasets and Python code of the task.
-        cause = " ".join(str(error).split()) or type(error).__name__
         offline = isinstance(error, OSError)
         raise InvalidInput(
             str(task.definition or f"task {task.name}"),
-            found=f"cannot be loaded: {type(error).__name__}: {cause[:300]}",
-            remedy="fetch its dataset while the network is there, or point a YAML at local data" if offline else "",
+            found=f"cannot be loaded: {_first_cause(error)[:300]}",
+            remedy="fetch its dataset while the network is there, or point a YAML at local data"
+            if offline
+            else "look at the task and at its data: `lm-eval run --tasks` with it shows the same",
         ) from error
     return dict(loaded["tasks"])
+
+
+def _first_cause(error: BaseException) -> str:
+    """What was wrong to begin with: libraries wrap it, and say less."""
+    while (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        error = cause
+    said = " ".join(str(error).split())
+    if isinstance(error, KeyError):
+        return f"there is no {said} in it"
+    return said or type(error).__name__
+
+
+def _load_shipped(name: str, leaves: Sequence[LeafConfig], scratch: Path) -> Any:
+    """As lm-eval's own index loads them, without parsing 14,000 files; but for groups that lay functions over tasks."""
+    from lm_eval.tasks import TaskManager
+
+    if any("/" in str(leaf.laid_over) or "::" in leaf.name for leaf in leaves):
+        return _shipped_tasks().load([name])
+    prepared = []
+    for number, leaf in enumerate(leaves):
+        path = scratch / f"shipped{number}.yaml"
+        path.write_text(yaml.safe_dump({"include": str(leaf.path), **leaf.laid_over, "task": leaf.name}))
+        prepared.append(str(path))
+    return TaskManager(include_defaults=False).load(prepared)
 
 
 def _prepare(task: EvalTask, path: Path, scratch: Path) -> list[Path]:

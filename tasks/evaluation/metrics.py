@@ -78,26 +78,33 @@ def choose_metrics(rows: Iterable[DocumentScore], setting: MetricSetting, where:
 
     Args:
         setting: None: each leaf by its own default (``default_metric``). A name: that metric in every leaf that has it,
-            and the default in the others; ``prob`` is short for ``prob,none``. A mapping: by leaf or pattern of leaves
+            and the default in the others; ``acc_norm`` means ``acc_norm,none`` where the leaf has no other
+            ``acc_norm``. A mapping: by leaf or pattern of leaves
             (``leaderboard_math_*``), a name before a pattern and patterns in the order given; leaves that none of them
             means keep their default.
 
     Raises:
         InvalidInput: for a metric that no leaf has, or not the leaf that it is meant for; a leaf that there is not.
     """
-    known = metrics_by_leaf(rows)
+    return choose_known_metrics(metrics_by_leaf(rows), setting, where)
+
+
+def choose_known_metrics(known: Mapping[str, Mapping[str, bool]], setting: MetricSetting, where: str) -> JudgedMetrics:
+    """As ``choose_metrics``, also before anything is scored: from the labels of each leaf, and whether more of each is
+    better."""
     if isinstance(setting, Mapping):
-        wanted = _wanted_by_leaf(known, {leaf: _in_full(metric) for leaf, metric in setting.items()}, where)
+        wanted = _wanted_by_leaf(known, setting, where)
     elif setting is None:
         wanted = {}
     else:
-        metric = _in_full(setting)
-        wanted = {leaf: metric for leaf, metrics in known.items() if metric in metrics}
+        metric = setting
+        wanted = {leaf: label for leaf, metrics in known.items() if (label := _in_full(setting, metrics)) in metrics}
         if known and not wanted:
             every = dict.fromkeys(name for metrics in known.values() for name in metrics)
+            several = any(name.partition(",")[0] == setting for name in every)
             raise InvalidInput(
                 f"evaluate.tasks: {where}: metric",
-                found=f"{setting!r}, which the task does not have",
+                found=f"{setting!r}, " + ("which can mean several" if several else "which the task does not have"),
                 expected=" or ".join(every),
                 remedy=_only_of_choices(metric) or suggest(setting, every),
             )
@@ -177,9 +184,10 @@ def checked_score(where: str, metric: str, document: object, value: float) -> fl
     return value
 
 
-def _in_full(metric: str) -> str:
-    """``prob`` as it is labelled; any other metric as it is."""
-    return f"{PROBABILITY},none" if metric == PROBABILITY else metric
+def _in_full(metric: str, labels: Iterable[str]) -> str:
+    """``acc_norm`` as the only one of ``labels`` that begins so; with a filter, or where several do, as it is."""
+    meant = [label for label in labels if label.partition(",")[0] == metric]
+    return meant[0] if len(meant) == 1 else metric
 
 
 def _only_of_choices(metric: str) -> str:
@@ -196,7 +204,7 @@ def _wanted_by_leaf(known: Mapping[str, Mapping[str, bool]], setting: Mapping[st
         patterns = [leaf] if leaf in setting else [each for each in setting if fnmatchcase(leaf, each)]
         if not patterns:
             continue
-        metric = setting[patterns[0]]
+        metric = _in_full(setting[patterns[0]], metrics)
         if metric not in metrics:
             raise InvalidInput(
                 place,

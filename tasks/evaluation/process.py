@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 LOADED_WITHIN = 1800.0  # seconds for the data of one task, downloads included, where nobody has set a limit
 
-__all__ = ["end_child", "look_in_child", "score_in_child"]
+__all__ = ["ask_about_task", "end_child", "look_in_child", "score_in_child"]
 
 
 def score_in_child(
@@ -60,7 +60,7 @@ def look_in_child(task: EvalTask, time_limit: float | None = None) -> LoadedData
         InvalidInput: as ``harness.look_at_data``; or when the process died.
         Refused: when ``time_limit`` seconds are over.
     """
-    return _ask_about(task, _look, (task,), "its data", time_limit)
+    return ask_about_task(task, _look, (task,), "its data", time_limit)
 
 
 def clusters_in_child(task: EvalTask, field: str, seed: int, time_limit: float | None = None) -> tuple[str, ...]:
@@ -69,10 +69,10 @@ def clusters_in_child(task: EvalTask, field: str, seed: int, time_limit: float |
     Raises:
         InvalidInput, Refused: as ``look_in_child``; or when a document has no such field.
     """
-    return _ask_about(task, _clusters, (task, field, seed), "its clusters", time_limit)
+    return ask_about_task(task, _clusters, (task, field, seed), "its clusters", time_limit)
 
 
-def _ask_about(
+def ask_about_task(
     task: EvalTask, function: Callable[..., A], arguments: tuple[object, ...], what: str, time_limit: float | None
 ) -> A:
     """Ask about the data of a task, which may have to be loaded for that."""

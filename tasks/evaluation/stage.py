@@ -71,6 +71,7 @@ class TaskSize(StageValue):
 
     documents: int
     data: TaskData
+    metrics: dict[str, dict[str, bool]]  # by leaf: labels that can judge it, and whether more of each is better
 
     def summary(self) -> str:
         return f"{self.documents:,}"
@@ -122,7 +123,7 @@ def evaluate(
         scoring,
         part,
         runtime.device,
-        lambda done, total: advance(done, total, "requests"),
+        lambda done, total: advance(done, total, f"requests of {task.name}"),
         # A server is not in the key; but what one has half answered is not for another to go on with.
         JournalPlace(
             out / JOURNAL, f"{evaluate.key(model, task, scoring, part, runtime)} {asked!r} {files_state([model])}"
@@ -243,7 +244,7 @@ def find_sources(task: EvalTask, limit: CountLimit) -> TaskSources:
     return TaskSources(sources=tuple(source.model_copy(update={"revision": ""}) for source in found))
 
 
-@value_stage("documents", version=3, subject="task")
+@value_stage("documents", version=4, subject="task")
 def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) -> TaskSize:
     """Load the data of ``task`` in the process that scores, count its documents and pin them.
 
@@ -257,7 +258,8 @@ def count_task(task: EvalTask, revisions: tuple[str, ...], limit: CountLimit) ->
     from tasks.evaluation.process import look_in_child
 
     found = look_in_child(task, limit.seconds)
-    return TaskSize(documents=found.documents, data=found.data)
+    metrics = {leaf: dict(labels) for leaf, labels in found.metrics.items()}
+    return TaskSize(documents=found.documents, data=found.data, metrics=metrics)
 
 
 def data_revisions(task: EvalTask, limit: CountLimit) -> tuple[str, ...]:

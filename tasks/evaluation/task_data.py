@@ -14,7 +14,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from re import search
@@ -55,6 +55,7 @@ class LoadedData:
 
     documents: int
     data: TaskData
+    metrics: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)  # by leaf: label, whether more is better
 
 
 def digest_of_leaves(leaves: Mapping[str, Any]) -> str:

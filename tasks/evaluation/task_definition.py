@@ -11,7 +11,6 @@ files beside it, with settings of their own or without, or whole tasks written i
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,8 @@ from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import StrictLoader, edge, plain_file, read_yaml_mapping
 from merge_core.store import HashMemo, NotInKey, digest, sha256_file
 from tasks.evaluation.division import DocumentSet
+from tasks.evaluation.mirror import find_datasets
+from tasks.evaluation.shipped import shipped_leaves, shipped_names
 from tasks.evaluation.task_code import imported_beside
 from tasks.evaluation.task_data import DataSource, LoadedData, TaskData
 
@@ -47,6 +48,7 @@ class EvalTask(BaseModel):
     data_digest: str | None = None  # sha256 over what it asks when it is loaded; None: nobody has looked
     sources: Annotated[tuple[DataSource, ...], NotInKey] = ()  # that it was loaded from
     documents: Annotated[int | None, NotInKey] = None  # that it has; known with ``data_digest``
+    mirror: Annotated[Path | None, NotInKey] = None  # directory with its datasets, which are in ``digest``
     only: DocumentSet | None = None  # of its documents; None: all of them
 
     def content_key(self) -> object:
@@ -68,7 +70,9 @@ class EvalTask(BaseModel):
 
     @property
     def is_local(self) -> bool:
-        """All of its data lies beside its definition, and is in its digest."""
+        """All of its data lies here, and is in its digest."""
+        if self.mirror is not None:
+            return True
         return self.definition is not None and read_definition(self.definition).is_local
 
 
@@ -111,21 +115,22 @@ class Definition:
         ).is_absolute()
 
 
-def pin_task(task: str, root: Path, hashes: HashMemo) -> EvalTask:
+def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None) -> EvalTask:
     """The task that ``task`` names, with its digest.
 
     Args:
         task: A YAML file, relative to ``root``; otherwise the name of a task, group or tag that lm-eval ships.
         root: Directory of the profile.
+        mirror: Of datasets (``tasks.evaluation.mirror``), which those of a task by name are taken from; None: the Hub.
 
     Raises:
-        InvalidInput: for an unknown name, a definition that cannot be read, or data that is not there.
+        InvalidInput: for an unknown name, a dataset that is not in ``mirror``, a definition that cannot be read, or data that is not there.
     """
     if task.endswith((".yaml", ".yml")):
         path = (root / task).absolute()
         definition = read_definition(path)
         return EvalTask(name=definition.name, digest=_digest(definition, hashes.sha256), definition=path)
-    if task not in (known := _shipped()):
+    if task not in (known := shipped_names()):
         near = get_close_matches(task, known, n=1)
         raise InvalidInput(
             f"task {task}",
@@ -133,7 +138,12 @@ def pin_task(task: str, root: Path, hashes: HashMemo) -> EvalTask:
             expected="a task, group or tag that lm-eval ships, or a YAML file of your own",
             remedy=f"did you mean {near[0]!r}?" if near else "`lm-eval ls tasks` lists them",
         )
-    return EvalTask(name=task, digest=digest({"task": task, "lm_eval": version("lm_eval")}), definition=None)
+    pinned: dict[str, object] = {"task": task, "lm_eval": version("lm_eval")}
+    if mirror is not None:
+        found = find_datasets(mirror, shipped_leaves(task))
+        files = dict.fromkeys(file for each in found for file in each.files)
+        pinned["data"] = [hashes.sha256(file) for file in files]
+    return EvalTask(name=task, digest=digest(pinned), definition=None, mirror=mirror)
 
 
 def still_as_pinned(task: EvalTask, definition: Definition) -> bool:
@@ -394,33 +404,3 @@ def _resolve(data_files: Any, base: Path, where: str, files: list[Path]) -> Any:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _shipped() -> frozenset[str]:
-    """Names of all tasks, groups and tags that the installed lm-eval ships.
-
-    Read from its YAML files as text (a third of a second): its own index parses 14,000 of them in seven.
-    """
-    global _shipped_names
-    if _shipped_names is None:
-        _shipped_names = frozenset(_names_in_yaml())
-    return _shipped_names
-
-
-_shipped_names: frozenset[str] | None = None
-
-
-def _names_in_yaml() -> Iterator[str]:
-    spec = importlib.util.find_spec("lm_eval")
-    if spec is None or spec.origin is None:
-        return
-    scalar = re.compile(rb"^(?:task|group|tag)[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
-    listed = re.compile(rb"^tag[ \t]*:[ \t]*\n((?:[ \t]*-[ \t]*\S+[ \t]*\n)+)", re.MULTILINE)
-    for path in (Path(spec.origin).parent / "tasks").rglob("*.yaml"):
-        text = path.read_bytes()
-        for name in scalar.findall(text):
-            yield name.decode()
-        for block in listed.findall(text):
-            for line in block.split(b"\n"):
-                if line.strip():
-                    yield line.strip().lstrip(b"- ").strip(b"'\"").decode()

@@ -65,6 +65,8 @@ class Flip(BaseModel):
     merge: float
     prompt: str | None  # shortened, without few-shot examples; None where the text is no longer to be had
     target: str | None
+    reference_answer: str = ""  # shortened; empty where it was not kept, or is no text
+    merge_answer: str = ""
 
 
 class Flips(StageValue):
@@ -119,7 +121,7 @@ def explain(out: Path, origin: Model, parents: tuple[Model, ...], merge: Model) 
     return Weights(interference=found)
 
 
-@stage("flips", version=1)
+@stage("flips", version=2)
 def flips(
     out: Path,
     task: EvalTask,
@@ -163,6 +165,8 @@ def flips(
                 merge=ours[leaf, doc_id].outcome,
                 prompt=text.prompt if text else None,
                 target=text.target if text else None,
+                reference_answer=theirs[leaf, doc_id].answer,
+                merge_answer=ours[leaf, doc_id].answer,
             )
         )
     lines = [json.dumps(flip.model_dump(), ensure_ascii=False) for flip in found]
@@ -270,7 +274,7 @@ def _scores_under(guard: GuardVerdict, model: str, parts: Sequence[Artifact[Scor
 
 
 def _shortened(flip: Flip) -> Flip:
-    texts = {name: _clipped(getattr(flip, name)) for name in ("prompt", "target")}
+    texts = {name: _clipped(getattr(flip, name)) for name in ("prompt", "target", "reference_answer", "merge_answer")}
     return flip.model_copy(update=texts)
 
 

@@ -18,6 +18,11 @@ class EvaluateSettings(Scoring, GateRule):
     """What is evaluated and how it is judged, in a profile under ``evaluate``."""
 
     tasks: tuple[Guard, ...] = Field(min_length=1)
+    data: Path | None = Field(
+        default=None,
+        description="Directory with the datasets of lm-eval's tasks by name, relative to the profile: as the Hub lays "
+        "them out, or files by task or dataset. Then nothing is asked of a network. Absent: the Hub, or its cache.",
+    )
 
     @model_validator(mode="after")
     def _anchors_what_is_compared_with_the_champion(self) -> Self:
@@ -39,14 +44,20 @@ class EvaluateSettings(Scoring, GateRule):
         return GateRule.model_validate({name: getattr(self, name) for name in GateRule.model_fields})
 
 
-def pin_tasks(guards: Sequence[Guard], root: Path, hashes: HashMemo) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
+def pin_tasks(
+    guards: Sequence[Guard], root: Path, hashes: HashMemo, data: Path | None = None
+) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
     """All tasks of the guards, each once, and the guards in terms of the names that lm-eval calls those tasks.
+
+    Args:
+        data: Directory with datasets, relative to ``root``; None: the Hub.
 
     Raises:
         InvalidInput: as ``pin_task``; when two definitions call themselves by one name, or two guards of a task
             disagree on which of its documents belong together.
     """
-    written = {guard.task: pin_task(guard.task, root, hashes) for guard in guards}
+    mirror = None if data is None else (root / data).absolute()
+    written = {guard.task: pin_task(guard.task, root, hashes, mirror) for guard in guards}
     tasks: dict[str, EvalTask] = {}
     for text, task in written.items():
         if tasks.setdefault(task.name, task).digest != task.digest:

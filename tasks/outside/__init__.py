@@ -5,11 +5,12 @@ need, and servers that speak JSON over HTTP.
 runs what strangers wrote, and ``environment_of_child`` what it may see of our environment (``confinement``). How a
 server is asked, and what is asked again, is in ``remote``. ``open_runner`` has independent work done side by side, here
 or on a cluster (``runner``, ``cluster``); ``current_slot`` is where a thread of ours does it (``slots``).
-``hold_gpus`` keeps other jobs off the GPUs of this host (``gpu_lock``).
+``hold_gpus`` keeps other jobs off the GPUs of this host (``gpu_lock``). ``require_linux`` says what needs it.
 """
 
 from tasks.outside.confinement import Confinement, environment_of_child
 from tasks.outside.gpu_lock import HeldGpus, hold_gpus, take_gpus
+from tasks.outside.linux import require_linux
 from tasks.outside.remote import (
     TRANSIENT_STATUSES,
     Answer,
@@ -49,6 +50,7 @@ __all__ = [
     "hold_gpus",
     "is_transient",
     "open_runner",
+    "require_linux",
     "retrying",
     "slots_for",
     "status_of",

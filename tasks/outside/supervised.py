@@ -117,6 +117,9 @@ class SupervisedProcess:
         measured: bool = False,
         inherited: Sequence[int] = (),
     ) -> None:
+        from tasks.outside.linux import require_linux  # not at the top: the supervisor runs this file by itself
+
+        require_linux()
         order = {
             "command": list(command),
             "environment": dict(environment),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -22,6 +23,7 @@ from tasks.perplexity.text import HeldOutText, text_of_line
 from tasks.stage import Runtime, StageValue, advance, stage
 
 FILE = "documents.parquet"
+_MOST_LOOKED_AT = 2000  # lines of held-out text that are looked at before anything is measured
 
 
 def _percentage(value: object) -> object:
@@ -119,7 +121,7 @@ def pin_documents(settings: PerplexitySettings, root: Path, hashes: HashMemo) ->
     """The held-out documents with their sha256; a relative path is relative to ``root``.
 
     Raises:
-        InvalidInput: when there is no such file, or its first document is not as the settings say.
+        InvalidInput: when there is no such file, or a document is not as the settings say.
     """
     path = (root / settings.documents).absolute()
     if not path.is_file():
@@ -130,9 +132,11 @@ def pin_documents(settings: PerplexitySettings, root: Path, hashes: HashMemo) ->
         )
     field = settings.field if path.suffix in (".jsonl", ".json", ".ndjson") else ""
     with path.open("rb") as file:
-        first = file.readline() if field else b""
-    if field:
-        text_of_line(first, field, path, 1)
+        for number, line in enumerate(islice(file, _MOST_LOOKED_AT if field else 0), start=1):
+            if line.strip():
+                text_of_line(line, field, path, number)
+    if not path.stat().st_size:
+        raise InvalidInput(str(path), found="an empty file", expected="held-out documents")
     return HeldOutText(path=path, sha256=hashes.sha256(path), field=field)
 
 

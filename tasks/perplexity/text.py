@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import line_place, parse_line
+from merge_core.parsing import kind_of, line_place, parse_line
 from merge_core.store import NotInKey
 from tasks.evaluation import DocumentSet
 
@@ -67,7 +67,7 @@ def text_of_line(line: bytes, field: str, path: Path, number: int) -> str:
     document = parse_line(line, path, number)
     text = document.get(field)
     if not isinstance(text, str):
-        found = f"no field {field!r}" if field not in document else f"{type(text).__name__} in field {field!r}"
+        found = f"no field {field!r}" if field not in document else f"{kind_of(text)} in field {field!r}"
         remedy = suggest(field, document) if field not in document and document else ""
         expected = "text, in the field that perplexity.field names"
         raise InvalidInput(line_place(path, number), found=found, expected=expected, remedy=remedy)

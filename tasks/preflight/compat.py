@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, plan_with_findings
-from merge_core.errors import Refused, worst_first
+from merge_core.errors import MergegateError, summed_up, worst_first
 from merge_core.parsing import open_plain, read_plain
 from merge_core.store import digest
 from tasks.checkpoints import (
@@ -27,6 +28,7 @@ from tasks.stage import StageValue, value_stage
 
 _WEIGHTS = (".safetensors", ".bin")
 _MOST_BESIDE = 256 << 20
+_MOST_SAID = 10  # problems beside the first, in one message
 
 
 class HeaderDigest(BaseModel):
@@ -67,20 +69,22 @@ class Compatibility(StageValue):
         return tuple(remark for remark in self.remarks if remark.severity == "block")
 
     def summary(self) -> str:
-        if blocking := self.blocking():
-            more = f" (and {len(blocking) - 1} more)" if len(blocking) > 1 else ""
-            return f"{blocking[0]}{more}"
+        if groups := summed_up(self.blocking()):
+            more = f" (and {len(groups) - 1} more)" if len(groups) > 1 else ""
+            return f"{groups[0].first}{more}"
         warnings = sum(remark.severity == "warn" for remark in self.remarks)
         size = f"{self.tensors} tensors, {self.bytes_written / 1e6:,.1f} MB to write"
         return size + (f", {warnings} warnings" if warnings else "")
 
-    def refusal(self) -> Refused | None:
+    def refusal(self) -> MergegateError | None:
         blocking = self.blocking()
         if not blocking:
             return None
-        worst, *others = blocking
-        also = "".join(f"\n  also: {remark}" for remark in others)
-        return Refused(worst.where, found=worst.found + also, expected=worst.expected, remedy=worst.remedy)
+        worst, *others = summed_up(blocking)
+        also = "".join(f"\n  also: {group.first}" for group in others[:_MOST_SAID])
+        if len(others) > _MOST_SAID:
+            also += f"\n  also: {len(others) - _MOST_SAID} more, which 'mergegate check' shows"
+        return replace(worst.first, found=worst.first.found + also).refusal()
 
 
 def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:
@@ -88,7 +92,7 @@ def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest,
     return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 
-@value_stage("compat", version=5)
+@value_stage("compat", version=6)
 def check_compatibility(
     recipe: Recipe,
     metadata: Sequence[HeaderDigest],

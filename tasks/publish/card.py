@@ -163,7 +163,7 @@ def _commands(content: ReportContent, publication: Publication) -> str:
     lines += [
         f"{'sha256sum --check SHA256SUMS':<48} # the bytes alone, in its directory",
         f"{again:<48} # the weights again, from recipe and parents, to the byte",
-        *content.reproduce,
+        *(line for line in content.reproduce if not line.startswith("mergegate reproduce")),
     ]
     made_with = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
     text = f"{_fenced(chr(10).join(lines), 'sh')}\n\nMade with {made_with}, on {publication.device}."

@@ -66,7 +66,7 @@ from tasks.report.sweep import (
     sweep_title,
     what_it_took,
 )
-from tasks.report.table import as_markdown, evaluated, final_table, likelihood, uses_bytes
+from tasks.report.table import Row, ScoreTable, as_markdown, evaluated, final_table, likelihood, uses_bytes
 
 __all__ = [
     "HISTORY",
@@ -94,8 +94,10 @@ __all__ = [
     "ReportedRacing",
     "ReportedServing",
     "ReportedSet",
+    "Row",
     "RunRecord",
     "RunStatus",
+    "ScoreTable",
     "SearchStatus",
     "StoredArtifact",
     "SweepContent",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from merge_core.units import format_bytes
 from tasks.evaluation import Scoring
 from tasks.perplexity import WindowSettings
-from tasks.report import explaining, heat_map, plots, serving, table, wording
+from tasks.report import answers, bars, explaining, heat_map, plots, serving, table, wording
 from tasks.report.content import ReportContent
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def render(content: ReportContent) -> str:
     from markupsafe import Markup
 
     verdict = content.verdict
+    models, rows = table.evaluated(content), table.task_rows(content)
     return _template().render(
         content=content,
         verdict=verdict,
@@ -41,8 +42,10 @@ def render(content: ReportContent) -> str:
         interference_plot=[Markup(plot) for plot in heat_map.interference_plot(content)],
         explaining=explaining,
         what_is_shown=heat_map.what_is_shown,
-        models=table.evaluated(content),
-        rows=table.task_rows(content),
+        models=models,
+        rows=rows,
+        marked_answers=answers.marked_answers,
+        bars=bars.score_bars(rows, models),
         per_byte=table.uses_bytes(content.models, verdict.drift),
         measured=[model for model in content.models if model.likelihoods is not None],
         scored_how=_scored_how(content.scoring) if content.scoring else "",

@@ -25,7 +25,7 @@ class Report(StageValue):
         return f"{PAGE}: {self.headline.partition(':')[0]}"
 
 
-@stage("report", version=3)
+@stage("report", version=4)
 def write_report(out: Path, content: ReportContent) -> Report:
     """Write the report into ``out``. The bytes depend on nothing but what is in the stage's key.
 

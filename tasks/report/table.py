@@ -22,6 +22,7 @@ class Cell:
     text: str = ""  # '71.4', in points for scores in [0, 1]
     stderr: str = ""  # '1.2', in the same unit
     best: bool = False  # the best of the parents
+    share: float | None = None  # the score itself, where it is one in [0, 1]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class TaskRow:
     cells: tuple[Cell, ...]
     guard: GuardVerdict | None
 
+    @property
+    def label(self) -> str:
+        """Of a task that has several metrics."""
+        return f"{self.task} {self.metric}"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -45,7 +51,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ScoreTable:
     """The final table, ready for whatever draws it. The first column is text, all others align right."""
 
     title: str
@@ -94,12 +100,17 @@ def _task_row(
             # A guard with metrics of its own by task has scores that no table of a model has.
             known = {guard.reference: guard.reference_score, _MERGE: guard.merge_score} if guard and not scores else {}
             value = known.get(_MERGE if model.role == "merge" else model.name)
-            cells.append(Cell() if value is None else Cell(_measure(value, in_points)))
+            cells.append(Cell() if value is None else Cell(_measure(value, in_points), share=_share(value, in_points)))
         else:
             is_best = model.role != "merge" and score.score == best
-            cells.append(Cell(_measure(score.score, in_points), _measure(score.stderr, in_points), is_best))
+            value, stderr = _measure(score.score, in_points), _measure(score.stderr, in_points)
+            cells.append(Cell(value, stderr, is_best, _share(score.score, in_points)))
     documents = guard.n if guard else max((score.n for score in scores.values()), default=0)
     return TaskRow(task, metric, documents, higher, tuple(cells), guard)
+
+
+def _share(value: float, in_points: bool) -> float | None:
+    return value if in_points and 0 <= value <= 1 else None
 
 
 def _measure(value: float, in_points: bool) -> str:
@@ -108,7 +119,7 @@ def _measure(value: float, in_points: bool) -> str:
     return wording.number(100 * value, 1) if in_points else wording.number(value, 3)
 
 
-def final_table(content: ReportContent) -> Table:
+def final_table(content: ReportContent) -> ScoreTable:
     """What a run ends with: a line a task, one for all tasks together, one for perplexity."""
     models = evaluated(content)
     rows = task_rows(content)
@@ -130,12 +141,12 @@ def final_table(content: ReportContent) -> Table:
     if verdict.drift is not None or any(model.likelihoods for model in shown):
         lines.append(_perplexity_line(verdict.drift, shown))
     columns = ("task", *(model.name for model in shown), "drop", "limit", "verdict")
-    return Table(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines))
+    return ScoreTable(f"{content.name}: {wording.title(verdict).lower()}", columns, tuple(lines))
 
 
 def _task_line(row: TaskRow, rows: tuple[TaskRow, ...]) -> Row:
     cells = tuple(f"{cell.text} *" if cell.best else cell.text for cell in row.cells)
-    label = row.task if sum(other.task == row.task for other in rows) == 1 else f"{row.task} {row.metric}"
+    label = row.task if sum(other.task == row.task for other in rows) == 1 else row.label
     if row.guard is None:
         return Row((label, *cells, "", "", ""))
     guard = row.guard

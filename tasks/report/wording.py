@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from tasks.gate import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict
-from tasks.report.content import ReportContent
+from tasks.report.content import ReportContent, ReportedModel
 from tasks.stage import Outcome
 
 MINUS, TIMES, NONE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
@@ -127,6 +129,24 @@ def consequence(content: ReportContent) -> str:
         may = "may be published" if verdict.publishable else "will not be published"
         return f"This merge {may}: on_inconclusive of the profile {word[verdict.on_inconclusive]}."
     return "This merge may be published." if verdict.publishable else "This merge will not be published."
+
+
+_HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
+
+
+def page_of_model(model: ReportedModel) -> str:
+    """Where a model of the Hub can be looked at, at its commit; empty for any other."""
+    name = model.ref.partition("@")[0].partition("+")[0]
+    if not model.revision or not _HUB_NAME.fullmatch(name) or not re.fullmatch(r"[0-9a-f]{40}", model.revision):
+        return ""
+    return f"https://huggingface.co/{name}/tree/{model.revision}"
+
+
+def licence(content: ReportContent) -> str:
+    """What comes before the licence's name. Of a merge that is refused nothing may be published, under no licence."""
+    if content.verdict.publishable:
+        return "The merge may be published under"
+    return "By the licences of its parents the merge would carry"
 
 
 def sentence(content: ReportContent) -> str:

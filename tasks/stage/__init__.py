@@ -23,6 +23,7 @@ from tasks.stage.progress import (
     watched_by,
 )
 from tasks.stage.project import home, nearest
+from tasks.stage.pulse import Pace, Pulse
 from tasks.stage.reading import LostArtifact, PinnedInput, also_forget, read_pinned, require_pinned
 from tasks.stage.sharing import said_what_arrived
 from tasks.stage.stages import (
@@ -48,8 +49,10 @@ __all__ = [
     "LostArtifact",
     "NotedProgress",
     "Outcome",
+    "Pace",
     "PinnedInput",
     "ProgressLog",
+    "Pulse",
     "Runtime",
     "Section",
     "Stage",

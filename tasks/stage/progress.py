@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from merge_core.errors import MergegateError, Refused
 from merge_core.units import format_duration
+from tasks.stage.pulse import Pulse
 
 StageStatus = Literal["made", "cached", "rebuilt", "refused", "failed"]
 _MARKS: dict[StageStatus, str] = {"made": "✓", "cached": "=", "rebuilt": "✓", "refused": "✗", "failed": "✗"}
@@ -201,23 +202,27 @@ def retell(stages: Iterable[StageEnd]) -> None:
 
 
 class ProgressLog:
-    """A ``Watcher`` for runs that nobody watches, such as those of a worker: a log line at each end of a stage."""
+    """A ``Watcher`` for runs that nobody watches, such as those of a worker: a log line at each end of a stage, and of
+    a long one how far it is."""
 
     def __init__(self, log: logging.Logger | logging.LoggerAdapter[logging.Logger]) -> None:
         self._log = log
+        self._pulse = Pulse(log.info)
 
     def announced(self, text: str) -> None:
         self._log.info(text)
 
     def started(self, stage: str, subject: str) -> None:
-        """Nothing: Prefect logs that itself."""
+        """No line: Prefect logs that itself."""
+        self._pulse.started(stage, subject)
 
     def advanced(self, stage: str, subject: str, done: int, total: int, unit: str) -> None:
-        """Nothing: a log is no place for bars."""
+        self._pulse.advanced(stage, subject, done, total, unit)
 
     def described(self, stage: str, subject: str, say: Callable[[int], str]) -> None:
-        """Nothing, for the same reason."""
+        self._pulse.described(stage, subject, say)
 
     def ended(self, stage: str, subject: str, status: StageStatus, seconds: float, summary: str) -> None:
+        self._pulse.ended(stage, subject)
         words = " ".join(part for part in (stage, subject) if part)
         self._log.info("%s %s: %s (%s)", _MARKS[status], words, summary, format_duration(seconds))

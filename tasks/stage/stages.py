@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.errors import MergegateError, Refused
+from merge_core.errors import MergegateError, state_name
 from merge_core.store import (
     Artifact,
     Store,
@@ -77,7 +77,7 @@ class StageValue(BaseModel):
         """One line for a person who watches."""
         raise NotImplementedError
 
-    def refusal(self) -> Refused | None:
+    def refusal(self) -> MergegateError | None:
         """Why the flow must not go on, or None. A cached refusal refuses again."""
         return None
 
@@ -200,7 +200,7 @@ class DeclaredStage(Generic[P, V, A]):
                 if (refusal := artifact.value.refusal()) is not None:
                     raise refusal
         except MergegateError as error:
-            return Failed(name="Refused" if isinstance(error, Refused) else "Invalid", message=str(error), data=error)
+            return Failed(name=state_name(error.status), message=str(error), data=error)
         if status != "cached":
             _show(call, artifact, report.summary)
         return Completed(name=status.title(), message=report.summary, data=artifact)
@@ -428,8 +428,7 @@ def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[
                     value = work(*call.inputs.args, **call.inputs.kwargs)
                     report.status, report.summary = ("made" if value.new else "cached"), value.summary()
             except MergegateError as error:
-                kind = "Refused" if isinstance(error, Refused) else "Invalid"
-                return Failed(name=kind, message=str(error), data=error)
+                return Failed(name=state_name(error.status), message=str(error), data=error)
             return Completed(name="Made" if value.new else "Unchanged", message=report.summary, data=value)
 
         @functools.cache

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from merge_core.errors import InvalidInput
 from tasks.evaluation.document_scores import DocumentScore, pair_documents
-from tasks.evaluation.metrics import check_all_scored, checked_score, choose_metrics, default_metric, metrics_by_leaf
+from tasks.evaluation.metrics import (
+    check_all_scored,
+    checked_score,
+    choose_known_metrics,
+    choose_metrics,
+    default_metric,
+    metrics_by_leaf,
+)
 from tasks.evaluation.stage import score_table
 from tasks.gate.guards import GateRule, Guard
 from tasks.gate.stage import gate
@@ -158,3 +165,34 @@ def test_the_gate_judges_a_group_of_several_metrics_on_all_of_its_documents(tmp_
         assert judged.metric == "acc_norm,none + acc,none + exact_match,none"
         assert judged.leaf_metrics == leaves
     assert Guard(task="g", guarded_by="a", metric={"math_*": "x,none"}).metric == {"math_*": "x,none"}
+
+
+LABELS = {
+    "gsm8k": {"exact_match,strict-match": True, "exact_match,flexible-extract": True},
+    "arc": {"acc,none": True},
+}
+
+
+class TestBeforeAnythingIsScored:
+    """A guard's metric against the labels that a task will have."""
+
+    def test_a_name_without_filter_means_the_only_label_that_begins_with_it(self) -> None:
+        known = {"arc": {"acc,none": True, "acc_norm,none": True}}
+        assert choose_known_metrics(known, "acc_norm", "arc").label == "acc_norm,none"
+        assert choose_known_metrics(known, {"arc": "acc_norm"}, "arc").label == "acc_norm,none"
+
+    def test_a_name_that_can_mean_several_labels_is_refused_with_all_of_them(self) -> None:
+        with pytest.raises(InvalidInput, match="can mean several") as refused:
+            choose_known_metrics({"gsm8k": LABELS["gsm8k"]}, "exact_match", "gsm8k")
+        assert "exact_match,strict-match or exact_match,flexible-extract" in refused.value.expected
+
+    def test_a_metric_that_no_leaf_has_is_refused_with_what_there_is(self) -> None:
+        with pytest.raises(InvalidInput, match="which the task does not have") as refused:
+            choose_known_metrics(LABELS, "f1", "mixed")
+        assert "acc,none" in refused.value.expected
+
+    def test_a_leaf_without_the_metric_keeps_its_own(self) -> None:
+        assert choose_known_metrics(LABELS, "acc", "mixed").differing == {
+            "gsm8k": "exact_match,flexible-extract",
+            "arc": "acc,none",
+        }

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 from demo_project import Printed, Project
@@ -13,7 +15,7 @@ from patience import HANG_S
 from pydantic import ValidationError
 
 from merge_core.errors import InvalidInput, OutOfTime
-from tasks.checkpoints.model_process import end_child
+from tasks.checkpoints.model_process import answer_question, end_child
 from tasks.stage import Limits, limited, memory_of_child
 from tasks.stage.limits import declare_stage, within_limit
 
@@ -128,6 +130,43 @@ class TestSettings:
         with limited(Limits(memory="3GB")):
             assert memory_of_child(7) == 3_000_000_000
         assert memory_of_child(7) == 7
+
+
+class TestMemoryOfAChild:
+    """Whatever fails first where memory ends is told as that."""
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            MemoryError(),
+            RuntimeError("can't start new thread"),
+            OSError(12, "Cannot allocate memory"),
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        ],
+    )
+    def test_also_where_somebody_takes_it_for_a_fault_of_the_input(self, error: Exception) -> None:
+        def loads(on_progress: object) -> None:
+            try:
+                raise error
+            except Exception as cause:
+                raise InvalidInput("task copy", found="its data cannot be loaded") from cause
+
+        kind, *said = answer_question(unused_asker(), loads, ())
+        assert kind == "starved"
+        assert str(error) in said[0]
+
+    def test_another_fault_of_the_input_stays_one(self) -> None:
+        def loads(on_progress: object) -> None:
+            raise InvalidInput("task copy", found="no such file")
+
+        kind, problem = answer_question(unused_asker(), loads, ())
+        assert kind == "problem"
+        assert isinstance(problem, InvalidInput)
+
+
+def unused_asker() -> Connection:
+    ours, _ = Pipe()
+    return ours
 
 
 @pytest.mark.slow

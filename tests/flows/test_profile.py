@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,21 @@ def test_a_key_that_an_anchor_gives_may_be_overwritten(tmp_path: Path) -> None:
     evaluate = load_profile(tmp_path / "profile.yaml").evaluate
     assert evaluate is not None
     assert [task.task for task in evaluate.tasks] == ["mmlu", "gsm8k"]
+
+
+EXAMPLES = sorted((PROFILES[0].parent / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_every_example_of_a_real_family_means_something(file: Path) -> None:
+    profile = load_profile(file)
+    assert profile.headline().startswith(profile.name)
+    models = {
+        ref.rpartition("/")[2] for one in profile.candidates() for ref in re.findall(r"[\w.-]+/[\w.-]+", one.text)
+    }
+    assert profile.evaluate is not None
+    assert {guard.guarded_by for guard in profile.evaluate.tasks} <= models
+
+
+def test_there_is_an_example_of_each_large_family() -> None:
+    assert {file.stem for file in EXAMPLES} == {"gemma", "llama", "mistral", "qwen"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import json
 import tempfile
 from pathlib import Path
 
@@ -230,3 +231,37 @@ def test_the_names_that_a_card_gives_its_ancestors_are_shown_short_and_printable
     (top,) = lineage(CardSource(_model(tmp_path / "chat", license="mit", base_model=entry)), _nowhere, TABLE).models
     assert top.unread[0].name.isprintable()
     assert len(top.unread[0].name) < 100
+
+
+def _config(directory: Path, **fields: object) -> None:
+    (directory / "config.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize("called", ["base-135M", "Base-135m", "acme--base-135M", "acme_base-135M"])
+def test_a_base_that_lies_beside_the_model_is_found_by_the_last_part_of_its_name(tmp_path: Path, called: str) -> None:
+    model = _model(tmp_path / "chat", base_model="acme/base-135M")
+    _model(tmp_path / called, license="mit")
+    _, base = walk(CardSource(model), _nowhere)
+    assert (base.name, base.license) == ("acme/base-135M", ("mit",))
+
+
+def test_a_base_under_another_name_is_found_by_what_its_config_calls_it(tmp_path: Path) -> None:
+    model = _model(tmp_path / "chat", base_model="acme/base")
+    _config(_model(tmp_path / "downloaded", license="mit"), _name_or_path="acme/base")
+    # A fine-tune of it says its name as well, and what it was made from.
+    _config(_model(tmp_path / "tuned", license="gpl-3.0", base_model="acme/base"), _name_or_path="acme/base")
+    assert [found.license for found in walk(CardSource(model), _nowhere)] == [(), ("mit",)]
+
+
+def test_what_lies_beside_a_model_and_says_no_licence_is_looked_for_elsewhere(tmp_path: Path) -> None:
+    model = _model(tmp_path / "chat", base_model="acme/base")
+    (tmp_path / "base").mkdir()
+    (found,) = walk(CardSource(model), _nowhere)
+    assert found.unread == (Unread(name="acme/base", why="nowhere"),)
+
+
+def test_two_that_could_be_meant_are_none(tmp_path: Path) -> None:
+    model = _model(tmp_path / "chat", base_model="acme/base")
+    for called in ("base", "acme--base"):
+        _model(tmp_path / called, license="mit")
+    assert len(walk(CardSource(model), _nowhere)) == 1

@@ -153,8 +153,9 @@ class LookAlike(ThreadingHTTPServer):
     def answer(self, request: Request) -> Answer:
         """Find the route and follow it."""
         method = "GET" if request.method == "HEAD" else request.method
+        path = re.sub(r"^(/api)?/datasets/", lambda at: "/api/models/" if at[1] else "/", request.path)
         for wanted, pattern, name in _ROUTES:
-            if wanted == method and (found := pattern.fullmatch(request.path)):
+            if wanted == method and (found := pattern.fullmatch(path)):
                 parts = {key: unquote(value) for key, value in found.groupdict().items() if value is not None}
                 try:
                     with self.lock:

@@ -255,3 +255,24 @@ def test_a_card_on_the_hub_names_no_directory_of_this_machine(stand_in: LookAlik
     _add(stand_in, "acme/base", "license: mit\nbase_model: ../../blobs")
     verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/base")], TABLE))
     assert list(verdict.unread) == ["../../blobs"]
+
+
+def test_a_hub_that_never_answers_is_waited_for_once_and_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    from threading import Event
+
+    from tasks.preflight.licenses import ancestors
+
+    asked: list[str] = []
+
+    def silent(access: object, repository: str) -> NotRead:
+        asked.append(repository)
+        Event().wait()  # as a name that nobody resolves
+        return NotRead("never")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(ancestors, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(ancestors, "_read_repository", silent)
+    find = hub_ancestors()
+    answers = [find(name) for name in ("acme/a", "acme/b", "acme/c")]
+    assert asked == ["acme/a"]
+    assert answers == [NotRead("no answer from the Hub within 0.05 s")] * 3

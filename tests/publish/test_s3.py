@@ -263,7 +263,7 @@ def test_what_is_missing_is_found_before_anything_is_merged(
     check_target(target(), tmp_path)
     assert bucket.objects() == {}
     assert bucket.uploads() == []
-    with pytest.raises(Refused, match=r"s3://nobodys/demo: there is no bucket nobodys"):
+    with pytest.raises(InvalidInput, match=r"s3://nobodys/demo: there is no bucket nobodys"):
         check_target(target(url="s3://nobodys/demo"), tmp_path)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     access._client.cache_clear()

@@ -289,7 +289,16 @@ def interference(layers: int = 4, vectors: int = 2) -> Interference:
 
 def explanation(layers: int = 4, names: tuple[str, ...] = ("reverser", "sorter")) -> Explanation:
     examples = (
-        Flip(task="reversing", doc_id=17, reference=1.0, merge=0.0, prompt="reverse: kidnap >", target="pandik"),
+        Flip(
+            task="reversing",
+            doc_id=17,
+            reference=1.0,
+            merge=0.0,
+            prompt="reverse: kidnap >",
+            target="pandik",
+            reference_answer="pandik",
+            merge_answer="<pandki>",
+        ),
         Flip(task="reversing", doc_id=231, reference=1.0, merge=0.0, prompt=None, target=None),
     )
     flips = Flips(task="reversing", metric="acc,none", lost=75, won=3, examples=examples)

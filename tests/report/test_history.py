@@ -31,7 +31,9 @@ from tasks.report import (
     render_history,
 )
 from tasks.report.history import History, keeping, ledger
+from tasks.report.history.keeping import facts_of
 from tasks.report.history.lines import NARROW, WIDE, Series, draw_bars, draw_lines
+from tasks.report.history.links import Neighbours, tied
 from tasks.report.history.record import parse_record
 
 PAGE = "<html><head><style></style></head><body><main>\n<header>x</header></main></body></html>"
@@ -428,3 +430,24 @@ def _dying(step: Callable[..., object], taken: list[int], at: int) -> Callable[.
 def _end_some(reports: Path, worker: int) -> None:
     for number in range(3):
         keep_run(reports, record(run=f"{worker}-{number}"), PAGE)
+
+
+def test_a_page_says_when_and_where_its_run_was_and_where_its_release_is() -> None:
+    record = RunRecord(
+        run="7f", flow="release", profile="demo", ended=0.0, seconds=61, status="released", message="",
+        version="3573902a24b3", location="releases/my demo/3573902a24b3", machine="build-7, 2 cores",
+        seen_at="https://prefect.example/runs/flow-run/7f",
+    )  # fmt: skip
+    assert dict(facts_of(record)) == {
+        "ended": "1970-01-01 00:00 UTC, after 1 m 01 s on build-7, 2 cores",
+        "release": "3573902a24b3",
+        "published to": "releases/my demo/3573902a24b3",
+        "to reproduce": "mergegate reproduce 'releases/my demo/3573902a24b3'",
+        "Prefect": "https://prefect.example/runs/flow-run/7f",
+    }
+    hostile = [("x", "https://a/<script>"), ("y", "<b>"), *facts_of(record)]
+    page = tied("<style></style><main><header></header></main>", "demo/a.html", Neighbours(), (), hostile)
+    assert '<a href="https://prefect.example/runs/flow-run/7f">' in page
+    assert "<script>" not in page
+    assert "<b>" not in page
+    assert tied(page, "demo/a.html", Neighbours(), (), hostile) == page  # once, however often it is kept

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -17,10 +18,12 @@ from pages import Page, page_of
 
 from merge_core.store.keys import stage_key
 from tasks.evaluation.task_data import DataSource, TaskData
+from tasks.report.answers import marked_answers
+from tasks.report.bars import score_bars
 from tasks.report.content import ReportContent
 from tasks.report.page import render
 from tasks.report.stage import write_report
-from tasks.report.table import as_markdown, final_table, task_rows
+from tasks.report.table import as_markdown, evaluated, final_table, task_rows
 from tasks.report.wording import MINUS, TIMES
 
 SAMPLES: list[Callable[[], ReportContent]] = [
@@ -64,7 +67,8 @@ def test_page_is_well_formed_with_unique_ids_that_all_references_find(content: R
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
     styles = " ".join(page.attributes("clip-path") + page.attributes("style"))
-    targets = [href.removeprefix("#") for href in page.attributes("href")] + re.findall(r"url\(#([^)]+)\)", styles)
+    inside = [href.removeprefix("#") for href in page.attributes("href") if href.startswith("#")]
+    targets = inside + re.findall(r"url\(#([^)]+)\)", styles)
     assert set(targets) <= set(ids)
     assert len(targets) > 0
 
@@ -75,10 +79,11 @@ def test_page_loads_nothing_and_runs_nothing(content: ReportContent) -> None:
     tags = {tag for tag, _ in page.elements}
     assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "image"})
     assert page.attributes("src") == []
-    assert all(href.startswith("#") for href in page.attributes("href"))
+    assert all(href.startswith(("#", "https://huggingface.co/")) for href in page.attributes("href"))
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
     assert "http://" not in html
-    assert "https://" not in html
+    # A page of the Hub is linked, for whoever follows it; nothing is loaded from there.
+    assert "https://" not in re.sub(r'href="https://huggingface\.co/[\w./-]+"', "", html)
     assert re.search(r"@import|url\((?!#)", html) is None
 
 
@@ -287,3 +292,38 @@ def test_a_guard_with_metrics_of_its_own_shows_the_scores_that_it_compared() -> 
     names = [model.name for model in content.models if model.scores]
     cells = dict(zip(names, (cell.text for cell in row.cells), strict=True))
     assert (cells["reverser"], cells["merge"], cells["sorter"]) == ("98.6", "98.0", "")
+
+
+def test_of_a_refused_merge_no_sentence_says_that_it_may_be_published() -> None:
+    for made in (samples.refused(), samples.broken(), samples.explained()):
+        assert "may be published" not in Page(page_of(made)).text
+    assert "may be published under" in " ".join(Page(page_of(samples.released())).text.split())
+
+
+def test_bars_show_every_model_of_a_task_and_many_tasks_by_group() -> None:
+    content = samples.released()
+    models, rows = evaluated(content), task_rows(content)
+    bars = score_bars(rows, models)
+    assert [(task.name, [bar.text for bar in task.bars]) for task in bars] == [
+        (row.task, [cell.text for cell in row.cells]) for row in rows
+    ]
+    many = [replace(rows[0], task=f"{'ab'[at % 2]}_{at}") for at in range(12)]
+    grouped = score_bars([*many, replace(rows[0], task="alone")], models)
+    assert [group.name for group in grouped] == ["a: mean of 6 tasks", "b: mean of 6 tasks", "alone"]
+    assert [len(group.tasks) for group in grouped] == [6, 6, 0]
+    assert [bar.text for bar in grouped[0].bars] == [bar.text for bar in bars[0].bars]  # a mean of equal scores
+
+
+@pytest.mark.parametrize(
+    ("reference", "merge", "left", "right"),
+    [
+        ("pandik", "pandki", "pandi<mark>k</mark>", "pand<mark>k</mark>i"),
+        ("It is 42.", "It is 41.", "It is <mark>42</mark>.", "It is <mark>41</mark>."),
+        ("<b>", "", "<mark>&lt;b&gt;</mark>", ""),
+        ("same", "same", "same", "same"),
+    ],
+)
+def test_what_differs_between_two_answers_is_marked_and_escaped(
+    reference: str, merge: str, left: str, right: str
+) -> None:
+    assert tuple(map(str, marked_answers(reference, merge))) == (left, right)

@@ -12,13 +12,16 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
 
-from tasks.checkpoints.hub import HubAccess, hub_access, is_offline, snapshots_place
+from tasks.checkpoints.hub import HubAccess, describe, hub_access, is_offline, snapshots_place
 from tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, NotRead
 
 _PAGE = re.compile(r"https?://(?:www\.)?huggingface\.co/")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 3.0  # for a connection, and for each piece of an answer
+_PATIENCE_S = 10.0  # for all that is asked of one repository, names of hosts included
 # Far more than any family of models has; a card that names hundreds is a mistake, or malice.
 _MOST = 50
 _OFFLINE = "HF_HUB_OFFLINE is set"
@@ -46,7 +49,7 @@ def hub_ancestors(most: int = _MOST) -> AncestorLookup:
         if len(asked) > most:
             return NotRead(f"it has more than {most} ancestors on the Hub")
         if not unavailable:
-            answer = _read_repository(access(), repository)
+            answer = _in_time(lambda: _read_repository(access(), repository))
             if not isinstance(answer, _HubUnavailable):
                 return answer
             unavailable.append(answer.why)
@@ -63,6 +66,26 @@ def hub_ancestors(most: int = _MOST) -> AncestorLookup:
 
 class _HubUnavailable(NotRead):
     """No answer: the network or the Hub, not this one repository."""
+
+
+def _in_time(ask: Callable[[], CardSource | NotRead]) -> CardSource | NotRead:
+    """The answer of ``ask``, unless it takes too long: whatever it waits for, a check does not wait for it."""
+    answers: SimpleQueue[CardSource | NotRead | BaseException] = SimpleQueue()
+
+    def answer() -> None:
+        try:
+            answers.put(ask())
+        except BaseException as error:
+            answers.put(error)
+
+    Thread(target=answer, daemon=True).start()
+    try:
+        found = answers.get(timeout=_PATIENCE_S)
+    except Empty:
+        return _HubUnavailable(f"no answer from the Hub within {_PATIENCE_S:g} s")
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead:
@@ -99,7 +122,7 @@ def _read_repository(access: HubAccess, repository: str) -> CardSource | NotRead
         return _HubUnavailable(_OFFLINE)
     except (HTTPError, OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
         # The network, a full disk, hf_xet's own, or an answer that is not the Hub's.
-        return _HubUnavailable(f"no answer from the Hub: {type(error).__name__}")
+        return _HubUnavailable(f"no answer from the Hub: {describe(error, access)}")
 
 
 def _download(access: HubAccess, repository: str, commit: str, names: list[str]) -> Path:

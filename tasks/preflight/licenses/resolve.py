@@ -13,13 +13,14 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from merge_core.parsing import StrictLoader, open_plain, parse_yaml
+from merge_core.parsing import StrictLoader, open_plain, parse_yaml, read_json
 from tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
 from tasks.preflight.licenses.table import OTHER, UNKNOWN, License, LicenseTable
 from tasks.preflight.licenses.texts import linked, recognised
@@ -56,6 +57,7 @@ _CARD_CHARACTERS = 1_000_000
 _LICENSE_BYTES = 200_000
 _NO_CARD = ("there is no README.md", "README.md has no front matter")
 _QUOTED_CHARACTERS = 80
+_MOST_BESIDE = 1000  # directories that are looked through for a base model
 
 
 class _CardLoader(StrictLoader):
@@ -134,8 +136,8 @@ def declared(place: CardSource, name: str | None = None) -> Declaration:
 def walk(root: CardSource, find: FindAncestor, name: str | None = None) -> tuple[Declaration, ...]:
     """The declarations of the model at `root` and of every ancestor that can be read, nearest first.
 
-    An ancestor of a local model is looked for as a path relative to its descendant's directory, then by `find`. Each
-    place is read once, so diamonds are short and cycles end.
+    An ancestor of a local model is looked for as a path relative to its descendant's directory, then beside that
+    directory by its name, then by `find`. Each place is read once, so diamonds are short and cycles end.
     """
     return tuple(step.declaration for step in _steps(root, find, name))
 
@@ -261,14 +263,48 @@ def _identity(place: CardSource) -> Path:
 
 
 def _beside(place: CardSource, entry: str) -> CardSource | None:
-    """What `entry` names relative to a local directory. Absolute paths, and paths on the Hub, mean another machine."""
+    """What `entry` names relative to a local directory, or as a model of the Hub that lies beside it. Absolute paths,
+    and paths on the Hub, mean another machine."""
     if place.revision is not None:
         return None
     try:
         there = place.directory / entry
-        return CardSource(there) if there.is_dir() and not Path(entry).is_absolute() else None
-    except (OSError, ValueError):  # a name that no file can have: too long, or with a NUL
+        if there.is_dir() and not Path(entry).is_absolute():
+            return CardSource(there)
+        return _neighbour(place.directory.resolve(), entry)
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have: too long, with a NUL, a circle of links
         return None
+
+
+def _neighbour(directory: Path, entry: str) -> CardSource | None:
+    """The model `org/name` in a directory beside `directory`, of which something is known: by the directory's name
+    (`name`, `org--name`, `org_name`), else the only one whose config.json says that it is it. None: ask the Hub."""
+    owner, slash, name = entry.strip().rpartition("/")
+    if not slash or "/" in owner or not name:
+        return None
+    called = {one.lower() for one in (name, f"{owner}--{name}", f"{owner}__{name}", f"{owner}_{name}")}
+    near = (one for one in islice(directory.parent.iterdir(), _MOST_BESIDE) if one != directory and one.is_dir())
+    known = sorted(one for one in near if _says_its_licence(one))
+    named = [one for one in known if one.name.lower() in called]
+    # What was trained from the model says its name, too, and says in its card that it was made from it.
+    found = named or [one for one in known if _own_name(one) == entry and entry not in _bases_of(one)]
+    return CardSource(found[0]) if len(found) == 1 else None
+
+
+def _says_its_licence(directory: Path) -> bool:
+    return any(one.name == "README.md" or LICENSE_FILE.fullmatch(one.name) for one in directory.iterdir())
+
+
+def _own_name(directory: Path) -> str:
+    """What a config.json calls its model; empty where it does not."""
+    try:
+        return str(read_json(directory / "config.json").get("_name_or_path") or "")
+    except InvalidInput:
+        return ""
+
+
+def _bases_of(directory: Path) -> tuple[str, ...]:
+    return _texts(_card(directory)[0], "base_model", [])
 
 
 def _card(directory: Path) -> tuple[Mapping[object, object], list[str]]:

@@ -28,7 +28,7 @@ from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core.errors import Refused
+from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
 from tasks.publish.approval import ApprovalSettings
 from tasks.publish.content import ReleaseFile
@@ -152,10 +152,10 @@ class PublishTarget(BaseModel, ABC):
             named: ``first`` for the oldest, or a version.
 
         Raises:
-            InvalidInput: when there is no such version.
-            Refused: when that cannot be told, or the place keeps no earlier releases.
+            InvalidInput: when there is no such version, or the place keeps no earlier releases.
+            Refused: when that cannot be told.
         """
-        raise Refused(
+        raise InvalidInput(
             "evaluate.anchor",
             found=f"{named!r}, and a target ({self.to_name}) that keeps no earlier releases",
             expected="a target that does, like a directory or the Hub",

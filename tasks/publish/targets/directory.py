@@ -53,7 +53,8 @@ class DirectoryTarget(PublishTarget):
         # Asked, not tried: a run with nothing new leaves no trace, not even a time on a directory.
         if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
             return
-        raise Refused(
+        kind = Refused if above.is_dir() else InvalidInput
+        raise kind(
             f"publish.path: {place}",
             found=f"{above} {'may not be written' if above.is_dir() else 'is no directory'}",
             expected="a directory that can be made and written",

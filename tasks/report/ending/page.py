@@ -28,6 +28,7 @@ _OUTCOMES: dict[StageStatus, Outcome] = {
 _CONSEQUENCES = {
     "refused": "Nothing was merged or published by this run.",
     "invalid": "Nothing was merged or published: the input has no meaning as it is.",
+    "interrupted": "Somebody stopped it. What was finished is kept: the next run goes on from there.",
     "failed": "This is an error of the program or of its surroundings, and says nothing about the merge. "
     "What was finished is kept: the next run goes on from there.",
 }

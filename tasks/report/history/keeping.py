@@ -13,12 +13,14 @@ line and its neighbours. What is half done when a run is killed is a page withou
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from merge_core.store import locked, read_state, state_directory, write_state
+from merge_core.units import format_duration
 from tasks.report.history.changes import changes_since, previous_of
 from tasks.report.history.ledger import LOCK, History, append_record, read_history
 from tasks.report.history.links import INDEX, Neighbours, relinked, tied
@@ -69,13 +71,30 @@ def keep_run(
         if search:
             pages |= {_beside(at): search, f"{profile}{SEARCH}": search}
         for place_of, content in pages.items():
-            write_state(reports / place_of, tied(content, place_of, neighbours, changes).encode())
+            write_state(reports / place_of, tied(content, place_of, neighbours, changes, facts_of(record)).encode())
         history = append_record(reports, known, record)
         oldest = _prune(place, history, record.profile)
         for page in {neighbours.before, oldest} - {"", at}:
             _relink(reports, history, page)
         write_state(reports / INDEX, render_history(history, _pages(reports, history)).encode())
     return KeptPage(reports / at, reports / f"{latest or profile}.html")
+
+
+def facts_of(record: RunRecord) -> list[tuple[str, str]]:
+    """What a page says of its run: when, where, how long, and of a release which and how it is made again."""
+    moment = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(max(0.0, min(record.ended, 4e9))))
+    where = f" on {record.machine}" if record.machine else ""
+    facts = [("ended", f"{moment}, after {format_duration(record.seconds)}{where}")]
+    if record.version:
+        facts.append(("release", record.version))
+    if record.location:
+        facts.append(("published to" if record.status == "released" else "published at", record.location))
+        facts.append(("to reproduce", f"mergegate reproduce {shlex.quote(record.location)}"))
+    if record.seen_at:
+        facts.append(("Prefect", record.seen_at))
+    elif record.run:
+        facts.append(("Prefect run", record.run))
+    return facts
 
 
 def file_name(profile: str) -> str:

@@ -1,4 +1,5 @@
-"""What ties a report to the others of its profile: links above it, and below its headline what changed since last time.
+"""What ties a report to its run and to others of its profile: links above it, and below its headline what changed since
+last time, when and where the run was, and where its release is.
 
 A page is finished before anybody knows its neighbours, and the next one comes a night later. So both parts are put into
 the finished page, between comments that no text of a stranger can contain, since that is escaped; and the links of a
@@ -35,7 +36,9 @@ class Neighbours:
     search: str = ""
 
 
-def tied(page: str, at: str, neighbours: Neighbours, changes: Sequence[str]) -> str:
+def tied(
+    page: str, at: str, neighbours: Neighbours, changes: Sequence[str], facts: Sequence[tuple[str, str]] = ()
+) -> str:
     """A finished page with its links and what changed.
 
     Args:
@@ -43,13 +46,14 @@ def tied(page: str, at: str, neighbours: Neighbours, changes: Sequence[str]) -> 
         at: Where it will lie, relative to the directory of reports.
         neighbours: Of its profile.
         changes: Sentences, as plain text.
+        facts: About the run, each with its name, as plain text; an address becomes a link.
     """
     if _LINKS.search(page):  # a page that has been released, or kept before
-        page = _CHANGES.sub(lambda _: _said(changes), relinked(page, at, neighbours), count=1)
+        page = _CHANGES.sub(lambda _: _said(changes, facts), relinked(page, at, neighbours), count=1)
         return page
     page = page.replace("</style>", f"{_STYLE}</style>", 1)
     page = page.replace("<main>", f"<main>\n{_nav(at, neighbours)}", 1)
-    return page.replace("</header>", f"</header>\n{_said(changes)}", 1)
+    return page.replace("</header>", f"</header>\n{_said(changes, facts)}", 1)
 
 
 def relinked(page: str, at: str, neighbours: Neighbours) -> str:
@@ -72,7 +76,16 @@ def _link(up: str, to: str, relation: str, text: str) -> str:
     return f'<a rel="{relation}" href="{up}{escape(quote(to))}">{text}</a>'
 
 
-def _said(changes: Sequence[str]) -> str:
+def _said(changes: Sequence[str], facts: Sequence[tuple[str, str]]) -> str:
     items = "".join(f"<li>{escape(one)}</li>" for one in changes)
     listed = f'<section class="since"><h2>Since the last run</h2><ul>{items}</ul></section>' if changes else ""
-    return f"<!--since-->{listed}<!--/since-->"
+    named = "".join(f"<div><dt>{escape(name)}</dt><dd>{_shown(value)}</dd></div>" for name, value in facts)
+    told = f'<section class="since"><h2>This run</h2><dl class="run">{named}</dl></section>' if facts else ""
+    return f"<!--since-->{listed}{told}<!--/since-->"
+
+
+def _shown(value: str) -> str:
+    text = escape(value)
+    if re.fullmatch(r"https?://[^\s\"'<>]+", value):
+        return f'<a href="{text}">{text}</a>'
+    return f"<code>{text}</code>" if value.startswith("mergegate ") else text

@@ -19,11 +19,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from merge_core.errors import EXIT_CODES
 from merge_core.store import locked
 from tasks.report.history.record import RunRecord
 
 METRICS, OTEL = "MERGEGATE_METRICS", "MERGEGATE_OTEL"
-_STATUSES = ("released", "nothing new", "passed", "refused", "invalid", "failed")
+_STATUSES = tuple(EXIT_CODES)
 _LARGEST = 16 << 20  # bytes of a file that we would read
 _log = logging.getLogger(__name__)
 

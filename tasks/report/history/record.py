@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from merge_core.errors import Status
 from tasks.report import wording
 
-RunStatus = Literal["released", "nothing new", "passed", "refused", "invalid", "failed"]
+RunStatus = Status
 
 # Characters: of a message, and of a recipe, which is kept to say which of its lines were changed.
 _MESSAGE, _RECIPE = 2000, 6000
@@ -96,6 +97,9 @@ class RunRecord(_Kept):
     stages: tuple[NightStage, ...] = Field(default=(), max_length=_MOST)
     bytes_made: int = Field(default=0, ge=0)  # of artifacts that were not in the store before
     bytes_merged: int = Field(default=0, ge=0)  # of the merged checkpoint
+    location: Annotated[str, _cut(500)] = ""  # of the release: a directory, or an address
+    machine: Short = ""  # 'build-7, 16 cores, Linux x86_64'
+    seen_at: Annotated[str, _cut(500)] = ""  # the run's page on a server of Prefect's, where there is one
     report: Short = ""  # page, relative to the directory of reports; empty where none could be kept
 
     def line(self) -> bytes:

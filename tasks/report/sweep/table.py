@@ -5,10 +5,10 @@ from __future__ import annotations
 from tasks.report.sweep.content import SweepContent
 from tasks.report.sweep.reading import recipe_rows
 from tasks.report.sweep.wording import difference_text, score_text, sweep_outcome, winner_word
-from tasks.report.table import Row, Table
+from tasks.report.table import Row, ScoreTable
 
 
-def sweep_table(content: SweepContent, objective: int = 0) -> Table:
+def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:
     """A row for each recipe: its score where it was searched, on documents that no trial saw, and the difference. The
     winner's has the sweep's outcome."""
     unit = content.objectives[objective].unit
@@ -25,7 +25,7 @@ def sweep_table(content: SweepContent, objective: int = 0) -> Table:
             name = f"{winner_word(content)}, trial {row.trial}"
             note = {"pass": "confirmed", "fail": "not confirmed", "inconclusive": ""}[sweep_outcome(content)]
         rows.append(Row((name, *numbers, note), sweep_outcome(content) if row.role == "winner" else None))
-    return Table(
+    return ScoreTable(
         title=f"{title}, {unit}" if unit else title,
         columns=("recipe", "search", "held-out", "optimism", ""),
         rows=tuple(rows),

@@ -183,7 +183,7 @@ def refusal(place: S3Place, error: Exception) -> MergegateError:
         )
     status = status_code(error)
     if _code(error) == "NoSuchBucket" or (status == 404 and getattr(error, "operation_name", "") == "HeadBucket"):
-        return Refused(
+        return InvalidInput(
             where,
             found=f"there is no bucket {place.bucket}",
             expected="a bucket that exists",

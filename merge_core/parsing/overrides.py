@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 from merge_core.errors import InvalidInput
-from merge_core.parsing import parse_yaml
+from merge_core.parsing.yaml_text import parse_yaml
 
 _STEP = re.compile(r"\.?([A-Za-z_][\w-]*)|\[(\d+)\]")
 

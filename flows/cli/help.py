@@ -1,0 +1,24 @@
+"""How help speaks: arguments by their names in capitals (``mergegate run PROFILE``), commands by whole sentences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer.main
+
+
+def command_line(app: typer.Typer) -> Any:
+    """The command that ``app`` declares, with all those below it: call it to run it."""
+    command = typer.main.get_command(app)
+    _prepare(command)
+    return command
+
+
+def _prepare(command: Any) -> None:
+    for parameter in command.params:
+        if parameter.param_type_name == "argument" and parameter.metavar is None:
+            parameter.metavar = (parameter.name or "").upper()
+    for below in getattr(command, "commands", {}).values():
+        # Left alone, the list of commands breaks off in the middle of each one's sentence.
+        below.short_help = below.short_help or f"{below.help.partition('. ')[0].rstrip('.')}."
+        _prepare(below)

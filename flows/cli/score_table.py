@@ -1,0 +1,148 @@
+"""Tables on a terminal of any width: the score table in the widest of four forms that fits, others as a list.
+
+No number, no name and no verdict is cut or takes two lines. From the widest form to the narrowest:
+
+1. a line a task, a column a model;
+2. the same, with models by letters that are spelt out above;
+3. a task's name on a line of its own, its numbers below;
+4. of the models only the best parent and the merge: the report has all of them.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tasks.report import Row, ScoreTable
+from tasks.stage import Outcome
+
+_STYLES: dict[Outcome | None, str] = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
+_BEST = " *"  # how plain tables mark the best of the parents; bold here
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A way to draw it: lines above, the header, rows of one line or of two."""
+
+    above: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    two_lines: bool = False  # the first cell stands on a line of its own
+
+    def widths(self) -> list[int]:
+        """Of the columns."""
+        lines = [self.columns, *(row.cells for row in self.rows)]
+        return [max(cell_len(line[at].removesuffix(_BEST)) for line in lines) for at in range(len(self.columns))]
+
+    def width(self) -> int:
+        """Columns of the terminal that it takes."""
+        return max(line.cell_len for line in (*map(Text, self.above), *_lines(self)))
+
+
+def print_scores(console: Console, drawn: ScoreTable) -> None:
+    """The final table in the first form that fits; what a verdict says beside its word stands below."""
+    rows, notes = _with_notes(drawn.rows)
+    forms = list(_forms(drawn.columns, rows))
+    form = next((one for one in forms if one.width() <= console.width), forms[-1])
+    for line in form.above:
+        console.print(Text(line, style="dim"))
+    for drawn_line in _lines(form):
+        console.print(drawn_line)
+    for note in notes:
+        console.print(Text(note, style="dim"))
+
+
+def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool) -> None:
+    """A table; where the terminal is too narrow for it, each row as a list of its cells.
+
+    Args:
+        numbers: Whether all columns between the first and the last are numbers, which align right.
+    """
+    widths = [max(cell_len(str(line[at])) for line in (columns, *rows)) for at in range(len(columns))]
+    if sum(widths) + len(widths) - 1 <= console.width:
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+        for at, column in enumerate(columns):
+            right = numbers and 0 < at < len(columns) - 1
+            table.add_column(column, justify="right" if right else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        return
+    label = max(map(cell_len, columns[1:]), default=0)
+    for row in rows:
+        console.print(Text(row[0], style="bold"))
+        for column, cell in zip(columns[1:], row[1:], strict=True):
+            if cell:
+                console.print(Text.assemble("  ", (f"{column:<{label}}", "dim"), "  " if label else "", cell))
+
+
+def _with_notes(rows: Sequence[Row]) -> tuple[tuple[Row, ...], list[str]]:
+    """Rows whose verdict is a word or two, and what the others said beside theirs."""
+    short, notes = [], []
+    for row in rows:
+        word, colon, _ = row.cells[-1].partition(": ")
+        short.append(Row((*row.cells[:-1], word), row.outcome))
+        if colon:
+            notes.append(f"{row.cells[0]} {row.cells[-1]}")
+    return tuple(short), notes
+
+
+def _forms(columns: tuple[str, ...], rows: tuple[Row, ...]) -> Iterator[_Form]:
+    yield _Form((), columns, rows)
+    models, rest = columns[1:-3], columns[-3:]
+    lettered: tuple[str, ...] = models
+    above: tuple[str, ...] = ()
+    if models and len(models) <= len(string.ascii_lowercase) + 1:
+        # The merge keeps its name: it is what the table is about.
+        letters = dict(zip(models[:-1], string.ascii_lowercase, strict=False))
+        lettered = (*letters.values(), models[-1])
+        above = tuple(f"{letter}  {name}" for name, letter in letters.items())
+        yield _Form(above, (columns[0], *lettered, *rest), rows)
+        yield _Form(above, (columns[0], *lettered, *rest), rows, two_lines=True)
+    few = tuple(Row((row.cells[0], *_best_and_merge(row.cells[1:-3]), *row.cells[-3:]), row.outcome) for row in rows)
+    note = ("Of the parents the best; the report has all of them.",) if len(models) > 2 else ()
+    pair = ("best parent", models[-1]) if len(models) > 1 else models
+    yield _Form(note, (columns[0], *pair, *rest), few)
+    yield _Form(note, (columns[0], *pair, *rest), few, two_lines=True)
+
+
+def _best_and_merge(cells: tuple[str, ...]) -> tuple[str, ...]:
+    if len(cells) < 2:
+        return cells
+    *parents, merge = cells
+    return next((one for one in parents if one.endswith(_BEST)), next(filter(None, parents), "")), merge
+
+
+def _lines(form: _Form) -> Iterator[Text]:
+    """The header and the rows, every column as wide as its widest cell; names on lines of their own where so asked."""
+    yield _aligned(form, [Text(column, style="dim") for column in form.columns])
+    for row in form.rows:
+        if form.two_lines:
+            yield Text(row.cells[0])
+        yield _aligned(form, _cells(row))
+
+
+def _aligned(form: _Form, cells: Sequence[Text]) -> Text:
+    line, last = Text("  " if form.two_lines else ""), len(cells) - 1
+    for at, (cell, width) in enumerate(zip(cells, form.widths(), strict=True)):
+        if at == 0 and form.two_lines:
+            continue
+        room = Text(" " * (width - cell.cell_len))
+        between = Text(" " if line.plain.strip() or at > 1 else "")
+        line = line + between + (cell + room if at == 0 else cell if at == last else room + cell)
+    line.rstrip()
+    return line
+
+
+def _cells(row: Row) -> list[Text]:
+    *cells, verdict = row.cells
+    return [
+        *(Text(cell.removesuffix(_BEST), style="bold" if cell.endswith(_BEST) else "") for cell in cells),
+        Text(verdict, style=_STYLES[row.outcome]),
+    ]

@@ -1,0 +1,134 @@
+"""One document of a task as a model reads it, before anything is scored: for a person to look at, and to find out that
+a tokenizer cannot be loaded, or that a chat template or a task's own functions fail.
+
+All of it is lm-eval's: prompts, few-shot examples and templates as ``harness.arrange`` sets them up. Only the model is
+missing, of which nothing but the tokenizer is wanted::
+
+    found = preview(task, scoring, TokenizerPlace(name="chat", directory=..., digest=...), limit).value
+    print(found.prompt, found.answer, found.tokens)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from merge_core.errors import InvalidInput, MergegateError
+from merge_core.store import NotInKey
+from tasks.checkpoints import TellProgress
+from tasks.evaluation.process import ask_about_task
+from tasks.evaluation.scoring import Scoring, ordered
+from tasks.evaluation.stage import CountLimit
+from tasks.evaluation.task_definition import EvalTask
+from tasks.stage import StageValue, value_stage
+
+_LONGEST = 20_000  # characters of a prompt that are kept
+
+
+class TokenizerPlace(BaseModel):
+    """Where the tokenizer and the chat template of a model lie, and what pins them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, NotInKey]  # of the model
+    directory: Annotated[Path, NotInKey]
+    digest: str
+
+
+class TaskPreview(StageValue):
+    """The first document that would be scored."""
+
+    leaf: str  # the task that it is of; of a group, the one below it
+    prompt: str  # all that stands before the answer; cut where it is very long
+    answer: str  # what is asked the likelihood of first; of an answer that is written out, the wanted one
+    tokens: int  # of the prompt
+
+    def summary(self) -> str:
+        return f"{self.tokens:,} tokens"
+
+
+@value_stage("preview", version=1, subject="task")
+def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, limit: CountLimit) -> TaskPreview:
+    """The first document of ``task``, whose data are pinned, as the model of ``tokenizer`` would read it.
+
+    Raises:
+        InvalidInput: when the tokenizer or the data cannot be loaded, or a template, a function of the task or the
+            few-shot examples fail.
+        Refused: when the time is over.
+    """
+    return ask_about_task(task, _preview_there, (task, scoring, tokenizer), "its first document", limit.seconds)
+
+
+def _preview_there(
+    task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, on_progress: TellProgress
+) -> TaskPreview:
+    """In the process that holds models."""
+    from lm_eval.models.huggingface import HFLM
+
+    from tasks.evaluation.harness import arrange, counted_documents, load_task, mistakes_of, quiet
+    from tasks.evaluation.task_texts import text_of
+
+    with quiet():
+        loaded_tokenizer = _tokenizer_of(tokenizer)
+        loaded = load_task(task)
+        counted = counted_documents(loaded, task)
+        order = (one for one in ordered(loaded.sizes, scoring.seed) if counted is None or one in counted)
+        if (first := next(order, None)) is None:
+            raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
+        name, position = first
+        reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={})  # as the backend leaves it
+        leaf = arrange(loaded, {name: [position]}, reader, scoring)[name]
+        template = partial(HFLM.apply_chat_template, reader)
+        with mistakes_of(task):
+            leaf.build_all_requests(
+                samples=[position],
+                apply_chat_template=scoring.chat_template,
+                fewshot_as_multiturn=scoring.chat_template,
+                chat_template=_filled_in(template, tokenizer.name, task.name) if scoring.chat_template else None,
+            )
+            context, *rest = leaf.instances[0].args
+            answer = rest[0] if rest and isinstance(rest[0], str) else text_of(leaf, leaf.eval_docs[position]).target
+        return TaskPreview(
+            leaf=name,
+            prompt=str(context)[:_LONGEST],
+            answer=str(answer)[:_LONGEST],
+            tokens=len(loaded_tokenizer(str(context))["input_ids"]),
+        )
+
+
+def _tokenizer_of(place: TokenizerPlace) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(place.directory), trust_remote_code=False)
+    except Exception as error:  # transformers promises no set of types
+        raise InvalidInput(
+            f"{place.name}: its tokenizer",
+            found=f"cannot be loaded: {' '.join(str(error).split())[:300]}",
+            expected="a tokenizer that transformers can load, beside the weights",
+            remedy="download or copy its files (tokenizer.json, tokenizer_config.json, ...) from the base model",
+        ) from error
+
+
+def _filled_in(template: Callable[..., str], model: str, task: str) -> Callable[..., str]:
+    """``template``, of which whatever fails is said of the model, and not of the task."""
+
+    def fill_in(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        try:
+            return template(history, add_generation_prompt=add_generation_prompt)
+        except MergegateError:
+            raise
+        except Exception as error:
+            raise InvalidInput(
+                f"{model}: chat template",
+                found=f"fails on a document of {task}: {' '.join(str(error).split())[:300]}",
+                expected="a template that takes the messages of a task",
+                remedy="say chat_template in the recipe, correct the model's, or evaluate with chat_template: false",
+            ) from error
+
+    return fill_in

@@ -1,0 +1,120 @@
+"""The tasks that lm-eval ships, read from its YAML files: a name, group or tag, and the configurations it stands for.
+
+lm-eval's own index parses some 14,000 files, which takes seven seconds and more. Here names are found in them as text
+(a third of a second), and only the files that a profile asks for are parsed; nothing of a task's Python is run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+_NAMED = re.compile(rb"^['\"]?(task|group|tag)['\"]?[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
+_TAGS = re.compile(rb"^['\"]?tag['\"]?[ \t]*:[ \t]*\n((?:[ \t]*-[ \t]*\S+[ \t]*\n)+)", re.MULTILINE)
+_INCLUDE = re.compile(rb"^['\"]?include['\"]?[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
+_DEEPEST = 16  # groups within groups
+
+
+@dataclass(frozen=True)
+class LeafConfig:
+    """One task as its YAML says it: functions are ``file.function`` as text."""
+
+    name: str
+    config: Mapping[str, Any]
+    path: Path  # of its YAML
+    laid_over: Mapping[str, Any] = field(default_factory=dict)  # what groups say in place of it
+
+
+@dataclass(frozen=True)
+class _Names:
+    tasks: Mapping[str, Path]
+    groups: Mapping[str, Path]
+    tags: Mapping[str, tuple[str, ...]]  # names of tasks
+
+
+def shipped_names() -> frozenset[str]:
+    """Names of all tasks, groups and tags that the installed lm-eval ships."""
+    names = _names()
+    return frozenset([*names.tasks, *names.groups, *names.tags])
+
+
+def shipped_leaves(name: str) -> tuple[LeafConfig, ...]:
+    """The tasks that a task, group or tag of lm-eval stands for, each once."""
+    found = {leaf.name: leaf for leaf in _leaves(name, {}, 0)}
+    return tuple(found.values())
+
+
+def _leaves(name: str, laid_over: Mapping[str, Any], depth: int) -> Iterator[LeafConfig]:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    names = _names()
+    if depth > _DEEPEST:
+        return
+    if name in names.tasks:
+        path = names.tasks[name]
+        yield LeafConfig(name, {**load_yaml(path, resolve_func=False), **laid_over}, path, laid_over)
+    elif name in names.groups:
+        path = names.groups[name]
+        yield from _members(load_yaml(path, resolve_func=False), path, laid_over, depth)
+    else:
+        for task in names.tags.get(name, ()):
+            yield from _leaves(task, laid_over, depth + 1)
+
+
+def _members(group: Mapping[str, Any], path: Path, laid_over: Mapping[str, Any], depth: int) -> Iterator[LeafConfig]:
+    members = group.get("task") or []
+    for member in [members] if isinstance(members, str) else members:
+        own = dict(member) if isinstance(member, Mapping) else {"task": member}
+        if "group" in own and not isinstance(own.get("task"), str):
+            yield from _members(own, path, laid_over, depth + 1)
+            continue
+        name = str(own.pop("task", ""))
+        settings = {**own, **laid_over}
+        known = _names()
+        if name in known.tasks or name in known.groups or name in known.tags:
+            yield from _leaves(name, settings, depth + 1)
+        elif own:  # a whole task, written inline
+            yield LeafConfig(f"{group.get('group')}::{name}", settings, path, settings)
+
+
+@lru_cache(maxsize=1)
+def _names() -> _Names:
+    tasks: dict[str, Path] = {}
+    groups: dict[str, Path] = {}
+    tags: dict[str, list[str]] = {}
+    inherited: dict[Path, tuple[str, ...]] = {}
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        return _Names(tasks, groups, {})
+    for path in sorted((Path(spec.origin).parent / "tasks").rglob("*.yaml")):
+        text = path.read_bytes()
+        said: dict[str, str] = {}
+        for key, value in _NAMED.findall(text):
+            said.setdefault(key.decode(), value.decode())
+        if "group" in said:
+            groups.setdefault(said["group"], path)
+        elif "task" in said and said["task"] != "-":
+            tasks.setdefault(said["task"], path)
+            for tag in _tags_of(path, inherited, text):
+                tags.setdefault(tag, []).append(said["task"])
+    return _Names(tasks, groups, {tag: tuple(dict.fromkeys(members)) for tag, members in tags.items()})
+
+
+def _tags_of(path: Path, known: dict[Path, tuple[str, ...]], text: bytes | None, depth: int = 0) -> tuple[str, ...]:
+    """Of a file, or of the one that it includes; ``text``: of the file, where it is read already."""
+    if path not in known:
+        if text is None:
+            text = path.read_bytes() if path.is_file() else b""
+        found = [value.decode() for key, value in _NAMED.findall(text) if key == b"tag" and value != b"-"]
+        for block in _TAGS.findall(text):
+            found += [line.strip().lstrip(b"- ").strip(b"'\"").decode() for line in block.split(b"\n") if line.strip()]
+        if not found and depth < _DEEPEST:
+            for include in _INCLUDE.findall(text):
+                found += _tags_of(path.parent / include.decode(), known, None, depth + 1)
+        known[path] = tuple(dict.fromkeys(found))
+    return known[path]

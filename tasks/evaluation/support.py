@@ -1,0 +1,235 @@
+"""Whether a task of lm-eval can guard a release: one decision, from its configuration alone.
+
+A gate compares models document by document. So a task is supported where each of its documents gets a number of which
+lm-eval's score is the mean, by a metric that has a direction, from text alone, with what is installed here. Any other is
+refused with the reason, before anything is loaded. What only its data and its Python can tell (that a dataset has the
+fields which a template names) is found when its data are loaded, and refused there.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from merge_core.errors import InvalidInput
+from tasks.evaluation.mirror import asked_dataset, check_examples, find_dataset
+from tasks.evaluation.shipped import LeafConfig, shipped_leaves
+from tasks.evaluation.task_code import imported_beside
+from tasks.evaluation.task_definition import EvalTask
+
+_SHIPPED = "lm_eval.tasks."
+_DEFAULT_METRICS = {  # lm-eval's, where a task lists none
+    "multiple_choice": ("acc", "acc_norm"),
+    "loglikelihood": ("perplexity", "acc"),
+    "generate_until": ("exact_match",),
+}
+
+
+class Reason(StrEnum):
+    """Why a task is refused."""
+
+    PERPLEXITY = "perplexity of running text"
+    CODE = "runs code that the model wrote"
+    SEES = "pictures or sound"
+    WRITTEN_IN_PYTHON = "written in Python, without a configuration"
+    OTHER_LIBRARY = "another library's tasks"
+    MADE_DATA = "makes its documents on lm-eval's command line"
+    NO_DOCUMENTS = "no documents to evaluate"
+    NO_MEAN = "no metric that is a mean over documents"
+    PACKAGE = "a package that is not installed"
+    UNREADABLE = "a definition that cannot be read"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why one task is refused, in words for whoever asked for it."""
+
+    reason: Reason
+    found: str
+    remedy: str
+
+
+def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refusal | None:
+    """Why a task cannot guard a release; None where it can.
+
+    Args:
+        config: As its YAML says it, functions as text.
+        missing: Packages that its functions import and that are not installed here.
+    """
+    kind = config.get("output_type") or "generate_until"
+    if "recipe" in config:
+        return Refusal(Reason.OTHER_LIBRARY, "a task of unitxt, whose data and scores are that library's own", _LEAVE)
+    if "class" in config:
+        return Refusal(
+            Reason.WRITTEN_IN_PYTHON, "a task that is a Python class: what it measures is not stated", _LEAVE
+        )
+    if config.get("doc_to_image") or config.get("doc_to_audio"):
+        return Refusal(Reason.SEES, "documents with pictures or sound", "name a task of text alone")
+    if config.get("unsafe_code"):
+        return Refusal(Reason.CODE, "a task that runs code which the model wrote", _LEAVE)
+    if kind == "loglikelihood_rolling":
+        return Refusal(
+            Reason.PERPLEXITY,
+            "a perplexity task, which has no score of a single document",
+            "name its documents under 'perplexity:'",
+        )
+    if config.get("custom_dataset"):
+        return Refusal(Reason.MADE_DATA, "documents that are made anew with settings of lm-eval's --metadata", _LEAVE)
+    if not config.get("test_split") and not config.get("validation_split"):
+        return Refusal(Reason.NO_DOCUMENTS, "neither 'test_split' nor 'validation_split'", _LEAVE)
+    metrics = tuple(_metrics(config, kind))
+    if not any(is_mean for _, is_mean in metrics):
+        named = ", ".join(sorted({name for name, _ in metrics})) or "none at all"
+        return Refusal(
+            Reason.NO_MEAN,
+            f"no metric that is a mean over documents with a direction, only {named}",
+            "give a YAML file of your own that includes it a metric_list with one (docs/evaluation.md), or leave it out",
+        )
+    if missing:
+        return Refusal(
+            Reason.PACKAGE,
+            f"functions that import {', '.join(missing)}, not installed here",
+            "install what `lm_eval` asks for (an extra of it may have them), or leave it out",
+        )
+    return None
+
+
+_LEAVE = "leave it out, or name another task"
+
+
+def refusal_of_leaf(leaf: LeafConfig) -> Refusal | None:
+    """As ``refusal_of``, with a look at what is installed for its functions."""
+    return refusal_of(leaf.config, missing_packages(leaf.config))
+
+
+def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
+    """See that few-shot examples are among the data of a task by name; without ``evaluate.data``, loading it tells.
+
+    Args:
+        num_fewshot: Examples that the profile wants; None: as the task says.
+
+    Raises:
+        InvalidInput: naming the file that lacks.
+    """
+    if task.definition is not None or task.mirror is None:
+        return
+    for leaf in shipped_leaves(task.name):
+        own = leaf.config.get("num_fewshot")
+        wanted = num_fewshot if num_fewshot is not None and own != 0 else own
+        if wanted and (asked := asked_dataset(leaf)):
+            check_examples(find_dataset(task.mirror, asked), int(wanted))
+
+
+def require_supported(task: str) -> None:
+    """See that a task, group or tag that lm-eval ships can guard a release, with all tasks below it.
+
+    Raises:
+        InvalidInput: naming the first task that cannot, and why.
+    """
+    for leaf in shipped_leaves(task):
+        refusal = refusal_of_leaf(leaf)
+        if refusal:
+            of_group = leaf.name != task
+            raise InvalidInput(
+                f"evaluate.tasks: {task}" + (f": {leaf.name}" if of_group else ""),
+                found=refusal.found,
+                expected="a task whose score is a mean over documents",
+                remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
+            )
+
+
+def _metrics(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, bool]]:
+    """Names of metrics, and whether each is a mean of numbers by document with a direction."""
+    listed = config.get("metric_list")
+    if listed is None:
+        listed = [{"metric": name} for name in _DEFAULT_METRICS.get(kind, ())]
+    for entry in listed:
+        said = str(entry.get("metric"))
+        own_mean, own_direction = _registered(said)
+        stated = entry.get("aggregation")
+        # A function is judged by its name, as when it is loaded; numpy's mean is one.
+        is_mean = own_mean if stated is None else str(stated).rpartition(".")[2] == "mean"
+        has_direction = own_direction if entry.get("higher_is_better") is None else True
+        # F1, BLEU and their like hand their inputs on, to be scored together: of those there is no mean.
+        hands_on = stated is not None and own_mean is False and not config.get("process_results")
+        yield said.rpartition(".")[2] or said, bool(is_mean and has_direction and not hands_on)
+
+
+@lru_cache(maxsize=256)
+def _registered(metric: str) -> tuple[bool | None, bool]:
+    """Of a metric of lm-eval's own: whether it is averaged over documents (None: unknown), and has a direction."""
+    import lm_eval.api.metrics  # noqa: F401  # fills the registries
+    from lm_eval.api.registry import get_metric_aggregation, is_higher_better
+
+    if "/" in metric:  # a function of the task's own
+        return None, False
+    aggregation, direction = get_metric_aggregation(metric), is_higher_better(metric)
+    if aggregation is None:
+        return None, direction is not None
+    return getattr(aggregation, "__name__", "") == "mean", direction is not None
+
+
+def missing_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Packages that modules of a task's functions import when they are loaded, and that are not installed."""
+    files = {Path(text.rpartition(".")[0] + ".py") for text in _texts(config) if text.startswith("/")}
+    return tuple(sorted({name for file in files if file.is_file() for name in _missing_in(file)}))
+
+
+@lru_cache(maxsize=1024)
+def _missing_in(file: Path) -> frozenset[str]:
+    """What a module needs to be imported, other modules of lm-eval's tasks that it imports included."""
+    waiting, seen = [file], set[Path]()
+    missing: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        waiting += imported_beside(path, path.parent)
+        for name in _imported_at_once(path):
+            if name.startswith(_SHIPPED) and (place := _shipped_module(name)):
+                waiting.append(place)
+            top = name.partition(".")[0]
+            is_beside = (path.parent / top).is_dir() or (path.parent / f"{top}.py").is_file()
+            if not is_beside and importlib.util.find_spec(top) is None:
+                missing.add(top)
+    return frozenset(missing)
+
+
+def _imported_at_once(path: Path) -> Iterator[str]:
+    """Modules that are imported with a module itself: not those within a function or a ``try``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a stranger's style
+        body = ast.parse(path.read_bytes()).body
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _shipped_module(name: str) -> Path | None:
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
+    return path if path.is_file() else None
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _texts(inner)

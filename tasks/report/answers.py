@@ -1,0 +1,27 @@
+"""Two answers to one question, side by side: what one has and the other has not is marked."""
+
+from __future__ import annotations
+
+import re
+from difflib import SequenceMatcher
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+_PIECES = re.compile(r"\s+|\w+|[^\w\s]")
+
+
+def marked_answers(reference: str, merge: str) -> tuple[Markup, Markup]:
+    """Both answers, escaped, with ``<mark>`` around what differs: words, or where each is a single word, characters."""
+    from markupsafe import Markup, escape
+
+    left, right = (_PIECES.findall(text) for text in (reference, merge))
+    if len(left) <= 1 and len(right) <= 1:
+        left, right = list(reference), list(merge)
+    drawn = [Markup(), Markup()]
+    for kind, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        for side, text in enumerate(("".join(left[a:b]), "".join(right[c:d]))):
+            if text:
+                drawn[side] += escape(text) if kind == "equal" else Markup("<mark>") + escape(text) + Markup("</mark>")
+    return drawn[0], drawn[1]

@@ -1,0 +1,145 @@
+"""Tasks that lm-eval ships, by name: which can guard a release, and their data where there is no network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmark_scripts import load_benchmark
+
+from merge_core.errors import InvalidInput
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.model_cache import unload
+from tasks.evaluation.mirror import AskedDataset, find_dataset
+from tasks.evaluation.shipped import shipped_leaves, shipped_names
+from tasks.evaluation.support import Reason, refusal_of, refusal_of_leaf, require_examples, require_supported
+from tasks.evaluation.task_definition import EvalTask, pin_task
+
+MEAN = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+CHOICE = {"output_type": "multiple_choice", "test_split": "test", "metric_list": MEAN}
+
+
+def pinned(task: str, data: Path) -> EvalTask:
+    return pin_task(task, data, HashMemo(data.parent / "hashes.db"), data)
+
+
+def write(path: Path, *rows: dict[str, object]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({}, None),
+        ({"metric_list": None}, None),  # lm-eval's own for choices
+        ({"output_type": "loglikelihood_rolling"}, Reason.PERPLEXITY),
+        ({"unsafe_code": True}, Reason.CODE),
+        ({"doc_to_image": ["image"]}, Reason.SEES),
+        ({"class": "/x/task.Squad"}, Reason.WRITTEN_IN_PYTHON),
+        ({"recipe": "card=cards.x"}, Reason.OTHER_LIBRARY),
+        ({"custom_dataset": "/x/utils.make"}, Reason.MADE_DATA),
+        ({"test_split": None}, Reason.NO_DOCUMENTS),
+        ({"test_split": None, "validation_split": "validation"}, None),
+        ({"metric_list": [{"metric": "mcc"}]}, Reason.NO_MEAN),
+        ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, Reason.NO_MEAN),
+        # F1 of one document is no number: lm-eval itself fails when it is to average pairs.
+        ({"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, Reason.NO_MEAN),
+        (
+            {
+                "metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}],
+                "process_results": "/x/utils.process_results",
+            },
+            None,
+        ),
+        ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, Reason.NO_MEAN),  # in which direction?
+        ({"metric_list": [{"metric": "mcc"}, *MEAN]}, None),
+    ],
+)
+def test_a_task_is_supported_or_refused_by_its_configuration(said: dict[str, object], reason: Reason | None) -> None:
+    refusal = refusal_of({**CHOICE, **said})
+    assert (refusal.reason if refusal else None) == reason
+
+
+def test_a_function_that_needs_a_package_is_refused_with_its_name() -> None:
+    refusal = refusal_of(CHOICE, missing=("langdetect",))
+    assert refusal and "langdetect" in refusal.found
+
+
+def test_groups_and_tags_stand_for_their_tasks() -> None:
+    assert len(shipped_leaves("mmlu")) == 57
+    assert [leaf.name for leaf in shipped_leaves("ai2_arc")] == ["arc_challenge", "arc_easy"]  # a tag
+    assert {"mmlu", "bbh", "leaderboard", "openllm", "gsm8k"} <= shipped_names()
+    assert {leaf.name for leaf in shipped_leaves("openllm")} >= {"arc_challenge", "gsm8k", "mmlu_virology"}
+
+
+@pytest.mark.parametrize("task", ["mmlu", "bbh", "gsm8k", "arc_easy", "hellaswag", "openllm"])
+def test_what_most_people_use_is_supported(task: str) -> None:
+    assert not [refusal for leaf in shipped_leaves(task) if (refusal := refusal_of_leaf(leaf))]
+
+
+@pytest.mark.parametrize(("task", "why"), [("humaneval", "code"), ("wikitext", "perplexity"), ("cola", "mcc")])
+def test_what_is_refused_says_why(task: str, why: str) -> None:
+    with pytest.raises(InvalidInput, match=task) as refused:
+        require_supported(task)
+    assert why in refused.value.found
+
+
+@pytest.mark.parametrize(
+    "place", ["cais/mmlu/law/test.jsonl", "cais--mmlu/law/test.jsonl", "mmlu/law/test.jsonl", "mmlu_hub/law/test.jsonl"]
+)
+def test_a_snapshot_is_found_under_any_of_its_names(place: str, tmp_path: Path) -> None:
+    file = write(tmp_path / place, {"question": "?"})
+    found = find_dataset(tmp_path, AskedDataset("mmlu_law", "cais/mmlu", "law", "test", "dev"))
+    assert found.files == (file,)
+
+
+@pytest.mark.parametrize("name", ["arc_easy_test.jsonl", "ARC-Easy-test.jsonl", "arc_easy.jsonl", "arc_easy_test.parquet"])
+def test_a_file_is_found_by_task_or_configuration(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "arc_challenge_test.jsonl", {})
+    file = write(tmp_path / name, {})
+    found = find_dataset(tmp_path, AskedDataset("arc_easy", "allenai/ai2_arc", "ARC-Easy", "test", "train"))
+    assert found.by_split == {"test": file}
+
+
+def test_a_single_file_is_the_split_that_the_task_evaluates(tmp_path: Path) -> None:
+    file = write(tmp_path / "piqa_test.jsonl", {})
+    found = find_dataset(tmp_path, AskedDataset("piqa", "baber/piqa", None, "validation", "train"))
+    assert found.by_split == {"validation": file}
+
+
+def test_a_missing_dataset_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        pinned("hellaswag", tmp_path)
+    assert "hellaswag_validation.jsonl" in refused.value.expected
+    assert "fetch-data" in refused.value.remedy
+
+
+def test_examples_that_are_not_there_are_missed_before_the_night(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    write(data / "gsm8k_test.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
+    task = pinned("gsm8k", data)
+    require_examples(task, 0)
+    with pytest.raises(InvalidInput, match="5 examples"):
+        require_examples(task, None)
+
+
+def test_other_data_are_another_task(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    write(data / "gsm8k_test.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
+    before = pinned("gsm8k", data)
+    assert before.is_local
+    write(data / "gsm8k_test.jsonl", {"question": "1 + 2?", "answer": "#### 3"})
+    assert pinned("gsm8k", data).digest != before.digest
+
+
+def test_five_tasks_by_name_score_as_lm_eval_scores_them(tmp_path: Path) -> None:
+    agreement = load_benchmark("lm_eval_agreement")
+    try:
+        found = agreement.compare(["sciq", "copa", "arithmetic_2da", "winogrande", "triviaqa"], None, tmp_path)
+    finally:
+        unload()
+    assert {each.kind for each in found} == {"multiple_choice", "loglikelihood", "generate_until"}
+    assert [(each.documents, each.differing) for each in found] == [(8, 0)] * 5

@@ -1,0 +1,469 @@
+"""What users get wrong: a table of mistakes, each with the files that make it and the command that meets it.
+
+Every mistake has a directory of its own with a link ``demo`` to the shipped family of models beside its files. What is
+said of each stands in ``golden/mistakes.txt``, to be read by a person.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from demo_project import PROFILES
+
+Files = Mapping[str, str]
+Change = Callable[[Path], None]  # of the mistake's directory
+
+
+def nothing(_: Path) -> None:
+    """The change that is none."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake.
+
+    Args:
+        kind: Where it is made: profile, recipe, checkpoint, tokenizer, task, target, licence, command.
+        name: What is wrong, in words.
+        files: By name, what stands in them.
+        change: What else is done to the directory.
+        command: Of the command line; what ``check`` meets, ``run`` meets too.
+    """
+
+    kind: str
+    name: str
+    files: Files
+    change: Change = nothing
+    command: tuple[str, ...] = ("check", "profile.yaml")
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind}: {self.name}"
+
+    def make(self, place: Path) -> None:
+        """Write its files into ``place``, a new directory."""
+        place.mkdir(parents=True)
+        (place / "demo").symlink_to(PROFILES / "demo")
+        for name, text in self.files.items():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(text)
+        self.change(place)
+
+
+RECIPE: dict[str, Any] = {
+    "merge_method": "linear",
+    "models": [
+        {"model": "demo/models/reverser", "parameters": {"weight": 0.5}},
+        {"model": "demo/models/shifter", "parameters": {"weight": 0.5}},
+    ],
+}
+TIES: dict[str, Any] = {
+    "merge_method": "ties",
+    "base_model": "demo/models/base",
+    "models": [{"model": "demo/models/reverser", "parameters": {"weight": 1.0, "density": 0.5}}],
+}
+PROFILE: dict[str, Any] = {
+    "name": "support",
+    "recipe": RECIPE,
+    "perplexity": {"documents": "demo/data/held-out.jsonl", "max_increase": "5%"},
+    "publish": {"to": "directory", "path": "releases"},
+}
+GUARD: dict[str, Any] = {"task": "demo/tasks/copy.yaml", "guarded_by": "reverser", "max_drop": 3}
+IN_MESSAGES: dict[str, Any] = {"tasks": [{**GUARD, "guarded_by": "shifter"}], "chat_template": True}
+TASK: dict[str, Any] = {
+    "task": "echo",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "data.jsonl"}},
+    "test_split": "test",
+    "output_type": "loglikelihood",
+    "doc_to_text": "{{prompt}}",
+    "doc_to_target": "{{answer}}",
+    "target_delimiter": "",
+    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+}
+DATA = "".join(json.dumps({"prompt": f"say {word}:", "answer": word}) + "\n" for word in 100 * ("ab", "cd", "ef", "gh"))
+
+
+def but(document: Mapping[str, Any], /, **changes: Any) -> dict[str, Any]:
+    """``document`` with these keys instead; ``...`` leaves one out."""
+    changed = {**copy.deepcopy(dict(document)), **changes}
+    return {key: value for key, value in changed.items() if value is not ...}
+
+
+def written(document: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(document), sort_keys=False)
+
+
+def in_profile(title: str, /, **changes: Any) -> Mistake:
+    return Mistake("profile", title, {"profile.yaml": written(but(PROFILE, **changes))})
+
+
+def as_text(name: str, text: str) -> Mistake:
+    return Mistake("profile", name, {"profile.yaml": text})
+
+
+def in_evaluate(name: str, /, **settings: Any) -> Mistake:
+    return in_profile(name, evaluate={"tasks": [GUARD], **settings})
+
+
+def in_guard(name: str, /, **changes: Any) -> Mistake:
+    return in_profile(name, evaluate={"tasks": [but(GUARD, **changes)]})
+
+
+def in_recipe(name: str, recipe: Mapping[str, Any] = RECIPE, **changes: Any) -> Mistake:
+    files = {
+        "profile.yaml": written(but(PROFILE, recipe="recipe.yaml")),
+        "recipe.yaml": written(but(recipe, **changes)),
+    }
+    return Mistake("recipe", name, files)
+
+
+def of_models(*models: str, **parameters: Any) -> list[dict[str, Any]]:
+    return [{"model": model, "parameters": {"weight": 0.5, **parameters}} for model in models]
+
+
+def with_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ raise_exception('only users and tools may speak') }}")
+
+
+def in_checkpoint(name: str, change: Change, kind: str = "checkpoint", **profile: Any) -> Mistake:
+    """A copy of a demo model in ``mine``, changed, is merged with another."""
+
+    def changed(place: Path) -> None:
+        shutil.copytree(PROFILES / "demo" / "models" / "reverser", place / "mine")
+        (place / "base").symlink_to(PROFILES / "demo" / "models" / "base")  # which its card names
+        change(place / "mine")
+
+    recipe = but(RECIPE, models=of_models("demo/models/shifter", "./mine"))
+    return Mistake(kind, name, {"profile.yaml": written(but(PROFILE, recipe=recipe, **profile))}, changed)
+
+
+def in_config(**changes: Any) -> Change:
+    def change(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(but(config, **changes)))
+
+    return change
+
+
+def in_header(change: Callable[[dict[str, Any]], None]) -> Change:
+    """What the header of the weights says, changed; the bytes stay."""
+
+    def changed(model: Path) -> None:
+        (file,) = model.glob("*.safetensors")
+        data = file.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return changed
+
+
+def writes(name: str, text: str) -> Change:
+    def change(place: Path) -> None:
+        (place / name).write_text(text)
+
+    return change
+
+
+def removes(pattern: str) -> Change:
+    def change(place: Path) -> None:
+        for file in place.glob(pattern):
+            file.unlink()
+
+    return change
+
+
+def renamed(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def cut_weights(model: Path) -> None:
+    (file,) = model.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def deeper(model: Path) -> None:
+    """Weights and configuration of a model of twice the depth: by name, all layers once more."""
+
+    def change(header: dict[str, Any]) -> None:
+        for name in [one for one in header if ".layers." in one]:
+            head, _, rest = name.partition(".layers.")
+            number, _, tail = rest.partition(".")
+            header[f"{head}.layers.{int(number) + 3}.{tail}"] = header[name]
+
+    # The bytes of the first layers stand for those of the others: only headers are read.
+    (file,) = model.glob("*.safetensors")
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    begin = {name: one["data_offsets"] for name, one in header.items() if name != "__metadata__"}
+    end = max(stop for _, stop in begin.values())
+    more = b""
+    for name, (first, stop) in list(begin.items()):
+        if ".layers." in name:
+            head, _, rest = name.partition(".layers.")
+            number, _, tail = rest.partition(".")
+            size = stop - first
+            header[f"{head}.layers.{int(number) + 3}.{tail}"] = {
+                **header[name],
+                "data_offsets": [end + len(more), end + len(more) + size],
+            }
+            more += bytes(size)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :] + more)
+    in_config(num_hidden_layers=6)(model)
+
+
+def without_tensor(header: dict[str, Any]) -> None:
+    header.pop("model.layers.1.mlp.up_proj.weight")
+
+
+def as_bytes(header: dict[str, Any]) -> None:
+    header["model.norm.weight"]["dtype"] = "F7"
+
+
+def in_task(name: str, data: str = DATA, guard: Mapping[str, Any] | None = None, **changes: Any) -> Mistake:
+    evaluate = {"tasks": [but(GUARD, task="task.yaml", **(guard or {}))]}
+    return Mistake(
+        "task",
+        name,
+        {
+            "profile.yaml": written(but(PROFILE, evaluate=evaluate, perplexity=...)),
+            "task.yaml": written(but(TASK, **changes)),
+            **({"data.jsonl": data} if data else {}),
+        },
+    )
+
+
+def to_target(name: str, change: Change = nothing, **publish: Any) -> Mistake:
+    license_of = {"license": {"purpose": "commercial", "visibility": "public"}}
+    document = but(PROFILE, publish=publish, checks=license_of)
+    return Mistake("target", name, {"profile.yaml": written(document)}, change)
+
+
+def under_license(name: str, model: str = "demo/models/no-derivatives", **license_of: Any) -> Mistake:
+    recipe = but(RECIPE, models=of_models("demo/models/reverser", model))
+    text = written(but(PROFILE, recipe=recipe, checks={"license": license_of}))
+    return Mistake("licence", name, {"profile.yaml": text})
+
+
+def says(name: str, *command: str, files: Files | None = None, change: Change = nothing) -> Mistake:
+    return Mistake(
+        "command", name, files or {"profile.yaml": written(PROFILE), "recipe.yaml": written(RECIPE)}, change, command
+    )
+
+
+MISTAKES: tuple[Mistake, ...] = (
+    in_profile("a key that there is not", recepe="x"),
+    in_profile("a key that there is not, in a section", perplexity={"documnets": "held-out.jsonl"}),
+    in_profile("several faults at once", name="", perplexity={"documents": 3}, publish={"to": "directory"}),
+    in_profile("no name", name=...),
+    in_profile("a name with a blank", name="my model"),
+    in_profile("no recipe", recipe=...),
+    in_profile("a recipe that is a number", recipe=3),
+    as_text("a line that is no YAML", "name: support\n recipe: [unclosed\n"),
+    as_text("a tab", "name: support\nperplexity:\n\tdocuments: x\n"),
+    as_text("a list", "- name: support\n- recipe: x\n"),
+    as_text("nothing in the file", ""),
+    as_text("two documents", "name: a\n---\nname: b\n"),
+    as_text("a key twice", f"{written(PROFILE)}name: again\n"),
+    as_text("a value for each line, of a text", "support\n"),
+    in_profile("nothing that decides whether to publish", perplexity=...),
+    in_profile(
+        "an increase that is no share", perplexity={"documents": "demo/data/held-out.jsonl", "max_increase": "lots"}
+    ),
+    in_profile("held-out text that is not there", perplexity={"documents": "held-out.jsonl"}),
+    Mistake(
+        "profile",
+        "held-out text that is empty",
+        {"profile.yaml": written(but(PROFILE, perplexity={"documents": "held-out.jsonl"})), "held-out.jsonl": ""},
+    ),
+    Mistake(
+        "profile",
+        "held-out text that is no JSON",
+        {
+            "profile.yaml": written(but(PROFILE, perplexity={"documents": "held-out.jsonl"})),
+            "held-out.jsonl": '{"text": "one"}\ntwo\n',
+        },
+    ),
+    Mistake(
+        "profile",
+        "held-out text without text",
+        {
+            "profile.yaml": written(but(PROFILE, perplexity={"documents": "held-out.jsonl"})),
+            "held-out.jsonl": '{"words": "one"}\n{"words": "two"}\n',
+        },
+    ),
+    in_evaluate("a switch that is none of its positions", on_inconclusive="maybe"),
+    in_evaluate("a data type by another name", dtype="bf16"),
+    in_evaluate("a number that is a word", batch_size="many"),
+    in_evaluate("a backend that there is not", backend="vlm"),
+    in_evaluate("an anchor, and nothing that it holds", anchor="first"),
+    in_profile("no task", evaluate={"tasks": []}),
+    in_guard("a guard by a model of another merge", guarded_by="teacher"),
+    in_guard("a limit below nothing", max_drop=-1),
+    in_guard("a limit in words", max_drop="little"),
+    in_profile(
+        "a judge who compares with nobody", judge={"prompts": "demo/data/copy.jsonl", "judge": "x", "guarded_by": "x"}
+    ),
+    in_profile("a remedy that changes nothing there is", remedies=[{"densty": 0.3}]),
+    in_profile("a stage that there is not", limits={"stages": {"merg": "1 h"}}),
+    in_profile("a time without unit", limits={"run": "5"}),
+    in_profile("a sweep of nothing", sweep={"free": {}}),
+    in_recipe("a method by another name", merge_method="tie"),
+    in_recipe("a key that there is not", merge_methods="linear"),
+    in_recipe(
+        "a parameter that is misspelt", models=of_models("demo/models/reverser", "demo/models/shifter", weigth=1)
+    ),
+    in_recipe("a weight in words", models=[{"model": "demo/models/reverser", "parameters": {"weight": "high"}}]),
+    in_recipe("a density above one", TIES, models=of_models("demo/models/reverser", density=2)),
+    in_recipe("differences to no base", TIES, base_model=...),
+    in_recipe(
+        "a way between two models, and one model",
+        merge_method="slerp",
+        base_model="demo/models/reverser",
+        models=[{"model": "demo/models/reverser"}],
+        parameters={"t": 0.5},
+    ),
+    in_recipe("no models", models=...),
+    in_recipe("a model that is no directory here", models=of_models("demo/models/reverser", "./models/nowhere")),
+    in_recipe("a model that is neither here nor on the Hub", models=of_models("demo/models/reverser", "acme/nowhere")),
+    in_recipe("a model that is a file", models=of_models("demo/models/reverser", "./recipe.yaml")),
+    in_recipe("a home of nobody", models=of_models("demo/models/reverser", "~nobody-here/models/x")),
+    in_recipe("two revisions", models=of_models("demo/models/reverser", "acme/model@main@v1")),
+    in_recipe("an adapter that is not there", models=of_models("demo/models/reverser", "demo/models/base+./adapter")),
+    in_recipe("a number format that there is not", dtype="float17"),
+    in_recipe("a tokenizer of nobody", tokenizer_source="teacher"),
+    in_recipe(
+        "layers beyond the last",
+        merge_method="passthrough",
+        models=...,
+        slices=[{"sources": [{"model": "demo/models/base", "layer_range": [0, 40]}]}],
+    ),
+    Mistake("recipe", "no such file", {"profile.yaml": written(but(PROFILE, recipe="recipe.yaml"))}),
+    Mistake(
+        "recipe", "no YAML", {"profile.yaml": written(but(PROFILE, recipe="recipe.yaml")), "recipe.yaml": "models: [\n"}
+    ),
+    Mistake(
+        "recipe",
+        "a key twice",
+        {
+            "profile.yaml": written(but(PROFILE, recipe="recipe.yaml")),
+            "recipe.yaml": f"{written(RECIPE)}merge_method: ties\n",
+        },
+    ),
+    in_checkpoint("no config.json", removes("config.json")),
+    in_checkpoint("a config.json that is no JSON", writes("config.json", "{'model_type': 'llama'}")),
+    in_checkpoint("no weights", removes("*.safetensors*")),
+    in_checkpoint("an empty directory", removes("*")),
+    in_checkpoint("weights that were not downloaded to their end", cut_weights),
+    in_checkpoint("weights in a format of another time", renamed),
+    in_checkpoint("weights that are a page of HTML", writes("model.safetensors", "<html>404</html>" * 10)),
+    in_checkpoint(
+        "a shard that the index names and that is not there",
+        writes(
+            "model.safetensors.index.json",
+            json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}),
+        ),
+    ),
+    in_checkpoint("a number format that nobody knows", in_header(as_bytes)),
+    in_checkpoint("a tensor less", in_header(without_tensor)),
+    in_checkpoint("twice the layers", deeper),
+    in_checkpoint("another architecture", in_config(architectures=["MistralForCausalLM"], model_type="mistral")),
+    in_checkpoint("more layers in its config than in its weights", in_config(num_hidden_layers=4)),
+    in_checkpoint("another vocabulary in its config", in_config(vocab_size=40)),
+    in_checkpoint("quantised weights", in_config(quantization_config={"quant_method": "gptq"})),
+    in_checkpoint("no tokenizer", removes("tokenizer*"), "tokenizer"),
+    in_checkpoint("a tokenizer.json that is no JSON", writes("tokenizer.json", "{"), "tokenizer"),
+    in_checkpoint("a tokenizer.json that is a list", writes("tokenizer.json", "[]"), "tokenizer"),
+    Mistake(
+        "tokenizer",
+        "other words under the same numbers",
+        {
+            "profile.yaml": written(
+                but(
+                    PROFILE, recipe=but(RECIPE, models=of_models("demo/models/reverser", "demo/models/other-tokenizer"))
+                )
+            )
+        },
+    ),
+    in_profile("a task that lm-eval does not ship", evaluate={"tasks": [but(GUARD, task="mmlu_pr")]}),
+    in_guard("a task file that is not there", task="tasks/nowhere.yaml"),
+    in_task("no name", task=...),
+    in_task("no data", data=""),
+    in_task("data that are no JSON", data="one\ntwo\n"),
+    in_task("data without a document", data="\n"),
+    in_task("a metric that it does not have", guard={"metric": "acc_norm"}),
+    in_task("a metric of one leaf that there is not", guard={"metric": {"echoes": "acc"}}),
+    in_task(
+        "no metric that is a mean", metric_list=[{"metric": "acc", "aggregation": "median", "higher_is_better": True}]
+    ),
+    in_checkpoint(
+        "no chat template where messages are wanted", removes("chat_template*"), "tokenizer", evaluate=IN_MESSAGES
+    ),
+    in_task("more examples than there are", num_fewshot=1000, fewshot_split="test"),
+    in_task("a question whose template is not closed", doc_to_text="{{prompt"),
+    in_task("a question by a field that there is not", doc_to_text="question", doc_to_target="{{solution[3]}}"),
+    in_checkpoint("a chat template that fails", with_template, "tokenizer", evaluate=IN_MESSAGES),
+    in_task("a split that its data do not have", test_split="exam"),
+    in_task("clusters by a field that there is not", guard={"cluster_by": "chapter"}),
+    in_task("a kind of question that lm-eval does not know", output_type="essay"),
+    in_task("perplexity as a task", output_type="loglikelihood_rolling"),
+    to_target("a kind that there is not", to="ftp", path="releases"),
+    to_target("a directory without path", to="directory"),
+    to_target("a file in place of a directory", writes("releases", ""), to="directory", path="releases"),
+    to_target("the Hub without a token", to="hub", repo="acme/support"),
+    to_target("the Hub without an organisation", to="hub", repo="support"),
+    to_target("a key that is not there", to="directory", path="releases", sign_key="release.key"),
+    to_target(
+        "a key that is none", writes("release.key", "secret"), to="directory", path="releases", sign_key="release.key"
+    ),
+    to_target("a bucket without a name", to="s3", url="s3://"),
+    under_license("a parent that must not be changed", purpose="commercial", visibility="public"),
+    under_license("a purpose that there is not", purpose="fun", visibility="public"),
+    Mistake(
+        "licence",
+        "public weights, checked as private ones",
+        {
+            "profile.yaml": written(
+                but(
+                    PROFILE,
+                    publish={"to": "hub", "repo": "acme/support", "visibility": "public"},
+                    checks={"license": {"purpose": "commercial", "visibility": "private"}},
+                )
+            )
+        },
+    ),
+    says("nothing to run", "run"),
+    says("a command that there is not", "relase", "profile.yaml"),
+    says("an option that there is not", "run", "profile.yaml", "--aprove"),
+    says("a profile that is not there", "run", "nowhere.yaml"),
+    says("a check of what is not there", "check", "nowhere.yaml"),
+    says("a directory in place of a profile", "check", "demo"),
+    says("a recipe in place of a profile", "run", "recipe.yaml"),
+    says("a merge into a directory that is not empty", "merge", "recipe.yaml", "demo"),
+    says("a merge of a recipe that is not there", "merge", "nowhere.yaml", "out"),
+    says("a merge on a device that there is not", "merge", "recipe.yaml", "out", "--device", "tpu"),
+    says("a comparison without a profile", "compare", "demo/models/base", "demo/models/reverser"),
+    says("results without a name", "gate", "results", "-p", "profile.yaml"),
+    says("a release that is none", "verify", "demo"),
+    says("a release that is not there", "verify", "./releases/v1"),
+    says("a quota without a unit that is known", "store", "gc", "--quota", "much"),
+    says("a profile to forget that nobody ran", "store", "gc", "--forget", "nobody"),
+    says("history of none", "history", "--last", "0"),
+    says("a port beyond the last", "server", "--port", "70000"),
+    says("a price without a name", "plan", "recipe.yaml", "--price", "3"),
+    says("an adapter of what is not there", "extract-lora", "./nowhere", "demo/models/base", "out", "--rank", "4"),
+    says("a key to verify with that is not there", "verify", "demo", "--key", "release.pub"),
+)

@@ -1,0 +1,91 @@
+"""One rule says what a command exits with, and Prefect's states have the same words."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demo_project import Project
+from patience import HANG_S
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from flows.prefect_api.runs import FinishedRun
+from flows.preflight import Problems
+from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, InvalidInput, Refused, state_name
+from tasks.report import read_history
+
+MERGEGATE = str(Path(sys.executable).parent / "mergegate")
+
+
+@pytest.mark.parametrize(("kind", "code"), [(InvalidInput, 2), (Refused, 3), (DiskRefused, 3)])
+def test_what_is_wrong_and_what_is_refused_have_codes_of_their_own(kind: type[InvalidInput], code: int) -> None:
+    assert kind("here", found="this").exit_code == code
+
+
+def test_a_run_on_a_server_ends_with_the_code_that_it_would_have_here() -> None:
+    for status, code in EXIT_CODES.items():
+        run = FinishedRun(state_name(status), "", completed=code == 0)
+        assert run.exit_code == code, status
+    assert FinishedRun("Crashed", "", completed=False).exit_code == 1
+
+
+def test_a_check_ends_as_a_run_that_stops_at_the_first_problem() -> None:
+    problems = Problems(stop_at_once=False)
+    assert problems.exit_code == 0
+    problems.add([Finding("warn", "a", "odd")])
+    assert problems.exit_code == 0
+    problems.add([Finding("block", "b", "no")])
+    problems.note(InvalidInput("c", found="wrong"))
+    assert problems.exit_code == EXIT_CODES["refused"]
+
+
+def test_ctrl_c_ends_a_run_with_a_line_a_state_and_a_place_in_the_history(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flows.release.preflight_profile", interrupted)
+    result = project.mergegate("run", "profiles/demo.yaml")
+    assert result.exit_code == 130
+    assert [line for line in result.output.splitlines() if "interrupted" in line] == [INTERRUPTED]
+    (record,) = read_history(project.home / "reports").records
+    assert record.status == "interrupted"
+
+
+def test_ctrl_c_ends_any_other_command_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flows.cli.check.check_file", interrupted)
+    said = CliRunner().invoke(app, ["check", "profile.yaml"])
+    assert (said.exit_code, said.output.strip()) == (130, INTERRUPTED)
+    told = CliRunner().invoke(app, ["check", "profile.yaml", "--json"])
+    assert json.loads(told.stdout) == {"status": "interrupted", "message": INTERRUPTED}
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_middle_leaves_nothing_half_made_and_the_next_run_goes_on(project: Project) -> None:
+    command = [MERGEGATE, "run", "profiles/demo.yaml"]
+    run = subprocess.Popen(
+        command, cwd=project.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert run.stdout is not None
+    said = ""
+    while "merge " not in said:  # a child that holds models is at work by then
+        said += (line := run.stdout.readline())
+        assert line, said
+    run.send_signal(signal.SIGINT)
+    said += run.communicate(timeout=HANG_S)[0]
+    assert run.returncode == 130, said
+    assert "Traceback" not in said
+    assert said.count("interrupted") == 1
+    assert not (project.root / "releases").exists()
+    assert project.mergegate("store", "verify").exit_code == 0
+    assert project.mergegate("run", "profiles/demo.yaml").exit_code == 0

@@ -1,0 +1,206 @@
+"""What a run prints fits the terminal: from 80 columns up no line is wrapped, and no name or number is cut."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flows.cli import progress
+from flows.cli.app import app
+from flows.cli.help import command_line
+from flows.cli.progress import TerminalProgress, fitted
+from flows.cli.score_table import print_scores, print_table
+from tasks.report import Row, ScoreTable
+from tasks.stage import Pulse
+
+WIDTHS = (80, 100, 120, 200)
+TASKS = ("arc_challenge", "leaderboard_bbh_tracking_shuffled_objects", "mmlu_high_school_european_history", "copy")
+MODELS = ("SmolLM2-135M", "SmolLM2-135M-Instruct", "smollm2-135m-maths-sft", "tülu", "merge")
+DROP = "12.5 [0.7, 13.3]"
+
+
+def printed(width: int, draw: object, *, terminal: bool = False) -> list[str]:
+    """Lines as a terminal of so many columns would get them."""
+    console = Console(file=io.StringIO(), width=width, soft_wrap=True, force_terminal=terminal, color_system=None)
+    draw(console)  # type: ignore[operator]
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def score_table(models: int) -> ScoreTable:
+    names = (*MODELS[: min(models, len(MODELS)) - 1], *(f"model-{at}" for at in range(models - len(MODELS))), "merge")
+    rows = [
+        Row(
+            (
+                task,
+                *(f"{10 * at + number}.5{' *' if number == 1 else ''}" for number in range(models)),
+                DROP,
+                "11",
+                word,
+            )
+        )
+        for at, (task, word) in enumerate(zip(TASKS, ("no worse", "worse", "undecided", "no worse"), strict=True))
+    ]
+    left_out = Row(("reverse", *("",) * models, "", "11", f"not run: decided by {TASKS[1]}"))
+    return ScoreTable("t", ("task", *names, "drop", "limit", "verdict"), (*rows, left_out))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("models", [1, 2, 4, 5, 9, 30])
+def test_the_score_table_shows_every_task_whole(width: int, models: int) -> None:
+    lines = printed(width, lambda console: print_scores(console, score_table(models)))
+    assert max(map(cell_len, lines)) <= width
+    text = "\n".join(lines)
+    assert "…" not in text
+    for task in TASKS:
+        assert sum(line.split()[0] == task for line in lines if line.split()) == 1
+    assert text.count(DROP) == len(TASKS)
+    for at in range(len(TASKS)):
+        assert f"{10 * at + models - 1}.5" in text  # of the merge
+    assert f"reverse not run: decided by {TASKS[1]}" in lines
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_model_is_named_while_there_is_room(width: int) -> None:
+    lines = printed(width, lambda console: print_scores(console, score_table(5)))
+    text = "\n".join(lines)
+    assert all(model in text for model in MODELS)
+    # The widest form needs no letters.
+    assert (lines[0].split()[:2] == ["task", MODELS[0]]) is (width == 200)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_another_table_that_is_too_wide_is_a_list(width: int) -> None:
+    columns = ("served", "ready after", "first token", "tokens/s", "memory", "")
+    rows = [("merge", "12.5 s", "38 ms", "1,204", "2.47 GB", "2026-11-20, 2 cores of a machine with a long name " * 2)]
+    lines = printed(width, lambda console: print_table(console, columns, rows, numbers=True))
+    assert all(cell in " ".join(lines) for cell in rows[0][:5])
+    assert (len(lines) == 2) is (width == 200)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_stage_is_one_line_with_its_time_beside_it(width: int, terminal: bool) -> None:
+    def draw(console: Console) -> None:
+        shown = TerminalProgress(console)
+        shown.headline("support-assistant-of-the-north · ties of 3 over HuggingFaceTB/SmolLM2-135M", "profile p.yaml")
+        for at, text in enumerate(("short", "a long text · " * 20, "one-word" * 40)):
+            shown.started(f"stage-{at}", "")
+            shown.ended(f"stage-{at}", "", "made", 12.25, text)
+        console.print(shown._draw()) if terminal else shown._print_ended()
+
+    lines = printed(width, draw, terminal=terminal)
+    assert "support-assistant-of-the-north · ties of 3 over HuggingFaceTB/SmolLM2-135M" in lines[0]
+    assert "profile p.yaml" in (lines[0] if width >= 100 else lines[1])
+    stages = [line for line in lines if "stage-" in line]
+    assert len(stages) == 3
+    assert all(line.endswith("12.2 s") for line in stages)
+    if terminal:
+        assert {cell_len(line) for line in stages} == {min(width, 100)}
+    else:  # a log has all of it
+        assert "one-word" * 40 in stages[2]
+    assert len(lines) == 3 + (1 if width >= 100 else 2)
+
+
+def test_what_does_not_fit_ends_at_a_part_or_a_word() -> None:
+    assert fitted("sign conflict 44 % · merge moved far", 40) == "sign conflict 44 % · merge moved far"
+    assert fitted("sign conflict 44 % · merge moved far", 30) == "sign conflict 44 % · …"
+    assert fitted("cached: base, reverser, shifter", 25) == "cached: base, reverser, …"
+    assert fitted("x" * 30, 10) == "x" * 9 + "…"
+    assert fitted("two\nlines", 20) == "two lines"
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_a_terminal_without_a_cursor_gets_each_line_once(term: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    shown = TerminalProgress(console)
+    with shown.watching():
+        shown.started("merge", "")
+        shown.ended("merge", "", "made", 1.0, "29 tensors")
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert out.count("29 tensors") == 1
+    assert "\x1b[2K" not in out  # of a line that is drawn anew
+
+
+def test_a_log_hears_every_half_minute_how_far_a_stage_is() -> None:
+    clock, said = SimpleNamespace(now=0.0), []
+    pulse = Pulse(said.append, lambda: clock.now)
+    pulse.started("perplexity", "base")
+    pulse.started("merge", "")
+    for second in range(0, 100, 5):
+        clock.now = 100.0 + second
+        pulse.advanced("perplexity", "base", 1000 * second, 100_000, "tokens")
+    assert said == [
+        "perplexity base: 0 of 100,000 tokens",
+        "perplexity base: 30,000 of 100,000 tokens · 1,000/s · 1 m 10 s left",
+        "perplexity base: 60,000 of 100,000 tokens · 1,000/s · 40 s left",
+        "perplexity base: 90,000 of 100,000 tokens · 1,000/s · 10 s left",
+    ]
+    pulse.ended("perplexity", "base")
+    clock.now += 60
+    pulse.advanced("perplexity", "base", 1, 2, "tokens")
+    pulse.advanced("merge", "", 500_000_000, 2_000_000_000, "B")
+    pulse.described("merge", "", lambda width: f"in {width} characters")
+    assert said[4:] == ["merge: 500 MB of 2 GB"]
+
+
+def test_a_short_stage_says_nothing_on_the_way() -> None:
+    clock, said = SimpleNamespace(now=0.0), []
+    pulse = Pulse(said.append, lambda: clock.now)
+    pulse.started("evaluate", "merge")
+    for second in range(29):
+        clock.now = float(second)
+        pulse.advanced("evaluate", "merge", second, 29, "requests of copy")
+    pulse.ended("evaluate", "merge")
+    assert said == []
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_pipe_and_json_have_progress_on_standard_error(
+    quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    shown = TerminalProgress(Console(file=sys.stdout, quiet=quiet, width=100))
+    with shown.watching():
+        shown.started("evaluate", "merge")
+        shown.advanced("evaluate", "merge", 0, 1319, "requests of gsm8k")
+        clock.now += 40
+        shown.advanced("evaluate", "merge", 400, 1319, "requests of gsm8k")
+        shown.ended("evaluate", "merge", "made", 40.0, "gsm8k 51.0")
+    out, err = capsys.readouterr()
+    assert err == "  evaluate merge: 400 of 1,319 requests of gsm8k · 10/s · 1 m 32 s left\n"
+    assert ("gsm8k 51.0" in out) is not quiet
+
+
+def described(command: object) -> Iterator[tuple[str, object]]:
+    """Every command with its place, ``store gc``."""
+    for name, below in getattr(command, "commands", {}).items():
+        yield name, below
+        yield from ((f"{name} {inner}", one) for inner, one in described(below))
+
+
+def test_help_speaks_in_whole_sentences_and_names_what_is_to_be_given() -> None:
+    root = command_line(app)
+    assert "-h" in root.context_settings["help_option_names"]
+    for name, command in described(root):
+        assert command.short_help[0].isupper(), name  # type: ignore[attr-defined]
+        assert command.short_help.endswith("."), name  # type: ignore[attr-defined]
+        assert "..." not in command.short_help, name  # type: ignore[attr-defined]
+        arguments = [one for one in command.params if one.param_type_name == "argument"]  # type: ignore[attr-defined]
+        assert all(one.metavar.isupper() or "=" in one.metavar for one in arguments), name
+    shown = CliRunner().invoke(app, ["history", "-h"])
+    assert shown.exit_code == 0
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "mergegate", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("mergegate ")

@@ -1,0 +1,157 @@
+"""Every mistake has its message, which a person has read, and ``run`` meets what ``check`` finds.
+
+``UPDATE_GOLDEN=1`` writes ``golden/mistakes.txt`` anew. Then read it: each message says where, what was found, what was
+expected and what to do, in words of the user's world.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_project import PROFILES
+from mistakes import MISTAKES, Mistake
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from flows.preflight import Problems, preflight_profile
+from flows.profile import load_profile
+from merge_core.errors import EXIT_CODES, MergegateError
+from tasks.stage.stages import DeclaredStage
+
+GOLDEN = Path(__file__).parent / "golden" / "mistakes.txt"
+CHECKED = [mistake for mistake in MISTAKES if mistake.command[0] == "check" and mistake.kind != "command"]
+# Python's, not ours: type names, and patterns that only a program reads.
+NOT_FOR_PEOPLE = re.compile(
+    r"Traceback|<class|NoneType|\b(?:dict|str|int|float|bool|tuple)\b|\^\[|\\\\[dw]|[A-Z][a-z]+Error\b"
+    r"|[Ii]nput should|valid (?:dictionary|string|integer)|PosixPath|pydantic"
+)
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command said of a mistake."""
+
+    exit_code: int
+    lines: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """The first thing that is wrong, without its mark."""
+        return self.lines[0].removeprefix("✗ ") if self.lines else ""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where all mistakes are made: with one store, so that what is good in them is looked at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
+            patch.delenv(name, raising=False)
+        yield tmp_path_factory.mktemp("mistakes")
+
+
+@pytest.fixture(scope="module")
+def said(world: Path) -> dict[str, Said]:
+    """Of each mistake, by its title."""
+    return {mistake.title: _said(mistake, world / f"{number:03}") for number, mistake in enumerate(MISTAKES)}
+
+
+def _said(mistake: Mistake, place: Path) -> Said:
+    mistake.make(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("MERGEGATE_HOME", str(place.parent / "home"))
+        patch.setenv("COLUMNS", "120")
+        if mistake.kind == "target":
+            patch.delenv("HF_HUB_OFFLINE", raising=False)  # nothing is asked of anybody before there is a token
+        result = CliRunner().invoke(app, list(mistake.command))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    text = result.output
+    for path, name in ((place, "."), (place.parent / "home", ".mergegate"), (PROFILES / "demo", "demo")):
+        text = text.replace(str(path.resolve()), name).replace(str(path), name)
+    shown = (line.rstrip() for line in _without_places(text).splitlines() if line.strip())
+    lines = [line for line in shown if not line.startswith(("· ", "✓ ", "Usage: ", "Try '"))]
+    return Said(result.exit_code, tuple(lines))
+
+
+def _without_places(text: str) -> str:
+    """Without what differs from machine to machine, and with the library."""
+    return re.sub(r"lm-eval [\d.]+", "lm-eval <version>", re.sub(r"(?<![.\w])\./", "", text))
+
+
+def _page(said: dict[str, Said]) -> str:
+    parts = []
+    for mistake in MISTAKES:
+        found = said[mistake.title]
+        head = f"## {mistake.title}\n$ mergegate {' '.join(mistake.command)}"
+        parts.append("\n".join((head, *found.lines, f"exit code {found.exit_code}")))
+    return "\n\n".join(parts) + "\n"
+
+
+def test_every_mistake_is_said_as_it_stands_in_the_file_that_a_person_has_read(said: dict[str, Said]) -> None:
+    page = _page(said)
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(page)
+    assert page == GOLDEN.read_text()
+
+
+def test_there_are_enough_of_them_and_each_has_a_title_of_its_own() -> None:
+    assert len(MISTAKES) >= 64
+    assert len({mistake.title for mistake in MISTAKES}) == len(MISTAKES)
+
+
+def test_every_mistake_ends_with_a_message_and_a_code_for_it(said: dict[str, Said]) -> None:
+    for title, found in said.items():
+        assert found.exit_code in (EXIT_CODES["invalid"], EXIT_CODES["refused"]), title
+        assert found.lines, title
+
+
+def test_no_message_speaks_to_programmers(said: dict[str, Said]) -> None:
+    odd = {
+        title: line
+        for title, found in said.items()
+        for line in found.lines
+        if NOT_FOR_PEOPLE.search(line) and not line.startswith("Error: ")  # the command line's own
+    }
+    assert odd == {}
+
+
+@pytest.mark.parametrize("mistake", CHECKED, ids=[mistake.title for mistake in CHECKED])
+def test_what_check_finds_first_is_what_run_stops_at(
+    mistake: Mistake, said: dict[str, Said], world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = world / f"{MISTAKES.index(mistake):03}"
+    found = said[mistake.title]
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("MERGEGATE_HOME", str(world / "home"))
+    monkeypatch.setattr(DeclaredStage, "__call__", _without_prefect)
+    if mistake.kind == "target":
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(MergegateError) as stopped:
+        _begin_release(Path("profile.yaml"))
+    assert stopped.value.exit_code == found.exit_code
+    reason = f"{stopped.value.where}: {stopped.value.found}".splitlines()[0]
+    for path, name in ((place, "."), (PROFILES / "demo", "demo")):
+        reason = reason.replace(str(path.resolve()), name).replace(str(path), name)
+    assert _without_places(reason) == found.reason
+
+
+def _begin_release(file: Path) -> None:
+    """What ``run`` does until something is merged: ``flows.cli.app._read_profile``, ``flows.release.make_release``."""
+    profile = load_profile(file)
+    profile.headline()
+    preflight_profile(profile, Problems(stop_at_once=True))
+
+
+def _without_prefect(stage: DeclaredStage[Any, Any, Any], *inputs: Any) -> Any:
+    """A stage as it ends in a flow: its value, or its refusal raised."""
+    made = stage.build(*inputs)
+    if (refusal := made.value.refusal()) is not None:
+        raise refusal
+    return made

@@ -1,0 +1,63 @@
+"""Installed without a clone: the wheel carries what the program reads beside its modules, and the demo."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flows.cli.demo import PROFILE, place_demo
+from merge_core.errors import InvalidInput, Refused
+from tasks.outside import require_linux
+
+PROJECT = Path(__file__).resolve().parents[2]
+FLOORS = ("flows", "tasks", "merge_core")
+
+
+def tracked(*places: str) -> set[str]:
+    listed = subprocess.run(["git", "ls-files", *places], cwd=PROJECT, capture_output=True, text=True, check=True)
+    return set(listed.stdout.splitlines())
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    wanted = tracked(*FLOORS, "profiles", "mergegate.py", "pyproject.toml", "README.md", "LICENSE")
+    for file in wanted:
+        (source / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(PROJECT / file, source / file)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*build, str(source)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("mergegate-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+        data = {name.partition(".data/data/share/mergegate/")[2] for name in inside} - {""}
+        for name in sorted(data):
+            (member,) = (one for one in inside if one.endswith(f".data/data/share/mergegate/{name}"))
+            assert archive.read(member) == (PROJECT / name).read_bytes(), name
+    assert {file for file in wanted if file.partition("/")[0] in FLOORS} - inside == set()
+    assert "mergegate.py" in inside
+    assert data == {file for file in wanted if file.startswith("profiles/") and not file.endswith(".py")}
+
+
+def test_the_demo_is_copied_once_and_over_nothing_else(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "mergegate-demo"
+    assert place_demo(place)
+    copied = {str(file.relative_to(place)) for file in place.rglob("*") if file.is_file()}
+    assert copied >= {file for file in tracked("profiles/demo", "profiles/demo.yaml") if not file.endswith(".py")}
+    (place / PROFILE).write_text("name: mine\n")
+    assert not place_demo(place)
+    assert (place / PROFILE).read_text() == "name: mine\n"
+    with pytest.raises(InvalidInput, match="something else in it"):
+        place_demo(tmp_path / "new")
+
+
+def test_elsewhere_than_on_linux_a_run_is_refused_with_the_way_out() -> None:
+    require_linux("linux")
+    with pytest.raises(Refused, match="darwin") as told:
+        require_linux("darwin")
+    assert "container" in str(told.value)

@@ -1,0 +1,48 @@
+"""Many findings of one cause are said once, and none is lost."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from merge_core.errors import Finding, InvalidInput, Refused, finding_of, summed_up, worst_first
+
+TEXTS = st.sampled_from(["", "a: x", "a: y", "b: x", "size"])
+FINDINGS = st.lists(
+    st.builds(Finding, st.sampled_from(["block", "warn", "info"]), TEXTS, TEXTS, TEXTS, TEXTS, cause=TEXTS), max_size=12
+)
+
+
+@settings(max_examples=40)
+@given(FINDINGS)
+def test_each_finding_is_in_one_group_whose_first_is_its_worst(findings: list[Finding]) -> None:
+    groups = summed_up(findings)
+    members = [one for group in groups for one in (group.first, *group.others)]
+    assert sorted(members, key=repr) == sorted(worst_first(findings), key=repr)
+    for group in groups:
+        assert worst_first((group.first, *group.others))[0] == group.first
+        assert len({one.cause for one in (group.first, *group.others)}) == 1
+
+
+def test_what_comes_of_one_cause_is_counted_behind_it() -> None:
+    cause = Finding("block", "big: config.json", "30 layers against 3", cause="big: size")
+    tensors = [Finding("block", f"big: layers.{n}.weight", "no such tensor", cause="big: size") for n in range(270)]
+    (group,) = summed_up([cause, *tensors])
+    assert group.first == cause
+    assert group.others_line() == ("and 270 more of this cause: layers.0.weight, layers.1.weight, layers.2.weight, …")
+
+
+def test_equal_words_about_two_models_are_two_things_to_mend() -> None:
+    assert len(summed_up([Finding("block", f"{model}: config.json", "none") for model in ("a", "b")])) == 2
+
+
+def test_a_finding_ends_a_run_as_what_it_was_made_of_would_have() -> None:
+    for kind in (InvalidInput, Refused):
+        error = kind("here", found="this", expected="that", remedy="so")
+        assert type(finding_of(error).refusal()) is kind
+        assert str(finding_of(error).refusal()) == str(error)
+
+
+def test_a_cause_is_in_no_key() -> None:
+    one, other = (Finding("block", "a", "b", cause=cause) for cause in ("", "size"))
+    assert one.content_key() == other.content_key()
