@@ -6,8 +6,8 @@ from tasks.explain.stage import Explanation, explain_merge
 __all__ = [
     "CHANCE",
     "Explanation",
-    "explain_merge",
     "by_digest",
+    "explain_merge",
     "instead_of_tried",
     "movement",
 ]

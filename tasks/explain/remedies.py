@@ -182,31 +182,16 @@ def _move_less_for_perplexity(found: Diagnosis) -> Iterator[Remedy]:
     )
 
 
-def untried(
-    remedies: Iterable[Remedy], recipe: Mapping[str, Any], tried: Iterable[Mapping[str, Any]]
-) -> tuple[Remedy, ...]:
-    """Those remedies that make another merge of ``recipe`` than any that was tried.
-
-    Weights that a method normalises are the same merge whatever their sum: .9 and .9 are .5 and .5.
-
-    Args:
-        tried: Recipes as plain data, the failed one among them.
-    """
-    failed = [_meaning(one) for one in tried]
-    return tuple(
-        remedy
-        for remedy in remedies
-        if _meaning(apply_overrides(recipe, remedy.change, "the proposed remedy")) not in failed
-    )
-
-
 def instead_of_tried(
     remedies: Iterable[Remedy],
     recipe: Mapping[str, Any],
     tried: Sequence[Mapping[str, Any]],
     called: Mapping[str, str],
 ) -> tuple[Remedy, ...]:
-    """As ``untried``; in place of new weights that were refused before, half the step to them, where that is new.
+    """Those remedies that make another merge of ``recipe`` than any that was tried; in place of new weights that were
+    refused before, half the step to them, where that is new.
+
+    Weights that a method normalises are the same merge whatever their sum: .9 and .9 are .5 and .5.
 
     Args:
         tried: Recipes that were refused, with models by digest.
