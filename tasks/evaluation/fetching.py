@@ -80,7 +80,7 @@ def _is_missing(root: Path, task: str, dataset: str, pinned: dict[str, str]) -> 
     leaf = next(leaf for leaf in shipped_leaves(task) if leaf.name == task)
     asked = asked_dataset(leaf)
     try:
-        return (asked is not None and root.is_dir() and not find_dataset(root, asked).files) or not root.is_dir()
+        return asked is not None and root.is_dir() and not find_dataset(root, asked).files or not root.is_dir()
     except InvalidInput:
         return True
 

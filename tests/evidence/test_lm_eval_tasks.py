@@ -96,9 +96,7 @@ def test_a_snapshot_is_found_under_any_of_its_names(place: str, tmp_path: Path) 
     assert found.files == (file,)
 
 
-@pytest.mark.parametrize(
-    "name", ["arc_easy_test.jsonl", "ARC-Easy-test.jsonl", "arc_easy.jsonl", "arc_easy_test.parquet"]
-)
+@pytest.mark.parametrize("name", ["arc_easy_test.jsonl", "ARC-Easy-test.jsonl", "arc_easy.jsonl", "arc_easy_test.parquet"])
 def test_a_file_is_found_by_task_or_configuration(name: str, tmp_path: Path) -> None:
     write(tmp_path / "arc_challenge_test.jsonl", {})
     file = write(tmp_path / name, {})
