@@ -688,11 +688,11 @@ def _print_outcome(console: Any, outcome: Any, as_json: bool, profile: Path | No
     if as_json:
         print(json.dumps(_told(outcome), indent=1))
         return
-    from flows.cli.summary import next_step, print_summary
+    from flows.cli.summary import print_summary, what_next
 
     print_summary(console, outcome)
     if profile is not None:
-        console.print(f"  next     {next_step(outcome, profile)}")
+        console.print(f"  next     {what_next(outcome, profile)}")
 
 
 def _print_made(record: dict[str, Any]) -> None:

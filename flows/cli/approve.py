@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import getpass
-import json
 import socket
 import sys
 
 from rich.console import Console
 from rich.markdown import Markdown
 
+from flows.cli.answer import print_answer
 from flows.cli.progress import TerminalProgress
 from flows.cli.server import optional_nights
 from flows.prefect_api import (
@@ -44,8 +44,8 @@ def approve_run(named: str | None, console: Console, as_json: bool, *, reject: b
         answer_run(client, run, publish=not reject, by=who_is_here(), reason=reason)
     said = "rejected" if reject else "approved"
     if as_json:
-        told = {"status": said, "profile": run.profile, "version": run.version, "run": str(run.id)}
-        print(json.dumps({**told, "page": site.run_page(run.id)}))
+        told = {"profile": run.profile, "version": run.version, "run": str(run.id), "page": site.run_page(run.id)}
+        print_answer(said, f"{said} {run.profile} {run.version}", told)
     else:
         console.print(f"{said} {run.profile} {run.version}; a worker goes on with it", markup=False)
         console.print(f"  {site.run_page(run.id)}", markup=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from flows.cli.answer import print_answer
 from flows.prefect_api import (
     NIGHTS,
     find_site,
@@ -39,9 +39,8 @@ def deploy_nights(console: Console, as_json: bool) -> None:
         ids = {one.name: one.id for one in done}
         rules = keep_rules(client, wanted_rules(nights, wanted), nights.tell, ids, site)
     if as_json:
-        print(
-            json.dumps({"server": site.address, "deployments": [one._asdict() for one in done], "rules": dict(rules)})
-        )
+        more = {"server": site.address, "deployments": [one._asdict() for one in done], "rules": dict(rules)}
+        print_answer("deployed", f"{len(done)} deployments", more)
         return
     about = {one.full_name: one.told() for one in wanted}
     width = max(len(one.name) for one in done)

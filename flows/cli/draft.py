@@ -3,7 +3,7 @@
 ::
 
     drafts = recipe_drafts(base, models, "")         # the first that the checks let through is written
-    write(recipe_text(drafts[0], "bfloat16"), profile_text(draft))
+    write(commented_recipe(drafts[0], "bfloat16"), profile_text(draft))
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _recipe(name: str, base: object | None, models: Sequence[object]) -> dict[st
     }
 
 
-def recipe_text(draft: RecipeDraft, dtype: str, schema: str) -> str:
+def commented_recipe(draft: RecipeDraft, dtype: str, schema: str) -> str:
     """The recipe as YAML with comments."""
     body = yaml.safe_dump({**draft.recipe, "dtype": dtype}, sort_keys=False, allow_unicode=True)
     return (

@@ -32,9 +32,9 @@ from flows.cli.draft import (
     ProfileDraft,
     RecipeDraft,
     claimed_tasks,
+    commented_recipe,
     profile_text,
     recipe_drafts,
-    recipe_text,
 )
 from flows.cli.recipe_parents import clear_recipe
 from flows.preflight import Problems, preflight_profile
@@ -139,7 +139,7 @@ def _written_out(
         write_state(state_directory(place) / f"{kind}.json", schema_text(kind).encode())
     if profile.is_sample:
         _write_new(out / profile.documents, "".join(f"{line}\n\n" for line in SAMPLE if line.strip()))
-    _write_new(files[0], recipe_text(draft, dtype, schemas["recipe"]))
+    _write_new(files[0], commented_recipe(draft, dtype, schemas["recipe"]))
     _write_new(files[1], profile_text(replace(profile, schema=schemas["profile"])))
 
     problems = Problems(stop_at_once=False)

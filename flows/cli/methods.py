@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from rich.console import Console
 from rich.text import Text
 
+from flows.cli.answer import print_answer
 from merge_core import merge_methods
 from merge_core.methods import REQUIRED, Method, Parameter
 
@@ -14,7 +13,8 @@ from merge_core.methods import REQUIRED, Method, Parameter
 def print_methods(console: Console, as_json: bool) -> None:
     """List every registered method, those of other packages included."""
     if as_json:
-        print(json.dumps({name: _plain(method) for name, method in sorted(merge_methods().items())}, indent=1))
+        told = {name: _plain(method) for name, method in sorted(merge_methods().items())}
+        print_answer("listed", f"{len(told)} methods", {"methods": told})
         return
     for name, method in sorted(merge_methods().items()):
         console.print(Text(name, style="bold"), Text(f"  {method.summary}"), sep="")

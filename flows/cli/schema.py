@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from flows.cli.answer import answer_schema
 from flows.profile import profile_schema
 from merge_core.errors import InvalidInput, suggest
 from merge_core.recipe import recipe_schema
@@ -40,6 +41,7 @@ def generated_pages() -> dict[str, str]:
     return {
         "schema/profile.json": schema_text("profile"),
         "schema/recipe.json": schema_text("recipe"),
+        "schema/answer.json": json.dumps(answer_schema(), indent=1) + "\n",
         "profile.md": reference_page(profile_schema()),
     }
 

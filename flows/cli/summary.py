@@ -41,7 +41,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
             console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
 
 
-def next_step(outcome: RunOutcome, profile: Path) -> str:
+def what_next(outcome: RunOutcome, profile: Path) -> str:
     """What a person does next, as a command."""
     if outcome.status in ("released", "nothing new") and outcome.location is not None:
         return f"mergegate verify {_short(outcome.location)}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from flows.cli.answer import print_answer
 from flows.cli.server import optional_nights
 from flows.outcome import run_name
 from flows.prefect_api import (
@@ -51,12 +51,12 @@ def trigger_run(named: str, console: Console, as_json: bool, *, wait: bool) -> i
             console.print(Text(f"{name}: run {run.name}\n  {run.page}"))
         if not wait:
             if as_json:
-                print(json.dumps({"status": "started", "deployment": name, "run": str(run.id), "page": run.page}))
+                more = {"deployment": name, "run": str(run.id), "page": run.page}
+                print_answer("started", run.name, more)
             return 0
         ended = follow_run(client, run.id, _Teller(console))
     if as_json:
-        told = {"status": ended.state, "message": ended.message, "run": str(run.id), "page": run.page}
-        print(json.dumps(told))
+        print_answer(ended.state, ended.message, {"run": str(run.id), "page": run.page})
     else:
         console.print(Text(f"{ended.state}: {ended.message}" if ended.message else ended.state))
     return ended.exit_code

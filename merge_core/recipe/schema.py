@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from merge_core.checkpoint.dtypes import RECIPE_NAMES
+from merge_core.checkpoint import RECIPE_NAMES
 from merge_core.methods import Parameter, merge_methods
 from merge_core.recipe.mixture import MIXTURE_KEYS
 from merge_core.recipe.recipe import RECIPE_KEYS

@@ -182,22 +182,73 @@ def _move_less_for_perplexity(found: Diagnosis) -> Iterator[Remedy]:
     )
 
 
-def untried(
-    remedies: Iterable[Remedy], recipe: Mapping[str, Any], tried: Iterable[Mapping[str, Any]]
+def instead_of_tried(
+    remedies: Iterable[Remedy],
+    recipe: Mapping[str, Any],
+    tried: Sequence[Mapping[str, Any]],
+    called: Mapping[str, str],
 ) -> tuple[Remedy, ...]:
-    """Those remedies that make another merge of ``recipe`` than any that was tried.
+    """Those remedies that make another merge of ``recipe`` than any that was tried; in place of new weights that were
+    refused before, half the step to them, where that is new.
 
     Weights that a method normalises are the same merge whatever their sum: .9 and .9 are .5 and .5.
 
     Args:
-        tried: Recipes as plain data, the failed one among them.
+        tried: Recipes that were refused, with models by digest.
+        called: Digests of the models of ``recipe``, as it writes them.
     """
-    failed = [_meaning(one) for one in tried]
-    return tuple(
-        remedy
-        for remedy in remedies
-        if _meaning(apply_overrides(recipe, remedy.change, "the proposed remedy")) not in failed
-    )
+    refused = [_meaning(one) for one in tried]
+
+    def is_new(remedy: Remedy) -> bool:
+        changed = apply_overrides(recipe, remedy.change, "the proposed remedy")
+        return _meaning(by_digest(changed, called)) not in refused
+
+    found: list[Remedy] = []
+    for remedy in remedies:
+        offered = remedy if is_new(remedy) else _halfway(remedy, recipe)
+        if offered is not None and is_new(offered) and offered not in found:
+            found.append(offered)
+    return tuple(found)
+
+
+def by_digest(recipe: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
+    """``recipe`` with digests in place of the names of its models: the same merge whatever the models are called."""
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: renamed(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [renamed(inner) for inner in value]
+        return called.get(value, value) if isinstance(value, str) else value
+
+    return {name: renamed(value) for name, value in recipe.items()}
+
+
+def _halfway(remedy: Remedy, recipe: Mapping[str, Any]) -> Remedy | None:
+    """Half the step from the weights of ``recipe`` to those of the remedy, as shares; None where it is no such step."""
+    before, after = recipe.get("models"), remedy.change.get("models")
+    if not isinstance(before, Sequence) or not isinstance(after, Sequence) or len(before) != len(after):
+        return None
+    pairs = [
+        tuple(_weight(entry) if isinstance(entry, Mapping) else None for entry in both)
+        for both in zip(before, after, strict=True)
+    ]
+    old = [first for first, _ in pairs if first is not None]
+    new = [second for _, second in pairs if second is not None]
+    if len(old) < len(pairs) or len(new) < len(pairs) or not math.fsum(old) or not math.fsum(new):
+        return None
+    entries = [
+        {
+            **entry,
+            "parameters": {
+                **entry["parameters"],
+                "weight": round((mine / math.fsum(old) + theirs / math.fsum(new)) / 2 * math.fsum(old), 3),
+            },
+        }
+        for entry, mine, theirs in zip(after, old, new, strict=True)
+    ]
+    reason = f"{remedy.reason} The whole of that step was refused before; this is half of it."
+    return Remedy(change={"models": entries}, reason=reason)
 
 
 def _meaning(recipe: Mapping[str, Any]) -> dict[str, Any]:

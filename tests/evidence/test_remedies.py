@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from merge_core import load_recipe
 from merge_core.analysis.tally import Tally
 from merge_core.recipe.overrides import apply_overrides
-from tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies, untried
+from tasks.explain.remedies import Diagnosis, Remedy, instead_of_tried, movement, suggest_remedies
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.regression import GuardVerdict
 from tasks.gate.stage import GateVerdict
@@ -251,4 +251,18 @@ def test_what_was_refused_is_not_proposed_again(
 ) -> None:
     remedy = Remedy(change={"models": proposed["models"]}, reason="because")
     recipe = {**proposed, "models": tried[0]["models"]}
-    assert (untried([remedy], recipe, tried) == (remedy,)) is is_new
+    assert (instead_of_tried([remedy], recipe, tried, {}) == (remedy,)) is is_new
+
+
+def test_half_a_step_is_proposed_where_the_whole_was_refused_under_other_names() -> None:
+    def recipe(first: str, second: str, weights: tuple[float, float]) -> dict[str, Any]:
+        pairs = zip((first, second), weights, strict=True)
+        models = [{"model": name, "parameters": {"weight": weight}} for name, weight in pairs]
+        return {"merge_method": "linear", "models": models}
+
+    remedy = Remedy(change={"models": recipe("./a", "./b", (0.9, 0.9))["models"]}, reason="because.")
+    own, called = recipe("./a", "./b", (0.9, 0.1)), {"./a": "one", "./b": "two"}
+    refused = [recipe("one", "two", (0.5, 0.5)), recipe("one", "two", (0.9, 0.1))]
+    (offered,) = instead_of_tried([remedy], own, refused, called)
+    assert [entry["parameters"]["weight"] for entry in offered.change["models"]] == [0.7, 0.3]
+    assert instead_of_tried([remedy], own, [*refused, recipe("one", "two", (0.7, 0.3))], called) == ()

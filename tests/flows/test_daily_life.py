@@ -1,0 +1,73 @@
+"""Every day: what a run would do, what runs, how it ended and why; and one shape of all that machines read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from demo_project import PROFILES, Printed, Project
+
+from flows.cli.events import EventLines
+
+ANSWERS = ("status", "history", "doctor", "methods", "store ls", "store du", "check profiles/demo.yaml", "explain demo")
+STOPPED = ("check nowhere.yaml", "explain nobody", "open nobody", "history nobody", "run nowhere.yaml")
+
+
+@pytest.mark.parametrize("command", [*ANSWERS, "run profiles/demo.yaml --dry-run", "open", *STOPPED])
+def test_what_commands_print_for_machines_has_one_shape(released: tuple[Project, Printed], command: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    done = released[0].mergegate(*command.split(), "--json")
+    schema = json.loads((PROFILES.parent / "docs" / "schema" / "answer.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(json.loads(done.stdout))
+    assert (done.exit_code == 2) is (command in STOPPED), done.output
+
+
+def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project, Printed]) -> None:
+    project, _ = released
+
+    def planned(*more: str) -> dict[str, Any]:
+        done = project.mergegate("run", "profiles/demo.yaml", "--dry-run", "--json", *more)
+        assert done.exit_code == 0, done.output
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told
+
+    assert all(stage["cached"] for stage in planned()["stages"])
+    otherwise = planned("--set", "perplexity.max_documents=7")
+    assert {stage["stage"] for stage in otherwise["stages"] if not stage["cached"]} == {"perplexity"}
+    assert otherwise["seconds"] > 0
+    assert otherwise["overrides"] == ["perplexity.max_documents=7"]
+
+
+def test_a_past_run_is_explained_in_lines(released: tuple[Project, Printed]) -> None:
+    done = released[0].mergegate("explain", "demo")
+    assert done.exit_code == 0, done.output
+    assert "demo: released" in done.output
+    assert "reverse: +0.5 points lost against reverser" in done.output
+    assert "merged    ties of 2 over base" in done.output
+
+
+def test_status_needs_no_server(project: Project) -> None:
+    done = project.mergegate("status")
+    assert done.exit_code == 0, done.output
+    assert "running  nothing" in done.output
+    assert "no run has ended here yet" in done.output
+
+
+def test_events_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = EventLines()
+    lines.started("evaluate", "base")
+    lines.advanced("evaluate", "base", 1, 10, "requests")
+    lines.advanced("evaluate", "base", 2, 10, "requests")
+    lines.ended("evaluate", "base", "made", 1.5, "copy 100.0")
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["event"] for one in told] == ["started", "advanced", "ended"]
+    assert told[-1] | {"time": 0} == {
+        "event": "ended",
+        "time": 0,
+        "stage": "evaluate",
+        "subject": "base",
+        "status": "made",
+        "seconds": 1.5,
+        "summary": "copy 100.0",
+    }
