@@ -324,7 +324,7 @@ def init_command(
 
 @app.command("schema")
 def schema_command(
-    kind: Annotated[str, typer.Argument(metavar="profile|recipe", help="Of which file.")] = "profile",
+    kind: Annotated[str, typer.Argument(help="Of which file: profile or recipe.")] = "profile",
     write: Annotated[
         Path | None, typer.Option(metavar="DOCS", help="Write both, and the reference page, into a directory.")
     ] = None,
