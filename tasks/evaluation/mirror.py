@@ -164,9 +164,9 @@ def _load(place: FoundDataset, load: Callable[..., Any], scratch: Path) -> Any:
     kept = {"cache_dir": str(scratch / "cache")}
     asked = place.asked
     if place.directory is not None:
-        inner = place.directory / asked.config if asked.config else None
-        if inner is not None and inner.is_dir() and not _says_configs(place.directory):
-            return load(str(inner), **kept)
+        if not _says_configs(place.directory) and (named := _by_split(place)):
+            kind, files = named
+            return load(kind, data_files=files, **kept)
         return load(str(place.directory), asked.config, **kept)
     splits = {
         split: load(_KINDS[file.suffix], data_files=str(file), split="train", **kept)
@@ -182,6 +182,23 @@ def _load(place: FoundDataset, load: Callable[..., Any], scratch: Path) -> Any:
         if missing and missing not in splits:
             splits[missing] = evaluated.select([])  # it is there, with nothing to draw from
     return datasets.DatasetDict(splits)
+
+
+def _by_split(place: FoundDataset) -> tuple[str, dict[str, list[str]]] | None:
+    """The format and the files by split of a directory without a card that says so; None where names do not tell.
+
+    datasets would call ``dev.jsonl`` the split 'validation', which is not what a task that wants 'dev' finds.
+    """
+    files = [file for file in place.files if file.name != "README.md"]
+    kinds = {_KINDS.get(file.suffix) for file in files}
+    by_split: dict[str, list[str]] = {}
+    for file in files:
+        split = next((_SPLITS[word] for word in _words(file.stem) if word in _SPLITS), None)
+        if split is None:
+            return None
+        by_split.setdefault(split, []).append(str(file))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    return (kind, by_split) if kind else None
 
 
 def _is_plain(columns: Sequence[str]) -> bool:
