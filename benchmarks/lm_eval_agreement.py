@@ -35,7 +35,32 @@ Row = dict[str, Any]
 EXAMPLES = 2
 DOCUMENTS = 8
 LETTERS = "ABCDE"
-_WORDS = "the a cat dog sea red sun old ran sat eats sees big far moon salt tree iron ice wind bird map two few".split()
+_WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "sea",
+    "red",
+    "sun",
+    "old",
+    "ran",
+    "sat",
+    "eats",
+    "sees",
+    "big",
+    "far",
+    "moon",
+    "salt",
+    "tree",
+    "iron",
+    "ice",
+    "wind",
+    "bird",
+    "map",
+    "two",
+    "few",
+]
 
 
 @dataclass(frozen=True)
@@ -100,10 +125,24 @@ SCHEMAS: Mapping[str, Callable[[random.Random], Row]] = {
     },
     "anagrams1": lambda r: {"context": f"{text(r)} =", "completion": text(r, 1)},
 }  # fmt: skip
-SUBJECTS = (
-    "abstract_algebra anatomy astronomy business_ethics clinical_knowledge college_biology college_physics "
-    "econometrics formal_logic global_facts high_school_geography human_aging marketing nutrition philosophy virology"
-).split()
+SUBJECTS = [
+    "abstract_algebra",
+    "anatomy",
+    "astronomy",
+    "business_ethics",
+    "clinical_knowledge",
+    "college_biology",
+    "college_physics",
+    "econometrics",
+    "formal_logic",
+    "global_facts",
+    "high_school_geography",
+    "human_aging",
+    "marketing",
+    "nutrition",
+    "philosophy",
+    "virology",
+]
 OF_DATA = ("arc_easy", "arc_challenge", "piqa", "gsm8k")
 
 

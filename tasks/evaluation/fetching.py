@@ -1,8 +1,8 @@
 """Fill a directory of datasets for tasks by name (``evaluate.data``), where there is a network.
 
-Each dataset comes whole and as it lies on the Hub, in the commit that ``datasets.json`` in the directory names: what was
-fetched once is the same next time, on any machine that the file is copied to. A dataset that is not in it yet is fetched
-as the Hub has it now, and noted.
+Each dataset comes whole and as it lies on the Hub, in the commit that ``datasets.json`` in the directory names: what
+was fetched once is the same next time, on any machine that the file is copied to. A dataset that is not in it yet is
+fetched as the Hub has it now, and noted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _is_missing(root: Path, task: str, dataset: str, pinned: dict[str, str]) -> 
     leaf = next(leaf for leaf in shipped_leaves(task) if leaf.name == task)
     asked = asked_dataset(leaf)
     try:
-        return asked is not None and root.is_dir() and not find_dataset(root, asked).files or not root.is_dir()
+        return (asked is not None and root.is_dir() and not find_dataset(root, asked).files) or not root.is_dir()
     except InvalidInput:
         return True
 

@@ -1,6 +1,6 @@
-"""Data of tasks by name where there is no network: a directory that holds datasets as the Hub lays them out, or as files.
+"""Data of tasks by name where there is no network: a directory with datasets as the Hub lays them out, or files.
 
-A profile says ``evaluate.data: DIR``. A dataset ``org/name`` with configuration ``config`` is looked for, in this order:
+A profile says ``evaluate.data: DIR``. A dataset ``org/name`` is looked for, in this order:
 
 1. ``DIR/org/name/``, ``DIR/org--name/``, ``DIR/name/`` or ``DIR/name_hub/``: a snapshot as it lies on the Hub;
 2. files called by task, configuration or dataset, then the split: ``arc_easy_test.jsonl``, ``gsm8k_train.parquet``, in
@@ -244,7 +244,7 @@ def _files_of(directory: Path, config: str | None) -> tuple[Path, ...]:
         if file.suffix in _DATA and file.is_file() and not any(part[0] == "." for part in file.relative_to(whole).parts)
     ]
     card = directory / "README.md"
-    return tuple([*data, *([card] if data and card.is_file() else [])])
+    return (*data, *([card] if data and card.is_file() else []))
 
 
 def _names(asked: AskedDataset) -> Iterator[str]:

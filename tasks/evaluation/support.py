@@ -67,7 +67,7 @@ def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refu
     if "recipe" in config:
         return Refusal(Reason.OTHER_LIBRARY, "a task of unitxt, whose data and scores are that library's own", _LEAVE)
     if "class" in config:
-        return Refusal(Reason.WRITTEN_IN_PYTHON, "a task that is a Python class: what it measures is not stated", _LEAVE)
+        return Refusal(Reason.WRITTEN_IN_PYTHON, "a Python class, which does not state what it measures", _LEAVE)
     if config.get("doc_to_image") or config.get("doc_to_audio"):
         return Refusal(Reason.SEES, "documents with pictures or sound", "name a task of text alone")
     if config.get("unsafe_code"):
@@ -88,7 +88,7 @@ def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refu
         return Refusal(
             Reason.NO_MEAN,
             f"no metric that is a mean over documents with a direction, only {named}",
-            "give a YAML file of your own that includes it a metric_list with one (docs/evaluation.md), or leave it out",
+            "include it in a YAML file of your own with a metric_list that has one (docs/evaluation.md)",
         )
     if missing:
         return Refusal(
