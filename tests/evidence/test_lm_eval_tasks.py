@@ -15,7 +15,7 @@ from merge_core.store.hashing import HashMemo
 from tasks.checkpoints.model_cache import unload
 from tasks.evaluation.mirror import AskedDataset, find_dataset
 from tasks.evaluation.shipped import shipped_leaves, shipped_names
-from tasks.evaluation.support import Reason, refusal_of, refusal_of_leaf, require_examples, require_supported
+from tasks.evaluation.support import Unsuited, refusal_of, refusal_of_leaf, require_examples, require_supported
 from tasks.evaluation.task_definition import EvalTask, pin_task
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -38,18 +38,18 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
     [
         ({}, None),
         ({"metric_list": None}, None),  # lm-eval's own for choices
-        ({"output_type": "loglikelihood_rolling"}, Reason.PERPLEXITY),
-        ({"unsafe_code": True}, Reason.CODE),
-        ({"doc_to_image": ["image"]}, Reason.SEES),
-        ({"class": "/x/task.Squad"}, Reason.WRITTEN_IN_PYTHON),
-        ({"recipe": "card=cards.x"}, Reason.OTHER_LIBRARY),
-        ({"custom_dataset": "/x/utils.make"}, Reason.MADE_DATA),
-        ({"test_split": None}, Reason.NO_DOCUMENTS),
+        ({"output_type": "loglikelihood_rolling"}, Unsuited.PERPLEXITY),
+        ({"unsafe_code": True}, Unsuited.CODE),
+        ({"doc_to_image": ["image"]}, Unsuited.SEES),
+        ({"class": "/x/task.Squad"}, Unsuited.WRITTEN_IN_PYTHON),
+        ({"recipe": "card=cards.x"}, Unsuited.OTHER_LIBRARY),
+        ({"custom_dataset": "/x/utils.make"}, Unsuited.MADE_DATA),
+        ({"test_split": None}, Unsuited.NO_DOCUMENTS),
         ({"test_split": None, "validation_split": "validation"}, None),
-        ({"metric_list": [{"metric": "mcc"}]}, Reason.NO_MEAN),
-        ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, Reason.NO_MEAN),
+        ({"metric_list": [{"metric": "mcc"}]}, Unsuited.NO_MEAN),
+        ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, Unsuited.NO_MEAN),
         # F1 of one document is no number: lm-eval itself fails when it is to average pairs.
-        ({"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, Reason.NO_MEAN),
+        ({"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, Unsuited.NO_MEAN),
         (
             {
                 "metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}],
@@ -57,11 +57,11 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
             },
             None,
         ),
-        ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, Reason.NO_MEAN),  # in which direction?
+        ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, Unsuited.NO_MEAN),  # in which direction?
         ({"metric_list": [{"metric": "mcc"}, *MEAN]}, None),
     ],
 )
-def test_a_task_is_supported_or_refused_by_its_configuration(said: dict[str, object], reason: Reason | None) -> None:
+def test_a_task_is_supported_or_refused_by_its_configuration(said: dict[str, object], reason: Unsuited | None) -> None:
     refusal = refusal_of({**CHOICE, **said})
     assert (refusal.reason if refusal else None) == reason
 
@@ -141,7 +141,7 @@ def test_other_data_are_another_task(tmp_path: Path) -> None:
 
 def test_the_page_says_what_a_profile_may_say(tmp_path: Path) -> None:
     page = (PROJECT / "docs" / "evaluation.md").read_text()
-    said = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    said = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     sections = [block for block in said if block.startswith(("evaluate:", "perplexity:", "judge:"))]
     for block in sections:
         (tmp_path / "p.yaml").write_text(f"name: nightly\nrecipe: r.yaml\n{block}")
