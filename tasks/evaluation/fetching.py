@@ -1,8 +1,8 @@
 """Fill a directory of datasets for tasks by name (``evaluate.data``), where there is a network.
 
-Each dataset comes whole and as it lies on the Hub, in the commit that ``datasets.json`` in the directory names: what was
-fetched once is the same next time, on any machine that the file is copied to. A dataset that is not in it yet is fetched
-as the Hub has it now, and noted.
+Each dataset comes whole and as it lies on the Hub, in the commit that ``datasets.json`` in the directory names: what
+was fetched once is the same next time, on any machine that the file is copied to. A dataset that is not in it yet is
+fetched as the Hub has it now, and noted.
 """
 
 from __future__ import annotations

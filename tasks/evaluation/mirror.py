@@ -1,6 +1,6 @@
-"""Data of tasks by name where there is no network: a directory that holds datasets as the Hub lays them out, or as files.
+"""Data of tasks by name where there is no network: a directory with datasets as the Hub lays them out, or files.
 
-A profile says ``evaluate.data: DIR``. A dataset ``org/name`` with configuration ``config`` is looked for, in this order:
+A profile says ``evaluate.data: DIR``. A dataset ``org/name`` is looked for, in this order:
 
 1. ``DIR/org/name/``, ``DIR/org--name/``, ``DIR/name/`` or ``DIR/name_hub/``: a snapshot as it lies on the Hub;
 2. files called by task, configuration or dataset, then the split: ``arc_easy_test.jsonl``, ``gsm8k_train.parquet``, in
@@ -164,9 +164,9 @@ def _load(place: FoundDataset, load: Callable[..., Any], scratch: Path) -> Any:
     kept = {"cache_dir": str(scratch / "cache")}
     asked = place.asked
     if place.directory is not None:
-        inner = place.directory / asked.config if asked.config else None
-        if inner is not None and inner.is_dir() and not _says_configs(place.directory):
-            return load(str(inner), **kept)
+        if not _says_configs(place.directory) and (named := _by_split(place)):
+            kind, files = named
+            return load(kind, data_files=files, **kept)
         return load(str(place.directory), asked.config, **kept)
     splits = {
         split: load(_KINDS[file.suffix], data_files=str(file), split="train", **kept)
@@ -182,6 +182,23 @@ def _load(place: FoundDataset, load: Callable[..., Any], scratch: Path) -> Any:
         if missing and missing not in splits:
             splits[missing] = evaluated.select([])  # it is there, with nothing to draw from
     return datasets.DatasetDict(splits)
+
+
+def _by_split(place: FoundDataset) -> tuple[str, dict[str, list[str]]] | None:
+    """The format and the files by split of a directory without a card that says so; None where names do not tell.
+
+    datasets would call ``dev.jsonl`` the split 'validation', which is not what a task that wants 'dev' finds.
+    """
+    files = [file for file in place.files if file.name != "README.md"]
+    kinds = {_KINDS.get(file.suffix) for file in files}
+    by_split: dict[str, list[str]] = {}
+    for file in files:
+        split = next((_SPLITS[word] for word in _words(file.stem) if word in _SPLITS), None)
+        if split is None:
+            return None
+        by_split.setdefault(split, []).append(str(file))
+    kind = kinds.pop() if len(kinds) == 1 else None
+    return (kind, by_split) if kind else None
 
 
 def _is_plain(columns: Sequence[str]) -> bool:
@@ -227,7 +244,7 @@ def _files_of(directory: Path, config: str | None) -> tuple[Path, ...]:
         if file.suffix in _DATA and file.is_file() and not any(part[0] == "." for part in file.relative_to(whole).parts)
     ]
     card = directory / "README.md"
-    return tuple([*data, *([card] if data and card.is_file() else [])])
+    return (*data, *([card] if data and card.is_file() else []))
 
 
 def _names(asked: AskedDataset) -> Iterator[str]:

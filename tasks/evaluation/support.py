@@ -1,9 +1,9 @@
 """Whether a task of lm-eval can guard a release: one decision, from its configuration alone.
 
 A gate compares models document by document. So a task is supported where each of its documents gets a number of which
-lm-eval's score is the mean, by a metric that has a direction, from text alone, with what is installed here. Any other is
-refused with the reason, before anything is loaded. What only its data and its Python can tell (that a dataset has the
-fields which a template names) is found when its data are loaded, and refused there.
+lm-eval's score is the mean, by a metric that has a direction, from text alone, with what is installed here. Any other
+is refused with the reason, before anything is loaded. What only its data and its Python can tell (that a dataset has
+the fields which a template names) is found when its data are loaded, and refused there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DEFAULT_METRICS = {  # lm-eval's, where a task lists none
 }
 
 
-class Reason(StrEnum):
+class Unsuited(StrEnum):
     """Why a task is refused."""
 
     PERPLEXITY = "perplexity of running text"
@@ -51,7 +51,7 @@ class Reason(StrEnum):
 class Refusal:
     """Why one task is refused, in words for whoever asked for it."""
 
-    reason: Reason
+    reason: Unsuited
     found: str
     remedy: str
 
@@ -65,36 +65,34 @@ def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refu
     """
     kind = config.get("output_type") or "generate_until"
     if "recipe" in config:
-        return Refusal(Reason.OTHER_LIBRARY, "a task of unitxt, whose data and scores are that library's own", _LEAVE)
+        return Refusal(Unsuited.OTHER_LIBRARY, "a task of unitxt, whose data and scores are that library's own", _LEAVE)
     if "class" in config:
-        return Refusal(
-            Reason.WRITTEN_IN_PYTHON, "a task that is a Python class: what it measures is not stated", _LEAVE
-        )
+        return Refusal(Unsuited.WRITTEN_IN_PYTHON, "a Python class, which does not state what it measures", _LEAVE)
     if config.get("doc_to_image") or config.get("doc_to_audio"):
-        return Refusal(Reason.SEES, "documents with pictures or sound", "name a task of text alone")
+        return Refusal(Unsuited.SEES, "documents with pictures or sound", "name a task of text alone")
     if config.get("unsafe_code"):
-        return Refusal(Reason.CODE, "a task that runs code which the model wrote", _LEAVE)
+        return Refusal(Unsuited.CODE, "a task that runs code which the model wrote", _LEAVE)
     if kind == "loglikelihood_rolling":
         return Refusal(
-            Reason.PERPLEXITY,
+            Unsuited.PERPLEXITY,
             "a perplexity task, which has no score of a single document",
             "name its documents under 'perplexity:'",
         )
     if config.get("custom_dataset"):
-        return Refusal(Reason.MADE_DATA, "documents that are made anew with settings of lm-eval's --metadata", _LEAVE)
+        return Refusal(Unsuited.MADE_DATA, "documents that are made anew with settings of lm-eval's --metadata", _LEAVE)
     if not config.get("test_split") and not config.get("validation_split"):
-        return Refusal(Reason.NO_DOCUMENTS, "neither 'test_split' nor 'validation_split'", _LEAVE)
+        return Refusal(Unsuited.NO_DOCUMENTS, "neither 'test_split' nor 'validation_split'", _LEAVE)
     metrics = tuple(_metrics(config, kind))
     if not any(is_mean for _, is_mean in metrics):
         named = ", ".join(sorted({name for name, _ in metrics})) or "none at all"
         return Refusal(
-            Reason.NO_MEAN,
+            Unsuited.NO_MEAN,
             f"no metric that is a mean over documents with a direction, only {named}",
-            "give a YAML file of your own that includes it a metric_list with one (docs/evaluation.md), or leave it out",
+            "include it in a YAML file of your own with a metric_list that has one (docs/evaluation.md)",
         )
     if missing:
         return Refusal(
-            Reason.PACKAGE,
+            Unsuited.PACKAGE,
             f"functions that import {', '.join(missing)}, not installed here",
             "install what `lm_eval` asks for (an extra of it may have them), or leave it out",
         )

@@ -124,7 +124,8 @@ def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None
         mirror: Of datasets (``tasks.evaluation.mirror``), which those of a task by name are taken from; None: the Hub.
 
     Raises:
-        InvalidInput: for an unknown name, a dataset that is not in ``mirror``, a definition that cannot be read, or data that is not there.
+        InvalidInput: for an unknown name, a dataset that is not in ``mirror``, a definition that cannot be read, or
+            data that is not there.
     """
     if task.endswith((".yaml", ".yml")):
         path = (root / task).absolute()

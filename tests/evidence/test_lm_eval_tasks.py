@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from benchmark_scripts import load_benchmark
 
+from flows.profile import load_profile
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
 from tasks.checkpoints.model_cache import unload
 from tasks.evaluation.mirror import AskedDataset, find_dataset
 from tasks.evaluation.shipped import shipped_leaves, shipped_names
-from tasks.evaluation.support import Reason, refusal_of, refusal_of_leaf, require_examples, require_supported
+from tasks.evaluation.support import Unsuited, refusal_of, refusal_of_leaf, require_examples, require_supported
 from tasks.evaluation.task_definition import EvalTask, pin_task
 
+PROJECT = Path(__file__).resolve().parents[2]
 MEAN = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
 CHOICE = {"output_type": "multiple_choice", "test_split": "test", "metric_list": MEAN}
 
@@ -35,18 +38,18 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
     [
         ({}, None),
         ({"metric_list": None}, None),  # lm-eval's own for choices
-        ({"output_type": "loglikelihood_rolling"}, Reason.PERPLEXITY),
-        ({"unsafe_code": True}, Reason.CODE),
-        ({"doc_to_image": ["image"]}, Reason.SEES),
-        ({"class": "/x/task.Squad"}, Reason.WRITTEN_IN_PYTHON),
-        ({"recipe": "card=cards.x"}, Reason.OTHER_LIBRARY),
-        ({"custom_dataset": "/x/utils.make"}, Reason.MADE_DATA),
-        ({"test_split": None}, Reason.NO_DOCUMENTS),
+        ({"output_type": "loglikelihood_rolling"}, Unsuited.PERPLEXITY),
+        ({"unsafe_code": True}, Unsuited.CODE),
+        ({"doc_to_image": ["image"]}, Unsuited.SEES),
+        ({"class": "/x/task.Squad"}, Unsuited.WRITTEN_IN_PYTHON),
+        ({"recipe": "card=cards.x"}, Unsuited.OTHER_LIBRARY),
+        ({"custom_dataset": "/x/utils.make"}, Unsuited.MADE_DATA),
+        ({"test_split": None}, Unsuited.NO_DOCUMENTS),
         ({"test_split": None, "validation_split": "validation"}, None),
-        ({"metric_list": [{"metric": "mcc"}]}, Reason.NO_MEAN),
-        ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, Reason.NO_MEAN),
+        ({"metric_list": [{"metric": "mcc"}]}, Unsuited.NO_MEAN),
+        ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, Unsuited.NO_MEAN),
         # F1 of one document is no number: lm-eval itself fails when it is to average pairs.
-        ({"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, Reason.NO_MEAN),
+        ({"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, Unsuited.NO_MEAN),
         (
             {
                 "metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}],
@@ -54,18 +57,19 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
             },
             None,
         ),
-        ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, Reason.NO_MEAN),  # in which direction?
+        ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, Unsuited.NO_MEAN),  # in which direction?
         ({"metric_list": [{"metric": "mcc"}, *MEAN]}, None),
     ],
 )
-def test_a_task_is_supported_or_refused_by_its_configuration(said: dict[str, object], reason: Reason | None) -> None:
+def test_a_task_is_supported_or_refused_by_its_configuration(said: dict[str, object], reason: Unsuited | None) -> None:
     refusal = refusal_of({**CHOICE, **said})
     assert (refusal.reason if refusal else None) == reason
 
 
 def test_a_function_that_needs_a_package_is_refused_with_its_name() -> None:
     refusal = refusal_of(CHOICE, missing=("langdetect",))
-    assert refusal and "langdetect" in refusal.found
+    assert refusal
+    assert "langdetect" in refusal.found
 
 
 def test_groups_and_tags_stand_for_their_tasks() -> None:
@@ -96,9 +100,7 @@ def test_a_snapshot_is_found_under_any_of_its_names(place: str, tmp_path: Path) 
     assert found.files == (file,)
 
 
-@pytest.mark.parametrize(
-    "name", ["arc_easy_test.jsonl", "ARC-Easy-test.jsonl", "arc_easy.jsonl", "arc_easy_test.parquet"]
-)
+@pytest.mark.parametrize("name", ["arc_easy_test.jsonl", "ARC-Easy-test.jsonl", "arc_easy.jsonl", "arc_easy.parquet"])
 def test_a_file_is_found_by_task_or_configuration(name: str, tmp_path: Path) -> None:
     write(tmp_path / "arc_challenge_test.jsonl", {})
     file = write(tmp_path / name, {})
@@ -137,11 +139,28 @@ def test_other_data_are_another_task(tmp_path: Path) -> None:
     assert pinned("gsm8k", data).digest != before.digest
 
 
-def test_five_tasks_by_name_score_as_lm_eval_scores_them(tmp_path: Path) -> None:
+def test_the_page_says_what_a_profile_may_say(tmp_path: Path) -> None:
+    page = (PROJECT / "docs" / "evaluation.md").read_text()
+    said = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    sections = [block for block in said if block.startswith(("evaluate:", "perplexity:", "judge:"))]
+    for block in sections:
+        (tmp_path / "p.yaml").write_text(f"name: nightly\nrecipe: r.yaml\n{block}")
+        load_profile(tmp_path / "p.yaml")
+    own = [block for block in said if block.startswith("task:")]
+    assert (len(sections), len(own)) == (6, 2)
+    write(tmp_path / "capitals.jsonl", {"country": "France", "capital": "Paris"})
+    (tmp_path / "scoring.py").write_text("def overlap(doc, results):\n    return {'overlap': 0.5}\n")
+    for name, block in zip(("capitals", "named"), own, strict=True):
+        (tmp_path / f"{name}.yaml").write_text(block)
+        assert pin_task(f"{name}.yaml", tmp_path, HashMemo(tmp_path / "h.db")).name == name
+
+
+def test_five_tasks_by_name_score_as_lm_eval_scores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agreement = load_benchmark("lm_eval_agreement")
+    monkeypatch.setattr(agreement, "DOCUMENTS", 3)
     try:
         found = agreement.compare(["sciq", "copa", "arithmetic_2da", "winogrande", "triviaqa"], None, tmp_path)
     finally:
         unload()
     assert {each.kind for each in found} == {"multiple_choice", "loglikelihood", "generate_until"}
-    assert [(each.documents, each.differing) for each in found] == [(8, 0)] * 5
+    assert [(each.documents, each.differing) for each in found] == [(3, 0)] * 5
