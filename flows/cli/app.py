@@ -90,7 +90,9 @@ def demo_command(
 
         placed = place_demo(directory)
         if not as_json:
-            print(f"{'copied the demo into' if placed else 'the demo is in'} {directory}: what is named below lies there")
+            print(
+                f"{'copied the demo into' if placed else 'the demo is in'} {directory}: what is named below lies there"
+            )
         os.chdir(directory)
     run_command(PROFILE, as_json=as_json)
 
@@ -484,6 +486,7 @@ def _close_output() -> None:
 def _prepare_environment() -> None:
     """What must be set before Prefect and the Hugging Face libraries are imported."""
     from flows.prefect_api import configure
+
     home = Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute())))
     configure(home)
 

@@ -1,0 +1,108 @@
+"""The pictures in ``docs/pictures/``: the terminal at 80 columns, reports passed and refused, the history.
+
+::
+
+    .venv/bin/python benchmarks/pictures.py [--out docs/pictures]          # needs Chromium (Debian: chromium)
+
+Runs the demo in a directory of its own (a minute), photographs what it printed and the pages that it left, and keeps
+them as PNG with a palette. They are to be looked at: nothing here judges them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image, ImageChops
+
+PROJECT = Path(__file__).resolve().parents[1]
+PROFILES = {"passed": "demo", "refused-by-gate": "demo-lopsided", "refused-by-check": "demo-forbidden"}
+WIDTHS = (1280, 400)
+TALLEST = 7000  # pixels of a page, before what is empty is cut away
+COLOURS = 20
+_WIDE = 900
+
+
+def main() -> None:
+    """Take them all, or of one run what it prints (``--terminal``, for a process of its own)."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=PROJECT / "docs" / "pictures")
+    parser.add_argument("--terminal", nargs=2, metavar=("PROFILE", "SVG"))
+    asked = parser.parse_args()
+    if asked.terminal:
+        print_run(*asked.terminal)
+        return
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("chromium is not installed (Debian: apt-get install chromium)")
+    out = asked.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        project = Path(place)
+        shutil.copytree(PROJECT / "profiles", project / "profiles")
+        reports = project / ".mergegate" / "reports"
+        for name, profile in PROFILES.items():
+            svg = project / f"{name}.svg"
+            again = [sys.executable, str(Path(__file__).resolve()), "--terminal", f"profiles/{profile}.yaml", str(svg)]
+            environment = {**os.environ, "PYTHONPATH": str(PROJECT), "TERM": "dumb"}
+            subprocess.run(again, cwd=project, env=environment, check=True)
+            photograph(chromium, svg, out / f"terminal-{name}.png", 1000, dark=False)
+            for width in WIDTHS:
+                for dark in (False, True):
+                    picture = out / f"report-{name}-{width}-{'dark' if dark else 'light'}.png"
+                    photograph(chromium, reports / f"{profile}.html", picture, width, dark=dark)
+        for width in WIDTHS:
+            photograph(chromium, reports / "index.html", out / f"history-{width}.png", width, dark=False)
+
+
+def print_run(profile: str, svg: str) -> None:
+    """Run a profile on a recording terminal of 80 columns."""
+    import typer
+    from rich.console import Console
+
+    from flows.cli import app as command_file
+
+    console = Console(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False, soft_wrap=True)
+    command_file._console = lambda _: console
+    with contextlib.suppress(typer.Exit):
+        command_file.run_command(Path(profile))
+    console.save_svg(svg, title=f"mergegate run {profile}")
+
+
+def photograph(chromium: str, page: Path, picture: Path, width: int, *, dark: bool) -> None:
+    """The whole of ``page`` at ``width`` pixels, what is empty below cut away."""
+    with tempfile.TemporaryDirectory() as place:
+        # A window cannot be narrower than 500 pixels; a frame in it can.
+        frame = Path(place) / "frame.html"
+        frame.write_text(
+            '<meta name="color-scheme" content="light dark"><style>body{margin:0}</style>'
+            + (
+                f'<img src="{page.absolute().as_uri()}" width="{width}">'
+                if page.suffix == ".svg"
+                else f'<iframe src="{page.absolute().as_uri()}" width="{width}" height="{TALLEST}" style="border:0"></iframe>'
+            )
+        )
+        taken = Path(place) / "taken.png"
+        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={place}/profile"]
+        command += [f"--window-size={max(width, 500)},{TALLEST}", f"--screenshot={taken}", frame.as_uri()]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        image = Image.open(taken).convert("RGB").crop((0, 0, width, TALLEST))
+    empty = Image.new("RGB", image.size, image.getpixel((width - 2, TALLEST - 2)))
+    used = ImageChops.difference(image, empty).getbbox() or (0, 0, width, TALLEST)
+    image = image.crop((0, 0, width, min(used[3] + 24, TALLEST)))
+    if width > _WIDE:  # a page of a desk is read at three quarters, too
+        image = image.resize((_WIDE, image.size[1] * _WIDE // width), Image.Resampling.LANCZOS)
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(picture, optimize=True)
+    print(f"{picture.name}: {image.size[0]} x {image.size[1]}, {picture.stat().st_size // 1000} kB")
+
+
+if __name__ == "__main__":
+    main()
