@@ -26,8 +26,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 PROFILES = {"passed": "demo", "refused-by-gate": "demo-lopsided", "refused-by-check": "demo-forbidden"}
 WIDTHS = (1280, 400)
 TALLEST = 7000  # pixels of a page, before what is empty is cut away
-COLOURS = 20
-_WIDE = 900
+COLOURS = 16
 
 
 def main() -> None:
@@ -79,16 +78,13 @@ def print_run(profile: str, svg: str) -> None:
 def photograph(chromium: str, page: Path, picture: Path, width: int, *, dark: bool) -> None:
     """The whole of ``page`` at ``width`` pixels, what is empty below cut away."""
     with tempfile.TemporaryDirectory() as place:
+        address = page.absolute().as_uri()
+        shown = f'<iframe src="{address}" width="{width}" height="{TALLEST}" style="border:0"></iframe>'
+        if page.suffix == ".svg":
+            shown = f'<img src="{address}" width="{width}">'
         # A window cannot be narrower than 500 pixels; a frame in it can.
         frame = Path(place) / "frame.html"
-        frame.write_text(
-            '<meta name="color-scheme" content="light dark"><style>body{margin:0}</style>'
-            + (
-                f'<img src="{page.absolute().as_uri()}" width="{width}">'
-                if page.suffix == ".svg"
-                else f'<iframe src="{page.absolute().as_uri()}" width="{width}" height="{TALLEST}" style="border:0"></iframe>'
-            )
-        )
+        frame.write_text('<meta name="color-scheme" content="light dark"><style>body{margin:0}</style>' + shown)
         taken = Path(place) / "taken.png"
         command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={place}/profile"]
@@ -98,8 +94,6 @@ def photograph(chromium: str, page: Path, picture: Path, width: int, *, dark: bo
     empty = Image.new("RGB", image.size, image.getpixel((width - 2, TALLEST - 2)))
     used = ImageChops.difference(image, empty).getbbox() or (0, 0, width, TALLEST)
     image = image.crop((0, 0, width, min(used[3] + 24, TALLEST)))
-    if width > _WIDE:  # a page of a desk is read at three quarters, too
-        image = image.resize((_WIDE, image.size[1] * _WIDE // width), Image.Resampling.LANCZOS)
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(picture, optimize=True)
     print(f"{picture.name}: {image.size[0]} x {image.size[1]}, {picture.stat().st_size // 1000} kB")
 

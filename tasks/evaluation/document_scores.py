@@ -54,7 +54,8 @@ def score_of_sample(
 
 def answer_of(sample: Mapping[str, Any]) -> str:
     """What the model said to a document, or the choice that it found likeliest. Empty where that is no text."""
-    answers, arguments = sample.get("filtered_resps") or (), sample.get("arguments") or ()
+    answers: Any = sample.get("filtered_resps") or ()
+    arguments: Any = sample.get("arguments") or ()
     if not isinstance(answers, (list, tuple)) or not answers:
         return ""
     if isinstance(answers[0], str):

@@ -41,6 +41,7 @@ from tasks.report.history import (
     read_history,
     render_history,
     tell_operators,
+    tell_tracker,
     worst_drop,
 )
 from tasks.report.page import render
@@ -125,6 +126,7 @@ __all__ = [
     "sweep_table",
     "sweep_title",
     "tell_operators",
+    "tell_tracker",
     "uses_bytes",
     "what_it_took",
     "wording",
