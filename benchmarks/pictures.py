@@ -1,87 +1,101 @@
-"""The pictures in ``docs/``: a run on a terminal, the report in light and dark, wide and narrow, and the history.
+"""The pictures in ``docs/pictures/``: the terminal at 80 columns, reports passed and refused, the history.
 
 ::
 
-    .venv/bin/python benchmarks/pictures.py            # a minute; needs Chromium (or CHROMIUM=/path/to/it)
+    .venv/bin/python benchmarks/pictures.py [--out docs/pictures]          # needs Chromium (Debian: chromium)
 
-Runs the demo, a demo that the gate refuses and one that a check refuses, in a directory of their own, then looks at
-their pages with a browser that is not on screen. Pictures are written with 64 colours.
+Runs the demo in a directory of its own (a minute), photographs what it printed and the pages that it left, and keeps
+them as PNG with a palette. They are to be looked at: nothing here judges them.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from html import escape
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageChops
 
-PROJECT = Path(__file__).resolve().parent.parent
-DOCS = PROJECT / "docs" / "pictures"
-REPORTS = {"passed": "demo", "refused-by-gate": "demo-refused", "refused-by-check": "demo-forbidden"}
-HEIGHTS = {1280: 1500, 400: 1500}  # pixels of each width that are shown
-DARK = "@media (prefers-color-scheme: dark)"
-TERMINAL = """<!doctype html><meta charset="utf-8"><style>
-body {{ margin: 0; background: #15181c; color: #e4e7eb; }}
-pre {{ margin: 0; padding: 20px 24px; font: 15px/1.45 "DejaVu Sans Mono", monospace; }}
-</style><pre>{text}</pre>"""
+PROJECT = Path(__file__).resolve().parents[1]
+PROFILES = {"passed": "demo", "refused-by-gate": "demo-lopsided", "refused-by-check": "demo-forbidden"}
+WIDTHS = (1280, 400)
+TALLEST = 7000  # pixels of a page, before what is empty is cut away
+COLOURS = 16
 
 
 def main() -> None:
-    DOCS.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as directory:
-        work = Path(directory)
-        shutil.copytree(PROJECT / "profiles", work / "profiles")
-        printed = {profile: run(work, profile) for profile in REPORTS.values()}
-        run(work, "demo")  # nothing new, so that the history has something to draw
-        terminal = work / "terminal.html"
-        for name in ("demo", "demo-refused"):
-            text = f"$ mergegate run profiles/{name}.yaml\n{printed[name]}"
-            terminal.write_text(TERMINAL.format(text=escape(text)), encoding="utf-8")
-            look(terminal, DOCS / f"terminal-{name}.png", 780, 22 * (text.count("\n") + 1) + 40)
-        reports = work / ".mergegate" / "reports"
-        for label, profile in REPORTS.items():
-            for width, height in HEIGHTS.items():
+    """Take them all, or of one run what it prints (``--terminal``, for a process of its own)."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=PROJECT / "docs" / "pictures")
+    parser.add_argument("--terminal", nargs=2, metavar=("PROFILE", "SVG"))
+    asked = parser.parse_args()
+    if asked.terminal:
+        print_run(*asked.terminal)
+        return
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("chromium is not installed (Debian: apt-get install chromium)")
+    out = asked.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        project = Path(place)
+        shutil.copytree(PROJECT / "profiles", project / "profiles")
+        reports = project / ".mergegate" / "reports"
+        for name, profile in PROFILES.items():
+            svg = project / f"{name}.svg"
+            again = [sys.executable, str(Path(__file__).resolve()), "--terminal", f"profiles/{profile}.yaml", str(svg)]
+            environment = {**os.environ, "PYTHONPATH": str(PROJECT), "TERM": "dumb"}
+            subprocess.run(again, cwd=project, env=environment, check=True)
+            photograph(chromium, svg, out / f"terminal-{name}.png", 1000, dark=False)
+            for width in WIDTHS:
                 for dark in (False, True):
-                    name = f"report-{label}-{width}-{'dark' if dark else 'light'}.png"
-                    look(reports / f"{profile}.html", DOCS / name, width, height, dark=dark)
-        look(reports / "index.html", DOCS / "history-1280-light.png", 1280, 1200)
+                    picture = out / f"report-{name}-{width}-{'dark' if dark else 'light'}.png"
+                    photograph(chromium, reports / f"{profile}.html", picture, width, dark=dark)
+        for width in WIDTHS:
+            photograph(chromium, reports / "index.html", out / f"history-{width}.png", width, dark=False)
 
 
-def run(work: Path, profile: str) -> str:
-    """What a run prints on a terminal of 80 columns."""
-    command = [sys.executable, "-m", "mergegate", "run", f"profiles/{profile}.yaml"]
-    environment = {**os.environ, "COLUMNS": "80", "PYTHONPATH": str(PROJECT)}
-    ended = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
-    return f"{ended.stdout}{ended.stderr}".rstrip()
+def print_run(profile: str, svg: str) -> None:
+    """Run a profile on a recording terminal of 80 columns."""
+    import typer
+    from rich.console import Console
+
+    from flows.cli import app as command_file
+
+    console = Console(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False, soft_wrap=True)
+    command_file._console = lambda _: console
+    with contextlib.suppress(typer.Exit):
+        command_file.run_command(Path(profile))
+    console.save_svg(svg, title=f"mergegate run {profile}")
 
 
-def look(page: Path, picture: Path, width: int, height: int, *, dark: bool = False) -> None:
-    """The first ``height`` pixels of a page, in a frame of ``width``: a window cannot be as narrow as a phone."""
-    shown = page.with_name("shown.html")
-    text = page.read_text(encoding="utf-8")
-    shown.write_text(text.replace(DARK, "@media all" if dark else "@media not all"), encoding="utf-8")
-    frame = page.with_name("frame.html")
-    style = f"border:0;width:{width}px;height:{height}px;display:block"
-    frame.write_text(f'<body style="margin:0"><iframe src="shown.html" style="{style}"></iframe>', encoding="utf-8")
-    raw = page.with_name("raw.png")
-    browser = os.environ.get("CHROMIUM", "chromium")
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        f"--window-size={max(width, 600)},{height}",
-    ]
-    subprocess.run([browser, *options, f"--screenshot={raw}", frame.as_uri()], check=True, capture_output=True)
-    with Image.open(raw) as full:
-        full.crop((0, 0, width, height)).quantize(64).save(picture, optimize=True)
-    for file in (shown, frame, raw):
-        file.unlink()
+def photograph(chromium: str, page: Path, picture: Path, width: int, *, dark: bool) -> None:
+    """The whole of ``page`` at ``width`` pixels, what is empty below cut away."""
+    with tempfile.TemporaryDirectory() as place:
+        address = page.absolute().as_uri()
+        shown = f'<iframe src="{address}" width="{width}" height="{TALLEST}" style="border:0"></iframe>'
+        if page.suffix == ".svg":
+            shown = f'<img src="{address}" width="{width}">'
+        # A window cannot be narrower than 500 pixels; a frame in it can.
+        frame = Path(place) / "frame.html"
+        frame.write_text('<meta name="color-scheme" content="light dark"><style>body{margin:0}</style>' + shown)
+        taken = Path(place) / "taken.png"
+        command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={place}/profile"]
+        command += [f"--window-size={max(width, 500)},{TALLEST}", f"--screenshot={taken}", frame.as_uri()]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+        image = Image.open(taken).convert("RGB").crop((0, 0, width, TALLEST))
+    empty = Image.new("RGB", image.size, image.getpixel((width - 2, TALLEST - 2)))
+    used = ImageChops.difference(image, empty).getbbox() or (0, 0, width, TALLEST)
+    image = image.crop((0, 0, width, min(used[3] + 24, TALLEST)))
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(picture, optimize=True)
+    print(f"{picture.name}: {image.size[0]} x {image.size[1]}, {picture.stat().st_size // 1000} kB")
 
 
 if __name__ == "__main__":

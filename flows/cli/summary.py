@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from flows.cli.score_table import print_scores, print_table
@@ -34,7 +35,11 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
         first = f"{outcome.status}: {first}"
     console.print(Text(first, style="bold green" if outcome.exit_code == 0 else "bold red"))
     for line in rest:
-        console.print(Text(f"  {line.strip()}"))
+        # A log has each on one line; on a terminal long ones go on below their beginning.
+        text = Text(line.strip())
+        console.print(
+            Padding(text, (0, 0, 0, 2)) if console.is_terminal else Text("  ") + text, soft_wrap=not console.is_terminal
+        )
     made = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
     for label, place in ((made, outcome.location), ("report", outcome.report)):
         if place is not None:

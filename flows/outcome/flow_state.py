@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from flows.outcome.ending import RunOutcome, stopped_outcome
 from flows.outcome.keeping import RunClock, keep_outcome, running_flow
+from flows.outcome.markdown import prefect_page
 from flows.prefect_api import made_up_for_by
 from flows.profile import Profile
 from merge_core.errors import INTERRUPTED, MergegateError, state_name
 from merge_core.store import refusing_disk
-from tasks.report import as_markdown
 from tasks.stage import (
     LostArtifact,
     ProgressLog,
@@ -44,8 +44,6 @@ from tasks.stage import (
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
-# Prefect takes more, and its pages become slow.
-_MOST_OF_A_PAGE = 90_000  # bytes of an artifact
 _log = logging.getLogger(__name__)
 
 
@@ -168,27 +166,6 @@ def show_in_prefect(outcome: RunOutcome, name: str) -> None:
         create_markdown_artifact(prefect_page(outcome, name), key=key, description=outcome.message.splitlines()[0])
     except Exception as failure:
         _log.warning("Prefect's page about this run was not written: %s", failure)
-
-
-def prefect_page(outcome: RunOutcome, name: str) -> str:
-    """Markdown in which the status stands first and the report's place last, whatever of the rest has to go."""
-    mark = "✓" if outcome.exit_code == 0 else "✗"
-    head = f"## {mark} {outcome.status}: {name}\n\n"
-    evidence = as_markdown(outcome.content) if outcome.content else _fenced(outcome.message)
-    foot = f"\nReport: `{outcome.report}`\n" if outcome.report else ""
-    room = _MOST_OF_A_PAGE - len((head + foot).encode())
-    if len(evidence.encode()) > room:
-        whole_lines = evidence.encode()[: room - 100].decode(errors="ignore").rpartition("\n")[0]
-        evidence = f"{whole_lines}\n\nThe rest stands in the report.\n"
-    return head + evidence + foot
-
-
-def _fenced(message: str) -> str:
-    """A stranger's text as it is: no line of it ends the fence."""
-    fence = "```"
-    while fence in message:
-        fence += "`"
-    return f"{fence}\n{message}\n{fence}\n"
 
 
 class _RefusalsAreSaid(logging.Filter):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from flows.outcome.ending import RunOutcome, stopped_outcome
+from flows.outcome.markdown import prefect_page
 from flows.outcome.naming import profile_name
 from flows.prefect_api import page_of_run
 from merge_core.errors import MergegateError, shown
@@ -28,8 +29,8 @@ from tasks.report import (
     keep_run,
     render_ending,
     render_sweep,
-    run_markdown,
     tell_operators,
+    tell_tracker,
 )
 from tasks.stage import StageEnd, StageStatus, bytes_made, home
 
@@ -77,8 +78,10 @@ def keep_outcome(
         search = render_sweep(outcome.sweep) if outcome.sweep and outcome.content else None
         page = _page(outcome, name, flow, stages)
         tell_operators(record, home())
+        tell_tracker(record, home())
         kept = keep_run(home() / "reports", record, page, latest=f"{file_name(name)}{suffix}", search=search)
-        write_state(kept.latest.with_suffix(".md"), run_markdown(record, outcome.content).encode())
+        # Beside the page, for a pull request: gh pr comment --body-file .mergegate/reports/NAME.md
+        write_state(kept.latest.with_suffix(".md"), prefect_page(outcome, name).encode())
     except Exception as failure:
         _log.warning("the report of this run was not kept: %s", failure)
         return outcome

@@ -11,7 +11,6 @@
 """
 
 from tasks.report import wording
-from tasks.report.comment import run_markdown
 from tasks.report.content import (
     Library,
     MergedFile,
@@ -42,6 +41,7 @@ from tasks.report.history import (
     read_history,
     render_history,
     tell_operators,
+    tell_tracker,
     worst_drop,
 )
 from tasks.report.page import render
@@ -118,7 +118,6 @@ __all__ = [
     "render_ending",
     "render_history",
     "render_sweep",
-    "run_markdown",
     "search_line",
     "sweep_content",
     "sweep_line",
@@ -127,6 +126,7 @@ __all__ = [
     "sweep_table",
     "sweep_title",
     "tell_operators",
+    "tell_tracker",
     "uses_bytes",
     "what_it_took",
     "wording",

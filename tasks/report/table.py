@@ -103,8 +103,8 @@ def _task_row(
             cells.append(Cell() if value is None else Cell(_measure(value, in_points), share=_share(value, in_points)))
         else:
             is_best = model.role != "merge" and score.score == best
-            said, stderr = _measure(score.score, in_points), _measure(score.stderr, in_points)
-            cells.append(Cell(said, stderr, is_best, _share(score.score, in_points)))
+            shown, stderr = _measure(score.score, in_points), _measure(score.stderr, in_points)
+            cells.append(Cell(shown, stderr, is_best, _share(score.score, in_points)))
     documents = guard.n if guard else max((score.n for score in scores.values()), default=0)
     return TaskRow(task, metric, documents, higher, tuple(cells), guard)
 

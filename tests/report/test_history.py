@@ -16,7 +16,6 @@ from history_samples import nights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Page
-from report_samples import released
 
 from tasks.report import (
     EndedRun,
@@ -30,7 +29,6 @@ from tasks.report import (
     read_history,
     render_ending,
     render_history,
-    run_markdown,
 )
 from tasks.report.history import History, keeping, ledger
 from tasks.report.history.keeping import facts_of
@@ -453,25 +451,3 @@ def test_a_page_says_when_and_where_its_run_was_and_where_its_release_is() -> No
     assert "<script>" not in page
     assert "<b>" not in page
     assert tied(page, "demo/a.html", Neighbours(), (), hostile) == page  # once, however often it is kept
-
-
-class TestMarkdown:
-    """The run as a comment under a pull request, beside its page."""
-
-    def test_has_outcome_table_and_facts(self) -> None:
-        record = RunRecord(
-            run="r-1", flow="release", profile="demo", ended=1_790_000_000.0, seconds=372.0, status="released",
-            message="released demo v1", version="v1",
-        )  # fmt: skip
-        told = run_markdown(record, released())
-        assert "**released demo v1**" in told
-        assert "| task |" in told
-        assert "after 6 m 12 s" in told
-
-    def test_of_a_run_without_evidence_says_why_with_a_strangers_words_as_text(self) -> None:
-        record = RunRecord(
-            run="r-1", flow="release", profile="demo", ended=1_790_000_000.0, seconds=1.0, status="refused",
-            message="licences: no\n  remedy: leave <that> out\n",
-        )  # fmt: skip
-        told = run_markdown(record, None)
-        assert told.startswith("## ✗ demo: refused\n\nlicences: no\n\n- remedy: leave \\<that\\> out\n")

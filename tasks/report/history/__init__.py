@@ -13,6 +13,7 @@ from tasks.report.history.ledger import HISTORY, History, mend_history, read_his
 from tasks.report.history.metrics import tell_operators
 from tasks.report.history.overview import outcome_of_status, render_history, worst_drop
 from tasks.report.history.record import NightParent, NightScore, NightStage, RunRecord, RunStatus
+from tasks.report.history.tracking import tell_tracker
 
 __all__ = [
     "HISTORY",
@@ -33,5 +34,6 @@ __all__ = [
     "read_history",
     "render_history",
     "tell_operators",
+    "tell_tracker",
     "worst_drop",
 ]

@@ -1,0 +1,30 @@
+"""The end of a run as Markdown: for Prefect's page about it, and for whoever pastes it into a pull request."""
+
+from __future__ import annotations
+
+from flows.outcome.ending import RunOutcome
+from tasks.report import as_markdown
+
+# Prefect takes more, and its pages become slow.
+_MOST_OF_A_PAGE = 90_000  # bytes of an artifact
+
+
+def prefect_page(outcome: RunOutcome, name: str) -> str:
+    """Markdown in which the status stands first and the report's place last, whatever of the rest has to go."""
+    mark = "✓" if outcome.exit_code == 0 else "✗"
+    head = f"## {mark} {outcome.status}: {name}\n\n"
+    evidence = as_markdown(outcome.content) if outcome.content else _fenced(outcome.message)
+    foot = f"\nReport: `{outcome.report}`\n" if outcome.report else ""
+    room = _MOST_OF_A_PAGE - len((head + foot).encode())
+    if len(evidence.encode()) > room:
+        whole_lines = evidence.encode()[: room - 100].decode(errors="ignore").rpartition("\n")[0]
+        evidence = f"{whole_lines}\n\nThe rest stands in the report.\n"
+    return head + evidence + foot
+
+
+def _fenced(message: str) -> str:
+    """A stranger's text as it is: no line of it ends the fence."""
+    fence = "```"
+    while fence in message:
+        fence += "`"
+    return f"{fence}\n{message}\n{fence}\n"

@@ -1,0 +1,70 @@
+"""The numbers of a run in Weights & Biases, beside a team's other experiments. Off by default.
+
+::
+
+    MERGEGATE_WANDB=acme/releases        # project, or team/project; extra "wandb", which reads its own key
+    WANDB_MODE=offline                   # wandb's own: written below .mergegate/wandb, sent later by 'wandb sync'
+
+MLflow has them with the release: the target ``mlflow``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.report.history.record import RunRecord
+
+WANDB = "MERGEGATE_WANDB"
+_log = logging.getLogger(__name__)
+
+
+def tracked_numbers(record: RunRecord) -> dict[str, float]:
+    """Names as a tracker groups them, each with its value: points, ratios, seconds, bytes."""
+    numbers = {"seconds": record.seconds, "bytes_merged": float(record.bytes_merged)}
+    if record.perplexity is not None:
+        numbers["perplexity_ratio"] = record.perplexity
+    for score in record.scores:
+        if score.merge is not None:
+            numbers[f"score/{score.task}"] = score.merge
+        numbers |= {f"drop/{score.task}": score.drop, f"drop_low/{score.task}": score.low}
+        numbers |= {f"drop_high/{score.task}": score.high}
+    return numbers
+
+
+def tell_tracker(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Say it to Weights & Biases where somebody asked for it. Never an error of the run.
+
+    Args:
+        home: The project's state, below which wandb keeps its own.
+    """
+    if not (place := environment.get(WANDB, "")):
+        return
+    try:
+        team, _, project = place.rpartition("/")
+        wandb: Any = importlib.import_module("wandb")
+        run = wandb.init(
+            project=project,
+            entity=team or None,
+            name=f"{record.profile} {record.version or record.status}",
+            job_type=record.flow,
+            dir=str(home),
+            config={
+                "profile": record.profile,
+                "method": record.method,
+                "recipe": record.recipe,
+                "parents": {one.name: f"{one.ref}@{one.revision or one.digest}" for one in record.parents},
+            },
+            settings=wandb.Settings(silent=True, disable_git=True, disable_code=True, init_timeout=30),
+        )
+        run.log(tracked_numbers(record))
+        run.summary.update({"status": record.status, "message": record.message, "release": record.version or ""})
+        run.finish(exit_code=0 if record.status in ("released", "passed", "nothing new") else 1)
+    except ImportError:
+        _log.warning("%s is set, but wandb is not installed: pip install 'mergegate[wandb]'", WANDB)
+    except Exception as failure:
+        _log.warning("the numbers of this run were not sent to Weights & Biases: %s", failure)
