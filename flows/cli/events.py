@@ -14,6 +14,8 @@ The last line has the keys of ``--json``. docs/json.md describes all of them.
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +26,11 @@ _SECONDS_BETWEEN = 1.0  # two lines of progress of one call
 
 
 def print_event(event: str, **facts: object) -> None:
-    """One line, at once: whoever reads it may be a pipe."""
-    print(json.dumps({"event": event, "time": round(time.time(), 3), **facts}, default=str), flush=True)
+    """One line, at once: whoever reads it may be a pipe. When nobody reads any more the run goes on in silence."""
+    try:
+        print(json.dumps({"event": event, "time": round(time.time(), 3), **facts}, default=str), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class EventLines:
