@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.attempt import Attempt, FailedMerge
+from flows.attempt import Attempt, FailedMerge, open_remedies
 from flows.profile import Profile
 from merge_core.errors import InvalidInput
 from merge_core.store import StoredValue
 from tasks.evaluation import join_parts
-from tasks.explain import Explanation, untried
+from tasks.explain import Explanation
 from tasks.gate import GateVerdict
 from tasks.judge import JudgeVerdict
 from tasks.merge import MERGED
@@ -92,12 +92,13 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
 
 
 def _with_untried(attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> Explanation:
-    """The explanation, proposing no recipe that this run has refused already."""
-    recipe = attempt.cleared.candidate.document
-    if recipe is None:
-        return attempt.explanation
-    tried = [document for one in (*earlier, attempt) if (document := one.cleared.candidate.document) is not None]
-    return attempt.explanation.model_copy(update={"remedies": untried(attempt.explanation.remedies, recipe, tried)})
+    """The explanation, proposing no recipe that was refused already; each as a change of the profile's own recipe."""
+    made = attempt.cleared.candidate.change
+    remedies = tuple(
+        remedy.model_copy(update={"change": {**made, **remedy.change}}) if made else remedy
+        for remedy in open_remedies(attempt, (*earlier, attempt))
+    )
+    return attempt.explanation.model_copy(update={"remedies": remedies})
 
 
 def _serving(served: ServedModels | None) -> dict[str, Any]:
