@@ -260,8 +260,10 @@ def test_an_average_whose_models_name_one_base_may_begin_there() -> None:
     found = recipe("linear", names=["first", "a"], base=False)
     verdict = refused(guard(reference="first"))
     given_by = {"origin": ("first", "first")}
-    assert not any("base_model" in one.change for one in suggestions(found, tally(vectors=1), verdict, **given_by))
-    offered = suggestions(found, tally(vectors=1), verdict, **given_by, named_base="../base")
+    assert not any(
+        "base_model" in one.change for one in suggestions(found, tally(vectors=1, merge=(0.1,)), verdict, **given_by)
+    )
+    offered = suggestions(found, tally(vectors=1, merge=(0.1,)), verdict, **given_by, named_base="../base")
     (ties,) = (one for one in offered if one.change.get("merge_method") == "ties")
     assert ties.change == {"merge_method": "ties", "base_model": "../base", "density": 0.3, "weight": 1.0}
     changed = load_recipe(apply_overrides(found, ties.change, "remedy"))
