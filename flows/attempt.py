@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from flows.assessment import Assessment
-from flows.preflight import ClearedCandidate
+from flows.candidates import changed_candidate
+from flows.preflight import ClearedCandidate, clear_further
 from flows.profile import Profile
-from merge_core.errors import Refused
+from merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, Refused
+from merge_core.parsing import parse_yaml
 from merge_core.store import Artifact
 from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
-from tasks.explain import Explanation
+from tasks.explain import Explanation, Remedy, by_content, untried
+from tasks.gate import GateVerdict
 from tasks.merge import Merged
 from tasks.perplexity import Likelihoods
 from tasks.preflight import Evidence
 from tasks.releases import ReleasedModel
-from tasks.stage import JointVerdict, Verdict, combined
+from tasks.report import RunRecord, read_history
+from tasks.stage import JointVerdict, Verdict, announce, combined, home
 
 E = TypeVar("E", bound=BaseModel)
+
+# Remedies that `--remedy auto` tries after those of the profile. Each costs a night's merge and part of the error that
+# a run may make, and after three the diagnosis is hardly to be believed.
+MOST_PROPOSED = 3
+_DIGITS = 16  # of a digest, as the history keeps it
 
 
 @dataclass(frozen=True)
@@ -93,3 +103,73 @@ class FailedMerge:
     cleared: ClearedCandidate
     refusal: Refused
     is_good: bool = False
+
+
+def open_remedies(attempt: Attempt, tried: Sequence[Attempt | FailedMerge]) -> tuple[Remedy, ...]:
+    """What may help an attempt, without what this run, or an earlier one under as strict a guard, was refused for.
+
+    Args:
+        tried: All attempts of the run.
+    """
+    recipe = attempt.cleared.candidate.document
+    if recipe is None:
+        return attempt.explanation.remedies
+    contents = {name: digest for one in tried if isinstance(one, Attempt) for name, digest in _contents(one).items()}
+    refused = [*_refused_before(attempt, frozenset(contents.values()))]
+    for one in tried:
+        if (document := one.cleared.candidate.document) is not None:
+            refused.append(by_content(document, _contents(one) if isinstance(one, Attempt) else contents))
+    return untried(attempt.explanation.remedies, recipe, refused, contents)
+
+
+def proposed_remedy(tried: Sequence[Attempt | FailedMerge], profile: Profile) -> ClearedCandidate | None:
+    """The remedy with the most to gain that all checks allow: of the attempt that came nearest to passing, the one with
+    the strongest reason. None where there is none left."""
+    for attempt in sorted((one for one in tried if isinstance(one, Attempt)), key=_shortfall):
+        for remedy in open_remedies(attempt, tried):
+            where = f"profile {profile.name}: the proposed remedy"
+            candidate = changed_candidate(attempt.cleared.candidate, remedy.change, profile.root, where)
+            try:
+                return clear_further(candidate, profile)
+            except (ChangedInput, DiskRefused):
+                raise  # It says nothing about the recipe.
+            except MergegateError as error:
+                announce(f"not tried: {remedy.text()}: {error.found}")
+    return None
+
+
+def _shortfall(attempt: Attempt) -> float:
+    """Points by which the worst guard fell more than it may; infinite for a model that is no more a model."""
+    gate = attempt.assessment.verdict.value
+    if gate.drift is not None and gate.drift.broken:
+        return math.inf
+    return max((guard.drop - guard.max_drop for guard in gate.guards), default=0.0)
+
+
+def _contents(attempt: Attempt) -> dict[str, str]:
+    return {parent.ref: parent.digest[:_DIGITS] for parent in attempt.pinned.parents}
+
+
+def _refused_before(attempt: Attempt, known: frozenset[str]) -> Iterator[dict[str, Any]]:
+    """Recipes of runs that were refused for what would be refused here, too; by what their models hold, where that is
+    one of the ``known``."""
+    gate = attempt.assessment.verdict.value
+    for record in read_history(home() / "reports").records:
+        if record.status != "refused" or not _as_strict(gate, record):
+            continue
+        try:
+            documents = parse_yaml(record.recipe, "a recipe of the history")
+        except InvalidInput:  # of a long one only the beginning is kept
+            continue
+        if len(documents) == 1 and isinstance(documents[0], Mapping):
+            held = {parent.ref: parent.digest for parent in record.parents if parent.digest in known}
+            yield by_content(documents[0], held)
+
+
+def _as_strict(gate: GateVerdict, record: RunRecord) -> bool:
+    """Whether a guard that refused that run stands here, too, and allows no more."""
+    lost = {(score.task, score.reference): score.max_drop for score in record.scores if score.outcome == "fail"}
+    # Of a guard that was not asked the limit of a suite may be all that is known: where in doubt, propose another.
+    unasked = {(guard.task, guard.reference) for guard in gate.not_run}
+    allowed = ((lost.get((guard.task, guard.reference)), guard.max_drop) for guard in gate.guards)
+    return not unasked.isdisjoint(lost) or any(then is not None and now <= then for then, now in allowed)

@@ -26,11 +26,13 @@ class Candidate:
         remedy: What is changed: ``density: 0.3`` or the name of a file; empty for the profile's own recipe.
         recipe: What is merged.
         text: The recipe as YAML.
+        change: Of the profile's own recipe, which makes it this one; None for another recipe.
     """
 
     remedy: str
     recipe: Recipe
     text: str
+    change: Mapping[str, Any] | None = None
 
     @property
     def document(self) -> Mapping[str, Any] | None:
@@ -88,6 +90,7 @@ def candidate_recipes(
         first = _inline(own.document, "", own.directory, own.where)
     else:
         first = _candidate(own, "", root, f"{where}: recipe")
+    first = replace(first, change={})
     found = [first]
     for position, remedy in enumerate(remedies):
         place = f"{where}: remedies[{position}]"
@@ -105,10 +108,20 @@ def candidate_recipes(
                     expected="changes of one document",
                     remedy="name a whole recipe",
                 )
-            changed = apply_overrides(first.document, remedy, place)
-            words = ", ".join(f"{name}: {value}" for name, value in remedy.items())
-            found.append(_inline(changed, words, first.recipe.directory or root, place))
+            found.append(changed_candidate(first, remedy, root, place))
     return tuple(found)
+
+
+def changed_candidate(of: Candidate, change: Mapping[str, Any], root: Path, where: str) -> Candidate:
+    """Another candidate that differs from one of a single document by ``change``.
+
+    Raises:
+        InvalidInput: For a change that does not fit the recipe.
+    """
+    assert of.document is not None
+    words = ", ".join(f"{name}: {value}" for name, value in change.items())
+    made = _inline(apply_overrides(of.document, change, where), words, of.recipe.directory or root, where)
+    return replace(made, change=None if of.change is None else {**of.change, **change})
 
 
 def _candidate(written: Written, remedy: str, root: Path, where: str) -> Candidate:

@@ -194,6 +194,21 @@ def preflight_profile(
     return Preflight(tuple(one for one in cleared if one), evidence)
 
 
+def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
+    """A recipe that nobody wrote beforehand, after all checks of one that somebody did.
+
+    Raises:
+        InvalidInput: when its parents are not there, or a guard asks for one that it has not.
+        Refused: when a check says no.
+    """
+    problems = Problems(stop_at_once=True)
+    (found,) = _parents([candidate.recipe], problems)
+    profile.check_references(found)
+    cleared = _clear(candidate, found, _Rules.of(profile), problems)
+    assert cleared is not None  # or its problem had been raised
+    return cleared
+
+
 def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: Problems) -> Evidence:
     """The evidence with the data of its tasks pinned as they are now, so that one run asks one benchmark; each guard's
     metric is one that its task has; and one document of each task is filled in as each parent reads it, so that a

@@ -15,12 +15,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.assessment import assess_merge, ensemble_of
-from flows.attempt import AlreadyReleased, Attempt, FailedMerge, FurtherJudgement, JudgedMerge
+from flows.attempt import (
+    MOST_PROPOSED,
+    AlreadyReleased,
+    Attempt,
+    FailedMerge,
+    FurtherJudgement,
+    JudgedMerge,
+    proposed_remedy,
+)
 from flows.judgements import judge_answers, serve_merge
 from flows.outcome import (
     RunOutcome,
@@ -55,20 +64,31 @@ JUDGEMENTS: tuple[FurtherJudgement, ...] = (judge_answers, serve_merge)
 
 
 @flow(name="release", flow_run_name=name_run)
-def release(profile: Path | Profile, overrides: tuple[str, ...] = (), publish: bool = True) -> State[RunOutcome]:
+def release(
+    profile: Path | Profile,
+    overrides: tuple[str, ...] = (),
+    publish: bool = True,
+    remedy: Literal["written", "auto"] = "written",
+) -> State[RunOutcome]:
     """Make a verified release of a merge, or say clearly why not.
 
     Args:
         profile: A profile file, relative to the project, or a whole profile.
         overrides: What this run is told otherwise: 'evaluate.documents=200'.
         publish: Whether what passes is published, where the profile says; else the run ends before that.
+        remedy: What is tried when the gate refuses: the remedies that the profile lists ('written'); after them also
+            what the refusal itself proposes ('auto').
     """
-    make = partial(make_release, publishing=publish)
+    make = partial(make_release, publishing=publish, proposing=remedy == "auto")
     return concluded(lambda: in_time(make, load_profile(profile, overrides)), profile_name(profile), overrides)
 
 
 def make_release(
-    profile: Profile, judgements: Sequence[FurtherJudgement] = JUDGEMENTS, *, publishing: bool = True
+    profile: Profile,
+    judgements: Sequence[FurtherJudgement] = JUDGEMENTS,
+    *,
+    publishing: bool = True,
+    proposing: bool = False,
 ) -> RunOutcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
     with open_runner(profile.runner) as runner:
@@ -76,7 +96,9 @@ def make_release(
         ready = preflight_profile(profile, Problems(stop_at_once=True))
         assert ready.evidence is not None  # or its problem had been raised
 
-        attempt, earlier = first_that_passes(ready.cleared, profile, ready.evidence, judgements, runner)
+        attempt, earlier = first_that_passes(
+            ready.cleared, profile, ready.evidence, judgements, runner, proposed=MOST_PROPOSED if proposing else 0
+        )
     if isinstance(attempt, AlreadyReleased):
         return already_released(profile.name, attempt)
 
@@ -93,21 +115,33 @@ def first_that_passes(
     evidence: Evidence,
     judgements: Sequence[FurtherJudgement],
     runner: Runner,
+    *,
+    proposed: int = 0,
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
-    """The first recipe whose merge passes the gate, else the last one; and what was tried before it."""
+    """The first recipe whose merge passes the gate, else the last one; and what was tried before it.
+
+    Args:
+        cleared: What somebody wrote: the recipe and its remedies.
+        proposed: How many remedies that follow from the refusals are tried after them, at most.
+    """
     tried: list[Attempt | AlreadyReleased | FailedMerge] = []
-    for number, one in enumerate(cleared, start=1):
+    ahead, most = iter(cleared), len(cleared) + proposed
+    while len(tried) < most and (one := next(ahead, None) or proposed_remedy(_refused(tried), profile)):
         if tried:
             announce(f"remedy {len(tried)}: {one.candidate.remedy}")
         # Each could pass by chance: together they must not do so more often than one.
-        rule = evidence.rule.for_attempt(number, len(cleared))
+        rule = evidence.rule.for_attempt(len(tried) + 1, most)
         tried.append(make_attempt(one, profile, evidence._replace(rule=rule), judgements, runner))
         if tried[-1].is_good:
             break
     *earlier, last = tried
     if isinstance(last, FailedMerge):
         raise last.refusal
-    return last, [one for one in earlier if not isinstance(one, AlreadyReleased)]
+    return last, _refused(earlier)
+
+
+def _refused(tried: Sequence[Attempt | AlreadyReleased | FailedMerge]) -> list[Attempt | FailedMerge]:
+    return [one for one in tried if not isinstance(one, AlreadyReleased)]
 
 
 def make_attempt(

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +44,13 @@ app.add_typer(store_app, name="store")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")]
 
 
+class RemedyChoice(StrEnum):
+    """What is tried when the gate refuses."""
+
+    WRITTEN = "written"
+    AUTO = "auto"
+
+
 @app.callback(invoke_without_command=True)
 def root_command(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
@@ -69,6 +77,12 @@ def run_command(
     publish: Annotated[
         bool, typer.Option("--publish/--no-publish", help="Whether what passes is published, or the run ends before.")
     ] = True,
+    remedy: Annotated[
+        RemedyChoice,
+        typer.Option(
+            help="When the gate refuses: only what the profile lists, or then also what the refusal proposes."
+        ),
+    ] = RemedyChoice.WRITTEN,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only check, and say what is cached and what is not.")] = False,
     price: Annotated[
         list[str] | None, typer.Option(help="Of --dry-run: NAME=DOLLARS_PER_HOUR of an instance; repeatable.")
@@ -94,7 +108,7 @@ def run_command(
         console = _console(as_json or events)
         read = _read_profile(profile, "release", otherwise)
         # Prefect keeps what a flow is given: the name of the file, not what stands in it.
-        flow = partial(release, profile, otherwise, publish, return_state=True)
+        flow = partial(release, profile, otherwise, publish, remedy.value, return_state=True)
         outcome = _watched(flow, read.headline(), profile, console, approve=approve, events=events)
         if events:
             from flows.cli.events import print_event

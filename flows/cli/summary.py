@@ -34,12 +34,20 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     if outcome.status not in first:  # the word that history, report and Prefect have, too
         first = f"{outcome.status}: {first}"
     console.print(Text(first, style="bold green" if outcome.exit_code == 0 else "bold red"))
+    explained = outcome.content.explanation if outcome.content and outcome.status == "refused" else None
+    remedies = explained.remedies if explained else ()
     for line in rest:
+        if remedies and line.startswith("to try: "):
+            continue
         # A log has each on one line; on a terminal long ones go on below their beginning.
         text = Text(line.strip())
         console.print(
             Padding(text, (0, 0, 0, 2)) if console.is_terminal else Text("  ") + text, soft_wrap=not console.is_terminal
         )
+    for remedy in remedies[:1]:
+        console.print(Text(f"  to try: {remedy.reason}"))
+        console.print(Text("  in the profile (where it has 'remedies', only the item), or run with --remedy auto:"))
+        console.print(Text(remedy.block(), style="bold"))  # from the first column on, as it can be pasted
     made = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
     for label, place in ((made, outcome.location), ("report", outcome.report)):
         if place is not None:

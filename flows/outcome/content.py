@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.attempt import Attempt, FailedMerge
+from flows.attempt import Attempt, FailedMerge, open_remedies
 from flows.profile import Profile
 from merge_core.errors import InvalidInput
-from merge_core.parsing import parse_yaml
 from merge_core.store import StoredValue
-from tasks.checkpoints import PinnedCheckpoint
 from tasks.evaluation import join_parts
-from tasks.explain import Explanation, by_digest, instead_of_tried
+from tasks.explain import Explanation
 from tasks.gate import GateVerdict
 from tasks.judge import JudgeVerdict
 from tasks.merge import MERGED
@@ -28,11 +26,10 @@ from tasks.report import (
     ReportedServing,
     StoredArtifact,
     SweepContent,
-    read_history,
     sweep_content,
 )
 from tasks.serve import ServedModels
-from tasks.stage import Outcome, home, versions
+from tasks.stage import Outcome, versions
 from tasks.sweep import Confirmation, ConfirmationPower, PreparedSearch, Study, Unconfirmed, parameter_importances
 
 # Verdicts that the page draws in its own way; of all others it shows the section.
@@ -103,32 +100,13 @@ def _how_to_reproduce(profile: Profile, verdict: GateVerdict) -> tuple[str, ...]
 
 
 def _with_untried(attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> Explanation:
-    """The explanation, proposing no recipe that this run, or one of the same models before it, has refused already."""
-    recipe = attempt.cleared.candidate.document
-    if recipe is None:
-        return attempt.explanation
-    tried = [document for one in (*earlier, attempt) if (document := one.cleared.candidate.document) is not None]
-    called = {parent.ref: parent.digest[:16] for one in (*earlier, attempt) for parent in _models_of(one)}
-    refused = [*(by_digest(one, called) for one in tried), *_refused_before()]
-    remedies = instead_of_tried(attempt.explanation.remedies, recipe, refused, called)
+    """The explanation, proposing no recipe that was refused already; each as a change of the profile's own recipe."""
+    made = attempt.cleared.candidate.change
+    remedies = tuple(
+        remedy.model_copy(update={"change": {**made, **remedy.change}}) if made else remedy
+        for remedy in open_remedies(attempt, (*earlier, attempt))
+    )
     return attempt.explanation.model_copy(update={"remedies": remedies})
-
-
-def _models_of(one: Attempt | FailedMerge) -> Sequence[PinnedCheckpoint]:
-    return one.pinned.parents if isinstance(one, Attempt) else ()
-
-
-def _refused_before() -> Iterator[Mapping[str, Any]]:
-    """Recipes of this project that a gate has refused, of whatever profile, with models by digest."""
-    for record in read_history(home() / "reports").records:
-        if record.status != "refused" or not record.recipe:
-            continue
-        try:
-            documents = parse_yaml(record.recipe, "a recipe of the history")
-        except InvalidInput:  # one that was too long to be kept whole
-            continue
-        if len(documents) == 1 and isinstance(documents[0], Mapping):
-            yield by_digest(documents[0], {parent.ref: parent.digest for parent in record.parents})
 
 
 def _serving(served: ServedModels | None) -> dict[str, Any]:

@@ -71,11 +71,9 @@ def reported_outcome(content: ReportContent, report: Artifact[Report], release: 
 
 
 def _to_try(content: ReportContent) -> tuple[str, ...]:
-    """The remedy with the strongest reason, for whoever reads no further than the terminal; its second line is YAML,
-    to be pasted into the profile."""
+    """The remedy with the strongest reason, for whoever reads no further than the message, in a line."""
     remedies = content.explanation.remedies if content.explanation else ()
-    where = "to try, as a line of the profile (or one more of its remedies)"
-    return tuple(f"{where}: {remedy.reason}\nremedies: [{remedy.text()}]" for remedy in remedies[:1])
+    return tuple(f"to try: {remedy.text()}: {remedy.reason}" for remedy in remedies[:1])
 
 
 def already_released(name: str, attempt: AlreadyReleased) -> RunOutcome:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import copy
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.analysis import Tally
@@ -32,6 +35,8 @@ _OPPOSED = -0.02
 # Shares of each task vector that are worth a try; 0.2 is what TIES was published with (arXiv 2306.01708, section 4).
 _DENSITIES = (0.5, 0.3, 0.2, 0.1)
 _MORE_WEIGHT = 1.5
+# Keys of a recipe under which a model stands.
+_NAMES_A_MODEL = frozenset({"model", "base_model"})
 # Distances that differ by less are equal: two parents of equal weight are equally far, but for rounding.
 _NEARLY = 1.01
 
@@ -45,8 +50,13 @@ class Remedy(BaseModel):
     reason: str  # a sentence with numbers
 
     def text(self) -> str:
-        """The change as one line of YAML, to be copied into a profile."""
+        """The change as one line of YAML."""
         return _flow(self.change)
+
+    def block(self) -> str:
+        """The change as a profile has it: its key ``remedies`` with this as the only item, in YAML."""
+        item = yaml.safe_dump([self.change], sort_keys=False, default_flow_style=None, allow_unicode=True, width=1000)
+        return f"remedies:\n{textwrap.indent(item, '  ')}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ class Diagnosis:
         has_base: Whether that is the recipe's base; otherwise it is its first model, a parent like the others.
         whole: Tally of the whole network.
         verdict: Of the gate.
+        named_base: Of a recipe without base: the one that the cards of all its models name, as the recipe would write
+            it; None where they name none, or several.
     """
 
     recipe: Mapping[str, Any]
@@ -70,6 +82,7 @@ class Diagnosis:
     has_base: bool
     whole: Tally
     verdict: GateVerdict
+    named_base: str | None = None
 
 
 def suggest_remedies(found: Diagnosis) -> tuple[Remedy, ...]:
@@ -78,7 +91,15 @@ def suggest_remedies(found: Diagnosis) -> tuple[Remedy, ...]:
         return ()
     return tuple(
         remedy
-        for rule in (_move_less, _leave_one_out, _resolve_conflict, _keep_less, _weigh_more, _move_less_for_perplexity)
+        for rule in (
+            _move_less,
+            _leave_one_out,
+            _resolve_conflict,
+            _keep_less,
+            _weigh_more,
+            _take_the_base,
+            _move_less_for_perplexity,
+        )
         for remedy in rule(found)
     )
 
@@ -171,6 +192,27 @@ def _weigh_more(found: Diagnosis) -> Iterator[Remedy]:
             )
 
 
+def _take_the_base(found: Diagnosis) -> Iterator[Remedy]:
+    """From an average to changes of the base that all models were made from, which need not be shared out."""
+    lost = [guard for guard in found.verdict.guards if guard.outcome == "fail"]
+    if not lost or found.has_base or found.named_base is None or not _method(found).traits.adds_up:
+        return
+    if "models" not in found.recipe:
+        return
+    worst = max(lost, key=lambda guard: guard.drop - guard.max_drop)
+    for other in merge_methods().values():
+        offer = other.traits.conflict_remedy
+        if offer is None or other.parameter("weight") is None:
+            continue
+        # The shares of an average are no strengths of changes: each is taken whole, and the method sorts them out.
+        change = {"merge_method": other.name, "base_model": found.named_base, **offer.settings, **offer.additions}
+        yield Remedy(
+            change={**change, "weight": 1.0},
+            reason=f"{worst.task} lost {worst.drop:.1f} points where the models share one average; their cards name "
+            f"{found.named_base} as what they were made from, and {other.name} over it {offer.because}.",
+        )
+
+
 def _move_less_for_perplexity(found: Diagnosis) -> Iterator[Remedy]:
     drift, strength, ratio = found.verdict.drift, _strength(found), movement(found.whole)
     if drift is None or drift.outcome != "fail" or strength is None or (ratio is not None and ratio > _TOO_FAR):
@@ -182,73 +224,41 @@ def _move_less_for_perplexity(found: Diagnosis) -> Iterator[Remedy]:
     )
 
 
-def instead_of_tried(
+def untried(
     remedies: Iterable[Remedy],
     recipe: Mapping[str, Any],
-    tried: Sequence[Mapping[str, Any]],
-    called: Mapping[str, str],
+    tried: Iterable[Mapping[str, Any]],
+    contents: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Remedy, ...]:
-    """Those remedies that make another merge of ``recipe`` than any that was tried; in place of new weights that were
-    refused before, half the step to them, where that is new.
+    """Those remedies that make another merge of ``recipe`` than any that was tried.
 
     Weights that a method normalises are the same merge whatever their sum: .9 and .9 are .5 and .5.
 
     Args:
-        tried: Recipes that were refused, with models by digest.
-        called: Digests of the models of ``recipe``, as it writes them.
+        tried: Recipes as plain data, the failed one among them; with ``contents`` as ``by_content`` says them.
+        contents: What the models of ``recipe`` hold, by how it writes them.
     """
-    refused = [_meaning(one) for one in tried]
-
-    def is_new(remedy: Remedy) -> bool:
-        changed = apply_overrides(recipe, remedy.change, "the proposed remedy")
-        return _meaning(by_digest(changed, called)) not in refused
-
-    found: list[Remedy] = []
-    for remedy in remedies:
-        offered = remedy if is_new(remedy) else _halfway(remedy, recipe)
-        if offered is not None and is_new(offered) and offered not in found:
-            found.append(offered)
-    return tuple(found)
+    failed = [_meaning(one) for one in tried]
+    return tuple(
+        remedy
+        for remedy in remedies
+        if _meaning(by_content(apply_overrides(recipe, remedy.change, "the proposed remedy"), contents)) not in failed
+    )
 
 
-def by_digest(recipe: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
-    """``recipe`` with digests in place of the names of its models: the same merge whatever the models are called."""
+def by_content(recipe: Mapping[str, Any], contents: Mapping[str, str]) -> dict[str, Any]:
+    """A recipe as plain data whose models are called by what they hold, so that recipes of two directories compare."""
 
     def renamed(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {name: renamed(inner) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [renamed(inner) for inner in value]
-        return called.get(value, value) if isinstance(value, str) else value
+            return {
+                key: contents.get(inner, inner) if key in _NAMES_A_MODEL and isinstance(inner, str) else renamed(inner)
+                for key, inner in value.items()
+            }
+        return [renamed(inner) for inner in value] if isinstance(value, list) else value
 
-    return {name: renamed(value) for name, value in recipe.items()}
-
-
-def _halfway(remedy: Remedy, recipe: Mapping[str, Any]) -> Remedy | None:
-    """Half the step from the weights of ``recipe`` to those of the remedy, as shares; None where it is no such step."""
-    before, after = recipe.get("models"), remedy.change.get("models")
-    if not isinstance(before, Sequence) or not isinstance(after, Sequence) or len(before) != len(after):
-        return None
-    pairs = [
-        tuple(_weight(entry) if isinstance(entry, Mapping) else None for entry in both)
-        for both in zip(before, after, strict=True)
-    ]
-    old = [first for first, _ in pairs if first is not None]
-    new = [second for _, second in pairs if second is not None]
-    if len(old) < len(pairs) or len(new) < len(pairs) or not math.fsum(old) or not math.fsum(new):
-        return None
-    entries = [
-        {
-            **entry,
-            "parameters": {
-                **entry["parameters"],
-                "weight": round((mine / math.fsum(old) + theirs / math.fsum(new)) / 2 * math.fsum(old), 3),
-            },
-        }
-        for entry, mine, theirs in zip(after, old, new, strict=True)
-    ]
-    reason = f"{remedy.reason} The whole of that step was refused before; this is half of it."
-    return Remedy(change={"models": entries}, reason=reason)
+    named: dict[str, Any] = renamed(recipe)
+    return named
 
 
 def _meaning(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from merge_core.errors import ChangedInput, InvalidInput, MergegateError
 from merge_core.store import Artifact
 from tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe
 from tasks.evaluation import EvalTask, Scores, TaskScores, by_task, document_texts
+from tasks.explain.named_base import named_base
 from tasks.explain.remedies import Diagnosis, Remedy, movement, suggest_remedies
 from tasks.gate import GateVerdict, GuardVerdict
 from tasks.stage import StageValue, advance, stage
@@ -210,6 +211,7 @@ def explain_merge(
                 has_base=origin.is_base,
                 whole=interference.whole,
                 verdict=verdict,
+                named_base=None if origin.is_base else _base_of(pinned),
             )
         )
     return Explanation(
@@ -227,6 +229,12 @@ def origin_of(parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, tu
     all others."""
     origin = next((parent for parent in parents if parent.is_base), parents[0])
     return origin, tuple(parent for parent in parents if parent is not origin)
+
+
+def _base_of(pinned: PinnedRecipe) -> str | None:
+    """The base that the models of a recipe without one were made from, as far as their cards tell."""
+    directory = pinned.recipe.directory
+    return named_base((parent.directory for parent in pinned.parents), directory) if directory else None
 
 
 def _measured(origin: PinnedCheckpoint, parents: tuple[PinnedCheckpoint, ...], merged: Model) -> Interference | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from merge_core import load_recipe
 from merge_core.analysis.tally import Tally
 from merge_core.recipe.overrides import apply_overrides
-from tasks.explain.remedies import Diagnosis, Remedy, instead_of_tried, movement, suggest_remedies
+from tasks.explain.named_base import named_base
+from tasks.explain.remedies import Diagnosis, Remedy, by_content, movement, suggest_remedies, untried
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.regression import GuardVerdict
 from tasks.gate.stage import GateVerdict
@@ -251,18 +253,52 @@ def test_what_was_refused_is_not_proposed_again(
 ) -> None:
     remedy = Remedy(change={"models": proposed["models"]}, reason="because")
     recipe = {**proposed, "models": tried[0]["models"]}
-    assert (instead_of_tried([remedy], recipe, tried, {}) == (remedy,)) is is_new
+    assert (untried([remedy], recipe, tried) == (remedy,)) is is_new
 
 
-def test_half_a_step_is_proposed_where_the_whole_was_refused_under_other_names() -> None:
-    def recipe(first: str, second: str, weights: tuple[float, float]) -> dict[str, Any]:
-        pairs = zip((first, second), weights, strict=True)
-        models = [{"model": name, "parameters": {"weight": weight}} for name, weight in pairs]
-        return {"merge_method": "linear", "models": models}
+def test_an_average_whose_models_name_one_base_may_begin_there() -> None:
+    found = recipe("linear", names=["first", "a"], base=False)
+    verdict = refused(guard(reference="first"))
+    given_by = {"origin": ("first", "first")}
+    assert not any(
+        "base_model" in one.change for one in suggestions(found, tally(vectors=1, merge=(0.1,)), verdict, **given_by)
+    )
+    offered = suggestions(found, tally(vectors=1, merge=(0.1,)), verdict, **given_by, named_base="../base")
+    (ties,) = (one for one in offered if one.change.get("merge_method") == "ties")
+    assert ties.change == {"merge_method": "ties", "base_model": "../base", "density": 0.3, "weight": 1.0}
+    changed = load_recipe(apply_overrides(found, ties.change, "remedy"))
+    assert "ties of 2 over base" in changed.summary()
 
-    remedy = Remedy(change={"models": recipe("./a", "./b", (0.9, 0.9))["models"]}, reason="because.")
-    own, called = recipe("./a", "./b", (0.9, 0.1)), {"./a": "one", "./b": "two"}
-    refused = [recipe("one", "two", (0.5, 0.5)), recipe("one", "two", (0.9, 0.1))]
-    (offered,) = instead_of_tried([remedy], own, refused, called)
-    assert [entry["parameters"]["weight"] for entry in offered.change["models"]] == [0.7, 0.3]
-    assert instead_of_tried([remedy], own, [*refused, recipe("one", "two", (0.7, 0.3))], called) == ()
+
+def test_a_remedy_is_pasted_as_it_stands() -> None:
+    remedy = Remedy(change=weighed(0.5, 0.5), reason="because")
+    assert remedy.block().startswith("remedies:\n  - ")
+    assert yaml.safe_load(remedy.block()) == {"remedies": [remedy.change]}
+    assert yaml.safe_load(f"name: a\n{remedy.block()}\npublish: null\n")["remedies"] == [remedy.change]
+
+
+def test_models_of_two_directories_are_compared_by_what_they_hold() -> None:
+    proposed = Remedy(change={"models": weighed(0.9, 0.9)["models"]}, reason="because")
+    recipe = weighed(0.9, 0.1)
+    elsewhere = {**weighed(0.5, 0.5), "models": [
+        {"model": f"../m{at}", "parameters": {"weight": 0.5}} for at in range(2)
+    ]}  # fmt: skip
+    here, there = {"m0": "abc", "m1": "def"}, {"../m0": "abc", "../m1": "def"}
+    assert untried([proposed], recipe, [by_content(elsewhere, there)], here) == ()
+    assert untried([proposed], recipe, [by_content(elsewhere, {"../m0": "abc"})], here) == (proposed,)
+
+
+def test_the_base_is_what_all_cards_name(tmp_path: Path) -> None:
+    def card(name: str, *bases: str) -> Path:
+        place = tmp_path / "models" / name
+        place.mkdir(parents=True, exist_ok=True)
+        named = "".join(f"\n- {base}" for base in bases)
+        (place / "README.md").write_text(f"---\nbase_model:{named}\n---\n")
+        return place
+
+    base, one, two = card("base"), card("one", "../base"), card("two", "../base")
+    assert named_base([one, two], tmp_path / "recipes") == "../models/base"
+    assert named_base([card("three", "org/name"), card("four", "org/name")], tmp_path) == "org/name"
+    assert named_base([one, card("five", "../one")], tmp_path) is None  # they differ
+    assert named_base([one, base], tmp_path) is None  # it names none
+    assert named_base([one, card("six", "../base", "../two")], tmp_path) is None

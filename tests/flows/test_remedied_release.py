@@ -146,3 +146,20 @@ def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(re
     assert clean.publishable
     assert broken.outcome == "fail"
     assert not broken.publishable
+
+
+@pytest.mark.slow
+def test_what_a_refusal_proposes_is_new_and_is_tried_when_asked_for(released: Released) -> None:
+    """The lopsided average is not sent to the plain one, for which another profile was refused, but over the base."""
+    project, _ = released
+    assert project.mergegate("run", "profiles/demo-refused.yaml").exit_code == 3
+    refused = project.mergegate("run", "profiles/demo-lopsided.yaml")
+    assert refused.exit_code == 3
+    block = refused.output.partition("remedies:")[2].partition("  report")[0]
+    (item,) = yaml.safe_load(f"remedies:{block}")["remedies"]
+    assert (item["merge_method"], item["base_model"]) == ("ties", "../models/base")
+    tried = project.mergegate("run", "profiles/demo-lopsided.yaml", "--remedy", "auto", "--json")
+    assert tried.exit_code == 0, tried.output
+    outcome = json.loads(tried.stdout)
+    assert outcome["content"]["attempts"][0]["outcome"] == "fail"
+    assert outcome["status"] == "released"

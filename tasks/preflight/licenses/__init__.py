@@ -3,7 +3,7 @@
 from tasks.preflight.licenses.algebra import Combination
 from tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from tasks.preflight.licenses.check import LicenseVerdict, check_licenses, license_table, read_licenses
-from tasks.preflight.licenses.resolve import LICENSE_FILE
+from tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, declared
 from tasks.preflight.licenses.resulting_license import Obligation, ObligationKind
 from tasks.preflight.licenses.table import LicenseTable, load_table
 from tasks.preflight.licenses.texts import license_texts, recognised
@@ -12,6 +12,7 @@ from tasks.preflight.licenses.use import LicenseSettings
 __all__ = [
     "LICENSE_FILE",
     "AncestorLookup",
+    "CardSource",
     "Combination",
     "LicenseSettings",
     "LicenseTable",
@@ -19,6 +20,7 @@ __all__ = [
     "Obligation",
     "ObligationKind",
     "check_licenses",
+    "declared",
     "hub_ancestors",
     "license_table",
     "license_texts",
