@@ -162,5 +162,5 @@ def test_what_a_refusal_proposes_is_new_and_is_tried_when_asked_for(released: Re
     assert tried.exit_code == 0, tried.output
     outcome = json.loads(tried.stdout)
     outcome = outcome if "content" in outcome else outcome["outcome"]
-    assert [one["outcome"] for one in outcome["content"]["attempts"]][0] == "fail"
+    assert outcome["content"]["attempts"][0]["outcome"] == "fail"
     assert outcome["status"] == "released"
