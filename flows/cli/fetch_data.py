@@ -26,7 +26,7 @@ def fetch_data(file: Path, console: Console) -> list[FetchedDataset]:
             remedy="add 'data: eval-data' under 'evaluate'",
         )
     root = (profile.root / profile.evaluate.data).absolute()
-    names = list(dict.fromkeys(guard.task for guard in profile.evaluate.tasks))
+    names = profile.evaluate.tasks_by_name
     found: list[FetchedDataset] = []
 
     def note(one: FetchedDataset) -> None:

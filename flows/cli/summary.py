@@ -33,7 +33,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     first, *rest = outcome.message.splitlines()
     if outcome.status not in first:  # the word that history, report and Prefect have, too
         first = f"{outcome.status}: {first}"
-    console.print(Text(first, style="bold green" if outcome.exit_code == 0 else "bold red"))
+    style = "bold green" if outcome.exit_code == 0 else "bold red"
+    console.print(Text(first, style=style), soft_wrap=not console.is_terminal)
     explained = outcome.content.explanation if outcome.content and outcome.status == "refused" else None
     remedies = explained.remedies if explained else ()
     for line in rest:

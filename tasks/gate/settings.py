@@ -34,6 +34,12 @@ class EvaluateSettings(Scoring, GateRule):
         return self
 
     @property
+    def tasks_by_name(self) -> tuple[str, ...]:
+        """Those that lm-eval ships; the others are YAML files."""
+        every = dict.fromkeys(guard.task for guard in self.tasks)
+        return tuple(task for task in every if not task.endswith((".yaml", ".yml")))
+
+    @property
     def scoring(self) -> Scoring:
         """The part that decides scores."""
         return Scoring.model_validate({name: getattr(self, name) for name in Scoring.model_fields})

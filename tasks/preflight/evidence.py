@@ -75,8 +75,8 @@ def pin_evidence(
     """
     evidence = Evidence()
     if evaluate:
-        for guard in evaluate.tasks:
-            require_supported(guard.task)
+        for name in evaluate.tasks_by_name:
+            require_supported(name)
         guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data)
         for task in tasks:
             require_examples(task, evaluate.num_fewshot)
