@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from merge_core.methods import find_method
+from merge_core.methods import Method, find_method, merge_methods
 
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
 
@@ -115,33 +115,39 @@ def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[Rec
         yield RecipeDraft(plain, f"{found.name}: {found.summary}")
         return
     if len(models) == 1:
-        both = _recipe("linear", None, [base, *models])
+        both = _recipe(_first_choice("ordinary").name, None, [base, *models])
         yield RecipeDraft(both, "One fine-tune: halfway between it and its base keeps more of what the base could.")
         yield RecipeDraft(
             {**both, "tokenizer": {"source": "union"}},
             "One fine-tune, halfway to its base. Their tokenizers differ: rows follow their tokens.",
         )
         return
-    ties = _recipe("ties", base, models)
+    voted = _first_choice("required")
+    differences = _recipe(voted.name, base, models)
     reason = (
-        "All tensors have the base's shapes, so what each model learnt is its difference from it. ties keeps the\n"
-        "# larger half of each difference, lets the signs vote, and adds the rest to the base"
+        f"All tensors have the base's shapes, so what each model learnt is its difference from it.\n"
+        f"# {voted.name} {voted.traits.first_draft}"
     )
-    yield RecipeDraft(ties, f"{reason}.")
+    yield RecipeDraft(differences, f"{reason}.")
     yield RecipeDraft(
-        {**ties, "tokenizer": {"source": "union"}},
+        {**differences, "tokenizer": {"source": "union"}},
         f"{reason}.\n# The tokenizers differ: each row follows its token, and no token is lost.",
     )
-    linear = _recipe("linear", None, models)
+    average = _recipe(_first_choice("ordinary").name, None, models)
     why = "The models fit each other, but not the base, so they are averaged, each with the same weight."
-    yield RecipeDraft(linear, why)
-    yield RecipeDraft({**linear, "tokenizer": {"source": "union"}}, f"{why} Rows follow their tokens.")
+    yield RecipeDraft(average, why)
+    yield RecipeDraft({**average, "tokenizer": {"source": "union"}}, f"{why} Rows follow their tokens.")
+
+
+def _first_choice(base: str) -> Method:
+    """The method that a first recipe is written with, of those that need a base or take one as any other model."""
+    return next(one for one in merge_methods().values() if one.traits.first_draft and one.base == base)
 
 
 def _recipe(name: str, base: object | None, models: Sequence[object]) -> dict[str, Any]:
     method = find_method(name, "method")
     share = round(1 / len(models), 4)
-    wanted = {"weight": share if method.base == "ordinary" or name == "linear" else 1.0, "density": 0.5, "t": 0.5}
+    wanted = {"weight": share if method.base == "ordinary" else 1.0, "density": 0.5, "t": 0.5}
     each: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for parameter in method.parameters:

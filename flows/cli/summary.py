@@ -31,7 +31,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
             _print_section(console, section)
     console.print()
     first, *rest = outcome.message.splitlines()
-    if outcome.status not in first:  # the word that history, report and Prefect have, too
+    if f" {outcome.status}" not in f" {first}":  # the word that history, report and Prefect have, too
         first = f"{outcome.status}: {first}"
     style = "bold green" if outcome.exit_code == 0 else "bold red"
     console.print(Text(first, style=style), soft_wrap=not console.is_terminal)

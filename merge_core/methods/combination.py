@@ -125,7 +125,7 @@ METHODS = (
         steps=_linear,
         check=_check_weights,
         costs=Costs(map=0.6),
-        traits=Traits(adds_up=True, adapters="sum"),
+        traits=Traits(adds_up=True, adapters="sum", first_draft="averages the models"),
     ),
     PASSTHROUGH,
 )

@@ -293,6 +293,8 @@ class Traits:
         adapters: Adapters on one base can be merged into an adapter: as a ``sum`` of their products, which needs no
             loss, or only on the ``products`` themselves. None: the result hangs on more than differences to the base.
         conflict_remedy: Given when changing to it helps where task vectors oppose each other.
+        first_draft: What it does, in a clause, of the method that a first recipe is written with: one that needs a
+            base, and one that does not; empty of all others.
     """
 
     adds_up: bool = False
@@ -301,6 +303,7 @@ class Traits:
     merges_base: bool = False
     adapters: Literal["sum", "products"] | None = None
     conflict_remedy: ConflictRemedy | None = None
+    first_draft: str = ""
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,7 @@ METHODS = (
                 settings={"density": 0.3},
                 additions={"weight": 1.0},
             ),
+            first_draft="keeps the larger half of each difference, lets the signs vote, and adds the rest to the base",
         ),
         normalize=True,
         rescale=False,

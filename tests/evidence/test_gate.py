@@ -129,7 +129,7 @@ def test_scores_of_two_versions_of_lm_eval_are_not_compared(tmp_path: Path) -> N
 
 def test_a_metric_that_the_task_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 400)]}
-    guard = GUARD.model_copy(update={"metric": "acc"})
+    guard = GUARD.model_copy(update={"metric": "f1"})
     with pytest.raises(InvalidInput, match="known here: acc,none"):
         gate.work((guard,), found, {}, None, GateRule())
 

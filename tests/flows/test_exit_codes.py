@@ -67,7 +67,7 @@ def test_ctrl_c_ends_any_other_command_with_a_line(tmp_path: Path, monkeypatch: 
     said = CliRunner().invoke(app, ["check", "profile.yaml"])
     assert (said.exit_code, said.output.strip()) == (130, INTERRUPTED)
     told = CliRunner().invoke(app, ["check", "profile.yaml", "--json"])
-    assert json.loads(told.stdout) == {"status": "interrupted", "message": INTERRUPTED}
+    assert json.loads(told.stdout) == {"status": "interrupted", "message": INTERRUPTED, "findings": []}
 
 
 @pytest.mark.slow

@@ -207,7 +207,8 @@ def test_the_store_of_a_release_is_listed_measured_verified_and_kept(released: t
     assert isinstance(sizes["stages"], list)
     assert {row["stage"] for row in sizes["stages"]} == {entry["stage"] for entry in entries}
     assert "needed" in project.mergegate("store", "du").output
-    assert told(project, "verify") == {"status": "sound", "read": len(entries), "damaged": []}
+    verified = told(project, "verify")
+    assert (verified["status"], verified["read"], verified["damaged"]) == ("sound", len(entries), [])
     assert "stays" in project.mergegate("store", "gc", "--older", "0", "--dry-run").output
     assert told(project, "gc", "--older", "0", "--quota", "0")["goes"] == []
     again = project.mergegate("run", "profiles/demo.yaml")

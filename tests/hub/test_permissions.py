@@ -128,7 +128,7 @@ def test_a_hub_that_knows_no_accounts_is_believed(online: LookAlike, monkeypatch
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match="file is no directory"):
+    with pytest.raises(InvalidInput, match="file is no directory"):
         check_target(DirectoryTarget(path=Path("file/releases")), tmp_path)
 
 
