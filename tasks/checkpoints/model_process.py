@@ -458,5 +458,11 @@ def answer_question(asker: Connection, function: Callable[..., Any], arguments: 
             return "starved", said
         if isinstance(error, MergegateError):
             return "problem", error
-        message = " ".join(str(error).split())[:300]
+        message = " ".join(str(error).split())[:300] or _line_of(error)
         return "crash", f"{type(error).__name__}: {message}".rstrip(": "), traceback.format_exc()
+
+
+def _line_of(error: BaseException) -> str:
+    """Where it was raised, for what says nothing of itself: a library's bare ``assert`` tells what it wanted."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -137,8 +137,9 @@ def test_a_mistake_in_a_template_of_the_users_task_is_said_as_one(tmp_path: Path
     [
         ("class Panic(BaseException): pass\nraise Panic('index out of bounds')", "Panic: index out of bounds"),
         ("sys.exit(3)", "SystemExit: 3"),
+        ("class Bare(BaseException): pass\nraise Bare", r"Bare: raise Bare \(prompts.py, line \d+\)"),
     ],
-    ids=["a panic of a library", "an exit"],
+    ids=["a panic of a library", "an exit", "one that says nothing"],
 )
 def test_what_is_no_ordinary_error_ends_the_part_and_not_the_run(
     tmp_path: Path, model: Model, deed: str, found: str
