@@ -84,6 +84,7 @@ def speeds(ended: dict[str, Any]) -> dict[str, float]:
     return {model["name"]: model["measured"]["tokens_per_second"] for model in ended["content"]["serving"]}
 
 
+@pytest.mark.slow
 def test_a_merge_is_released_if_its_server_answers_as_the_model_does(
     everything: tuple[Project, dict[str, Any]],
 ) -> None:

@@ -89,6 +89,7 @@ def test_where_nothing_can_be_better_no_candidate_is_confirmed(swept: Swept) -> 
     assert len(project.artifacts("merge")) == 1  # of the sweep that was confirmed
 
 
+@pytest.mark.slow
 def test_search_confirmation_and_gate_have_all_documents_between_them_and_none_in_common(
     swept: Swept, tmp_path: Path
 ) -> None:
