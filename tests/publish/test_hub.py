@@ -73,7 +73,9 @@ def download(url: str, cache: Path, token: str, *arguments: str, xet: bool) -> d
     return {name: bytes.fromhex(data) for name, data in json.loads(done.stdout.splitlines()[0]).items()}
 
 
-@pytest.mark.parametrize("by", ["lfs", "lfs in parts", "xet"])
+@pytest.mark.parametrize(
+    "by", ["lfs", *(pytest.param(other, marks=pytest.mark.slow) for other in ("lfs in parts", "xet"))]
+)
 def test_what_is_published_comes_back_byte_for_byte_and_loads(
     tmp_path: Path, by: str, request: pytest.FixtureRequest
 ) -> None:
