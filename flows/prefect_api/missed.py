@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
+_OF_A_SCHEDULE = "auto-scheduled"  # Prefect's own tag
 _ENDED_OR_WAITING = ["COMPLETED", "FAILED", "PAUSED"]
 # What ends a run without an answer: the next one has to be asked.
 _WITHOUT_AN_ANSWER = frozenset({"Failed", "TimedOut"})
@@ -21,8 +22,8 @@ def made_up_for_by() -> str | None:
     """The name of a run that has done the work of the one that runs here: None for whoever has work to do.
 
     That is one of the same deployment, with the same parameters, that began after this one was due and came to an
-    answer, or waits for a person's. A run that goes on after such a wait, and one that no server has made, has its own
-    work to do.
+    answer, or waits for a person's. A run that somebody has asked for, one that goes on after such a wait, and one that
+    no server has made has its own work to do.
     """
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.filters import (
@@ -37,6 +38,8 @@ def made_up_for_by() -> str | None:
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     if run is None or run.deployment_id is None or run.expected_start_time is None or run.run_count > 1:
+        return None
+    if _OF_A_SCHEDULE not in run.tags:
         return None
     of_the_same = FlowRunFilter(
         deployment_id=FlowRunFilterDeploymentId(any_=[run.deployment_id]),

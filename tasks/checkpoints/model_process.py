@@ -61,6 +61,8 @@ from tasks.stage import also_forget, home, memory_of_child, store
 _NO_MEMORY = re.compile(
     r"MemoryError|can't allocate memory|bad_alloc|[Cc]annot allocate memory|can't start new thread"
     r"|failed to map segment|OutOfMemory"
+    # The interpreter itself, where what it calls found none while an import was under way.
+    r"|SystemError: .*without (setting an exception|exception set)"
 )
 _LOOK_EVERY = 1.0  # seconds between looks whether the process is still there
 _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in one

@@ -347,6 +347,7 @@ TELL_ONCE = """if not (HERE / "killed").exists():
     signal.pause()"""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
     tmp_path: Path, home: Path, model: Model, monkeypatch: pytest.MonkeyPatch

@@ -274,6 +274,7 @@ def test_it_dies_with_the_flow_even_when_that_is_killed(
     assert not list(scratch.glob("mergegate-*"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
@@ -283,6 +284,7 @@ def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> 
     assert ends(asked(task)[-1][0])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_works_offline_says_nothing_and_leaves_nothing_behind(tmp_path: Path, model: Model) -> None:
     """Without the switches of the test suite, outside any repository, and with every name that is looked up noted."""

@@ -261,6 +261,7 @@ def test_another_batch_size_is_worth_a_word(copied: Path, written: Path) -> None
     assert precision_differences(ours, theirs) == ("batch_size 16 and 4",)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_line_of_lm_eval_writes_the_same(
     written: Path, definitions: dict[str, Path], tmp_path: Path

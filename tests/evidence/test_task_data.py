@@ -97,6 +97,7 @@ def model(tmp_path: Path) -> Model:
     return make_model(tmp_path / "model")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_dataset_that_is_exchanged_between_two_runs_is_measured_anew(
     hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None

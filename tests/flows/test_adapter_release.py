@@ -78,6 +78,7 @@ def _recipe(project: Project, profile: str) -> Path:
     return project.root / "profiles" / "demo" / "recipes" / f"{profile.removeprefix('demo-')}.yaml"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_merge_of_a_model_with_an_adapter_is_released(tmp_path: Path, prefect_api: None) -> None:
     project = make_project(tmp_path)

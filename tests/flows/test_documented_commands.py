@@ -143,6 +143,7 @@ PUT = {
     "B": "profiles/demo/models/reverser",
     "RELEASE": "releases/demo/latest",
     "[PROFILE]": "demo",
+    "RUN": "demo",
 }
 
 
@@ -157,7 +158,10 @@ def test_what_is_carried_out_elsewhere_is_carried_out_there() -> None:
 
 @pytest.mark.slow  # makes a merge, asks models
 @pytest.mark.usefixtures("prefect_api")
-def test_the_list_of_the_readme_does_what_it_says(released: tuple[Project, Printed], tmp_path: Path) -> None:
+def test_the_list_of_the_readme_does_what_it_says(
+    released: tuple[Project, Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda *_: True)
     shutil.copytree(released[0].root, tmp_path / "project", symlinks=True)
     project = Project(tmp_path / "project")
     ran = []

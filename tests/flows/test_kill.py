@@ -53,9 +53,7 @@ def files_of(release: Path) -> dict[str, bytes]:
     return {path.relative_to(release).as_posix(): path.read_bytes() for path in release.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "moments", [("merge", "evaluate", "publish"), pytest.param((*STAGES, "publish"), marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("moments", [("merge", "publish"), pytest.param((*STAGES, "publish"), marks=pytest.mark.long)])
 def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
     tmp_path: Path, released: tuple[Project, Result], moments: tuple[str, ...]
 ) -> None:

@@ -26,6 +26,7 @@ def reference(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> An
     return bench.undisturbed(tmp_path_factory.mktemp("undisturbed") / "project")
 
 
+@pytest.mark.long
 def test_a_whole_release_loads_each_model_once(reference: Any) -> None:
     """For its perplexity and for all of its tasks, by one process."""
     loads = [note for note in reference.notes() if note.what == "load"]

@@ -142,6 +142,8 @@ class TestMemoryOfAChild:
             RuntimeError("can't start new thread"),
             OSError(12, "Cannot allocate memory"),
             ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            SystemError("<function _find_and_load at 0x7f9166e37ce0> returned NULL without setting an exception"),
+            SystemError("error return without exception set"),
         ],
     )
     def test_also_where_somebody_takes_it_for_a_fault_of_the_input(self, error: Exception) -> None:
@@ -193,5 +195,5 @@ def test_a_process_has_no_more_memory_than_it_may(project: Project) -> None:
     path.write_text(path.read_text() + "limits: {memory: 100MB}\n")
     refused = project.mergegate("run", profile)
     assert refused.exit_code == 2, refused.output
-    assert "had no memory left" in refused.output
+    assert "had no memory left" in refused.output, refused.output
     assert "Traceback" not in refused.output

@@ -24,7 +24,7 @@ def measured(home: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("runner", ["{workers: 2}", "{kind: dask, workers: 2}"])
+@pytest.mark.parametrize("runner", ["{workers: 2}", pytest.param("{kind: dask, workers: 2}", marks=pytest.mark.long)])
 def test_two_workers_make_what_one_makes(
     runner: str, demo_release: Path, tmp_path: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,7 +228,9 @@ def test_a_union_of_sentencepiece_siblings_keeps_every_text_and_every_row(tmp_pa
     assert moved > 60_000  # Control tokens stand in front in the later ones.
 
 
-@pytest.mark.parametrize("name", ["anthropic", "deepseek", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(other, marks=pytest.mark.long) for other in ("anthropic", "deepseek"))]
+)
 def test_a_union_of_byte_level_siblings_keeps_every_text_and_every_row(tmp_path: Path, name: str) -> None:
     original = gpt2() if name == "gpt2" else of_litellm(name)
     chat = Tokenizer.from_str(original.to_str())

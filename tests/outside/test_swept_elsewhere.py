@@ -35,6 +35,7 @@ def test_killed_twice_a_sweep_has_the_same_trials_and_the_same_winner(
     assert fine, rows
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_two_workers_of_which_one_dies_in_a_trial_a_sweep_has_the_same_trials_and_the_same_winner(
     kind: str, bench: ModuleType, here: Any, tmp_path: Path

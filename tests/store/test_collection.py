@@ -354,6 +354,7 @@ class Project:
         return tuple(f"{name}@{self.revisions[name]}" for name in names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3))],

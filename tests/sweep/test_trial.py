@@ -326,6 +326,7 @@ def in_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     end_child()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_it_does_not_matter_which_process_is_asked(
     setting: TrialSetting, in_child: None, monkeypatch: pytest.MonkeyPatch
