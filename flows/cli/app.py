@@ -769,8 +769,10 @@ def _say(status: Status, message: str, as_json: bool, *findings: Finding) -> Non
     """The message, where it can still be said: the disk that is full may hold our output, too."""
     try:
         if as_json:
-            told = {"status": status, "message": message, "findings": [asdict(one) for one in findings]}
-            print(json.dumps(told), flush=True)
+            from flows.cli.answer import print_answer
+
+            print_answer(status, message, {}, findings)
+            sys.stdout.flush()
             return
     except OSError:
         pass

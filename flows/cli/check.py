@@ -57,7 +57,7 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
         examples=tuple(problems.examples),
     )
     if as_json:
-        status = {0: "sound", 2: "invalid"}.get(problems.exit_code, "refused")
+        status = "sound" if problems.status == "passed" else problems.status
         blocking = sum(one.severity == "block" for one in report.remarks)
         message = f"{blocking} of {len(report.remarks)} findings block" if blocking else "nothing is in the way"
         print_answer(status, message, report.model_dump(mode="json"), report.remarks)

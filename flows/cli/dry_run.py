@@ -65,7 +65,7 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
     message = _message(planned, seconds) if planned else "its checks say no; see the findings"
     findings = problems.worst_first()
     if as_json:
-        status = {0: "ready", 2: "invalid"}.get(problems.exit_code, "refused")
+        status = "ready" if problems.status == "passed" else problems.status
         more = {
             "stages": [asdict(one) for one in planned],
             "seconds": seconds,

@@ -10,19 +10,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from flows.cli.answer import print_answer
+from flows.cli.looks import OUTCOME_STYLES, short_path
 from merge_core.errors import InvalidInput, suggest
 from merge_core.units import format_duration
 from tasks.report import RunRecord, night_of, outcome_of_status, read_history, worst_drop
 from tasks.stage import home
-
-_STYLES = {"pass": "green", "fail": "bold red", "inconclusive": "yellow"}
 
 
 def print_history(console: Console, as_json: bool, profile: str | None = None, most: int = 30) -> None:
@@ -59,7 +57,7 @@ def print_history(console: Console, as_json: bool, profile: str | None = None, m
     if damage := history.said_of_damage():
         console.print(Text(damage, style="yellow"))
     if runs and (reports / "index.html").is_file():
-        console.print(Text(f"all of it: {_short(reports / 'index.html')}", style="dim"))
+        console.print(Text(f"all of it: {short_path(reports / 'index.html')}", style="dim"))
 
 
 def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
@@ -75,16 +73,9 @@ def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
         table.add_row(
             night_of(one),
             *([Text(one.profile)] if with_profile else []),
-            Text(one.status, style=_STYLES[outcome_of_status(one.status)]),
+            Text(one.status, style=OUTCOME_STYLES[outcome_of_status(one.status)]),
             Text(one.version or ""),
             Text(f"{lost.drop:.1f} {lost.task}" if lost else ""),
             format_duration(one.seconds),
         )
     return table
-
-
-def _short(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return str(path)

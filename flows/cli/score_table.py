@@ -19,10 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.cli.looks import OUTCOME_STYLES
 from tasks.report import Row, ScoreTable
-from tasks.stage import Outcome
 
-_STYLES: dict[Outcome | None, str] = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
 _BEST = " *"  # how plain tables mark the best of the parents; bold here
 
 
@@ -144,5 +143,5 @@ def _cells(row: Row) -> list[Text]:
     *cells, verdict = row.cells
     return [
         *(Text(cell.removesuffix(_BEST), style="bold" if cell.endswith(_BEST) else "") for cell in cells),
-        Text(verdict, style=_STYLES[row.outcome]),
+        Text(verdict, style=OUTCOME_STYLES[row.outcome]),
     ]

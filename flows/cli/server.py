@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from flows.cli.looks import short_path
 from flows.prefect_api import (
     NIGHTS,
     POOL,
@@ -54,7 +55,7 @@ def run_server(host: str, port: int | None, console: Console) -> None:
     near = "127.0.0.1" if host in _ANYWHERE else host
     secret = make_secret()
     site = replace(find_site(address=said or f"http://{near}:{port}"), secret=secret)
-    console.print(f"Prefect's pages: {site.address}, secret in {_short(site.home / 'prefect' / 'auth')}")
+    console.print(f"Prefect's pages: {site.address}, secret in {short_path(site.home / 'prefect' / 'auth')}")
     if not write_settings(site):
         console.print("prefect.toml here is not ours and stays as it is: prefect's own commands do not know the server")
     if host in _ANYWHERE or not host.startswith(("127.", "localhost")):
@@ -77,7 +78,7 @@ def become_worker(once: bool, console: Console) -> NoReturn:
     os.environ.update(site.worker_environment())
     with site_client(site) as client:
         make_pool(client)
-    console.print(f"worker for {site.address}, in {_short(site.root)}")
+    console.print(f"worker for {site.address}, in {short_path(site.root)}")
     more = ["--run-once"] if once else []
     sys.stdout.flush()
     # Told to end, Prefect's worker sends itself a SIGINT. Background jobs of a shell ignore that, and would run on.
@@ -109,7 +110,3 @@ def _require_free(host: str, port: int) -> None:
             expected="an address of this machine where nobody listens",
             remedy="end the server that runs there, or choose another port: mergegate server --port 4300",
         ) from None
-
-
-def _short(place: Path) -> str:
-    return str(place.relative_to(Path.cwd())) if place.is_relative_to(Path.cwd()) else str(place)

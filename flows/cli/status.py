@@ -17,14 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from flows.cli.answer import print_answer
+from flows.cli.looks import OUTCOME_STYLES, short_path
 from flows.prefect_api import NIGHTS, load_nights
 from merge_core.errors import InvalidInput, suggest
 from merge_core.store import read_runs, store_bytes
 from merge_core.units import format_bytes, format_duration
 from tasks.report import RunRecord, file_name, night_of, outcome_of_status, read_history
 from tasks.stage import home, runs_directory
-
-_STYLES = {"pass": "green", "fail": "bold red", "inconclusive": "yellow"}
 
 
 def print_status(console: Console, as_json: bool) -> None:
@@ -65,7 +64,7 @@ def print_status(console: Console, as_json: bool) -> None:
     if not due:
         console.print(f"due      nothing: no {NIGHTS} here")
     for one in last.values():
-        style = _STYLES[outcome_of_status(one.status)]
+        style = OUTCOME_STYLES[outcome_of_status(one.status)]
         first = one.message.partition("\n")[0]
         console.print(
             "last     ",
@@ -123,7 +122,7 @@ def explain_run(console: Console, wanted: str, as_json: bool) -> None:
     if as_json:
         print_answer(one.status, one.message, {"run": one.model_dump(mode="json")})
         return
-    style = _STYLES[outcome_of_status(one.status)]
+    style = OUTCOME_STYLES[outcome_of_status(one.status)]
     console.print(
         Text(f"{one.profile}: {one.status}", style=style), f" {night_of(one)}, {format_duration(one.seconds)}", sep=""
     )
@@ -146,7 +145,7 @@ def explain_run(console: Console, wanted: str, as_json: bool) -> None:
         made = f"{stage.cached} of {stage.calls} cached" if stage.cached else stage.status
         console.print(f"  stage     {stage.name}: {made}, {format_duration(stage.seconds)}")
     if one.report:
-        console.print(f"  report    {_short(home() / 'reports' / one.report)}")
+        console.print(f"  report    {short_path(home() / 'reports' / one.report)}")
 
 
 def _found(records: tuple[RunRecord, ...], wanted: str) -> RunRecord:
@@ -177,8 +176,3 @@ def _has_browser() -> bool:
     ):
         return sys.platform in ("darwin", "win32")
     return True
-
-
-def _short(path: Path) -> str:
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative

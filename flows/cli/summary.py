@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from flows.cli.looks import short_path
 from flows.cli.score_table import print_scores, print_table
 from flows.cli.sweep_summary import sweep_summary
 from flows.outcome import RunOutcome
@@ -52,13 +52,13 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     made = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
     for label, place in ((made, outcome.location), ("report", outcome.report)):
         if place is not None:
-            console.print(Text(f"  {label:<8}", style="dim"), Text(_short(place)), sep="")
+            console.print(Text(f"  {label:<8}", style="dim"), Text(short_path(place)), sep="")
 
 
 def what_next(outcome: RunOutcome, profile: Path) -> str:
     """What a person does next, as a command."""
     if outcome.status in ("released", "nothing new") and outcome.location is not None:
-        return f"mergegate verify {_short(outcome.location)}"
+        return f"mergegate verify {short_path(outcome.location)}"
     if outcome.status == "passed":
         return f"mergegate run {profile}, which also publishes it where the profile says 'publish'"
     if outcome.status == "refused" and outcome.content is not None:
@@ -95,11 +95,3 @@ def _print_section(console: Console, section: Section) -> None:
         console.print(Text(f"  {sentence}"))
     if section.rows:
         print_table(console, section.columns, section.rows, numbers=False)
-
-
-def _short(path: Path | str) -> str:
-    """The path as a person in this directory would type it; an address as it is."""
-    if isinstance(path, str):
-        return path
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative

@@ -22,7 +22,7 @@ from merge_core.errors import InvalidInput
 from tasks.evaluation.mirror import asked_dataset, check_examples, find_dataset
 from tasks.evaluation.shipped import LeafConfig, shipped_leaves
 from tasks.evaluation.task_code import imported_beside
-from tasks.evaluation.task_definition import EvalTask
+from tasks.evaluation.task_definition import EvalTask, texts_in
 
 _SHIPPED = "lm_eval.tasks."
 _DEFAULT_METRICS = {  # lm-eval's, where a task lists none
@@ -176,7 +176,7 @@ def _registered(metric: str) -> tuple[bool | None, bool]:
 
 def missing_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Packages that modules of a task's functions import when they are loaded, and that are not installed."""
-    files = {Path(text.rpartition(".")[0] + ".py") for text in _texts(config) if text.startswith("/")}
+    files = {Path(text.rpartition(".")[0] + ".py") for text in texts_in(config) if text.startswith("/")}
     return tuple(sorted({name for file in files if file.is_file() for name in _missing_in(file)}))
 
 
@@ -220,14 +220,3 @@ def _shipped_module(name: str) -> Path | None:
         return None
     path = Path(spec.origin).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
     return path if path.is_file() else None
-
-
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _texts(inner)

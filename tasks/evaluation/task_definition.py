@@ -110,7 +110,7 @@ class Definition:
         """All of its data lies here: nothing is asked of a network, and nothing need be kept for another time."""
         if self.members:
             return all(member.is_local for member in self.members)
-        return (self.data_files is not None and not any("://" in text for text in _texts(self.data_files))) or Path(
+        return (self.data_files is not None and not any("://" in text for text in texts_in(self.data_files))) or Path(
             self.dataset_path
         ).is_absolute()
 
@@ -294,7 +294,7 @@ def _modules(config: object, directory: Path) -> list[Path]:
     """Files of the functions that a configuration names, if they lie in ``directory``, and what they import there."""
     waiting = [
         directory / text.file
-        for text in _texts(config)
+        for text in texts_in(config)
         if isinstance(text, Function) and (directory / text.file).is_file()
     ]
     found: dict[Path, None] = {}
@@ -306,16 +306,16 @@ def _modules(config: object, directory: Path) -> list[Path]:
     return list(found)
 
 
-def _texts(value: object) -> Iterator[str]:
+def texts_in(value: object) -> Iterator[str]:
     """Every text in plain data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _texts(inner)
+            yield from texts_in(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _texts(inner)
+            yield from texts_in(inner)
 
 
 def function_dumper(beside: Path) -> type[yaml.SafeDumper]:
