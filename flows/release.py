@@ -20,7 +20,6 @@ from typing import Literal
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.assessment import assess_merge, ensemble_of
 from flows.attempt import (
     MOST_PROPOSED,
     AlreadyReleased,
@@ -28,9 +27,12 @@ from flows.attempt import (
     FailedMerge,
     FurtherJudgement,
     JudgedMerge,
+    assess_merge,
+    ensemble_of,
+    judge_answers,
     proposed_remedy,
+    serve_merge,
 )
-from flows.judgements import judge_answers, serve_merge
 from flows.outcome import (
     RunOutcome,
     already_released,
@@ -53,8 +55,8 @@ from tasks.merge import merge, merged_model, numerics, router_rows, with_gates
 from tasks.outside import Runner, open_runner
 from tasks.preflight import Evidence
 from tasks.publish import ReleaseParts, pending_release, publish
+from tasks.publish.releases import find_anchor, find_champion
 from tasks.publish.targets import Target
-from tasks.releases import find_anchor, find_champion
 from tasks.report import Report, ReportContent, write_report
 from tasks.stage import announce, store
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flows.cli.answer import print_answer
+from tasks.publish.releases import Verified, check_release
 from tasks.publish.targets import find_release
-from tasks.releases import Verified, check_release
 
 _SIGNED = {
     "valid": "the signature is valid",
@@ -46,7 +46,7 @@ def reproduce_release(release: str, parents: Path | None, device: str, console: 
         InvalidInput: for something that is no release, or a parent that is not to be found.
         Refused: when anything does not agree, or what comes out is not what was released.
     """
-    from tasks.releases import rebuild_release
+    from tasks.publish.releases import rebuild_release
     from tasks.stage import store
 
     published = find_release(release)

@@ -3,7 +3,7 @@
 Perplexity is judged first (``tasks.gate.drift``), then one guard for each promise of the profile
 (``tasks.gate.regression``) and, unless each is judged on its own, their mean (``tasks.gate.suite``). All must pass.
 While anything is undecided and there are documents left, ``undecided_tasks`` names the tasks: the flow has more of them
-evaluated, up to the next look, and asks again (``flows.assessment``). Within a look ``lost_for_good`` tells after each
+evaluated, up to the next look, and asks again (``flows.attempt``). Within a look ``lost_for_good`` tells after each
 task whether those to come could still change anything; where they cannot, they are not run.
 """
 

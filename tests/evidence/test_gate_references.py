@@ -18,8 +18,8 @@ from tasks.gate.references import check_guards, needs_champion
 from tasks.gate.regression import judge_guards, measure_guard
 from tasks.gate.stage import gate
 from tasks.gate.statistics import selection_bias
+from tasks.publish.releases.champion import find_champion
 from tasks.publish.targets.directory import DirectoryTarget
-from tasks.releases.champion import find_champion
 
 BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})
 REIGNING = GUARD.model_copy(update={"guarded_by": CHAMPION})

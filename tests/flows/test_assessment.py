@@ -10,8 +10,7 @@ from typing import Literal
 import pytest
 from prefect import flow
 
-from flows import assessment
-from flows.assessment import Assessment, assess_merge
+from flows.attempt import Assessment, assess_merge, assessment
 from merge_core.errors import InvalidInput
 from merge_core.store.keys import digest
 from merge_core.store.store import Artifact

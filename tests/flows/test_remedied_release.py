@@ -10,7 +10,7 @@ import pytest
 import yaml
 from demo_project import Printed, Project
 
-from flows.assessment import assess_merge
+from flows.attempt import assess_merge
 from flows.profile import load_profile
 from merge_core.store.hashing import HashMemo
 from tasks.checkpoints.model import Model

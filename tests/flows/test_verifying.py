@@ -16,10 +16,10 @@ from signing_keys import write_keys
 from flows.release import release as release_flow
 from merge_core.errors import InvalidInput, Refused
 from tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS
+from tasks.publish.releases.verify import check_release
 from tasks.publish.signature import sign
 from tasks.publish.sums import checksums_text, sha256_of
 from tasks.publish.targets.directory import DirectoryRelease
-from tasks.releases.verify import check_release
 from tasks.stage.progress import watched_by
 
 Released = tuple[Project, Printed]

@@ -53,7 +53,7 @@ from tasks.evaluation.task_code import imported_beside  # noqa: E402
 from tasks.evaluation.task_definition import read_definition  # noqa: E402
 from tasks.preflight.licenses.resolve import CardSource, declared  # noqa: E402
 from tasks.publish.card_metadata import front_matter  # noqa: E402
-from tasks.releases.verify import check_release  # noqa: E402
+from tasks.publish.releases.verify import check_release  # noqa: E402
 
 SLOW = 5  # seconds
 PLACE = Path("x")

@@ -25,9 +25,9 @@ from flows.profile import parse_profile
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store import HashMemo
 from tasks.publish.content import ReleaseFile, written_file
+from tasks.publish.releases import check_release
 from tasks.publish.targets import PublishTarget, find_release
 from tasks.publish.targets.mlflow.registration import ObservedRegistry, next_registry_write, registration_of
-from tasks.releases import check_release
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 PROJECT = Path(__file__).resolve().parents[2]

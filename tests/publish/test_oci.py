@@ -30,8 +30,8 @@ from merge_core.store import HashMemo
 from tasks.checkpoints import Model
 from tasks.publish import ReleaseFile
 from tasks.publish.content import content_version, written_file
+from tasks.publish.releases import check_release, find_champion
 from tasks.publish.targets import PublishTarget, Release, check_target, find_release
-from tasks.releases import check_release, find_champion
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 ONE = (written_file("model.safetensors", "weights"), written_file("licenses/ä b.txt", "terms"))

@@ -18,9 +18,9 @@ from flows.profile import Profile, parse_profile
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store import HashMemo
 from tasks.checkpoints import Model
+from tasks.publish.releases import check_release, find_champion
 from tasks.publish.targets import PublishTarget, Target, check_target, find_release, publish_targets
 from tasks.publish.targets import registry as target_registry
-from tasks.releases import check_release, find_champion
 
 PROJECT = Path(__file__).resolve().parents[2]
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from flows.assessment import Assessment
+from flows.attempt.assessment import Assessment
 from flows.candidates import changed_candidate
 from flows.preflight import ClearedCandidate, clear_further
 from flows.profile import Profile
@@ -22,7 +22,7 @@ from tasks.gate import GateVerdict
 from tasks.merge import Merged
 from tasks.perplexity import Likelihoods
 from tasks.preflight import Evidence
-from tasks.releases import ReleasedModel
+from tasks.publish.releases import ReleasedModel
 from tasks.report import RunRecord, read_history
 from tasks.stage import JointVerdict, Verdict, announce, combined, home
 

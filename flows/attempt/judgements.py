@@ -6,7 +6,7 @@ more function of this kind in the list of ``flows.release``.
 
 from __future__ import annotations
 
-from flows.attempt import JudgedMerge
+from flows.attempt.attempt import JudgedMerge
 from tasks.judge import judge_models
 from tasks.serve import serve_models
 from tasks.stage import Verdict, runtime

@@ -27,8 +27,8 @@ from tasks.checkpoints import Model, adapted_digest, adapter_digest, checkpoint_
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
 from tasks.merge import combine_parents, with_gates
 from tasks.publish import PROVENANCE, RECIPE, sha256_of
+from tasks.publish.releases.verify import Files, Verified
 from tasks.publish.targets import PublishedRelease
-from tasks.releases.verify import Files, Verified
 from tasks.stage import device_kind, versions
 
 _WEIGHTS = ".safetensors"
