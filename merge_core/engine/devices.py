@@ -122,15 +122,23 @@ class SingleThreadedTorch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._before: int | None = None
+        self._coming: threading.Thread | None = None
 
     def __enter__(self) -> SingleThreadedTorch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._coming is not None:
+            self._coming.join()
         if self._before is not None:
             import torch
 
             torch.set_num_threads(self._before)
+
+    def expect(self) -> None:
+        """Import it beside what is done first: that takes a second or two, in which blocks that need none can stream."""
+        self._coming = threading.Thread(target=self.use, name="torch")
+        self._coming.start()
 
     def use(self) -> None:
         """Make sure that torch computes on one thread."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from merge_core.checkpoint import DerivedTensor
 from merge_core.engine import journal
 from merge_core.engine.coordination import one_at_a_time, participating
 from merge_core.engine.devices import SingleThreadedTorch, choose_devices
@@ -118,6 +119,8 @@ def merge_weights(
     with refusing_disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     with SingleThreadedTorch() as torch, participating(out, check=check, prepare=prepare, tidy=tidy):
+        if any(isinstance(item.tensor, DerivedTensor) for part in parts for job in part.jobs for item in job.inputs):
+            torch.expect()
         for part in parts:
             place = out if part is plan else out / STEPS / str(part.recipe.name)
             with refusing_disk_errors(place):
