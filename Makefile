@@ -85,7 +85,7 @@ deploy: $(VENV)/ready ## what nights.yaml lists, each profile a deployment with 
 	@$(BIN)/mergegate deploy
 
 docs: .venv-docs/ready ## the pages of docs/ as a site, in site/
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
 pictures: $(VENV)/ready ## the pictures in docs/pictures again (needs Chromium)
 	$(BIN)/python benchmarks/pictures.py
