@@ -236,13 +236,13 @@ def approve_command(
 @app.command("merge")
 def merge_command(
     recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],
-    out: Annotated[Path, typer.Argument(help="Directory for the merged checkpoint; must not exist yet.")],
+    out: Annotated[Path, typer.Argument(help="Directory for the merged checkpoint; new, or this merge's.")],
     seed: Annotated[int, typer.Option(help="Seed of the random masks (DARE, DELLA).")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all of them) or cuda:N.")] = "auto",
     share: Annotated[bool, typer.Option("--share", help="Work together with others that are started alike.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Only merge: recipe in, checkpoint out. No licence check, no evaluation, no gate."""
+    """Only merge: recipe in, checkpoint out; what is made already is not made again. Nothing is checked but headers."""
     with _refusals(as_json):
         from flows.cli.merge import merge_to
 
@@ -713,7 +713,8 @@ def _print_made(record: dict[str, Any]) -> None:
     """What a command made, in the shape of every JSON object."""
     from flows.cli.answer import print_answer
 
-    print_answer("made", "made", record)
+    said = "made" if record.pop("new", True) else "nothing new"
+    print_answer(said, said, record)
 
 
 @contextmanager

@@ -10,12 +10,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from flows.cli.made_before import made_of, recall, remember
 from flows.cli.new_directory import new_directory
 from flows.cli.recipe_parents import clear_recipe
 from merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from merge_core.architecture.experts import match_experts
 from merge_core.engine import start_or_resume
 from merge_core.store import FileIdentity
+from merge_core.units import format_bytes
 from tasks.checkpoints import (
     ResolvedCheckpoint,
     identify_parents,
@@ -31,7 +33,8 @@ from tasks.stage import store
 def merge_to(
     recipe_file: Path, out: Path, *, seed: int, device: str, share: bool, console: Console
 ) -> dict[str, object]:
-    """Merge ``recipe_file`` into ``out`` and return what was made, as plain data.
+    """Merge ``recipe_file`` into ``out`` and return what was made, as plain data; also where it was made before, of the
+    same recipe and the same files, and nothing is made now (``new`` is false).
 
     Args:
         share: Work directly in ``out``, together with every process that was started alike (see ``merge_core.engine``);
@@ -43,19 +46,40 @@ def merge_to(
             healthy, or another merge into ``out`` is running.
     """
     remedy = "wait for it, name another directory, or start both with --share to divide the work"
+    recipe, found = _cleared(recipe_file, console)
+    of = made_of(recipe_file, found, seed, device)
+    if not share and (told := recall(out, of)):
+        console.print(f"nothing new: {out} was made of this recipe and these parents, and is as it was")
+        return {**told, "out": str(out), "new": False}
     with nullcontext(out) if share else new_directory(out, by="merge into it", remedy=remedy) as place:
-        return _merge_to(recipe_file, place, out, seed=seed, device=device, share=share, console=console)
+        made = _merge_to(recipe, found, place, out, seed=seed, device=device, share=share, console=console)
+    if not share:
+        remember(out, of, made)
+    return {**made, "new": True}
 
 
-def _merge_to(
-    recipe_file: Path, place: Path, out: Path, *, seed: int, device: str, share: bool, console: Console
-) -> dict[str, object]:
-    """Merge into ``place``, which is called ``out`` to people."""
+def _cleared(recipe_file: Path, console: Console) -> tuple[Recipe, tuple[ResolvedCheckpoint, ...]]:
+    """A recipe that may be carried out, and its parents, whose weights are here."""
     recipe = load_recipe(recipe_file)
     found, findings = clear_recipe(recipe)
     for finding in findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
     _fetch([one for parent in found for one in parent.snapshots], console)
+    return recipe, found
+
+
+def _merge_to(
+    recipe: Recipe,
+    found: Sequence[ResolvedCheckpoint],
+    place: Path,
+    out: Path,
+    *,
+    seed: int,
+    device: str,
+    share: bool,
+    console: Console,
+) -> dict[str, object]:
+    """Merge into ``place``, which is called ``out`` to people."""
     by_ref = {parent.ref: parent for parent in found}
     recipe = with_gates(recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     looked = identify_parents(found)
@@ -83,7 +107,9 @@ def _merge_to(
         if finding.severity == "block":
             shutil.rmtree(place, ignore_errors=share)  # another participant may have been as quick
             raise finding.refusal()
-    console.print(f"{out}: {record.tensors} tensors, {record.bytes_written / 1e6:,.1f} MB in {record.seconds:.1f} s")
+    there = f", {format_bytes(record.bytes_resumed)} of it already there" if record.bytes_resumed else ""
+    size = format_bytes(record.bytes_written)
+    console.print(f"{out}: {record.tensors} tensors, {size}{there}, in {record.seconds:.1f} s")
     return {
         "out": str(out),
         "method": record.method,

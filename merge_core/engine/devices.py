@@ -136,7 +136,7 @@ class SingleThreadedTorch:
             torch.set_num_threads(self._before)
 
     def expect(self) -> None:
-        """Import it beside what is done first: that takes a second or two, in which blocks that need none can stream."""
+        """Import it beside what is done first: that takes a second or two, in which other blocks can stream."""
         self._coming = threading.Thread(target=self.use, name="torch")
         self._coming.start()
 
