@@ -162,6 +162,29 @@ class PublishTarget(BaseModel, ABC):
             remedy="leave 'anchor' out, or publish elsewhere",
         )
 
+    def set_alias(self, root: Path, version: str, name: str) -> None:
+        """Have ``name`` mean ``version``, which stands there whole. No release is changed. Idempotent.
+
+        Raises:
+            InvalidInput: when there is no such version, ``name`` is itself a version or cannot be an alias, or the
+                place keeps no aliases.
+            Refused: when the place says no, or cannot be asked.
+        """
+        raise InvalidInput(
+            "shadow.alias",
+            found=f"{name!r}, and a target ({self.to_name}) that keeps no aliases",
+            expected="a target that does, like a directory or the Hub",
+            remedy="say 'alias: null', or publish elsewhere",
+        )
+
+    def aliased(self, root: Path, name: str) -> str | None:
+        """The version that ``name`` means there; None: none.
+
+        Raises:
+            Refused: when that cannot be told.
+        """
+        return None
+
     @property
     def to_name(self) -> str:
         """What a profile says to mean this target."""

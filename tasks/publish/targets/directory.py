@@ -4,6 +4,7 @@
 
     releases/demo/3f9a0c71b2de/      a version: complete, immutable
     releases/demo/latest             a link to the version that is published now; it moves in one step
+    releases/demo/production         an alias: another such link, to the version that somebody has promoted
 
 A version is written beside its final name, every byte is hashed on the way and compared with what was gated, everything
 is fsynced, then one rename makes it exist and another one moves ``latest``. A run that is killed in between is repaired
@@ -24,6 +25,7 @@ from merge_core.errors import InvalidInput, Refused, suggest
 from merge_core.parsing import is_special, open_plain, read_plain
 from merge_core.store import HashMemo, fsync, fsync_directories, locked
 from tasks.publish.content import ReleaseFile, is_content_version
+from tasks.publish.targets.alias import is_a_version, no_such_version, require_alias_name
 from tasks.publish.targets.contract import FIRST, CurrentRelease, OnProgress, PublishTarget, Release
 
 LATEST = "latest"
@@ -99,6 +101,8 @@ class DirectoryTarget(PublishTarget):
         place = directory / version
         directory.mkdir(parents=True, exist_ok=True)
         with locked(directory):
+            if place.is_symlink():
+                raise Refused(str(place), found="an alias", expected="a version", remedy="name the version otherwise")
             fresh = not place.exists()
             if fresh:
                 _write_version(files, place, on_progress)
@@ -107,6 +111,25 @@ class DirectoryTarget(PublishTarget):
             moved = _move_link(directory / LATEST, version)
             fsync(directory)
         return Release(name, version, place, f"{directory.name}/", new=fresh or moved)
+
+    def set_alias(self, root: Path, version: str, name: str) -> None:
+        """Have a link of that name lead to the version, in one step."""
+        directory = (root / self.path).resolve()
+        require_alias_name(name, {LATEST})
+        known = [place.name for place in directory.iterdir() if _is_version(place)] if directory.is_dir() else []
+        if name in known:
+            raise is_a_version(name, str(directory))
+        if version not in known:
+            raise no_such_version(version, str(directory), known)
+        with locked(directory):
+            _move_link(directory / name, version)
+            fsync(directory)
+
+    def aliased(self, root: Path, name: str) -> str | None:
+        """Where the link of that name leads, if that is a version."""
+        link = root / self.path / name
+        to = link.readlink() if link.is_symlink() else Path()
+        return to.name if to == Path(to.name) and to.name and _is_version(link.with_name(to.name)) else None
 
     @classmethod
     def open(cls, named: str) -> DirectoryRelease | None:

@@ -15,9 +15,12 @@ from pydantic import Field, model_validator
 from merge_core.store import HashMemo
 from tasks.checkpoints.hub import HubAccess, hub_access, require_writing
 from tasks.publish.content import ReleaseFile
+from tasks.publish.targets.alias import require_alias_name
 from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
+from tasks.publish.targets.hub.aliases import move_tag, read_tag
 from tasks.publish.targets.hub.publication import publish_hub
 from tasks.publish.targets.hub.release import HubRelease, download_earlier, download_main, open_on_hub
+from tasks.publish.targets.hub.state import MAIN
 
 
 class HubTarget(PublishTarget):
@@ -93,6 +96,15 @@ class HubTarget(PublishTarget):
             on_progress=on_progress,
         )
         return Release(name, version, access.url(self.repo, version), self.repo, published.new)
+
+    def set_alias(self, root: Path, version: str, name: str) -> None:
+        """Move the tag of that name to the version's commit."""
+        require_alias_name(name, {MAIN})
+        move_tag(self.repo, version, name, self._access())
+
+    def aliased(self, root: Path, name: str) -> str | None:
+        """The version on whose commit the tag stands."""
+        return read_tag(self.repo, name, self._access())
 
     @classmethod
     def open(cls, named: str) -> HubRelease | None:

@@ -152,6 +152,35 @@ class MlflowRegistry:
             found = self._patiently("model-versions/get", {"name": model, "version": version})
         return str(_mapping(found.get("model_version")).get("source", ""))
 
+    def version_at(self, model: str, alias: str) -> str:
+        """The release that an alias means, by its own name; empty: none.
+
+        Raises:
+            Refused: when the server says no, or does not answer.
+        """
+        found = self._patiently("registered-models/alias", {"name": model, "alias": alias})
+        tags = _mapping(found.get("model_version")).get("tags") or ()
+        return next((str(tag["value"]) for tag in tags if tag["key"] == VERSION_TAG), "")
+
+    def move_alias(self, model: str, version: str, alias: str) -> bool:
+        """Have ``alias`` mean the release ``version``; of several registrations of it, the last. Idempotent.
+
+        Returns:
+            Whether there is such a version.
+
+        Raises:
+            Refused: when the server says no, or does not answer.
+        """
+        condition = f"name = '{model}' and tags.`{VERSION_TAG}` = '{version}'"
+        found = self._patiently("model-versions/search", {"filter": condition}).get("model_versions") or []
+        if not found:
+            return False
+        number = str(max(int(one["version"]) for one in found))
+        there = self._patiently("registered-models/alias", {"name": model, "alias": alias})
+        if str(_mapping(there.get("model_version")).get("version", "")) != number:
+            self._patiently("registered-models/alias", {"name": model, "alias": alias, "version": number}, post=True)
+        return True
+
     def check(self) -> None:
         """See that the server answers, and lets us in.
 
@@ -225,10 +254,10 @@ class MlflowRegistry:
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return self._answered(f"{_API}/{path}", body)
 
-    def _patiently(self, path: str, parameters: Mapping[str, str]) -> dict[str, Any]:
+    def _patiently(self, path: str, parameters: Mapping[str, str], *, post: bool = False) -> dict[str, Any]:
         for failures in range(_FAILURES):
             try:
-                return self._get(path, parameters)
+                return self._post(path, parameters) if post else self._get(path, parameters)
             except TryAgain as error:
                 said = error
                 if failures < _FAILURES - 1:

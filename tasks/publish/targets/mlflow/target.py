@@ -14,6 +14,7 @@ from pydantic import Field
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store import HashMemo
 from tasks.publish.content import ReleaseFile
+from tasks.publish.targets.alias import no_such_version, require_alias_name
 from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishedRelease, PublishTarget, Release
 from tasks.publish.targets.hub import HubTarget
 from tasks.publish.targets.mlflow.registration import MlflowRegistry, registration_of, require_tracking
@@ -88,6 +89,16 @@ class MlflowTarget(PublishTarget):
         number, changed = registry.register(wanted)
         where = f"models:/{self.model}/{number}"
         return Release(name, version, where, f"{self.model} in MLflow", released.new or changed)
+
+    def set_alias(self, root: Path, version: str, name: str) -> None:
+        """Move the alias of the registered model. Versions are numbers there, so no alias can be one."""
+        require_alias_name(name, {self.alias, "latest"})
+        if not self._registry().move_alias(self.model, version, name):
+            raise no_such_version(version, f"{self.model} in MLflow")
+
+    def aliased(self, root: Path, name: str) -> str | None:
+        """The release whose registered version the alias means."""
+        return self._registry().version_at(self.model, name) or None
 
     @classmethod
     def open(cls, named: str) -> PublishedRelease | None:

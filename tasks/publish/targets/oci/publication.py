@@ -85,6 +85,15 @@ def parse_manifest(content: bytes, where: str) -> dict[str, tuple[int, str]]:
         ) from None
 
 
+def version_in(content: bytes) -> str:
+    """The version that a manifest says it is; empty where it is none of ours."""
+    try:
+        manifest: dict[str, Any] = json.loads(content)
+        return str(manifest["annotations"][_VERSION]) if manifest["artifactType"] == ARTIFACT_TYPE else ""
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
 def next_write(digest: str, observed: ObservedTags, expected_head: str) -> str | Refused:
     """``blobs``, ``version``, ``latest`` or ``done``: what to write now; or why not.
 

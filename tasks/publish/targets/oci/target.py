@@ -13,9 +13,10 @@ from pydantic import Field
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store import HashMemo, merkle
 from tasks.publish.content import ReleaseFile, is_content_version
+from tasks.publish.targets.alias import is_a_version, no_such_version, require_alias_name
 from tasks.publish.targets.contract import FIRST, CurrentRelease, OnProgress, PublishTarget, Release
 from tasks.publish.targets.downloaded import downloaded_release
-from tasks.publish.targets.oci.publication import LATEST_TAG, parse_manifest, publish_oci
+from tasks.publish.targets.oci.publication import LATEST_TAG, parse_manifest, publish_oci, version_in
 from tasks.publish.targets.oci.registry import REPOSITORY, Registry
 
 _NAME = re.compile(
@@ -80,6 +81,23 @@ class OciTarget(PublishTarget):
         registry = self._registry()
         digest, new = publish_oci(files, registry, version, expected_head=expected_head, on_progress=on_progress)
         return Release(name, version, f"{self.address}@{digest}", self.address, new)
+
+    def set_alias(self, root: Path, version: str, name: str) -> None:
+        """Put a tag of that name on the version's manifest. Like ``latest`` it has no guard."""
+        require_alias_name(name, {LATEST_TAG})
+        registry = self._registry()
+        wanted, there = registry.manifest(version), registry.manifest(name)
+        if wanted is None or version_in(wanted[0]) != version:
+            raise no_such_version(version, self.address)
+        if there is not None and version_in(there[0]) in ("", name):
+            raise is_a_version(name, self.address)
+        if there != wanted:
+            registry.put_manifest(name, wanted[0])
+
+    def aliased(self, root: Path, name: str) -> str | None:
+        """The version that the manifest at that tag says it is."""
+        there = self._registry().manifest(name)
+        return (version_in(there[0]) or None) if there else None
 
     @classmethod
     def open(cls, named: str) -> OciRelease | None:

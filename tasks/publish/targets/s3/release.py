@@ -15,9 +15,11 @@ from pydantic import ValidationError
 
 from merge_core.errors import InvalidInput, Refused, suggest
 from merge_core.store import merkle
+from tasks.publish.targets.alias import ALIAS_NAME
 from tasks.publish.targets.contract import FIRST, CurrentRelease
 from tasks.publish.targets.downloaded import downloaded_release
 from tasks.publish.targets.s3.access import S3Place, is_of_client, refusal, require_boto3, s3_place
+from tasks.publish.targets.s3.aliases import read_alias
 from tasks.publish.targets.s3.publication import parse_pointer, sha256_there
 from tasks.publish.targets.s3.state import LISTINGS, POINTER, Pointer, ReleasedVersion, VersionListing
 
@@ -148,8 +150,10 @@ def open_in_bucket(named: str) -> S3Release | None:
             expected="s3://bucket/prefix[@version] of a release",
             remedy="check the spelling, and AWS_ENDPOINT_URL_S3 where it is not Amazon's",
         )
-    pointer = there[0]
-    entry = pointer.named(form["version"]) if form["version"] else pointer.released
+    pointer, version = there[0], form["version"] or ""
+    entry = pointer.named(version) if version else pointer.released
+    if entry is None and re.fullmatch(ALIAS_NAME, version) and (alias := in_words(place, read_alias, place, version)):
+        entry = alias[0]
     if entry is None:
         known = [one.version for one in pointer.versions]
         raise InvalidInput(

@@ -6,6 +6,7 @@
     prefix/3f9a0c71b2de/…                  the files of a version, under their own names
     prefix/v2-3f9a0c71b2de/…               the same of a version with a name of its own
     prefix/.listings/3f9a0c71b2de.json     size and sha256 of every file of a version
+    prefix/production.json                 an alias: the version that it means, as the pointer has it
 
 Readers follow the pointer, so what it does not name is nobody's release yet. The order of the steps keeps the promises:
 

@@ -10,10 +10,13 @@ from pydantic import Field
 
 from merge_core.store import HashMemo
 from tasks.publish.content import ReleaseFile
+from tasks.publish.targets.alias import require_alias_name
 from tasks.publish.targets.contract import CurrentRelease, OnProgress, PublishTarget, Release
 from tasks.publish.targets.s3.access import S3_URL, S3Place, require_boto3, s3_place
+from tasks.publish.targets.s3.aliases import move_alias, read_alias
 from tasks.publish.targets.s3.publication import WHOLE_UP_TO, publish_s3
 from tasks.publish.targets.s3.release import S3Release, download_current, download_named, in_words, open_in_bucket
+from tasks.publish.targets.s3.state import POINTER
 
 
 class S3Target(PublishTarget):
@@ -86,9 +89,23 @@ class S3Target(PublishTarget):
         )
         return Release(name, version, f"{place.url}@{version}", place.url, new)
 
+    def set_alias(self, root: Path, version: str, name: str) -> None:
+        """Write ``name.json`` beside the pointer."""
+        require_alias_name(name, {POINTER.removesuffix(".json")})
+        require_boto3("publish.to: s3")
+        place = self._place()
+        in_words(place, move_alias, place, version, name)
+
+    def aliased(self, root: Path, name: str) -> str | None:
+        """What ``name.json`` says."""
+        require_boto3("publish.to: s3")
+        place = self._place()
+        found = in_words(place, read_alias, place, name)
+        return found[0].version if found else None
+
     @classmethod
     def open(cls, named: str) -> S3Release | None:
-        """``s3://bucket/prefix[@version]``; where it is not Amazon's, ``AWS_ENDPOINT_URL_S3`` says where."""
+        """``s3://bucket/prefix[@version or alias]``; where it is not Amazon's, ``AWS_ENDPOINT_URL_S3`` says where."""
         return open_in_bucket(named)
 
     def _place(self) -> S3Place:

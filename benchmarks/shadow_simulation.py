@@ -1,0 +1,146 @@
+"""How often the rule of the shadow errs when it is looked at after every pair, and how many pairs it needs: the tables
+of ``docs/shadow.md``.
+
+::
+
+    .venv/bin/python benchmarks/shadow_simulation.py             # both tables as Markdown, some minutes on one core
+    .venv/bin/python benchmarks/shadow_simulation.py --runs 500  # a glance
+
+Pairs are drawn, not judged: each is a tie with a fixed probability, and else a win or a loss so that the win rate is
+even less the shortfall. The evidence is the product's own (``tasks.shadow``); only the looking is done for thousands of
+runs at once. No look is left out: the next one is taken where evidence could have reached the threshold at the soonest,
+had the candidate won every pair until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.shadow import ShadowRule
+from tasks.shadow.evidence import EVEN, log_evidence
+
+RUNS, MOST_PAIRS, SEED = 10_000, 20_000, 19
+TIES = (0.3, 0.6, 0.8)
+SHORTFALLS = (0.0, 0.015, 0.03, -0.02)
+_SIDE_BY_SIDE = 1_000  # runs that are drawn at once
+NEVER = np.iinfo(np.int64).max
+_ONE_SIDED_Z = 1.6449  # of a test at 95 % that is made for one look
+_NAIVE_EVERY, _NAIVE_MOST = 100, 5_000  # pairs
+
+Counts = NDArray[np.uint16]
+
+
+class Runs(NamedTuple):
+    """At which pair each simulated run would be promoted, and rolled back, were there only the one; ``NEVER``.
+
+    ``naive``: whether a one-sided z-test that is looked at every 100 of 5,000 pairs ever says "above the bound".
+    """
+
+    promoted_at: NDArray[np.int64]
+    rolled_back_at: NDArray[np.int64]
+    naive: NDArray[np.bool_]
+
+    @property
+    def promoted(self) -> NDArray[np.bool_]:
+        """Whether the rule as a whole promotes: what comes first ends the run."""
+        return self.promoted_at < self.rolled_back_at
+
+    @property
+    def rolled_back(self) -> NDArray[np.bool_]:
+        return (self.rolled_back_at <= self.promoted_at) & (self.rolled_back_at < NEVER)
+
+    @property
+    def decided_at(self) -> NDArray[np.int64]:
+        return np.minimum(self.promoted_at, self.rolled_back_at)
+
+
+def simulate(ties: float, shortfall: float, rule: ShadowRule, runs: int, pairs: int, seed: int = SEED) -> Runs:
+    """``runs`` candidates, each watched for ``pairs`` pairs, looked at after each of them."""
+    rng = np.random.default_rng(seed)
+    parts = [_watched(wins, losses, rule) for wins, losses in _drawn(rng, ties, shortfall, runs, pairs)]
+    return Runs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def first_look(wins: Counts, losses: Counts, bound: float, rule: ShadowRule, start: int) -> NDArray[np.int64]:
+    """The first number of pairs, of ``start`` or more, after which evidence that the win rate is above ``bound`` has
+    reached the threshold; ``NEVER``.
+
+    Args:
+        wins, losses: So far, after each pair: ``[runs, pairs]``.
+    """
+    # Won pairs raise evidence most; by how much at most, the boldest bet alone tells.
+    most = float(log_evidence(1e6, 0, 0, bound)) / 1e6 + 1e-4
+    found = np.full(len(wins), NEVER)
+    active, at = np.arange(len(wins)), np.full(len(wins), start, dtype=np.int64)
+    while len(active := active[at[active] <= wins.shape[1]]):
+        n = at[active]
+        won, lost = wins[active, n - 1].astype(np.int64), losses[active, n - 1].astype(np.int64)
+        short = rule.log_threshold - log_evidence(won, n - won - lost, lost, bound)
+        found[active[short <= 0]] = n[short <= 0]
+        at[active] = n + np.maximum(1, np.ceil(short / most).astype(np.int64))
+        active = active[short > 0]
+    return found
+
+
+def _drawn(
+    rng: np.random.Generator, ties: float, shortfall: float, runs: int, pairs: int
+) -> Iterator[tuple[Counts, Counts]]:
+    won = EVEN - shortfall - ties / 2
+    for begin in range(0, runs, _SIDE_BY_SIDE):
+        u = rng.random((min(_SIDE_BY_SIDE, runs - begin), pairs), dtype=np.float32)
+        yield np.cumsum(u < won, axis=1, dtype=np.uint16), np.cumsum(u >= won + ties, axis=1, dtype=np.uint16)
+
+
+def _watched(wins: Counts, losses: Counts, rule: ShadowRule) -> Runs:
+    return Runs(
+        first_look(wins, losses, rule.bound, rule, rule.minimum_pairs),
+        first_look(losses, wins, EVEN, rule, 1),
+        _naive(wins, losses, rule),
+    )
+
+
+def _naive(wins: Counts, losses: Counts, rule: ShadowRule) -> NDArray[np.bool_]:
+    n = np.arange(_NAIVE_EVERY, min(_NAIVE_MOST, wins.shape[1]) + 1, _NAIVE_EVERY)
+    won, lost = wins[:, n - 1] / n, losses[:, n - 1] / n
+    above = EVEN + (won - lost) / 2 - rule.bound
+    variance = (won + lost - (won - lost) ** 2) / 4
+    return np.asarray((above >= _ONE_SIDED_Z * np.sqrt(variance / n)).any(axis=1))
+
+
+def _pairs(values: NDArray[np.int64], share: float, most: int) -> str:
+    number = np.quantile(values, share, method="inverted_cdf")
+    return f"{int(number):,}" if number <= most else f"over {most:,}"
+
+
+def _tables(runs: int, pairs: int) -> Iterator[str]:
+    rule = ShadowRule()
+    done = {(t, s): simulate(t, s, rule, runs, pairs) for t in TIES for s in SHORTFALLS}
+    yield f"{runs:,} runs each, looked at after every one of up to {pairs:,} pairs, margin {rule.margin:g} points:\n"
+    yield "| ties | promoted at the margin | a z-test, every 100 of 5,000 pairs | equal, and rolled back |"
+    yield "| --: | --: | --: | --: |"
+    for t in TIES:
+        margin, equal = done[t, rule.margin / 100], done[t, 0.0]
+        promoted, back = (margin.promoted_at < NEVER).mean(), (equal.rolled_back_at < NEVER).mean()
+        yield f"| {t:.0%} | {promoted:.1%} | {margin.naive.mean():.1%} | {back:.1%} |"
+    yield "\n| ties | true shortfall | promoted | rolled back | pairs: median | 90 % within |"
+    yield "| --: | --: | --: | --: | --: | --: |"
+    for (t, s), one in done.items():
+        at = one.decided_at
+        yield (
+            f"| {t:.0%} | {100 * s:g} points | {one.promoted.mean():.1%} | {one.rolled_back.mean():.1%} "
+            f"| {_pairs(at, 0.5, pairs)} | {_pairs(at, 0.9, pairs)} |"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--pairs", type=int, default=MOST_PAIRS)
+    asked = parser.parse_args()
+    for line in _tables(asked.runs, asked.pairs):
+        print(line.replace("%", " %") if line.startswith("|") and "ties" not in line else line, flush=True)
