@@ -1,0 +1,118 @@
+"""What a profile says about watching a release: which two servers, how much of the traffic, when it is promoted."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from merge_core.store import NotInKey
+from tasks.judge import JudgeServer, Judging
+from tasks.publish import ApprovalSettings
+from tasks.shadow.evidence import ShadowRule
+from tasks.shadow.switch import SwitchRule
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class ShadowServer(BaseModel):
+    """One of the two servers that are asked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: Annotated[str, NotInKey] = Field(description="Of an OpenAI-compatible server: http://localhost:8000/v1")
+    model: str | None = Field(
+        default=None, min_length=1, description="What it calls the model; absent: as the client says."
+    )
+    api_key_env: Annotated[str | None, NotInKey] = Field(
+        default=None, min_length=1, description="Environment variable that holds its key; absent: the client's own."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("no address such as http://localhost:8000/v1")
+        if parts.username or parts.password:
+            raise ValueError("holds credentials; name a variable under api_key_env instead")
+        return url.rstrip("/")
+
+
+class ShadowJudge(Judging, JudgeServer):
+    """Who compares the answers."""
+
+
+class ShadowSettings(BaseModel):
+    """How a release is watched on users' traffic before it is promoted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parent: ShadowServer = Field(description="What serves users today.")
+    candidate: ShadowServer = Field(description="What serves the release that is watched.")
+    listen: str = Field(default="127.0.0.1:8100", pattern=r"^[\w.:\[\]-]+:\d{1,5}$", description="Host and port.")
+    mode: Literal["mirror", "split"] = Field(
+        default="mirror", description="mirror: the candidate gets copies; split: it answers its share of the users."
+    )
+    share: float = Field(default=0.1, ge=0, le=1, description="Of the traffic that the candidate sees.")
+    session_header: str = Field(default="x-session-id", min_length=1, description="The header that names a session.")
+    timeout: float = Field(default=600.0, gt=0, description="Seconds that a server may take for its next byte.")
+    in_flight: int = Field(default=256, ge=1, description="Requests at a time; one more is answered 503.")
+    copies: int = Field(default=64, ge=1, description="Copies at a time; one more is left out, and counted.")
+    queue: int = Field(default=10_000, ge=1, description="Records that may wait for the database.")
+    body_limit: int = Field(
+        default=1 << 20, ge=1024, description="Bytes of a body that is kept; of a longer one nothing is."
+    )
+    records: str | None = Field(
+        default=None,
+        description="sqlite:///FILE or postgresql://USER@HOST/DATABASE (PGPASSWORD); absent: a file of the project.",
+    )
+    redact: tuple[str, ...] = Field(default=(), description="Regular expressions: what they match is not kept.")
+    redact_with: str | None = Field(default=None, description="package.module:function that takes a text to a text.")
+    keep_days: float = Field(default=30.0, gt=0, description="Days after which records go.")
+    rule: ShadowRule = ShadowRule()
+    switch: SwitchRule = SwitchRule()
+    judge: ShadowJudge = Field(description="Who compares the answers.")
+    alias: str | None = Field(
+        default="production",
+        min_length=1,
+        description="What a promoted release is called at its target; null: nothing.",
+    )
+    approval: ApprovalSettings | bool = Field(default=False, description="Whether a person says yes before.")
+
+    @field_validator("records")
+    @classmethod
+    def _holds_no_password(cls, records: str | None) -> str | None:
+        if records is None:
+            return None
+        parts = urlsplit(records)
+        if parts.scheme.partition("+")[0] not in ("sqlite", "postgresql"):
+            raise ValueError("sqlite:///FILE or postgresql://USER@HOST/DATABASE is expected")
+        if parts.password:
+            raise ValueError("holds a password; set PGPASSWORD, or use ~/.pgpass")
+        return records
+
+    @field_validator("redact")
+    @classmethod
+    def _are_expressions(cls, redact: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in redact:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return redact
+
+    @field_validator("redact_with")
+    @classmethod
+    def _names_a_function(cls, named: str | None) -> str | None:
+        if named is not None and not _FUNCTION.fullmatch(named):
+            raise ValueError("package.module:function is expected")
+        return named
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port to listen on."""
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
