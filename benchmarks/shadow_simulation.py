@@ -3,8 +3,9 @@ of ``docs/shadow.md``.
 
 ::
 
-    .venv/bin/python benchmarks/shadow_simulation.py             # both tables as Markdown, some minutes on one core
+    .venv/bin/python benchmarks/shadow_simulation.py             # both tables as Markdown, a minute or two on one core
     .venv/bin/python benchmarks/shadow_simulation.py --runs 500  # a glance
+    .venv/bin/python benchmarks/shadow_simulation.py --switch    # how often the kill switch ends an equal candidate
 
 Pairs are drawn, not judged: each is a tie with a fixed probability, and else a win or a loss so that the win rate is
 even less the shortfall. The evidence is the product's own (``tasks.shadow``); only the looking is done for thousands of
@@ -15,13 +16,14 @@ had the candidate won every pair until then.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.shadow import ShadowRule
+from tasks.shadow import ArmRow, ShadowRule, SwitchRule, kill_reason
 from tasks.shadow.evidence import EVEN, log_evidence
 
 RUNS, MOST_PAIRS, SEED = 10_000, 20_000, 19
@@ -137,10 +139,38 @@ def _tables(runs: int, pairs: int) -> Iterator[str]:
         )
 
 
+def killed_by_luck(spread: float, rule: SwitchRule, runs: int, requests: int, every: int = 20) -> float:
+    """Share of candidates that are as fast as their parent, and are ended for their first bytes all the same.
+
+    Args:
+        spread: Standard deviation of the logarithm of the seconds to the first byte.
+        every: Requests from one look to the next.
+    """
+    rng, ended = np.random.default_rng(SEED), 0
+    for _ in range(runs):
+        arms = [
+            [ArmRow(0, "parent", "answer", 200, "", False, first, first) for first in np.exp(times).tolist()]
+            for times in rng.normal(0, spread, (2, requests))
+        ]
+        looks = (tuple(arm[n - rule.of : n] for arm in arms) for n in range(rule.of, requests + 1, every))
+        ended += any(kill_reason(*look, rule) for look in looks)
+    return ended / runs
+
+
+def _switch_table(runs: int, requests: int) -> Iterator[str]:
+    yield f"{runs:,} runs each of {requests:,} requests to either arm, looked at every 20:\n"
+    yield "| spread of the first byte: median to 95th percentile | of 50 | of 100 | of 200 |"
+    yield "| --: | --: | --: | --: |"
+    for spread in (0.4, 0.6, 0.8, 1.0):
+        shares = [killed_by_luck(spread, SwitchRule(of=of), runs, requests) for of in (50, 100, 200)]
+        yield f"| 1 : {np.exp(_ONE_SIDED_Z * spread):.1f} | " + " | ".join(f"{share:.0%}" for share in shares) + " |"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--pairs", type=int, default=MOST_PAIRS)
+    parser.add_argument("--switch", action="store_true")
     asked = parser.parse_args()
-    for line in _tables(asked.runs, asked.pairs):
-        print(line.replace("%", " %") if line.startswith("|") and "ties" not in line else line, flush=True)
+    for line in _switch_table(min(asked.runs, 100), 10_000) if asked.switch else _tables(asked.runs, asked.pairs):
+        print(re.sub(r"(?<=\d)%", " %", line), flush=True)

@@ -266,7 +266,20 @@ class LookAlike(ThreadingHTTPServer):
         found.tags[name] = found.at(revision).id
         return _json({})
 
+    def on_delete_tag(self, request: Request, repo: str, revision: str) -> Answer:
+        if self.find(request, repo, write=True).tags.pop(revision, None) is None:
+            raise Denied(404, "Tag does not exist", "RevisionNotFound")
+        return Answer()
+
     # Listings
+
+    def on_commits(self, request: Request, repo: str, revision: str) -> Answer:
+        found = self.find(request, repo)
+        chain = [found.at(revision)]
+        while chain[-1].parent is not None:
+            chain.append(found.commits[chain[-1].parent])
+        said = {"authors": [], "date": "2026-01-01T00:00:00.000Z", "message": ""}
+        return _json([{"id": commit.id, "title": commit.title, **said} for commit in chain])
 
     def on_tree(self, request: Request, repo: str, revision: str) -> Answer:
         tree = self.find(request, repo).at(revision).tree
@@ -419,6 +432,8 @@ _ROUTES = [
         ("POST", _REPO + r"/branch/(?P<revision>[^/]+)", "create_branch"),
         ("DELETE", _REPO + r"/branch/(?P<revision>[^/]+)", "delete_branch"),
         ("POST", _REPO + r"/tag/(?P<revision>[^/]+)", "create_tag"),
+        ("DELETE", _REPO + r"/tag/(?P<revision>[^/]+)", "delete_tag"),
+        ("GET", _REPO + r"/commits/(?P<revision>[^/]+)", "commits"),
         ("POST", _REPO + r"/preupload/(?P<revision>[^/]+)", "preupload"),
         ("POST", _REPO + r"/commit/(?P<revision>[^/]+)", "commit"),
         ("GET", _REPO + r"/xet-(?P<kind>read|write)-token/(?P<revision>[^/]+)", "xet"),

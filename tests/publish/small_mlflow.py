@@ -85,8 +85,9 @@ class _Asked(BaseHTTPRequestHandler):
                     return {"error_code": "RESOURCE_ALREADY_EXISTS"}
                 held.models[said["name"]] = []
             case "GET model-versions/search":
-                model, digest = re.findall(r"'([^']*)'", said["filter"])
-                return {"model_versions": [one for one in held.models[model] if one["tags"][0]["value"] == digest]}
+                model, value = re.findall(r"'([^']*)'", said["filter"])
+                tag = {"key": re.findall(r"`([^`]*)`", said["filter"])[0], "value": value}
+                return {"model_versions": [one for one in held.models.get(model, ()) if tag in one["tags"]]}
             case "POST model-versions/create":
                 versions = held.models[said["name"]]
                 versions.append({**said, "version": str(len(versions) + 1)})

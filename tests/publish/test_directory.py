@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from alias_contract import ALIAS, require_aliases
 
 from merge_core.errors import Refused
 from merge_core.store.hashing import HashMemo, sha256_file
@@ -148,3 +149,24 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
     publish_directory(files, target, "v1", hashes)
     assert sorted(path.name for path in target.iterdir()) == ["latest", "v1"]
     assert (target / "latest" / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_an_alias_is_a_relative_link_that_moves_in_one_step(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
+) -> None:
+    place = tmp_path / "releases"
+    for version in ("v1", "spring", "v2"):
+        publish_directory(files, place, version, hashes)
+
+    def held() -> object:
+        return {
+            path: path.is_symlink() or path.stat().st_mtime_ns for path in place.rglob("*") if ALIAS not in str(path)
+        }
+
+    require_aliases(DirectoryTarget(path=place), held, lambda: [path.lstat().st_mtime_ns for path in place.iterdir()])
+    assert (place / ALIAS).readlink() == Path("v1")
+    with pytest.raises(Refused, match="an alias"):
+        publish_directory(files, place, ALIAS, hashes)
+    (place / ALIAS).unlink()
+    (place / ALIAS).symlink_to(tmp_path)
+    assert DirectoryTarget(path=place).aliased(Path(), ALIAS) is None, "it leads elsewhere"

@@ -11,11 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from alias_contract import ALIAS, require_aliases
 from hub_look_alike import READER, STRANGER, WRITER, Fault, LookAlike, hub
+from look_alike_repository import Repository, plain
 from publishers import Publishers, publishers
 
-from merge_core.errors import InvalidInput
+from merge_core.errors import InvalidInput, Refused
 from tasks.checkpoints.hub.access import hub_access
+from tasks.publish.targets.hub import HubTarget
+from tasks.publish.targets.hub.aliases import version_on
 
 MODEL = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models" / "base"
 CARD = "---\nlicense: mit\n---\n# demo\n"
@@ -313,3 +317,56 @@ def test_an_environment_without_network_is_told_at_once(monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InvalidInput, match="unset HF_HUB_OFFLINE"):
         hub_access(writing=True)
+
+
+@pytest.fixture
+def released(stand_in: LookAlike, monkeypatch: pytest.MonkeyPatch) -> LookAlike:
+    """``v1``, ``spring`` and ``v2`` as publications leave them; the Hub of this process."""
+    from huggingface_hub import constants
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    repository = stand_in.repositories["acme/demo"] = Repository("acme/demo", private=True)
+    for version in ("v1", "spring", "v2"):
+        files = {"README.md": plain(version.encode())}
+        repository.tags[version] = repository.add("main", repository.branches["main"], f"Release {version}", files).id
+    return stand_in
+
+
+def test_an_alias_is_a_tag_that_moves(released: LookAlike) -> None:
+    to, there = HubTarget(to="hub", repo="acme/demo"), released.repository
+    require_aliases(
+        to,
+        lambda: ({**there.tags, ALIAS: ""}, there.branches, list(there.commits)),
+        lambda: [entry.path for entry in released.log if entry.method != "GET"],
+    )
+    to.set_alias(Path(), "spring", ALIAS)
+    with pytest.raises(InvalidInput, match="'spring', which is a version"):
+        to.set_alias(Path(), "v1", "spring")
+    with pytest.raises(InvalidInput, match="no version 'v1'"):
+        HubTarget(to="hub", repo="acme/other").set_alias(Path(), "v1", ALIAS)
+
+
+@pytest.mark.parametrize("kind", ["fail", "drop"])
+def test_an_alias_arrives_whatever_answer_is_lost(released: LookAlike, kind: str) -> None:
+    to = HubTarget(to="hub", repo="acme/demo")
+    to.set_alias(Path(), "v1", ALIAS)
+    for path, method in (("/refs", "GET"), ("/tag/", "DELETE"), ("/tag/", "POST")):
+        for version in ("v2", "v1"):
+            released.set_faults([Fault(kind, method=method, path=path)])
+            to.set_alias(Path(), version, ALIAS)
+            assert to.aliased(Path(), ALIAS) == version
+    released.set_faults([Fault("fail", path="/tag/", status=403, times=9)])
+    with pytest.raises(Refused, match="may write there"):
+        to.set_alias(Path(), "v2", ALIAS)
+
+
+def test_of_tags_on_one_commit_an_alias_means_the_version() -> None:
+    tags = {"canary": "1", "production": "1", "spring": "1", "v1": "1", "v2": "2"}
+    assert version_on(tags, "production") == "v1"
+    assert version_on({**tags, "v1": "3"}, "production") == "canary"
+    assert version_on(tags, "v2") is None
+    assert version_on(tags, "nothing") is None

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+from alias_contract import ALIAS, require_aliases
 from faulty_proxy import FaultyProxy, ProxyFault, faulty_proxy
 from patience import HANG_S
 from release_samples import publishable
@@ -189,6 +190,11 @@ def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
     assert run["info"]["status"] == "FINISHED"
     assert {one["key"]: one["value"] for one in run["data"]["metrics"]}["high/mmlu/general"] == 1.7
     assert publish(to, files("w"), "v1").location == "models:/support assistant/1", "made champion again"
+    to.set_alias(tmp_path, "v1", ALIAS)
+    to.set_alias(tmp_path, "v2", ALIAS)
+    assert (to.aliased(tmp_path, ALIAS), to.aliased(tmp_path, "champion")) == ("v2", "v1")
+    with pytest.raises(InvalidInput, match="no version 'v3'"):
+        to.set_alias(tmp_path, "v3", ALIAS)
     full = publishable(tmp_path / "full").publish(target(server.url, blobs, "full"), tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     assert check_release(find_release("models:/full@champion")).files > 5
@@ -256,3 +262,20 @@ def refusal_of(to: PublishTarget, release: tuple[ReleaseFile, ...]) -> str:
     except Refused as error:
         return str(error)
     return ""
+
+
+def test_an_alias_is_one_of_the_registered_model(blobs: SmallRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_mlflow() as mlflow, faulty_proxy(mlflow.url) as proxy:
+        to = target(proxy.url, blobs, "demo")
+        for weights, version in (("w", "v1"), ("x", "spring"), ("y", "v2")):
+            publish(to, files(weights), version)
+        require_aliases(
+            to,
+            lambda: (mlflow.models, {**mlflow.aliases, ("demo", ALIAS): ""}),
+            lambda: [path for method, path in proxy.log if method == "POST"],
+        )
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.url)
+        first = find_release(f"{to.address}:v1")
+        assert find_release(f"models:/demo@{ALIAS}").files() == first.files()
+        with pytest.raises(InvalidInput, match="moves with every release"):
+            to.set_alias(Path(), "v1", "champion")

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from alias_contract import ALIAS, require_aliases
 from faulty_proxy import ProxyFault, faulty_proxy
 from forked_publishers import forked_publishers
 from patience import HANG_S
@@ -298,3 +299,17 @@ def _standing(registry: SmallRegistry) -> dict[str, bytes]:
         one["annotations"]["org.opencontainers.image.title"]: registry.blobs[one["digest"]]
         for one in manifest["layers"]
     }
+
+
+def test_an_alias_is_another_tag_of_the_manifest(small: SmallRegistry) -> None:
+    for files, version in ((ONE, "v1"), (TWO, "spring"), (TWO, "v2")):
+        publish(small.url, files, version)
+    with faulty_proxy(small.url) as proxy:
+        to = target(proxy.url)
+        require_aliases(
+            to,
+            lambda: {**small.tags, ALIAS: ""},
+            lambda: [path for method, path in proxy.log if method == "PUT"],
+        )
+        assert find_release(f"{to.address}:{ALIAS}").files() == find_release(f"{to.address}:v1").files()
+    assert small.tags[ALIAS] == small.tags["v1"]

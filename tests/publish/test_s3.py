@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alias_contract import ALIAS, require_aliases
 from bucket import BUCKET, S3OnLoopback, s3_on_loopback
+from faulty_proxy import ProxyFault
 from forked_publishers import AWS
 from release_samples import publishable
 
@@ -22,7 +24,7 @@ from tasks.publish import ReleaseFile
 from tasks.publish.content import content_version, written_file
 from tasks.publish.releases import check_release, find_champion
 from tasks.publish.targets import PublishTarget, Release, check_target, find_release, publish_targets
-from tasks.publish.targets.s3 import access, publication
+from tasks.publish.targets.s3 import access, aliases, publication
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 URL = f"s3://{BUCKET}/acme/demo"
@@ -332,3 +334,49 @@ def _sha256(path: Path) -> str:
     from merge_core.store.hashing import sha256_file
 
     return sha256_file(path)
+
+
+def test_an_alias_is_an_object_beside_the_pointer(bucket: S3OnLoopback) -> None:
+    for files, version in ((ONE, "v1"), (TWO, "spring"), (TWO, "v2")):
+        publish(files, version)
+    there, key = bucket.objects(), f"acme/demo/{ALIAS}.json"
+    require_aliases(
+        target(),
+        lambda: {name: content for name, content in bucket.objects().items() if name != key},
+        lambda: [path for method, path in bucket.proxy.log if method == "PUT"],
+    )
+    assert json.loads(bucket.read(key))["version"] == "v1"
+    assert find_release(f"{URL}@{ALIAS}").files() == find_release(f"{URL}@v1").files()
+    bucket.put_back(there)
+    with pytest.raises(InvalidInput, match=f"no version {ALIAS}"):
+        find_release(f"{URL}@{ALIAS}")
+
+
+def test_an_alias_arrives_whatever_request_is_lost_and_sees_who_moved_it_meanwhile(
+    bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for files, version in ((ONE, "v1"), (TWO, "v2")):
+        publish(files, version)
+    for nth, kind in enumerate(("after", "503", "before", "after", "503")):
+        bucket.proxy.begin(ProxyFault(kind, nth % 4))
+        target().set_alias(Path(), version := ("v1", "v2")[nth % 2], ALIAS)
+        bucket.proxy.begin(None)
+        assert target().aliased(Path(), ALIAS) == version
+    seen: list[str] = []
+    read = aliases.read_alias
+
+    def overtaken(place: access.S3Place, name: str) -> object:
+        """Somebody else moves it between our first look and our write."""
+        found = read(place, name)
+        assert found is not None
+        if not seen:
+            aliases._write(place, name, found[0].model_copy(update={"version": "theirs"}), found[1])
+        seen.append(found[0].version)
+        return found
+
+    monkeypatch.setattr(aliases, "read_alias", overtaken)
+    target().set_alias(Path(), "v2", ALIAS)
+    assert seen == ["v1", "theirs", "v2"]
+    bucket.write(f"acme/demo/{ALIAS}.json", b"{}")
+    with pytest.raises(Refused, match="no alias of a version"):
+        target().set_alias(Path(), "v2", ALIAS)

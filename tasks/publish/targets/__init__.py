@@ -3,6 +3,7 @@
 Other packages add theirs under the entry point ``mergegate.targets``.
 """
 
+from tasks.publish.targets.alias import ALIAS_NAME
 from tasks.publish.targets.contract import (
     CurrentRelease,
     OnProgress,
@@ -14,6 +15,7 @@ from tasks.publish.targets.contract import (
 from tasks.publish.targets.registry import Target, find_release, publish_targets
 
 __all__ = [
+    "ALIAS_NAME",
     "CurrentRelease",
     "OnProgress",
     "PublishTarget",

@@ -1,0 +1,173 @@
+"""The evidence of judged pairs agrees with fractions, its properties hold, and it errs as seldom as it promises."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from benchmark_scripts import load_benchmark
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.shadow import ShadowEvidence, ShadowRule, decide_shadow, evidence_of, path
+
+RULE = ShadowRule()
+THRESHOLD = math.log(20)
+SCORES = st.lists(st.sampled_from([1.0, 0.5, 0.0]), max_size=60)
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "shadow.md"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_benchmark("shadow_simulation")
+
+
+def wealth(scores: list[float], bound: Fraction, *, above: bool) -> Fraction:
+    """What 32 bettors have together of 1, each pair staked on in its turn; exact."""
+    total = Fraction(0)
+    for k in range(1, 33):
+        room = bound if above else 1 - bound
+        stake, one = Fraction(2 * k - 1, 64) / (2 * room), Fraction(1)
+        for x in map(Fraction, scores):
+            one *= 1 + stake * ((x - bound) if above else (bound - x))
+        total += one
+    return total / 32
+
+
+@settings(max_examples=40, deadline=None)
+@given(scores=SCORES, margin=st.integers(1, 49))
+def test_it_is_the_wealth_of_32_bettors(scores: list[float], margin: int) -> None:
+    found = evidence_of(scores, ShadowRule(margin=margin))
+    bound = Fraction(50 - margin, 100)
+    assert found.log_e_promote == pytest.approx(math.log(wealth(scores, bound, above=True)), abs=1e-9)
+    assert found.log_e_rollback == pytest.approx(math.log(wealth(scores, Fraction(1, 2), above=False)), abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scores=SCORES, shuffled=st.randoms(use_true_random=False), margins=st.tuples(st.floats(0.1, 49), st.floats(0.1, 49))
+)
+def test_the_order_of_pairs_is_nothing_and_a_wider_margin_is_easier(
+    scores: list[float], shuffled: object, margins: tuple[float, float]
+) -> None:
+    other = sorted(scores)
+    shuffled.shuffle(other)  # type: ignore[attr-defined]
+    assert evidence_of(scores, RULE) == evidence_of(other, RULE)
+    narrow, wide = (evidence_of(scores, ShadowRule(margin=margin)) for margin in sorted(margins))
+    assert narrow.log_e_promote <= wide.log_e_promote + 1e-12
+    assert narrow.log_e_rollback == wide.log_e_rollback
+
+
+@settings(max_examples=60, deadline=None)
+@given(scores=st.lists(st.sampled_from([1.0, 0.5, 0.0]), min_size=1, max_size=400))
+def test_the_interval_and_the_decision_agree_and_the_mirror_image_is_mirrored(scores: list[float]) -> None:
+    found, mirrored = evidence_of(scores, RULE), evidence_of([1 - x for x in scores], RULE)
+    assert (found.low, found.high) == pytest.approx((1 - mirrored.high, 1 - mirrored.low), abs=1e-12)
+    assert 0 <= found.low <= found.win_rate <= found.high <= 1
+    if abs(found.log_e_promote - THRESHOLD) > 1e-6:
+        assert (found.low >= RULE.bound) == (found.log_e_promote >= THRESHOLD)
+    if abs(found.log_e_rollback - THRESHOLD) > 1e-6:
+        assert (found.high <= 0.5) == (found.log_e_rollback >= THRESHOLD)
+
+
+@settings(max_examples=60, deadline=None)
+@given(scores=st.lists(st.sampled_from([1.0, 0.5]), max_size=150), hours=st.floats(0, 48))
+def test_nothing_is_promoted_before_both_minima(scores: list[float], hours: float) -> None:
+    found = decide_shadow(evidence_of(scores, RULE), hours, RULE)
+    assert found.outcome != "roll back"
+    if len(scores) < 100 or hours < 24:
+        assert found.outcome == "wait"
+
+
+def test_each_decision_says_its_numbers() -> None:
+    def said(scores: list[float], hours: float) -> str:
+        return ": ".join(decide_shadow(evidence_of(scores, RULE), hours, RULE))
+
+    assert said([], 1) == "wait: no pair is judged yet"
+    assert said([1, 0.5, 0.5, 0] * 500, 30) == (
+        "promote: the win rate over 2,000 pairs is 50.0 %; with 95 % confidence it is above 47.5 %, "
+        "within 3 points of even"
+    )
+    assert said([1, 0.5, 0.5, 0] * 500, 23.99).endswith("of even, but 23.9 of at least 24 hours are watched")
+    assert said([0] * 20, 0.2) == (
+        "roll back: the win rate over 20 pairs is 0.0 %; with 95 % confidence it is below 33.2 %, worse than even"
+    )
+    assert said([1, 0] * 20, 30) == (
+        "wait: the win rate over 40 pairs is 50.0 %; it may be anything from 29.7 % to 70.3 %, and above 47.0 % is "
+        "to be shown; besides, 40 of at least 100 pairs are judged"
+    )
+
+
+def test_who_is_shown_to_be_worse_is_not_promoted_for_being_within_the_margin() -> None:
+    close = evidence_of([1.0] * 4850 + [0.5] * 40_000 + [0.0] * 5850, RULE)
+    assert min(close.log_e_promote, close.log_e_rollback) > THRESHOLD
+    assert decide_shadow(close, 99, RULE).outcome == "roll back"
+
+
+def test_a_million_pairs_are_nothing_and_a_path_ends_where_the_evidence_is() -> None:
+    many = [1.0, 0.5, 0.5, 0.0] * 250_000
+    whole, drawn = evidence_of(many, RULE), path(many, RULE)
+    assert drawn[-1] == whole
+    assert len(drawn) <= 400
+    assert all(a.pairs < b.pairs for a, b in pairwise(drawn))
+    assert 0.4985 < whole.low < 0.5 < whole.high < 0.5015
+    assert all(math.isfinite(number) for number in (whole.log_e_promote, whole.log_e_rollback))
+    assert path([1, 0, 0.5], RULE) == tuple(evidence_of([1, 0, 0.5][:n], RULE) for n in (1, 2, 3))
+    assert path([], RULE) == ()
+    with pytest.raises(ValueError, match="1/2"):
+        evidence_of([0.7], RULE)
+
+
+def looked_at_each(scores: list[float], what: str, start: int) -> int | None:
+    """The first number of pairs after which the evidence has reached the threshold, by looking at each."""
+    seen = path(scores, RULE, points=len(scores))
+    assert len(seen) == len(scores)
+    return next((one.pairs for one in seen[start - 1 :] if getattr(one, what) >= RULE.log_threshold), None)
+
+
+def test_the_simulation_leaves_no_look_out(script: ModuleType) -> None:
+    rng = np.random.default_rng(3)
+    scores = rng.choice([1.0, 0.5, 0.0], size=(12, 250), p=[0.5, 0.3, 0.2])
+    scores[6:] = 1 - scores[6:]
+    wins, losses = (np.cumsum(scores == kind, axis=1, dtype=np.uint16) for kind in (1, 0))
+    promoted = script.first_look(wins, losses, RULE.bound, RULE, RULE.minimum_pairs)
+    rolled_back = script.first_look(losses, wins, 0.5, RULE, 1)
+    for run, (good, bad) in enumerate(zip(promoted, rolled_back, strict=True)):
+        each = scores[run].tolist()
+        assert looked_at_each(each, "log_e_promote", 100) == (good if good < script.NEVER else None)
+        assert looked_at_each(each, "log_e_rollback", 1) == (bad if bad < script.NEVER else None)
+    assert {True, False} == set(promoted < script.NEVER) == set(rolled_back < script.NEVER)
+
+
+def test_looked_at_after_every_pair_it_errs_as_seldom_as_it_promises(script: ModuleType) -> None:
+    """A small version of the table: 800 runs of 1,500 pairs; 95 % of such samples of a rate of 5 % are below 6.4 %."""
+    margin = script.simulate(0.6, 0.03, RULE, 800, 1_500)
+    equal = script.simulate(0.6, 0.0, RULE, 800, 1_500)
+    assert 0 < (margin.promoted_at < script.NEVER).mean() <= 0.064
+    assert 0 < (equal.rolled_back_at < script.NEVER).mean() <= 0.064
+    assert margin.naive.mean() > 0.15, "a test made for one look errs more often"
+    assert (equal.promoted | equal.rolled_back).mean() > 0.8
+    assert (margin.promoted_at >= RULE.minimum_pairs).all()
+
+
+def test_what_the_document_promises_is_what_its_tables_show() -> None:
+    """Both tables are those of ``benchmarks/shadow_simulation.py``: errors of at most 5 % in each row."""
+    text = DOCUMENT.read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    errors = [row for row in rows if re.fullmatch(r"[368]0 %", row[0]) and len(row) == 4]
+    needed = [row for row in rows if re.fullmatch(r"[368]0 %", row[0]) and len(row) == 6]
+    assert (len(errors), len(needed)) == (3, 12)
+    assert all(float(row[column].split()[0]) <= 5 for row in errors for column in (1, 3))
+
+
+def test_evidence_travels_as_json() -> None:
+    found = evidence_of([1, 0.5, 0], RULE)
+    assert ShadowEvidence.model_validate_json(found.model_dump_json()) == found
