@@ -33,6 +33,7 @@ from tasks.preflight import CodeSettings, Evidence, TokenizerSettings, check_ref
 from tasks.preflight.licenses import LicenseSettings
 from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
+from tasks.shadow import ShadowSettings
 from tasks.stage import Limits
 from tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep
 
@@ -76,6 +77,9 @@ class Profile(ProfileSection):
         default=None,
         description="What is free in the recipe, and what it is searched for ('mergegate sweep'). A release takes the "
         "hand-written values, and is measured on documents that no search looks at.",
+    )
+    shadow: ShadowSettings | None = Field(
+        default=None, description="How it is watched on users' traffic after its release, before it is promoted."
     )
     root: Path = Field(default=Path(), description="Directory that relative paths are relative to.")
     overrides: tuple[str, ...] = Field(default=(), description="What was said otherwise for this run, as KEY=VALUE.")

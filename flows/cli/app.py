@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.help import command_line
+from flows.cli.help import FirstIsProfile, command_line
 from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, finding_of
 
 app = typer.Typer(
@@ -40,6 +40,15 @@ store_app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(store_app, name="store")
+
+shadow_app = typer.Typer(
+    cls=FirstIsProfile,
+    help="Watch a release on users' traffic: a proxy before its server and its parent's, and what follows.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(shadow_app, name="shadow")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")]
 
@@ -214,6 +223,52 @@ def trigger_command(
 
         code = trigger_run(profile, _console(as_json), as_json, wait=wait)
     raise typer.Exit(code)
+
+
+@shadow_app.command("serve")
+def shadow_command(
+    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    candidate: Annotated[
+        str | None, typer.Option(help="The version that is watched.", show_default="what is released at the target")
+    ] = None,
+) -> None:
+    """Stand before parent and candidate, answer users, and record both: what ``mergegate shadow PROFILE`` means."""
+    with _refusals(False):
+        _prepare_environment()
+        from flows.cli.shadow import serve_shadow
+
+        serve_shadow(profile, candidate, _console(False))
+
+
+@shadow_app.command("replay")
+def shadow_replay_command(
+    file: Annotated[Path, typer.Argument(help="jsonl: requests, conversations or prompts.")],
+    to: Annotated[str, typer.Option(metavar="URL", help="The proxy.")] = "http://127.0.0.1:8100",
+    model: Annotated[str, typer.Option(help="What requests that name no model ask for.")] = "model",
+    header: Annotated[str, typer.Option(help="The header that names a session.")] = "x-session-id",
+    rate: Annotated[float, typer.Option(min=0.001, help="Users that begin in a second.")] = 10.0,
+    at_once: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="How often, each time as other users.")] = 1,
+    stream: Annotated[bool, typer.Option("--stream", help="Ask for streams.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Send the requests of a file to the proxy, as users would."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.shadow import replay_file
+
+        replay_file(
+            file,
+            to,
+            _console(as_json),
+            as_json,
+            model=model,
+            header=header,
+            rate=rate,
+            at_once=at_once,
+            rounds=rounds,
+            stream=stream,
+        )
 
 
 @app.command("approve")

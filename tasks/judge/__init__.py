@@ -12,13 +12,15 @@ al. 2024 (arXiv 2406.07791) on the bias for a position, which is why every pair 
 
 from tasks.judge.comparison import JudgeVerdict
 from tasks.judge.prompts import JudgePrompts, pin_prompts
-from tasks.judge.settings import JudgeSettings
+from tasks.judge.settings import JudgeServer, JudgeSettings, Judging
 from tasks.judge.stage import judge_models
 
 __all__ = [
     "JudgePrompts",
+    "JudgeServer",
     "JudgeSettings",
     "JudgeVerdict",
+    "Judging",
     "judge_models",
     "pin_prompts",
 ]

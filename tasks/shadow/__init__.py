@@ -1,7 +1,9 @@
 """The shadow: after a release, the candidate answers what users ask, beside its parent, before it is promoted.
 
-What is shown so far, and what follows from it, are pure functions: ``evidence`` of judged pairs, ``split`` of errors
-and latency, ``switch`` of what cannot wait for either.
+``traffic`` stands before both servers and keeps what they answered in ``records``; ``routing`` says where requests go.
+What is shown so far, and what follows from it, are pure functions: ``evidence`` of judged pairs, ``split`` of errors and
+latency, ``switch`` of what cannot wait for either. The two packages bring web servers and databases with them: who needs
+them imports them himself.
 """
 
 from tasks.shadow.arms import ArmRow
@@ -13,6 +15,9 @@ from tasks.shadow.evidence import (
     evidence_of,
     path,
 )
+from tasks.shadow.places import records_url, routing_file
+from tasks.shadow.routing import FollowedRouting, Routing, read_routing, write_routing
+from tasks.shadow.settings import ShadowJudge, ShadowServer, ShadowSettings
 from tasks.shadow.split import ArmComparison, ArmSummary, ErrorRate, LatencyQuantiles, compare_arms
 from tasks.shadow.switch import SwitchRule, kill_reason
 
@@ -21,14 +26,23 @@ __all__ = [
     "ArmRow",
     "ArmSummary",
     "ErrorRate",
+    "FollowedRouting",
     "LatencyQuantiles",
+    "Routing",
     "ShadowDecision",
     "ShadowEvidence",
+    "ShadowJudge",
     "ShadowRule",
+    "ShadowServer",
+    "ShadowSettings",
     "SwitchRule",
     "compare_arms",
     "decide_shadow",
     "evidence_of",
     "kill_reason",
     "path",
+    "read_routing",
+    "records_url",
+    "routing_file",
+    "write_routing",
 ]

@@ -4,12 +4,13 @@
 
     app = ShadowProxy(settings, routing, recorder).application()      # an ASGI application; uvicorn serves it
 
-**mirror**: the parent answers; when the client has its answer, the candidate is asked the same, and what it says is only
-kept. So nothing that the candidate does, or does not do, is felt by anybody. **split**: the candidate answers its share
-of the users; where it fails before its first byte, the parent answers in its place, and both are kept as a fallback.
+**mirror**: the parent answers; when the client has its answer, the candidate is asked the same, and what it says is
+only kept. So nothing that the candidate does, or does not do, is felt by anybody. **split**: the candidate answers its
+share of the users; where it fails before its first byte, the parent answers in its place, and both are kept as a
+fallback.
 
-A client waits for the server that answers it, and for nothing else: copies, records and the switch are bounded, and what
-does not fit is counted.
+A client waits for the server that answers it, and for nothing else: copies, records and the switch are bounded, and
+what does not fit is counted.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from tasks.shadow.arm import goes_to_candidate, session_of
 from tasks.shadow.arms import ArmRow
-from tasks.shadow.effects import may_be_copied
-from tasks.shadow.exchange import ID_HEADER, MOST_BODY, Arm, ArmAnswer, AskedRequest, read_request
-from tasks.shadow.recorder import Recorder
 from tasks.shadow.records import ShadowRecord
 from tasks.shadow.routing import FollowedRouting, Routing
 from tasks.shadow.settings import ShadowSettings
 from tasks.shadow.switch import kill_reason
-from tasks.shadow.upstream import Headers, Upstream, passed_on
+from tasks.shadow.traffic.arm import goes_to_candidate, session_of
+from tasks.shadow.traffic.effects import may_be_copied
+from tasks.shadow.traffic.exchange import ID_HEADER, MOST_BODY, Arm, ArmAnswer, AskedRequest, read_request
+from tasks.shadow.traffic.recorder import Recorder
+from tasks.shadow.traffic.upstream import Headers, Upstream, passed_on
 
 _COPY_S = 600.0
 _SWITCH_EVERY_S = 1.0

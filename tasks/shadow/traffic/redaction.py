@@ -64,8 +64,13 @@ class Redaction:
         lines = body.splitlines()
         events = {number: json.loads(said) for number, line in enumerate(lines) if (said := _said(line)) is not None}
         pieces: dict[_Place, list[str]] = {}
+
+        def gather(place: _Place, text: str) -> str:
+            pieces.setdefault(place, []).append(text)
+            return text
+
         for event in events.values():
-            _walk(event, (), lambda place, text: pieces.setdefault(place, []).append(text) or text)
+            _walk(event, (), gather)
         changed = {
             place: iter([kept, *[""] * (len(texts) - 1)])
             for place, texts in pieces.items()

@@ -1,7 +1,7 @@
 """The way of records into the database: a queue, and a thread that nobody waits for.
 
 What does not fit into the queue, what the database does not take, and bodies that may not be kept are counted, and the
-counts are kept when it is there again. Redaction happens in this thread: nothing unredacted leaves the process's memory.
+counts are kept when it is there again. Redaction happens in this thread: nothing leaves the process's memory before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from sqlalchemy.exc import SQLAlchemyError
 
 from tasks.shadow.records import Records, ShadowRecord
-from tasks.shadow.redaction import Redaction
+from tasks.shadow.traffic.redaction import Redaction
 
 _log = logging.getLogger(__name__)
 _BATCH = 500
@@ -110,7 +110,7 @@ class Recorder:
         return bool(self._new) and time.monotonic() - self._told >= _TALLY_EVERY_S
 
     def _keepable(self, record: ShadowRecord) -> ShadowRecord:
-        """The record as it may be kept: a body that is too long, or that cannot be redacted, is left out and counted."""
+        """The record as it may be kept: a body that is too long or cannot be redacted is left out, and counted."""
 
         def body(content: bytes) -> bytes:
             if len(content) > self._body_limit:

@@ -176,7 +176,7 @@ class Records:
         """What was counted of a candidate's traffic: ``requests``, ``copies left out``, ``not recorded``, …"""
         asked = sa.select(TALLIES.c.what, TALLIES.c.count).where(TALLIES.c.candidate == candidate)
         with self._engine.connect() as connection:
-            return {row.what: row.count for row in connection.execute(asked.order_by(TALLIES.c.what))}
+            return {what: count for what, count in connection.execute(asked.order_by(TALLIES.c.what))}
 
     def purge(self, before: float) -> int:
         """Remove rows that are older than a Unix time; how many there were."""
@@ -227,7 +227,7 @@ def _with_driver(url: str) -> str:
     if scheme != "postgresql":
         return url
     try:
-        import psycopg  # noqa: F401  # asked here, so that the answer is one for people
+        import psycopg  # noqa: F401  # asked here, for a message to people
     except ImportError:
         raise InvalidInput(
             "shadow.records",

@@ -1,0 +1,17 @@
+"""The traffic: a proxy before two servers (``proxy``), what it keeps of it (``recorder``), and traffic out of a file."""
+
+from tasks.shadow.traffic.proxy import ShadowProxy
+from tasks.shadow.traffic.recorder import Recorder
+from tasks.shadow.traffic.redaction import Redaction, open_redaction
+from tasks.shadow.traffic.replay import Replayed, Traffic, read_traffic, replay
+
+__all__ = [
+    "Recorder",
+    "Redaction",
+    "Replayed",
+    "ShadowProxy",
+    "Traffic",
+    "open_redaction",
+    "read_traffic",
+    "replay",
+]
