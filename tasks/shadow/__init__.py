@@ -1,9 +1,9 @@
 """The shadow: after a release, the candidate answers what users ask, beside its parent, before it is promoted.
 
 ``traffic`` stands before both servers and keeps what they answered in ``records``; ``routing`` says where requests go.
-What is shown so far, and what follows from it, are pure functions: ``evidence`` of judged pairs, ``split`` of errors and
-latency, ``switch`` of what cannot wait for either. The two packages bring web servers and databases with them: who needs
-them imports them himself.
+What is shown so far, and what follows from it, are pure functions: ``evidence`` of judged pairs, ``split`` of errors
+and latency, ``switch`` of what cannot wait for either. The two packages bring web servers and databases with them: who
+needs them imports them himself.
 """
 
 from tasks.shadow.arms import ArmRow

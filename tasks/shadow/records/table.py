@@ -176,7 +176,7 @@ class Records:
         """What was counted of a candidate's traffic: ``requests``, ``copies left out``, ``not recorded``, …"""
         asked = sa.select(TALLIES.c.what, TALLIES.c.count).where(TALLIES.c.candidate == candidate)
         with self._engine.connect() as connection:
-            return {what: count for what, count in connection.execute(asked.order_by(TALLIES.c.what))}
+            return {row[0]: row[1] for row in connection.execute(asked.order_by(TALLIES.c.what))}
 
     def purge(self, before: float) -> int:
         """Remove rows that are older than a Unix time; how many there were."""

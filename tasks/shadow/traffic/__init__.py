@@ -1,4 +1,4 @@
-"""The traffic: a proxy before two servers (``proxy``), what it keeps of it (``recorder``), and traffic out of a file."""
+"""The traffic: a proxy before two servers, what it keeps (``recorder``), and traffic out of a file (``replay``)."""
 
 from tasks.shadow.traffic.proxy import ShadowProxy
 from tasks.shadow.traffic.recorder import Recorder

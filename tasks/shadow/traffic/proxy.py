@@ -42,6 +42,7 @@ from tasks.shadow.traffic.recorder import Recorder
 from tasks.shadow.traffic.upstream import Headers, Upstream, passed_on
 
 _COPY_S = 600.0
+_LAST_COPIES_S = 2.0
 _SWITCH_EVERY_S = 1.0
 _FAULT = 500
 
@@ -83,7 +84,9 @@ class ShadowProxy:
         return Starlette(routes=routes, lifespan=lifespan)
 
     async def close(self) -> None:
-        """End the copies that are still asked for, write what waits, close all connections."""
+        """Wait a moment for copies, end those that are still asked for, write what waits, close all connections."""
+        if self._copies:
+            await asyncio.wait(self._copies, timeout=_LAST_COPIES_S)
         for task in self._copies:
             task.cancel()
         await asyncio.gather(*self._copies, return_exceptions=True)
@@ -134,7 +137,7 @@ class ShadowProxy:
             await self._no_answer(asked, answer, send)
             return
         await self._pass_on(asked, answer, reply, receive, send)
-        if failed is None and routing.watching and not answer.error:
+        if failed is None and routing.watching and routing.mode == "mirror" and asked.is_question and not answer.error:
             self._copy(asked, routing)
 
     def _arm(self, asked: AskedRequest, routing: Routing) -> Arm:
@@ -198,7 +201,7 @@ class ShadowProxy:
 
     def _copy(self, asked: AskedRequest, routing: Routing) -> None:
         """Ask the candidate the same, and tell nobody."""
-        if routing.mode != "mirror" or not goes_to_candidate(asked.exchange, routing.candidate, routing.share):
+        if not goes_to_candidate(asked.exchange, routing.candidate, routing.share):
             return
         if not may_be_copied(asked.method, asked.path, asked.document):
             self._count("not copied: may have effects")

@@ -44,7 +44,7 @@ class Recorder:
     ) -> None:
         self._connect, self._redaction = connect, redaction
         self._body_limit, self._keep_s = body_limit, keep_days * _DAY_S
-        self._waiting: queue.Queue[ShadowRecord] = queue.Queue(most)
+        self._waiting: queue.Queue[ShadowRecord | None] = queue.Queue(most)  # None wakes the thread
         self._bytes = 0
         self._records: Records | None = None
         self._purged = self._told = 0.0
@@ -83,6 +83,8 @@ class Recorder:
     def close(self, within: float = 10.0) -> None:
         """Write what waits, for so many seconds at most."""
         self._closing.set()
+        with suppress(queue.Full):  # Then it is awake.
+            self._waiting.put_nowait(None)
         self._thread.join(within)
 
     def _run(self) -> None:
@@ -97,11 +99,12 @@ class Recorder:
                 return
 
     def _next(self) -> list[ShadowRecord]:
-        batch: list[ShadowRecord] = []
+        found: list[ShadowRecord | None] = []
         with suppress(queue.Empty):
-            batch.append(self._waiting.get(timeout=0.1 if self._closing.is_set() else 0.5))
-            while len(batch) < _BATCH:
-                batch.append(self._waiting.get_nowait())
+            found.append(self._waiting.get(timeout=_TALLY_EVERY_S / 4))
+            while len(found) < _BATCH:
+                found.append(self._waiting.get_nowait())
+        batch = [one for one in found if one is not None]
         with self._lock:
             self._bytes -= sum(len(one.request) + len(one.response) for one in batch)
         return batch

@@ -54,7 +54,7 @@ class Upstream:
         Raises:
             httpx.HTTPError: There is none.
         """
-        request = httpx.Request(method, self._address(path, query), headers=self._own(headers), content=body)
+        request = httpx.Request(method, self._address(path, query), headers=self._own(headers, body), content=body)
         return await self._client.send(request, stream=True)
 
     def renamed(self, body: bytes, document: Mapping[str, Any] | None) -> bytes:
@@ -75,8 +75,10 @@ class Upstream:
             whole = own
         return self._url.copy_with(raw_path=whole.encode("latin-1") + (b"?" + query if query else b""))
 
-    def _own(self, headers: Headers) -> Headers:
-        kept = [(name, value) for name, value in headers if name != b"host"]
+    def _own(self, headers: Headers, body: bytes | Any) -> Headers:
+        # Of a body that is held the length is counted; it may have been renamed.
+        counted = {b"host", b"content-length"} if isinstance(body, bytes) else {b"host"}
+        kept = [(name, value) for name, value in headers if name not in counted]
         if self._key:
             kept = [(name, value) for name, value in kept if name != b"authorization"]
             kept.append((b"authorization", f"Bearer {self._key}".encode()))

@@ -1,0 +1,252 @@
+"""The proxy against real servers: what a client sees, what the candidate gets, what is kept, when things break."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy.exc import OperationalError
+from watched import CHAT, COMPLETIONS, Watched, question, records_at, watched
+
+from tasks.shadow import read_routing
+from tasks.shadow.records import open_records
+
+FAULTS = ["", "dead", "error", "garbage", "hang", "cut", "stall"]
+SECRET = "sk-verysecret0123456789"
+
+
+def seen(client: httpx.Client, url: str, path: str, content: bytes, **headers: str) -> tuple[Any, ...]:
+    """All that a client can see of an answer, less what belongs to one connection."""
+    given = {"content-type": "application/json", "x-request-id": "r1", **headers}
+    try:
+        with client.stream("POST", url + path, content=content, headers=given) as answer:
+            body = bytearray()
+            try:
+                for piece in answer.iter_raw():
+                    body += piece
+                end = "whole"
+            except httpx.HTTPError as error:
+                end = type(error).__name__
+            own = (b"transfer-encoding", b"x-request-id")
+            named = sorted(pair for pair in answer.headers.raw if pair[0].lower() not in own)
+            return answer.status_code, named, bytes(body), end
+    except httpx.HTTPError as error:
+        return (type(error).__name__,)
+
+
+CONTENTS = [
+    json.dumps(question()).encode(),
+    json.dumps(question(stream=True)).encode(),
+    json.dumps(question('ü → \u2028 "quoted"', stream=True), ensure_ascii=False).encode(),
+    b'{"model":"m",  "messages":[{"role":"user","content":"twice"}], "n":1, "n":1}',
+    b"no JSON at all \xff\x00",
+    b"[1, 2]" * 1000,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_client_sees_what_a_direct_call_shows_whatever_the_candidate_does(tmp_path: Path, fault: str) -> None:
+    with watched(tmp_path, candidate=fault) as one:
+        for content in CONTENTS:
+            direct = seen(one.client, one.parent.url, CHAT, content)
+            assert seen(one.client, one.url, CHAT, content) == direct
+        one.candidate.release()
+
+
+@pytest.mark.parametrize("fault", ["error", "garbage", "cut"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_sees_what_the_parent_does_wrong(tmp_path: Path, fault: str, stream: bool) -> None:
+    content = json.dumps(question(stream=stream)).encode()
+    with watched(tmp_path, parent=fault) as one:
+        assert seen(one.client, one.url, CHAT, content) == seen(one.client, one.parent.url, CHAT, content)
+
+
+def test_a_parent_that_is_not_there_is_said_as_openai_says_errors(tmp_path: Path) -> None:
+    with watched(tmp_path, parent="dead") as one:
+        answer = one.client.post(one.url + CHAT, json=question())
+    assert answer.status_code == 502
+    assert "did not answer" in answer.json()["error"]["message"]
+    with one.records() as records:
+        assert [(row.arm, row.role, row.error) for row in records.arms("v1")] == [("parent", "answer", "ConnectError")]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pair_is_kept_with_what_was_asked_and_both_answers(tmp_path: Path, path: str, stream: bool) -> None:
+    with watched(tmp_path) as one:
+        body = question("how?", path, stream=stream)
+        answer = one.client.post(one.url + path, json=body, headers={"x-session-id": "s", "x-request-id": "r7"})
+        direct = one.client.post(one.candidate.url + path, json=body)
+    with one.records() as records:
+        (pair,) = records.pairs("v1")
+        rows = records.arms("v1")
+    assert json.loads(pair.request) == body
+    assert (pair.parent.body, pair.parent.status) == (answer.content, 200)
+    assert (pair.candidate.body, pair.candidate.status) == (direct.content, 200)
+    assert [(row.arm, row.role) for row in rows] == [("parent", "answer"), ("candidate", "copy")]
+    assert answer.headers["x-request-id"] == "r7"
+    assert "r7" in {headers.get("x-request-id") for headers, _ in one.candidate.seen}
+
+
+def test_everything_else_of_the_api_passes_and_is_asked_once(tmp_path: Path) -> None:
+    with watched(tmp_path) as one:
+        for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+            for path in ("/v1/models/a%2Fb?x=%20y", "/health", "/v1/files"):
+                sent = b"content" if method in ("POST", "PUT") else None
+                direct = one.client.request(method, one.parent.url + path, content=sent)
+                passed = one.client.request(method, one.url + path, content=sent)
+                assert (passed.status_code, passed.content) == (direct.status_code, direct.content)
+                assert one.parent.others[-1] == one.parent.others[-2]
+        assert one.candidate.others == []
+
+
+def test_a_candidate_that_hangs_keeps_nobody_waiting_and_copies_are_bounded(tmp_path: Path) -> None:
+    with watched(tmp_path, candidate="hang", copies=2) as one:
+        for _ in range(5):
+            assert one.client.post(one.url + CHAT, json=question()).status_code == 200
+        while one.status()["counts"].get("not copied: too many copies", 0) < 3:
+            pass
+        status = one.status()
+        one.candidate.release()
+    assert status["copies_in_flight"] == 2
+    assert status["counts"]["not copied: too many copies"] == 3
+
+
+def test_too_many_at_once_are_told_to_come_again(tmp_path: Path) -> None:
+    with watched(tmp_path, parent="hang", in_flight=1) as one, httpx.Client(timeout=60) as other:
+        with one.client.stream("GET", f"{one.url}/v1/models") as _:
+            pass  # this one is answered: only questions hang
+        import threading
+
+        waiting = threading.Thread(target=lambda: other.post(one.url + CHAT, json=question()))
+        waiting.start()
+        while one.status()["in_flight"] == 0:
+            pass
+        refused = one.client.post(one.url + CHAT, json=question())
+        one.parent.release()
+        waiting.join()
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "too many" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fault", ["dead", "error"])
+def test_where_the_candidate_fails_the_parent_answers_and_both_are_kept(tmp_path: Path, fault: str) -> None:
+    with watched(tmp_path, candidate=fault, mode="split") as one:
+        answer = one.client.post(one.url + CHAT, json=question("who?"))
+    assert "parent echo who?" in answer.text
+    with one.records() as records:
+        rows = records.arms("v1")
+        assert [(row.arm, row.role, row.fallback) for row in rows] == [
+            ("candidate", "answer", True),
+            ("parent", "answer", True),
+        ]
+        assert records.counts("v1")["fallbacks"] == 1
+        assert list(records.pairs("v1")) == []
+
+
+def test_a_candidate_that_fails_too_often_is_taken_off_at_once_and_for_everybody(tmp_path: Path) -> None:
+    with watched(tmp_path, candidate="error", switch={"of": 20, "errors": 10}) as one:
+        for _ in range(30):
+            one.client.post(one.url + CHAT, json=question())
+        routing = read_routing(tmp_path / "routing.json")
+        asked = len(one.candidate.seen)
+        one.client.post(one.url + CHAT, json=question())
+    assert routing is not None
+    assert routing.serving == "killed"
+    assert "failed" in routing.why
+    assert len(one.candidate.seen) == asked < 30
+
+
+@pytest.mark.parametrize(
+    ("serving", "answers", "copied"),
+    [("promoted", "candidate", 0), ("rolled back", "parent", 0), ("watch", "parent", 1)],
+)
+def test_the_proxy_follows_what_was_decided(tmp_path: Path, serving: Any, answers: str, copied: int) -> None:
+    with watched(tmp_path) as one:
+        one.proxy._routing.decide(serving, "somebody said so")
+        said = one.client.post(one.url + CHAT, json=question())
+    assert f"{answers} echo" in said.text
+    with one.records() as records:
+        assert len(list(records.pairs("v1"))) == copied
+
+
+def test_a_model_may_be_called_otherwise_by_each_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY_OF_CANDIDATE", "own-key")
+    with watched(tmp_path, own={"model": "merge-7", "api_key_env": "KEY_OF_CANDIDATE"}) as one:
+        one.client.post(one.url + CHAT, json=question(), headers={"authorization": "Bearer client"})
+    asked, own = one.parent.seen, one.candidate.seen
+    assert json.loads(own[0][1])["model"] == "merge-7"
+    assert own[0][0]["authorization"] == "Bearer own-key"
+    assert asked[0][0]["authorization"] == "Bearer client"
+
+
+def test_a_secret_is_in_no_record_no_log_and_no_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    patterns = [r"sk-[A-Za-z0-9]+"]
+    with watched(tmp_path, redact=patterns) as one:
+        for stream in (False, True):
+            body = question(f"my key is {SECRET}", stream=stream, user=SECRET)
+            headers = {
+                "authorization": f"Bearer {SECRET}",
+                "cookie": SECRET,
+                "x-request-id": SECRET,
+                "x-session-id": SECRET,
+            }
+            answer = one.client.post(f"{one.url}{CHAT}?key={SECRET}", json=body, headers=headers)
+            assert answer.status_code == 200
+        status = json.dumps(one.status())
+    kept = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert SECRET[3:].encode() not in kept
+    assert SECRET not in status + caplog.text
+    with one.records() as records:
+        assert len(list(records.pairs("v1"))) == 2
+
+
+class Failing:
+    """A database that takes nothing, until it is mended."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.broken = place, True
+
+    def __call__(self) -> Any:
+        if self.broken:
+            raise OperationalError("insert", {}, Exception("disk is full"))
+        return open_records(records_at(self.place))
+
+
+def test_clients_are_answered_without_a_database_and_what_is_lost_is_counted(tmp_path: Path) -> None:
+    database = Failing(tmp_path)
+    with watched(tmp_path, connect=database) as one:
+        for _ in range(3):
+            assert one.client.post(one.url + CHAT, json=question()).status_code == 200
+        while one.status()["counts"].get("not recorded: database", 0) < 6:
+            pass
+        database.broken = False
+        one.client.post(one.url + CHAT, json=question())
+    with one.records() as records:
+        assert records.counts("v1")["not recorded: database"] == 6
+        assert len(list(records.pairs("v1"))) == 1
+
+
+def test_a_user_stays_on_one_arm_and_a_larger_share_only_adds_users(tmp_path: Path) -> None:
+    answered: dict[float, dict[str, set[str]]] = {}
+    for share in (0.3, 0.6):
+        (tmp_path / str(share)).mkdir()
+        with watched(tmp_path / str(share), mode="split", share=share) as one:
+            answered[share] = arms_of_users(one, users=40, requests=2)
+    for share, users in answered.items():
+        assert all(len(arms) == 1 for arms in users.values())
+        assert 0.3 * share < sum("candidate" in arms for arms in users.values()) / 40 < share + 0.3
+    first, second = ({user for user, arms in answered[share].items() if "candidate" in arms} for share in (0.3, 0.6))
+    assert first < second
+
+
+def arms_of_users(one: Watched, users: int, requests: int) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for number in range(users * requests):
+        user = f"user-{number % users}"
+        said = one.client.post(one.url + CHAT, json=question(), headers={"x-session-id": user})
+        found.setdefault(user, set()).add(said.headers["x-served-by"])
+    return found

