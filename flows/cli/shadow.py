@@ -27,6 +27,7 @@ from tasks.shadow.records import open_records
 from tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction, read_traffic, replay
 
 _STOP_S = 5
+_KEEP_ALIVE_S = 75  # longer than clients keep a connection: else one is closed as it is used again
 
 
 def serve_shadow(profile: Path, candidate: str | None, console: Console) -> None:
@@ -72,6 +73,7 @@ def serve_shadow(profile: Path, candidate: str | None, console: Console) -> None
         access_log=False,
         server_header=False,
         date_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_STOP_S,
     )
 
@@ -94,7 +96,7 @@ def replay_file(
         raise InvalidInput(str(file), found="no such file", expected="jsonl of requests or prompts")
     traffic = read_traffic(file, model)
     done = replay(traffic, to.rstrip("/"), header=header, rate=rate, at_once=at_once, rounds=rounds, stream=stream)
-    said = ", ".join(f"{count} × {what}" for what, count in sorted(done.statuses.items()))
+    said = ", ".join(f"{count} with {what}" for what, count in sorted(done.statuses.items()))
     message = f"{done.sent} requests in {done.seconds:.1f} s: {said}"
     if as_json:
         print_answer("replayed", message, {"sent": done.sent, "statuses": dict(done.statuses), "seconds": done.seconds})

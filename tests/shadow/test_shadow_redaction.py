@@ -17,7 +17,10 @@ SECRET = "4111-1111-1111-1111"
 PATTERN = r"\d{4}-\d{4}-\d{4}-\d{4}"
 CHANGE = Redaction([PATTERN])
 LEAVES = st.text(max_size=8) | st.integers() | st.booleans() | st.none()
-DOCUMENTS = st.recursive(LEAVES, lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3))  # fmt: skip
+DOCUMENTS = st.recursive(
+    LEAVES,
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+)
 
 
 def hidden(value: Any, where: int) -> Any:

@@ -17,6 +17,7 @@ from tasks.shadow.settings import ShadowServer
 
 Headers = list[tuple[bytes, bytes]]
 _CONNECT_S = 2.0
+_IDLE_S = 2.0  # Servers close idle connections after five seconds: none is used again when that is near.
 _OF_ONE_CONNECTION = frozenset(
     (
         b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -39,7 +40,7 @@ class Upstream:
         self._key = key_of(server)
         self._url = httpx.URL(server.url)
         self._client = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_S),
             timeout=httpx.Timeout(timeout, connect=_CONNECT_S),
             trust_env=False,
         )
