@@ -1,7 +1,7 @@
 """What the shadow's proxy costs and whether it holds: thousands of requests through it, streamed and not.
 
-    python benchmarks/shadow_load.py                         # 200 clients, 10,000 requests: nothing lost, nothing mixed up
-    python benchmarks/shadow_load.py --latency               # what it adds to an answer, at a tenth of saturation
+    python benchmarks/shadow_load.py                  # 200 clients, 10,000 requests: nothing lost or mixed up
+    python benchmarks/shadow_load.py --latency        # what it adds to an answer, at a tenth of saturation
 
 Both servers are small ones that answer at once, each in a process of its own; so is the proxy. Every answer names the
 server and repeats the question, so a lost, doubled or mixed-up answer is seen. For the latency, direct requests and
@@ -118,7 +118,8 @@ def print_load(site: Site, mode: str, requests: int, clients: int) -> None:
     width = 1.96 * math.sqrt(SHARE * (1 - SHARE) / len(users))
     status = httpx.get(f"{site.proxy}/shadow/status").json()
     print(
-        f"{mode}: {requests} requests of {clients} clients in {seconds:.1f} s, {1000 * cpu / requests:.2f} ms of CPU each"
+        f"{mode}: {requests} requests of {clients} clients in {seconds:.1f} s, "
+        f"{1000 * cpu / requests:.2f} ms of CPU each"
     )
     print(f"  statuses {dict(statuses)}, {wrong} lost or mixed up, {both} of {len(users)} users on both arms")
     if mode == "split":
