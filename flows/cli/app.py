@@ -232,7 +232,7 @@ def shadow_command(
         str | None, typer.Option(help="The version that is watched.", show_default="what is released at the target")
     ] = None,
 ) -> None:
-    """Stand before parent and candidate, answer users, and record both: what ``mergegate shadow PROFILE`` means."""
+    """Stand before parent and candidate, answer users, and record both (also: mergegate shadow PROFILE)."""
     with _refusals(False):
         _prepare_environment()
         from flows.cli.shadow import serve_shadow
