@@ -14,6 +14,7 @@ import typer
 from demo_project import Printed, Project
 
 from flows.cli.app import app
+from flows.cli.help import FirstIsProfile
 
 PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -68,7 +69,7 @@ def documented() -> list[Documented]:
         for span, whole in spans(page.read_text(encoding="utf-8")):
             command = re.sub(r"\s+#.*", "", span)
             command = re.sub(r"^(\w+=\S+ +)*(until +)?(\S*/bin/)?(?=mergegate |make |python )", "", command)
-            command = re.split(r" \|\| | && |;|\s+> ", command)[0]
+            command = re.split(r" \|\| | && |;|\s+> |\s+&$", command)[0]
             if not re.match(r"(mergegate|make|python) ", command):
                 continue
             for words in alternatives(shlex.split(command)):
@@ -89,6 +90,8 @@ def test_each_command_takes_what_is_written(command: Documented) -> None:
     at: Any = MERGEGATE
     rest = list(command.words[1:])
     while hasattr(at, "commands") and rest and not rest[0].startswith("-"):
+        if isinstance(at, FirstIsProfile) and rest[0] not in at.commands:
+            rest.insert(0, next(iter(at.commands)))
         assert rest[0] in at.commands, f"no command {rest[0]!r}"
         at = at.commands[rest.pop(0)]
     options = [one for one in at.params if one.param_type_name == "option"]
