@@ -175,7 +175,13 @@ class Profile(ProfileSection):
         assert self.sweep is not None
         guarded = {guard.task: guard.cluster_by for guard in (self.evaluate.tasks if self.evaluate else ())}
         text = evidence.documents and evidence.documents.model_copy(update={"only": None})
-        return pin_sweep(self.sweep, text, guarded, self.root, hashes)
+        data = self.evaluate.data if self.evaluate else None
+        return pin_sweep(self.sweep, text, guarded, self.root, hashes, data, evidence.scoring.num_fewshot)
+
+    def asked_tasks(self) -> tuple[str, ...]:
+        """Every task of the profile as it is written, each once: what the gate asks, and what a sweep searches."""
+        guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
+        return tuple(dict.fromkeys([*guarded, *(self.sweep.asked_tasks if self.sweep else ())]))
 
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
         """In which the models will be loaded on this machine to be measured."""

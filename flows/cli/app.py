@@ -278,9 +278,7 @@ def fetch_data_command(
         _prepare_environment()
         from flows.cli.fetch_data import fetch_data
 
-        found = fetch_data(profile, _console(as_json))
-        if as_json:
-            print(json.dumps([{"dataset": one.name, "revision": one.revision} for one in found]))
+        fetch_data(profile, _console(as_json), as_json)
 
 
 @app.command("extract-lora")

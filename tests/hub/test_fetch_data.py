@@ -12,7 +12,7 @@ from rich.console import Console
 from flows.cli.fetch_data import fetch_data
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
-from tasks.evaluation import fetch_datasets, pin_task
+from tasks.evaluation import fetch_datasets, named_data, pin_task
 
 PROFILE = """\
 name: nightly
@@ -48,4 +48,4 @@ def test_what_is_fetched_is_found_by_its_task(online: LookAlike, tmp_path: Path)
 
 def test_a_dataset_that_the_hub_does_not_have_is_named(online: LookAlike, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="dataset baber/piqa"):
-        fetch_datasets(["piqa"], tmp_path / "data", lambda one: None)
+        fetch_datasets(named_data("piqa", None), tmp_path / "data", lambda one: None)

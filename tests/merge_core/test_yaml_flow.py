@@ -13,7 +13,9 @@ from merge_core.parsing import flow_yaml, parse_yaml
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=150)
 # What YAML takes for something else, in any mixture.
 ODD = st.lists(
-    st.sampled_from(["no", "~", "1e3", ".5", "0x1", "2024-01-01", "<<", "=", "&", "*", "!", "- ", ": ", " #", "\n", ","]),
+    st.sampled_from(
+        ["no", "~", "1e3", ".5", "0x1", "2024-01-01", "<<", "=", "&", "*", "!", "- ", ": ", " #", "\n", ","]
+    ),
     max_size=4,
 ).map("".join)
 SCALARS = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False) | TEXT | ODD
