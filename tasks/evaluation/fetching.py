@@ -62,8 +62,7 @@ def fetch_datasets(asked: Sequence[AskedDataset], root: Path, on_dataset: Callab
 
 def _fetch(name: str, wanted: str, root: Path, pinned: dict[str, str]) -> FetchedDataset:
     """One dataset; one that is noted and there is asked for again, which costs nothing where it is complete."""
-    from httpx import HTTPError  # what the client of the Hub lets through of its own
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
 
     directory, access = root / name, hub_access(writing=False)
     api: Any = access.api()
@@ -86,7 +85,7 @@ def _fetch(name: str, wanted: str, root: Path, pinned: dict[str, str]) -> Fetche
             )
         place = _arriving(root, name, revision) if is_new else directory
         api.snapshot_download(name, repo_type="dataset", revision=revision, local_dir=place, allow_patterns=_WANTED)
-    except (HfHubHTTPError, HTTPError, ConnectionError, FileNotFoundError) as error:
+    except (HTTPError, HFValidationError, ConnectionError, FileNotFoundError) as error:
         raise _not_had(name, error, access) from error
     pinned[name] = revision
     write_state(root / REVISIONS, (json.dumps(pinned, indent=1, sort_keys=True) + "\n").encode())
