@@ -139,6 +139,12 @@ def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[Rec
     yield RecipeDraft({**average, "tokenizer": {"source": "union"}}, f"{why} Rows follow their tokens.")
 
 
+def with_template(draft: RecipeDraft) -> RecipeDraft:
+    """The same, for models that talk where their base does not."""
+    why = "Chat template: the one that most of the models were tuned with; else the result would get the base's."
+    return RecipeDraft({**draft.recipe, "chat_template": "auto"}, f"{draft.why}\n# {why}")
+
+
 def _first_choice(base: str) -> Method:
     """The method that a first recipe is written with, of those that need a base or take one as any other model."""
     return next(one for one in merge_methods().values() if one.traits.first_draft and one.base == base)

@@ -35,6 +35,7 @@ from flows.cli.draft import (
     commented_recipe,
     profile_text,
     recipe_drafts,
+    with_template,
 )
 from flows.cli.recipe_parents import clear_recipe
 from flows.preflight import Problems, preflight_profile
@@ -226,12 +227,22 @@ def _fitting_recipe(
     for draft in recipe_drafts(base, models, request.method):
         recipe = replace(load_recipe(dict(draft.recipe), where=f"the recipe of {name}"), directory=out)
         try:
-            parents, _ = clear_recipe(recipe)
+            parents, findings = clear_recipe(recipe)
         except MergegateError as error:
             problems.append(error)
             continue
+        loses_template = any(finding.where.endswith(": chat template") for finding in findings)
+        if loses_template and _has_one_template(parents):
+            draft = with_template(draft)
         return draft, _dtype(parents), parents
     raise problems[0]
+
+
+def _has_one_template(parents: Sequence[ResolvedCheckpoint]) -> bool:
+    """Whether one chat template leads among them: a base mostly has none, and its fine-tunes share one."""
+    found = Counter(template for parent in parents if (template := open_parent(parent).chat_template) is not None)
+    leading = [count for _, count in found.most_common(2)]
+    return len(leading) == 1 or (len(leading) == 2 and leading[0] > leading[1])
 
 
 def _dtype(parents: Sequence[ResolvedCheckpoint]) -> str:

@@ -100,7 +100,10 @@ def test_examples_are_drawn_from_the_split_that_lm_eval_draws_from(said: dict[st
         ({}, "letters_test.jsonl"),
         ({}, "own.jsonl"),
         (
-            {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "hf://datasets/acme/letters/d/e.jsonl"}}},
+            {
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": "hf://datasets/acme/letters/d/e.jsonl"}},
+            },
             "acme/letters/d/e.jsonl",
         ),
         (

@@ -15,7 +15,13 @@ from flows.cli.events import EventLines
 CLI = PROFILES.parent / "flows" / "cli"
 ANSWERS = ("status", "history", "doctor", "methods", "store ls", "store du", "check profiles/demo.yaml", "explain demo")
 FETCHED = "fetch-data profiles/by-name.yaml"
-FINISHED = ("run profiles/demo.yaml --dry-run", "open", "store verify", "store gc --dry-run", "verify releases/demo/latest")
+FINISHED = (
+    "run profiles/demo.yaml --dry-run",
+    "open",
+    "store verify",
+    "store gc --dry-run",
+    "verify releases/demo/latest",
+)
 STOPPED = ("check nowhere.yaml", "explain nobody", "open nobody", "history nobody", "run nowhere.yaml")
 
 
