@@ -124,14 +124,13 @@ def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[Rec
         return
     voted = _first_choice("required")
     differences = _recipe(voted.name, base, models)
-    reason = (
-        f"All tensors have the base's shapes, so what each model learnt is its difference from it.\n"
-        f"# {voted.name} {voted.traits.first_draft}"
-    )
-    yield RecipeDraft(differences, f"{reason}.")
+    learnt = "what each model learnt is its difference from it"
+    method_does = f"# {voted.name} {voted.traits.first_draft}."
+    yield RecipeDraft(differences, f"All tensors have the base's shapes, so {learnt}.\n{method_does}")
     yield RecipeDraft(
         {**differences, "tokenizer": {"source": "union"}},
-        f"{reason}.\n# The tokenizers differ: each row follows its token, and no token is lost.",
+        f"The models have the base's layers, and {learnt}.\n{method_does}\n"
+        "# The tokenizers differ: each row follows its token, and no token is lost.",
     )
     average = _recipe(_first_choice("ordinary").name, None, models)
     why = "The models fit each other, but not the base, so they are averaged, each with the same weight."
