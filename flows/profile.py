@@ -253,7 +253,12 @@ def name_in(file: Path) -> str:
         InvalidInput: when the file cannot be read, or holds no mapping.
     """
     name = _mapping_in(file).get("name")
-    return name if isinstance(name, str) and re.fullmatch(_NAME, name) else ""
+    return name if isinstance(name, str) and is_release_name(name) else ""
+
+
+def is_release_name(name: str) -> bool:
+    """Whether a profile may be called so."""
+    return re.fullmatch(_NAME, name) is not None
 
 
 def is_recipe(file: Path) -> bool:

@@ -733,7 +733,7 @@ def _refusals(as_json: bool) -> Iterator[None]:
         refusal = DiskRefused(text, found="a name that is no text", expected="UTF-8", remedy="rename it")
         _say_no(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # the latter where a question was asked
         _say("interrupted", INTERRUPTED, as_json)
         raise typer.Exit(EXIT_CODES["interrupted"]) from None
 

@@ -100,9 +100,13 @@ FAMILIES = {
 }
 
 
-def write_family(root: Path, family: MadeFamily) -> list[str]:
+def write_family(root: Path, family: MadeFamily, claims: str = "") -> list[str]:
     """``base``, ``sums`` and ``verse`` below ``root``: the first trained a little, the others from it, each on its own
-    texts and with a chat template. Their names."""
+    texts and with a chat template. Their names.
+
+    Args:
+        claims: A dataset that the cards of the fine-tunes speak of.
+    """
     import torch
 
     torch.manual_seed(7)
@@ -121,7 +125,7 @@ def write_family(root: Path, family: MadeFamily) -> list[str]:
             model.generation_config.eos_token_id = ends
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
-        of_base = "" if name == "base" else "base_model: acme/base\ndatasets: [openai/gsm8k]\n"
+        of_base = "" if name == "base" else f"base_model: acme/base\ndatasets: [{claims}]\n"
         card = f"---\nlicense: {family.license}\n{of_base}---\n\n# {name}\n"
         (root / name / "README.md").write_text(card)
     return list(TEXTS)
