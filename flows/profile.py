@@ -179,7 +179,13 @@ class Profile(ProfileSection):
         assert self.sweep is not None
         guarded = {guard.task: guard.cluster_by for guard in (self.evaluate.tasks if self.evaluate else ())}
         text = evidence.documents and evidence.documents.model_copy(update={"only": None})
-        return pin_sweep(self.sweep, text, guarded, self.root, hashes)
+        data = self.evaluate.data if self.evaluate else None
+        return pin_sweep(self.sweep, text, guarded, self.root, hashes, data, evidence.scoring.num_fewshot)
+
+    def asked_tasks(self) -> tuple[str, ...]:
+        """Every task of the profile as it is written, each once: what the gate asks, and what a sweep searches."""
+        guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
+        return tuple(dict.fromkeys([*guarded, *(self.sweep.asked_tasks if self.sweep else ())]))
 
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
         """In which the models will be loaded on this machine to be measured."""
@@ -251,7 +257,12 @@ def name_in(file: Path) -> str:
         InvalidInput: when the file cannot be read, or holds no mapping.
     """
     name = _mapping_in(file).get("name")
-    return name if isinstance(name, str) and re.fullmatch(_NAME, name) else ""
+    return name if isinstance(name, str) and is_release_name(name) else ""
+
+
+def is_release_name(name: str) -> bool:
+    """Whether a profile may be called so."""
+    return re.fullmatch(_NAME, name) is not None
 
 
 def is_recipe(file: Path) -> bool:

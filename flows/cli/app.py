@@ -333,9 +333,7 @@ def fetch_data_command(
         _prepare_environment()
         from flows.cli.fetch_data import fetch_data
 
-        found = fetch_data(profile, _console(as_json))
-        if as_json:
-            print(json.dumps([{"dataset": one.name, "revision": one.revision} for one in found]))
+        fetch_data(profile, _console(as_json), as_json)
 
 
 @app.command("extract-lora")
@@ -791,7 +789,7 @@ def _refusals(as_json: bool) -> Iterator[None]:
         refusal = DiskRefused(text, found="a name that is no text", expected="UTF-8", remedy="rename it")
         _say_no(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # the latter where a question was asked
         _say("interrupted", INTERRUPTED, as_json)
         raise typer.Exit(EXIT_CODES["interrupted"]) from None
 

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from merge_core.methods import Method, find_method, merge_methods
+from merge_core.parsing import flow_yaml
 
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
 
@@ -124,19 +124,24 @@ def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[Rec
         return
     voted = _first_choice("required")
     differences = _recipe(voted.name, base, models)
-    reason = (
-        f"All tensors have the base's shapes, so what each model learnt is its difference from it.\n"
-        f"# {voted.name} {voted.traits.first_draft}"
-    )
-    yield RecipeDraft(differences, f"{reason}.")
+    learnt = "what each model learnt is its difference from it"
+    method_does = f"# {voted.name} {voted.traits.first_draft}."
+    yield RecipeDraft(differences, f"All tensors have the base's shapes, so {learnt}.\n{method_does}")
     yield RecipeDraft(
         {**differences, "tokenizer": {"source": "union"}},
-        f"{reason}.\n# The tokenizers differ: each row follows its token, and no token is lost.",
+        f"The models have the base's layers, and {learnt}.\n{method_does}\n"
+        "# The tokenizers differ: each row follows its token, and no token is lost.",
     )
     average = _recipe(_first_choice("ordinary").name, None, models)
     why = "The models fit each other, but not the base, so they are averaged, each with the same weight."
     yield RecipeDraft(average, why)
     yield RecipeDraft({**average, "tokenizer": {"source": "union"}}, f"{why} Rows follow their tokens.")
+
+
+def with_template(draft: RecipeDraft) -> RecipeDraft:
+    """The same, for models that talk where their base does not."""
+    why = "Chat template: the one that most of the models were tuned with; else the result would get the base's."
+    return RecipeDraft({**draft.recipe, "chat_template": "auto"}, f"{draft.why}\n# {why}")
 
 
 def _first_choice(base: str) -> Method:
@@ -199,8 +204,8 @@ def profile_text(draft: ProfileDraft) -> str:
         (
             SCHEMA_LINE.format(draft.schema),
             "# How the merge is released. Next: mergegate check, then mergegate run, with this file.\n",
-            f"name: {_scalar(draft.name)}\n",
-            f"recipe: {_scalar(draft.recipe)}\n",
+            f"name: {flow_yaml(draft.name)}\n",
+            f"recipe: {flow_yaml(draft.recipe)}\n",
             "\n",
             *_license_lines(draft.license),
             "\n",
@@ -210,7 +215,7 @@ def profile_text(draft: ProfileDraft) -> str:
             "\n# What to try, in this order, when the gate refuses: changes of the recipe, or other recipes.\n",
             "# remedies:\n#   - {density: 0.3}\n",
             "\n# Where what passed goes, whole or not at all. Also hub, s3, oci, mlflow: docs/publishing.md\n",
-            f"publish: {{to: directory, path: {_scalar(draft.release)}}}\n",
+            f"publish: {{to: directory, path: {flow_yaml(draft.release)}}}\n",
         )
     )
 
@@ -223,7 +228,7 @@ def _license_lines(license: LicenseDraft) -> Iterator[str]:
         yield f"  # doubt: {_line(doubt)}\n"
     if license.doubts and not license.accepted:
         yield "  # A person settles a doubt by its subject: accepted: {SUBJECT: 'who: why'}\n"
-    accepted = f", accepted: {_flow(dict(license.accepted))}" if license.accepted else ""
+    accepted = f", accepted: {flow_yaml(dict(license.accepted))}" if license.accepted else ""
     yield f"  license: {{purpose: {license.purpose}, visibility: {license.visibility}{accepted}}}\n"
 
 
@@ -236,7 +241,7 @@ def _perplexity_lines(draft: ProfileDraft) -> Iterator[str]:
     yield "# the merge is broken. More than 5 % above the better parent fails.\n"
     if draft.is_sample:
         yield "# These few lines are mergegate's own and only a beginning: name a file of yours.\n"
-    yield f"perplexity: {{documents: {_scalar(draft.documents)}, max_increase: 5%}}\n"
+    yield f"perplexity: {{documents: {flow_yaml(draft.documents)}, max_increase: 5%}}\n"
 
 
 def _evaluate_lines(guards: Sequence[GuardDraft]) -> Iterator[str]:
@@ -250,7 +255,7 @@ def _evaluate_lines(guards: Sequence[GuardDraft]) -> Iterator[str]:
         if guard.problem:
             yield f"#   left out: {_line(guard.problem)}\n"
         yield (
-            f"{comment}    - {{task: {_scalar(guard.task)}, guarded_by: {_scalar(guard.guarded_by)}, max_drop: 3}}"
+            f"{comment}    - {{task: {flow_yaml(guard.task)}, guarded_by: {flow_yaml(guard.guarded_by)}, max_drop: 3}}"
             f"   # {_line(guard.why)}\n"
         )
     if not guards:
@@ -260,14 +265,3 @@ def _evaluate_lines(guards: Sequence[GuardDraft]) -> Iterator[str]:
 def _line(text: str) -> str:
     """A stranger's text in one line of a comment."""
     return " ".join("".join(one if one.isprintable() else " " for one in text).split())[:300]
-
-
-def _scalar(text: str) -> str:
-    """``text`` as YAML, quoted where it must be, also inside of braces."""
-    plain = text.replace("/", "").replace(".", "").replace("-", "").replace("_", "").replace(" ", "")
-    is_plain = plain.isalnum() and plain.isascii() and text[0].isalpha() and yaml.safe_load(text) == text
-    return text if is_plain or (text[:1] in "./" and plain.isalnum()) else json.dumps(text, ensure_ascii=False)
-
-
-def _flow(value: Mapping[str, str]) -> str:
-    return "{" + ", ".join(f"{json.dumps(key)}: {json.dumps(said)}" for key, said in value.items()) + "}"

@@ -1,4 +1,4 @@
-"""``mergegate fetch-data``: the datasets of a profile's tasks by name, into the directory that it names."""
+"""``mergegate fetch-data``: the datasets that a profile's tasks are loaded from, into the directory that it names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flows.cli.answer import print_answer
 from flows.profile import load_profile
 from merge_core.errors import InvalidInput
-from tasks.evaluation import FetchedDataset, fetch_datasets, require_supported
+from tasks.evaluation import AskedDataset, FetchedDataset, fetch_datasets, is_file_name, named_data, require_supported
 
 
-def fetch_data(file: Path, console: Console) -> list[FetchedDataset]:
+def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[FetchedDataset]:
     """Fetch what is not there yet, and say what came.
 
     Raises:
@@ -26,7 +27,11 @@ def fetch_data(file: Path, console: Console) -> list[FetchedDataset]:
             remedy="add 'data: eval-data' under 'evaluate'",
         )
     root = (profile.root / profile.evaluate.data).absolute()
-    names = profile.evaluate.tasks_by_name
+    asked: list[AskedDataset] = []
+    for task in profile.asked_tasks():
+        if not is_file_name(task):
+            require_supported(task)
+        asked += named_data(task, (profile.root / task).absolute() if is_file_name(task) else None)
     found: list[FetchedDataset] = []
 
     def note(one: FetchedDataset) -> None:
@@ -34,9 +39,10 @@ def fetch_data(file: Path, console: Console) -> list[FetchedDataset]:
         what = f"fetched at {one.revision[:12]}" if one.revision else "is there"
         console.print(f"{one.name}: {what}", markup=False)
 
-    for name in names:
-        require_supported(name)
-    fetch_datasets(names, root, note)
-    if not found:
-        console.print("no task by name: data of a YAML file are its own")
+    fetch_datasets(asked, root, note)
+    if as_json:
+        told = [{"dataset": one.name, "revision": one.revision, "directory": str(one.directory)} for one in found]
+        print_answer("fetched", f"{len(found)} datasets in {root}", {"directory": str(root), "datasets": told})
+    elif not found:
+        console.print("nothing to fetch: the data of all tasks lie beside them")
     return found

@@ -15,17 +15,18 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
 from flows.cli.answer import print_answer
+from flows.cli.asking import ask
 from flows.cli.draft import (
     GuardDraft,
     LicenseDraft,
@@ -34,18 +35,18 @@ from flows.cli.draft import (
     claimed_tasks,
     commented_recipe,
     profile_text,
-    recipe_drafts,
 )
-from flows.cli.recipe_parents import clear_recipe
+from flows.cli.fitting_recipe import fitting_recipe, named_model, written_in
+from flows.cli.new_files import directory_for_new_files, require_new, write_new_files
 from flows.preflight import Problems, preflight_profile
-from flows.profile import parse_profile
+from flows.profile import is_release_name, parse_profile
 from merge_core import load_recipe
 from merge_core.errors import InvalidInput, MergegateError
 from merge_core.parsing import open_plain
-from merge_core.recipe import expanded
 from merge_core.store import state_directory, write_state
-from tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, open_parent
+from tasks.checkpoints import ResolvedCheckpoint
 from tasks.evaluation import pin_data, pin_task
+from tasks.perplexity import PerplexitySettings, pin_documents
 from tasks.preflight import SAMPLE
 from tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
 from tasks.publish import front_matter
@@ -53,6 +54,7 @@ from tasks.stage import home, store
 
 _LONGEST_CARD = 1 << 20  # bytes
 # How a held-out text is called, and where it lies: here, in the new directory, beside the models.
+_OUR_SAMPLE, _SAMPLE_FILE = "sample", "held-out.sample.txt"
 _TEXTS = ("held-out.jsonl", "held-out.txt", "data/held-out.jsonl", "data/held-out.txt")
 # Uses, the one that asks for the most first.
 _USES = (("commercial", "public"), ("commercial", "private"), ("research", "public"), ("research", "private"))
@@ -73,16 +75,6 @@ class InitRequest:
     asks: bool = False
 
 
-@dataclass(frozen=True)
-class Drafted:
-    """Two files, not written yet, and what is left for a person."""
-
-    recipe: str
-    profile: str
-    sample: str  # held-out text that is written beside them; empty: none
-    doubts: tuple[str, ...]
-
-
 def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
     """Write a recipe and a profile, say what was decided and why, and return the exit code of their check.
 
@@ -92,14 +84,23 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
     """
     if not request.models:
         raise InvalidInput("mergegate init", found="no model", expected="the base, then the models to merge")
-    out = request.out.absolute()
-    found = [_found(text, request.base) for text in (request.base, *request.models)]
-    name = request.name or _asked(request, "name of the release", _default_name(request.models))
-    files = [out / f"{name}.recipe.yaml", out / f"{name}.yaml"]
-    _require_new(files)
+    found = [named_model(text, request.base) for text in (request.base, *request.models)]
+    with directory_for_new_files(request.out.absolute()):  # paths through it are looked up before anything is written
+        return _init_in(request, found, request.out.absolute(), console, as_json)
 
-    out.mkdir(parents=True, exist_ok=True)  # paths through it are looked up before anything is written
-    draft, dtype, parents = _fitting_recipe(request, [_written(one, out) for one in found], out, name)
+
+def _init_in(
+    request: InitRequest, found: Sequence[ResolvedCheckpoint], out: Path, console: Console, as_json: bool
+) -> int:
+    def free_name(name: str) -> str:
+        if not is_release_name(name):
+            raise InvalidInput("--name", found=f"{name!r}", expected="letters, digits, '.', '_' and '-'")
+        require_new(_files(out, name))
+        return name
+
+    name = _answer(request, "name of the release", request.name, _default_name(request.models), free_name)
+    files = _files(out, name)
+    draft, dtype, parents = fitting_recipe(request.method, [written_in(one, out) for one in found], out, name)
     console.print(Text(f"recipe   {load_recipe(draft.recipe, where='draft').summary()}", style="bold"))
     console.print(f"         {draft.why}".replace("\n# ", "\n         "))
 
@@ -137,10 +138,14 @@ def _written_out(
     schemas = {kind: Path(os.path.relpath(place / f"{kind}.json", out)).as_posix() for kind in ("profile", "recipe")}
     for kind in schemas:
         write_state(state_directory(place) / f"{kind}.json", schema_text(kind).encode())
-    if profile.is_sample:
-        _write_new(out / profile.documents, "".join(f"{line}\n\n" for line in SAMPLE if line.strip()))
-    _write_new(files[0], commented_recipe(draft, dtype, schemas["recipe"]))
-    _write_new(files[1], profile_text(replace(profile, schema=schemas["profile"])))
+    sample = "".join(f"{line}\n\n" for line in SAMPLE if line.strip())
+    write_new_files(
+        {
+            **({out / profile.documents: sample} if profile.is_sample else {}),
+            files[0]: commented_recipe(draft, dtype, schemas["recipe"]),
+            files[1]: profile_text(replace(profile, schema=schemas["profile"])),
+        }
+    )
 
     problems = Problems(stop_at_once=False)
     data = {"root": out, **yaml.safe_load(files[1].read_text(encoding="utf-8"))}
@@ -168,80 +173,21 @@ def _written_out(
     return problems.exit_code
 
 
-def _found(text: str, base: str) -> ResolvedCheckpoint:
-    """A model; a directory with an adapter is one that is applied to the base."""
-    place = expanded(text)
-    is_adapter = (place / "adapter_config.json").is_file() and not (place / "config.json").is_file()
-    return find_checkpoint(f"{base}+{text}" if is_adapter else text)
-
-
-def _written(parent: ResolvedCheckpoint, out: Path) -> object:
-    """A model as a recipe in ``out`` writes it: directories relative to that."""
-    if parent.adapter is not None:
-        model, _, adapter = parent.ref.partition("+")
-        return f"{_relative(model, out)}+{_relative(adapter, out)}"
-    path = _relative(parent.ref, out)
-    return {"model": {"path": path}} if parent.revision is None and ("@" in path or "+" in path) else path
-
-
-def _relative(text: str, out: Path) -> str:
-    place = expanded(text)
-    if not place.is_dir():
-        return text
-    path = Path(os.path.relpath(place.absolute(), out)).as_posix()
-    return path if path.startswith(".") else f"./{path}"
-
-
 def _default_name(models: Sequence[str]) -> str:
     parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model.partition("@")[0]).name).strip("-._") for model in models]
     return "-".join(part for part in parts[:3] if part) or "merge"
 
 
-def _asked(request: InitRequest, question: str, default: str) -> str:
-    return str(typer.prompt(question, default=default)) if request.asks else default
+def _files(out: Path, name: str) -> tuple[Path, Path]:
+    """The recipe and the profile."""
+    return out / f"{name}.recipe.yaml", out / f"{name}.yaml"
 
 
-def _require_new(files: Sequence[Path]) -> None:
-    if there := [file for file in files if os.path.lexists(file)]:
-        raise InvalidInput(
-            str(there[0]), found="it exists", expected="a new file", remedy="choose another --name or --out"
-        )
-
-
-def _write_new(file: Path, text: str) -> None:
-    """Never over another, whoever wrote it meanwhile."""
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        _require_new([file])
-
-
-def _fitting_recipe(
-    request: InitRequest, written: Sequence[object], out: Path, name: str
-) -> tuple[RecipeDraft, str, tuple[ResolvedCheckpoint, ...]]:
-    """The first draft that the headers let through, the dtype in which most of the weights are, and its parents."""
-    base, *models = written
-    problems: list[MergegateError] = []
-    for draft in recipe_drafts(base, models, request.method):
-        recipe = replace(load_recipe(dict(draft.recipe), where=f"the recipe of {name}"), directory=out)
-        try:
-            parents, _ = clear_recipe(recipe)
-        except MergegateError as error:
-            problems.append(error)
-            continue
-        return draft, _dtype(parents), parents
-    raise problems[0]
-
-
-def _dtype(parents: Sequence[ResolvedCheckpoint]) -> str:
-    """That of most bytes, of those that a recipe can name; float32 where none is."""
-    sizes: Counter[str] = Counter()
-    for parent in parents:
-        for tensor in open_parent(parent).tensors.values():
-            if tensor.dtype.torch_name in ("bfloat16", "float16", "float32"):
-                sizes[tensor.dtype.torch_name] += tensor.nbytes
-    return sizes.most_common(1)[0][0] if sizes else "float32"
+def _answer(request: InitRequest, question: str, said: str, default: str, check: Callable[[str], str]) -> str:
+    """What a flag has said, or else a person says; else the default. All of it goes through ``check``."""
+    if said or not request.asks:
+        return check(said or default)
+    return ask(question, default, check)
 
 
 def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: str, out: Path) -> LicenseDraft:
@@ -257,36 +203,50 @@ def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: 
     verdict = verdicts[purpose, visibility]
     reasons = [reason for reason in verdict.combination.reasons if reason.status != "allowed"]
     subjects = list(dict.fromkeys(one.license or one.model for reason in reasons for one in reason.about))
-    accept = request.accept
-    if reasons and subjects and not accept and request.asks:
-        for reason in reasons:
-            typer.echo(f"licence: {reason.sentence}")
-        accept = str(typer.prompt("who accepts this and why, as 'who: why' (empty: nobody yet)", default=""))
+    accept = ""
+    if subjects and (request.asks or request.accept):
+        if not request.accept:
+            for reason in reasons:
+                typer.echo(f"licence: {reason.sentence}")
+        question = "who accepts this and why, as 'who: why' (empty: nobody yet)"
+        accept = _answer(request, question, request.accept, "", _acceptance)
     return LicenseDraft(
         purpose=purpose,
         visibility=visibility,
         declared=verdict.licenses,
         doubts=tuple(reason.sentence for reason in reasons),
-        accepted=dict.fromkeys(subjects, accept) if accept and subjects else None,
+        accepted=dict.fromkeys(subjects, accept) if accept else None,
     )
+
+
+def _acceptance(text: str) -> str:
+    """``text``, if a profile may say it of a doubt; empty: nobody has accepted anything."""
+    try:
+        LicenseSettings(accepted={"a doubt": text} if text else {})
+    except ValidationError:
+        raise InvalidInput("--accept", found=f"{text!r}", expected="who accepts it and why, as 'who: why'") from None
+    return text
 
 
 def _documents(request: InitRequest, found: Sequence[ResolvedCheckpoint], out: Path) -> tuple[str, bool]:
     """The held-out text, relative to the profile, and whether it is our own sample."""
-    if request.documents is not None:
-        if not request.documents.is_file():
-            raise InvalidInput(str(request.documents), found="no such file", expected="held-out text (--documents)")
-        return Path(os.path.relpath(request.documents.absolute(), out)).as_posix(), False
     beside = [one.directory.parent for one in found if one.revision is None]
     places = dict.fromkeys([Path.cwd(), out, *beside, *(place.parent for place in beside)])
     there = next((place / text for place in places for text in _TEXTS if (place / text).is_file()), None)
-    suggested = os.path.relpath(there) if there else ""
-    chosen = _asked(request, "held-out text (jsonl with 'text', or plain; empty: our sample)", suggested)
-    if chosen:
-        return _documents(replace(request, documents=Path(chosen)), found, out)
-    sample = "held-out.sample.txt"
-    _require_new([out / sample])
-    return sample, True
+
+    def readable(text: str) -> str:
+        if text == _OUR_SAMPLE:
+            require_new([out / _SAMPLE_FILE])
+            return text
+        pin_documents(PerplexitySettings(documents=Path(text).absolute()), out, store().hashes)
+        return text
+
+    question = f"held-out text (jsonl with 'text', or plain; '{_OUR_SAMPLE}': a few lines of ours)"
+    said = "" if request.documents is None else str(request.documents)
+    chosen = _answer(request, question, said, os.path.relpath(there) if there else _OUR_SAMPLE, readable)
+    if chosen == _OUR_SAMPLE:
+        return _SAMPLE_FILE, True
+    return Path(os.path.relpath(Path(chosen).absolute(), out)).as_posix(), False
 
 
 def _guards(

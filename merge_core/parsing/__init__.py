@@ -19,6 +19,7 @@ from merge_core.parsing.json_text import (
 )
 from merge_core.parsing.overrides import with_overrides
 from merge_core.parsing.wording import as_written, expectation, kind_of, one_of_several
+from merge_core.parsing.yaml_flow import flow_yaml
 from merge_core.parsing.yaml_text import StrictLoader, parse_yaml, read_yaml, read_yaml_mapping
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "check_entries",
     "edge",
     "expectation",
+    "flow_yaml",
     "is_special",
     "kind_of",
     "line_place",

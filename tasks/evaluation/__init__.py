@@ -4,6 +4,7 @@ A task is pinned by content, scored in a process of its own by one of several ba
 scores. Results that lm-eval has written itself are read here too.
 """
 
+from tasks.evaluation.asked_data import AskedDataset
 from tasks.evaluation.backends import Backend, find_backend
 from tasks.evaluation.choice_probability import AnsweredChoice
 from tasks.evaluation.division import Division, DocumentSet, SetName, divide
@@ -48,14 +49,15 @@ from tasks.evaluation.stage import (
     score_table,
     unknown_documents,
 )
-from tasks.evaluation.support import require_examples, require_supported
+from tasks.evaluation.support import pin_sound_tasks, require_supported
 from tasks.evaluation.task_data import DataSource, TaskData
-from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
+from tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from tasks.evaluation.task_texts import document_texts
 
 __all__ = [
     "SCORES_FILE",
     "AnsweredChoice",
+    "AskedDataset",
     "Backend",
     "CountLimit",
     "DataSource",
@@ -95,11 +97,14 @@ __all__ = [
     "fetch_datasets",
     "find_backend",
     "find_results",
+    "is_file_name",
     "join_parts",
     "known_scores",
     "looks",
+    "named_data",
     "pair_documents",
     "pin_data",
+    "pin_sound_tasks",
     "pin_task",
     "pinned_data_before",
     "pose",
@@ -108,7 +113,6 @@ __all__ = [
     "read_definition",
     "read_document_scores",
     "read_task",
-    "require_examples",
     "require_supported",
     "score_of_sample",
     "score_table",

@@ -1,23 +1,28 @@
-"""Fill a directory of datasets for tasks by name (``evaluate.data``), where there is a network.
+"""Fill a directory of datasets for tasks that are loaded by name (``evaluate.data``), where there is a network.
 
 Each dataset comes whole and as it lies on the Hub, in the commit that ``datasets.json`` in the directory names: what
 was fetched once is the same next time, on any machine that the file is copied to. A dataset that is not in it yet is
-fetched as the Hub has it now, and noted.
+fetched as the Hub has it now, or in the revision that its task names, and noted. It gets its name when all of it is
+there: half a dataset would be another benchmark.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from merge_core.errors import InvalidInput
-from tasks.checkpoints.hub import describe, hub_access
-from tasks.evaluation.mirror import asked_dataset, find_dataset
-from tasks.evaluation.shipped import shipped_leaves
+from merge_core.store import write_state
+from tasks.checkpoints.hub import HubAccess, describe, hub_access
+from tasks.evaluation.asked_data import AskedDataset
+from tasks.evaluation.mirror import find_dataset, find_datasets
 
 REVISIONS = "datasets.json"  # in the directory: the commit of each dataset by name
+_ARRIVING = ".arriving"  # in the directory: datasets of which not all is there
+_COMMIT = 40  # characters of one
 _WANTED = ["*.parquet", "*.jsonl", "*.json", "*.csv", "*.tsv", "*.txt", "*.gz", "*.zst", "*.arrow", "README.md"]
 
 
@@ -30,59 +35,99 @@ class FetchedDataset:
     directory: Path
 
 
-def fetch_datasets(tasks: Sequence[str], root: Path, on_dataset: Callable[[FetchedDataset], None]) -> None:
-    """Fetch every dataset that tasks by name are loaded from and that is not complete in ``root``.
+def fetch_datasets(asked: Sequence[AskedDataset], root: Path, on_dataset: Callable[[FetchedDataset], None]) -> None:
+    """Fetch every dataset of ``asked`` that is not complete in ``root``.
 
     Args:
-        tasks: Names of tasks, groups or tags that lm-eval ships; YAML files are passed over.
+        asked: What tasks are loaded from (``named_data``).
         on_dataset: Told of each as it is there.
 
     Raises:
-        InvalidInput: when the network is forbidden, or a dataset is not on the Hub, or not for us.
+        InvalidInput: when the network is forbidden, a dataset is not on the Hub, or not for us; when two tasks want two
+            revisions of one; for data at an address that nobody has put there.
     """
-    from httpx import HTTPError  # what the client of the Hub lets through of its own
-    from huggingface_hub.errors import HfHubHTTPError
-
     pinned = _revisions(root)
-    datasets: dict[str, bool] = {}
-    for leaf in (leaf for task in tasks for leaf in shipped_leaves(task)):
-        if asked := asked_dataset(leaf):
-            datasets[asked.path] = datasets.get(asked.path, False) or _is_missing(root, leaf.name, asked.path, pinned)
-    for name, is_missing in datasets.items():
-        directory = root / name
-        if not is_missing:
-            on_dataset(FetchedDataset(name, "", directory))
-            continue
-        access = hub_access(writing=False)
-        api = access.api()
-        try:
-            revision = pinned.get(name) or str(api.dataset_info(name, timeout=20).sha)
-            api.snapshot_download(
-                name, repo_type="dataset", revision=revision, local_dir=directory, allow_patterns=_WANTED
-            )
-        except (HfHubHTTPError, HTTPError, ConnectionError, FileNotFoundError) as error:
-            raise InvalidInput(
-                f"dataset {name}",
-                found=describe(error, access),
-                expected="a dataset of the Hub that may be read from here",
-                remedy="HF_TOKEN of an account that may read it; or leave its task out",
-            ) from error
-        pinned[name] = revision
-        root.mkdir(parents=True, exist_ok=True)
-        (root / REVISIONS).write_text(json.dumps(pinned, indent=1, sort_keys=True) + "\n")
-        on_dataset(FetchedDataset(name, revision, directory))
+    by_name: dict[str, list[AskedDataset]] = {}
+    for each in asked:
+        by_name.setdefault(each.path, []).append(each)
+    elsewhere = by_name.pop("", [])
+    for name, those in by_name.items():
+        wanted = _one_revision(name, those)
+        if name in pinned or not all(_is_there(root, each) for each in those):
+            on_dataset(_fetch(name, wanted, root, pinned))
+        else:
+            on_dataset(FetchedDataset(name, "", root / name))
+    find_datasets(root, [*(each for those in by_name.values() for each in those), *elsewhere])
 
 
-def _is_missing(root: Path, task: str, dataset: str, pinned: dict[str, str]) -> bool:
-    """Not there in any form; a snapshot of ours is asked for again, which costs nothing where it is complete."""
-    if dataset in pinned:
-        return True
-    leaf = next(leaf for leaf in shipped_leaves(task) if leaf.name == task)
-    asked = asked_dataset(leaf)
+def _fetch(name: str, wanted: str, root: Path, pinned: dict[str, str]) -> FetchedDataset:
+    """One dataset; one that is noted and there is asked for again, which costs nothing where it is complete."""
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # httpx's or httpx2's
+
+    directory, access = root / name, hub_access(writing=False)
+    api: Any = access.api()
     try:
-        return (asked is not None and root.is_dir() and not find_dataset(root, asked).files) or not root.is_dir()
+        revision = pinned.get(name) or str(api.dataset_info(name, revision=wanted or None, timeout=20).sha)
+        if len(wanted) == _COMMIT and wanted != revision:
+            raise InvalidInput(
+                f"{root / REVISIONS}: {name}",
+                found=revision,
+                expected=f"{wanted}, which a task names",
+                remedy="remove that line and its directory; then it is fetched anew",
+            )
+        is_new = not directory.is_dir() or not any(directory.iterdir())
+        if not is_new and name not in pinned:
+            raise InvalidInput(
+                str(directory),
+                found="a directory without the data that its tasks want",
+                expected="all of it, or no such directory",
+                remedy="move it away; then it is fetched",
+            )
+        place = _arriving(root, name, revision) if is_new else directory
+        api.snapshot_download(name, repo_type="dataset", revision=revision, local_dir=place, allow_patterns=_WANTED)
+    except (HTTPError, HFValidationError, ConnectionError, FileNotFoundError) as error:
+        raise _not_had(name, error, access) from error
+    pinned[name] = revision
+    write_state(root / REVISIONS, (json.dumps(pinned, indent=1, sort_keys=True) + "\n").encode())
+    if is_new:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        place.rename(directory)
+    return FetchedDataset(name, revision, directory)
+
+
+def _arriving(root: Path, name: str, revision: str) -> Path:
+    """Where a dataset lies until it is whole: what came of this revision before is still there."""
+    place = root / _ARRIVING / f"{name.replace('/', '--')}@{revision[:40].replace('/', '-')}"
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def _not_had(name: str, error: Exception, access: HubAccess) -> InvalidInput:
+    return InvalidInput(
+        f"dataset {name}",
+        found=describe(error, access),
+        expected="a dataset of the Hub that may be read from here",
+        remedy="HF_TOKEN of an account that may read it; or leave its task out",
+    )
+
+
+def _one_revision(name: str, asked: Iterable[AskedDataset]) -> str:
+    wanted = {each.revision: each.task for each in asked if each.revision}
+    if len(wanted) > 1:
+        raise InvalidInput(
+            f"dataset {name}",
+            found=" and ".join(f"{revision} for task {task}" for revision, task in wanted.items()),
+            expected="one revision of a dataset in a directory",
+            remedy="name one in both tasks, or give one of them a file of its own in the directory",
+        )
+    return next(iter(wanted), "")
+
+
+def _is_there(root: Path, asked: AskedDataset) -> bool:
+    try:
+        return root.is_dir() and bool(find_dataset(root, asked).files)
     except InvalidInput:
-        return True
+        return False
 
 
 def _revisions(root: Path) -> dict[str, str]:

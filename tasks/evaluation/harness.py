@@ -16,7 +16,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -35,9 +35,10 @@ from tasks.evaluation.choice_probability import PROBABILITY, answered_now, choic
 from tasks.evaluation.division import DocumentSet
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
-from tasks.evaluation.mirror import datasets_from, find_datasets
+from tasks.evaluation.mirror import FoundDataset, find_datasets
+from tasks.evaluation.mirror_loading import datasets_from
 from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in, ordered
-from tasks.evaluation.shipped import LeafConfig, shipped_leaves
+from tasks.evaluation.shipped import shipped_leaves
 from tasks.evaluation.task_data import (
     DataSource,
     LoadedData,
@@ -46,7 +47,14 @@ from tasks.evaluation.task_data import (
     revision_now,
     sources_noted,
 )
-from tasks.evaluation.task_definition import Definition, EvalTask, function_dumper, read_definition, still_as_pinned
+from tasks.evaluation.task_definition import (
+    Definition,
+    EvalTask,
+    function_dumper,
+    named_data,
+    read_definition,
+    still_as_pinned,
+)
 from tasks.evaluation.task_texts import asked_of
 
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
@@ -450,15 +458,16 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
 
     _keep_templates()
     try:
-        if task.mirror is not None and task.definition is None:
-            leaves = shipped_leaves(task.name)
-            with datasets_from(find_datasets(task.mirror, leaves), scratch):
-                loaded = _load_shipped(task.name, leaves, scratch)
-        elif task.definition is None:
-            loaded = _shipped_tasks().load([task.name])
-        else:
-            prepared = _prepare(task, task.definition, scratch)
-            loaded = TaskManager(include_defaults=False).load([str(leaf) for leaf in prepared])
+        if task.definition is None and (task.mirror is None or _is_laid_over(task.name)):
+            with _from_mirror(task, _found_in_mirror(task).values(), scratch):
+                return dict(_shipped_tasks().load([task.name])["tasks"])
+        prepared = _prepare(task, task.definition, scratch) if task.definition else _prepare_shipped(task.name, scratch)
+        found, manager = _found_in_mirror(task), TaskManager(include_defaults=False)
+        loaded: dict[str, Any] = {}
+        for name, path in prepared.items():  # one after another: each with the data that are its own
+            with _from_mirror(task, [found[name]] if name in found else [], scratch):
+                loaded |= manager.load([str(path)])["tasks"]
+        return loaded
     except InvalidInput:
         raise
     except Exception as error:
@@ -471,7 +480,17 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
             if offline
             else "look at the task and at its data: `lm-eval run --tasks` with it shows the same",
         ) from error
-    return dict(loaded["tasks"])
+
+
+def _found_in_mirror(task: EvalTask) -> dict[str, FoundDataset]:
+    """Where the data of each task below it lie, by name; none without ``evaluate.data``."""
+    if task.mirror is None:
+        return {}
+    return {each.asked.task: each for each in find_datasets(task.mirror, named_data(task.name, task.definition))}
+
+
+def _from_mirror(task: EvalTask, found: Iterable[FoundDataset], scratch: Path) -> AbstractContextManager[None]:
+    return nullcontext() if task.mirror is None else datasets_from(found, scratch)
 
 
 def _first_cause(error: BaseException) -> str:
@@ -484,22 +503,23 @@ def _first_cause(error: BaseException) -> str:
     return said or type(error).__name__
 
 
-def _load_shipped(name: str, leaves: Sequence[LeafConfig], scratch: Path) -> Any:
-    """As lm-eval's own index loads them, without parsing 14,000 files; but for groups that lay functions over tasks."""
-    from lm_eval.tasks import TaskManager
+def _is_laid_over(name: str) -> bool:
+    """Whether a group of lm-eval's lays functions over its tasks, or has whole ones inline: only its index reads it."""
+    return any("/" in str(leaf.laid_over) or "::" in leaf.name for leaf in shipped_leaves(name))
 
-    if any("/" in str(leaf.laid_over) or "::" in leaf.name for leaf in leaves):
-        return _shipped_tasks().load([name])
-    prepared = []
-    for number, leaf in enumerate(leaves):
+
+def _prepare_shipped(name: str, scratch: Path) -> dict[str, Path]:
+    """Definitions by name that load as lm-eval's own index loads them, without parsing 14,000 files."""
+    prepared = {}
+    for number, leaf in enumerate(shipped_leaves(name)):
         path = scratch / f"shipped{number}.yaml"
         path.write_text(yaml.safe_dump({"include": str(leaf.path), **leaf.laid_over, "task": leaf.name}))
-        prepared.append(str(path))
-    return TaskManager(include_defaults=False).load(prepared)
+        prepared[leaf.name] = path
+    return prepared
 
 
-def _prepare(task: EvalTask, path: Path, scratch: Path) -> list[Path]:
-    """Definitions that include the user's, with data found beside them, and read anew instead of from a cache.
+def _prepare(task: EvalTask, path: Path, scratch: Path) -> dict[str, Path]:
+    """Definitions by name that include the user's, with data found beside them, and read anew instead of from a cache.
 
     Of a group one for each task below it: all that lm-eval's own groups add is a mean over tasks, which is not used.
     datasets keeps what it has read in the user's home under (path, mtime): a file replaced by one of equal mtime would
@@ -508,7 +528,7 @@ def _prepare(task: EvalTask, path: Path, scratch: Path) -> list[Path]:
     definition = read_definition(path)
     if not still_as_pinned(task, definition):
         raise InvalidInput(str(path), found="changed while the run was going on", remedy="run again")
-    return [_prepare_leaf(leaf, scratch, number) for number, leaf in enumerate(definition.leaves)]
+    return {leaf.name: _prepare_leaf(leaf, scratch, number) for number, leaf in enumerate(definition.leaves)}
 
 
 def _prepare_leaf(leaf: Definition, scratch: Path, number: int) -> Path:

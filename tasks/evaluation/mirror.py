@@ -1,49 +1,31 @@
-"""Data of tasks by name where there is no network: a directory with datasets as the Hub lays them out, or files.
+"""Data of tasks where there is no network: a directory with datasets as the Hub lays them out, or files.
 
-A profile says ``evaluate.data: DIR``. A dataset ``org/name`` is looked for, in this order:
+A profile says ``evaluate.data: DIR``. It holds for every task that is loaded from a dataset by name: those that lm-eval
+ships, YAML files of one's own, those of a sweep. A dataset ``org/name`` is looked for, in this order:
 
 1. ``DIR/org/name/``, ``DIR/org--name/``, ``DIR/name/`` or ``DIR/name_hub/``: a snapshot as it lies on the Hub;
 2. files called by task, configuration or dataset, then the split: ``arc_easy_test.jsonl``, ``gsm8k_train.parquet``, in
    any spelling of capitals and dashes. Where only one file is there, it is the split that the task evaluates. Examples
    may lack: then nothing can be asked with examples.
 
-Files of choices in the plain form ``{question, choices: [...], answer: 0}`` are put into the fields of the datasets
-whose tasks want others (``_FIELDS``). What is found is hashed into the key of every measurement.
+What is found is hashed into the key of every measurement; how it is read, ``mirror_loading`` says.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from merge_core.errors import InvalidInput
-from tasks.evaluation.shipped import LeafConfig
+from tasks.evaluation.asked_data import AskedDataset
 
-_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_DATA = {*_KINDS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"}  # in a directory, where datasets reads them
+FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_DATA = {*FORMATS, ".csv", ".tsv", ".txt", ".gz", ".zst", ".arrow"}  # in a directory, where datasets reads them
 _SPLITS = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "dev": "dev"}
 _SPLITS |= {"test": "test"}
 _VERSION_WORDS = re.compile(r"raw|v\d+|main|default")  # at the end of a configuration: they name no other documents
-
-
-@dataclass(frozen=True)
-class AskedDataset:
-    """A dataset that a task is loaded from, and which parts of it."""
-
-    task: str
-    path: str  # 'cais/mmlu'
-    config: str | None  # 'anatomy'
-    evaluated: str  # the split whose documents are asked
-    examples: str | None  # the split that few-shot examples are drawn from; None: none is named
-
-    @property
-    def key(self) -> tuple[str, str | None]:
-        return self.path, self.config
 
 
 @dataclass(frozen=True)
@@ -59,23 +41,16 @@ class FoundDataset:
         """All that may decide which documents it has."""
         if self.directory is None:
             return tuple(self.by_split.values())
-        return _files_of(self.directory, self.asked.config)
+        return _data_in(self.directory, self.asked)
 
-
-def asked_dataset(leaf: LeafConfig) -> AskedDataset | None:
-    """The dataset of a task; None for one that loads none by name."""
-    config = leaf.config
-    if not config.get("dataset_path") or config.get("custom_dataset"):
-        return None
-    name = config.get("dataset_name")
-    splits = [config.get(key) for key in ("test_split", "validation_split", "training_split")]
-    return AskedDataset(
-        task=leaf.name,
-        path=str(config["dataset_path"]),
-        config=None if name is None else str(name),
-        evaluated=str(splits[0] or splits[1] or "test"),
-        examples=config.get("fewshot_split") or splits[2] or splits[1],
-    )
+    @property
+    def named_files(self) -> dict[str, list[str]]:
+        """By split, the files that the task itself names."""
+        assert self.directory is not None
+        named: dict[str, list[str]] = {}
+        for split, file in self.asked.files:
+            named.setdefault(split, []).extend(map(str, _matching(self.directory, file)))
+        return named
 
 
 def find_dataset(root: Path, asked: AskedDataset) -> FoundDataset:
@@ -85,29 +60,41 @@ def find_dataset(root: Path, asked: AskedDataset) -> FoundDataset:
         InvalidInput: naming what was looked for.
     """
     for directory in _directories(root, asked.path):
-        if directory.is_dir() and _files_of(directory, asked.config):
+        if directory.is_dir() and _data_in(directory, asked):
             return FoundDataset(asked, directory, {})
     by_split = _named_files(root, asked)
     if len(by_split) == 1 and asked.evaluated not in by_split:
         by_split = {asked.evaluated: next(iter(by_split.values()))}
     if asked.evaluated not in by_split:
-        tried = [f"{place.relative_to(root)}/" for place in _directories(root, asked.path)]
+        within = asked.files[0][1] if asked.files else ""
+        tried = [f"{place.relative_to(root)}/{within}" for place in _directories(root, asked.path)]
         tried += [f"{name}_{asked.evaluated}.jsonl" for name in dict.fromkeys(_names(asked))]
         raise InvalidInput(
             f"evaluate.data: {root}: task {asked.task}",
-            found=f"no data of {asked.path}{f' ({asked.config})' if asked.config else ''}",
-            expected=f"one of {', '.join(tried)} (or .parquet)",
-            remedy="`mergegate fetch-data PROFILE` fills it where there is a network",
+            found=f"no data of {asked}",
+            expected=f"{'one of ' if len(tried) > 1 else ''}{', '.join(tried)} (or .parquet)",
+            remedy="`mergegate fetch-data PROFILE` fills it where there is a network"
+            if asked.path
+            else "put its documents there: data at an address are not fetched",
         )
     return FoundDataset(asked, None, by_split)
 
 
-def find_datasets(root: Path, leaves: Sequence[LeafConfig]) -> tuple[FoundDataset, ...]:
-    """Of all tasks below a task, group or tag, in their order. Raises as ``find_dataset``; without such a directory."""
-    if not root.is_dir():
-        raise InvalidInput("evaluate.data", found=f"no directory {root}", expected="a directory with datasets")
-    asked = [found for leaf in leaves if (found := asked_dataset(leaf))]
+def find_datasets(root: Path, asked: Sequence[AskedDataset]) -> tuple[FoundDataset, ...]:
+    """Where each of ``asked`` lies. Raises as ``find_dataset``; where something is asked and there is no ``root``."""
+    if asked and not root.is_dir():
+        raise InvalidInput(
+            "evaluate.data",
+            found=f"no directory {root}",
+            expected=f"a directory with datasets: of task {asked[0].task} {asked[0]}",
+            remedy="`mergegate fetch-data PROFILE` makes and fills it where there is a network",
+        )
     return tuple(find_dataset(root, each) for each in asked)
+
+
+def files_of_all(found: Iterable[FoundDataset]) -> tuple[Path, ...]:
+    """All that may decide which documents those datasets have, each file once."""
+    return tuple(dict.fromkeys(file for each in found for file in each.files))
 
 
 def check_examples(found: FoundDataset, wanted: int) -> None:
@@ -122,118 +109,30 @@ def check_examples(found: FoundDataset, wanted: int) -> None:
             f"evaluate.data: task {asked.task}",
             found=f"no file of split {asked.examples!r}, which its {wanted} examples are drawn from",
             expected=" or ".join(f"{name}_{asked.examples}.jsonl" for name in dict.fromkeys(_names(asked))),
-            remedy="`mergegate fetch-data PROFILE` where there is a network; or evaluate.num_fewshot: 0",
+            remedy="put one beside the others; or evaluate.num_fewshot: 0",
         )
 
 
-@contextmanager
-def datasets_from(found: Iterable[FoundDataset], scratch: Path) -> Iterator[None]:
-    """Inside, those datasets are loaded from where they lie, and any other is refused: nothing asks a network.
-
-    Args:
-        scratch: Where they are read into: what datasets keeps under (path, time) could be served stale.
-    """
-    import datasets  # type: ignore[import-untyped]  # ships no types
-
-    lying = {each.asked.key: each for each in found}
-    load = datasets.load_dataset
-
-    def load_here(path: str, name: str | None = None, *_: Any, **asked: Any) -> Any:
-        place = lying.get((str(path), name if name is None else str(name)))
-        if place is None:
-            raise InvalidInput(
-                "evaluate.data",
-                found=f"a task that loads {path} ({name}) by code of its own",
-                expected="datasets that its configuration names",
-                remedy="leave the task out, or leave out evaluate.data",
-            )
-        whole = _load(place, load, scratch)
-        split = asked.get("split")
-        return whole[split] if split else whole
-
-    datasets.load_dataset = load_here
-    try:
-        yield
-    finally:
-        datasets.load_dataset = load
-
-
-def _load(place: FoundDataset, load: Callable[..., Any], scratch: Path) -> Any:
-    import datasets
-
-    kept = {"cache_dir": str(scratch / "cache")}
-    asked = place.asked
-    if place.directory is not None:
-        if not _says_configs(place.directory) and (named := _by_split(place)):
-            kind, files = named
-            return load(kind, data_files=files, **kept)
-        return load(str(place.directory), asked.config, **kept)
-    splits = {
-        split: load(_KINDS[file.suffix], data_files=str(file), split="train", **kept)
-        for split, file in place.by_split.items()
-    }
-    if (fields := _FIELDS.get(asked.path)) is not None:
-        splits = {
-            split: datasets.Dataset.from_list([fields(row) for row in rows]) if _is_plain(rows.column_names) else rows
-            for split, rows in splits.items()
-        }
-    evaluated = splits[asked.evaluated]
-    for missing in ("train", "validation", "test", asked.examples):
-        if missing and missing not in splits:
-            splits[missing] = evaluated.select([])  # it is there, with nothing to draw from
-    return datasets.DatasetDict(splits)
-
-
-def _by_split(place: FoundDataset) -> tuple[str, dict[str, list[str]]] | None:
-    """The format and the files by split of a directory without a card that says so; None where names do not tell.
-
-    datasets would call ``dev.jsonl`` the split 'validation', which is not what a task that wants 'dev' finds.
-    """
-    files = [file for file in place.files if file.name != "README.md"]
-    kinds = {_KINDS.get(file.suffix) for file in files}
-    by_split: dict[str, list[str]] = {}
-    for file in files:
-        split = next((_SPLITS[word] for word in _words(file.stem) if word in _SPLITS), None)
-        if split is None:
-            return None
-        by_split.setdefault(split, []).append(str(file))
-    kind = kinds.pop() if len(kinds) == 1 else None
-    return (kind, by_split) if kind else None
-
-
-def _is_plain(columns: Sequence[str]) -> bool:
-    return {"question", "choices", "answer"} <= set(columns) and "answerKey" not in columns
-
-
-def _arc(row: Mapping[str, Any]) -> dict[str, Any]:
-    labels = [chr(ord("A") + position) for position in range(len(row["choices"]))]
-    choices = {"text": list(row["choices"]), "label": labels}
-    return {"question": row["question"], "choices": choices, "answerKey": labels[row["answer"]]}
-
-
-def _piqa(row: Mapping[str, Any]) -> dict[str, Any]:
-    first, second = row["choices"]
-    return {"goal": row["question"], "sol1": first, "sol2": second, "label": row["answer"]}
-
-
-_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "allenai/ai2_arc": _arc,
-    "baber/piqa": _piqa,
-}
-
-
 def _directories(root: Path, dataset: str) -> tuple[Path, ...]:
+    if not dataset:
+        return ()
     base = dataset.rpartition("/")[2]
     every = (root / dataset, root / dataset.replace("/", "--"), root / base, root / f"{base}_hub")
     return tuple(dict.fromkeys(every))
 
 
-def _says_configs(directory: Path) -> bool:
-    card = directory / "README.md"
-    return card.is_file() and "configs:" in card.read_text(errors="replace")[:4096]
+def _data_in(directory: Path, asked: AskedDataset) -> tuple[Path, ...]:
+    """What a task would be loaded from; nothing where a file lacks that it names."""
+    if not asked.files:
+        return _files_of(directory, asked.config)
+    named = [_matching(directory, file) for _, file in asked.files]
+    return tuple(file for those in named for file in those) if all(named) else ()
 
 
-@lru_cache(maxsize=256)
+def _matching(directory: Path, file: str) -> list[Path]:
+    return sorted(one for one in directory.glob(file) if one.is_file())
+
+
 def _files_of(directory: Path, config: str | None) -> tuple[Path, ...]:
     """Of a configuration that has a directory of its own only that, and what says how to read it."""
     inner = directory / config if config else directory
@@ -250,6 +149,8 @@ def _files_of(directory: Path, config: str | None) -> tuple[Path, ...]:
 def _names(asked: AskedDataset) -> Iterator[str]:
     """What a file of this dataset may be called by, most particular first."""
     yield asked.task
+    if not asked.path:
+        return
     base = asked.path.rpartition("/")[2]
     if asked.config:
         words = _words(asked.config)
@@ -277,12 +178,17 @@ def _listing(root: Path) -> list[tuple[str, str, Path]]:
     """(name without its split, split or nothing, file) of every data file directly in ``root``."""
     listing = []
     for file in sorted(root.iterdir()):
-        if file.suffix not in _KINDS or not file.is_file():
+        if file.suffix not in FORMATS or not file.is_file():
             continue
         words = _words(file.stem)
         at = next((place for place, word in enumerate(words) if place and word in _SPLITS), None)
         listing.append(("".join(words[:at]), _SPLITS[words[at]] if at is not None else "", file))
     return listing
+
+
+def split_named(stem: str) -> str | None:
+    """The split that a file's name tells; None where it tells none."""
+    return next((_SPLITS[word] for word in _words(stem) if word in _SPLITS), None)
 
 
 def _words(name: str) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput
-from tasks.evaluation.mirror import asked_dataset, check_examples, find_dataset
+from merge_core.store import HashMemo
+from tasks.evaluation.mirror import check_examples, find_dataset
 from tasks.evaluation.shipped import LeafConfig, shipped_leaves
 from tasks.evaluation.task_code import imported_beside
-from tasks.evaluation.task_definition import EvalTask, texts_in
+from tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, texts_in
 
 _SHIPPED = "lm_eval.tasks."
 _DEFAULT_METRICS = {  # lm-eval's, where a task lists none
@@ -107,8 +108,37 @@ def refusal_of_leaf(leaf: LeafConfig) -> Refusal | None:
     return refusal_of(leaf.config, missing_packages(leaf.config))
 
 
+def pin_sound_tasks(
+    written: Iterable[str],
+    root: Path,
+    hashes: HashMemo,
+    data: Path | None,
+    num_fewshot: int | None,
+    where: str = "evaluate.tasks",
+) -> dict[str, EvalTask]:
+    """Tasks by content, each of which can be asked, by how a profile writes them: for a gate, for a sweep, for all.
+
+    Args:
+        data: Directory with datasets, relative to ``root`` (``evaluate.data``); None: the Hub.
+        num_fewshot: Examples that the profile wants; None: as each task says.
+        where: What messages call the place that names them.
+
+    Raises:
+        InvalidInput: as ``pin_task``, ``require_supported`` and ``require_examples``.
+    """
+    mirror = None if data is None else (root / data).absolute()
+    every = tuple(dict.fromkeys(written))
+    for task in every:
+        if not is_file_name(task):
+            require_supported(task, where)
+    pinned = {task: pin_task(task, root, hashes, mirror) for task in every}
+    for one in pinned.values():
+        require_examples(one, num_fewshot)
+    return pinned
+
+
 def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
-    """See that few-shot examples are among the data of a task by name; without ``evaluate.data``, loading it tells.
+    """See that few-shot examples are among the data of a task in ``evaluate.data``; of any other, loading it tells.
 
     Args:
         num_fewshot: Examples that the profile wants; None: as the task says.
@@ -116,17 +146,19 @@ def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
     Raises:
         InvalidInput: naming the file that lacks.
     """
-    if task.definition is not None or task.mirror is None:
+    if task.mirror is None:
         return
-    for leaf in shipped_leaves(task.name):
-        own = leaf.config.get("num_fewshot")
-        wanted = num_fewshot if num_fewshot is not None and own != 0 else own
-        if wanted and (asked := asked_dataset(leaf)):
+    for asked in named_data(task.name, task.definition):
+        own = asked.num_fewshot
+        if wanted := num_fewshot if num_fewshot is not None and own != 0 else own:
             check_examples(find_dataset(task.mirror, asked), int(wanted))
 
 
-def require_supported(task: str) -> None:
+def require_supported(task: str, where: str = "evaluate.tasks") -> None:
     """See that a task, group or tag that lm-eval ships can guard a release, with all tasks below it.
+
+    Args:
+        where: What messages call the place that names it.
 
     Raises:
         InvalidInput: naming the first task that cannot, and why.
@@ -136,7 +168,7 @@ def require_supported(task: str) -> None:
         if refusal:
             of_group = leaf.name != task
             raise InvalidInput(
-                f"evaluate.tasks: {task}" + (f": {leaf.name}" if of_group else ""),
+                f"{where}: {task}" + (f": {leaf.name}" if of_group else ""),
                 found=refusal.found,
                 expected="a task whose score is a mean over documents",
                 remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),

@@ -25,8 +25,9 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import StrictLoader, edge, plain_file, read_yaml_mapping
 from merge_core.store import HashMemo, NotInKey, digest, sha256_file
+from tasks.evaluation.asked_data import AskedDataset, asked_dataset
 from tasks.evaluation.division import DocumentSet
-from tasks.evaluation.mirror import find_datasets
+from tasks.evaluation.mirror import files_of_all, find_datasets
 from tasks.evaluation.shipped import shipped_leaves, shipped_names
 from tasks.evaluation.task_code import imported_beside
 from tasks.evaluation.task_data import DataSource, LoadedData, TaskData
@@ -121,16 +122,28 @@ def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None
     Args:
         task: A YAML file, relative to ``root``; otherwise the name of a task, group or tag that lm-eval ships.
         root: Directory of the profile.
-        mirror: Of datasets (``tasks.evaluation.mirror``), which those of a task by name are taken from; None: the Hub.
+        mirror: Directory of datasets (``tasks.evaluation.mirror``), for data that do not lie beside the task; None: the
+            Hub.
 
     Raises:
         InvalidInput: for an unknown name, a dataset that is not in ``mirror``, a definition that cannot be read, or
             data that is not there.
     """
-    if task.endswith((".yaml", ".yml")):
+    if is_file_name(task):
         path = (root / task).absolute()
         definition = read_definition(path)
-        return EvalTask(name=definition.name, digest=_digest(definition, hashes.sha256), definition=path)
+        named = mirror if _named_in(definition) else None
+        return EvalTask(
+            name=definition.name, digest=_digest(definition, hashes.sha256, named), definition=path, mirror=named
+        )
+    _require_shipped(task)
+    pinned: dict[str, object] = {"task": task, "lm_eval": version("lm_eval")}
+    if mirror is not None:
+        pinned["data"] = _data_hashes(mirror, named_data(task, None), hashes.sha256)
+    return EvalTask(name=task, digest=digest(pinned), definition=None, mirror=mirror)
+
+
+def _require_shipped(task: str) -> None:
     if task not in (known := shipped_names()):
         near = get_close_matches(task, known, n=1)
         raise InvalidInput(
@@ -139,17 +152,38 @@ def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None
             expected="a task, group or tag that lm-eval ships, or a YAML file of your own",
             remedy=f"did you mean {near[0]!r}?" if near else "`lm-eval ls tasks` lists them",
         )
-    pinned: dict[str, object] = {"task": task, "lm_eval": version("lm_eval")}
-    if mirror is not None:
-        found = find_datasets(mirror, shipped_leaves(task))
-        files = dict.fromkeys(file for each in found for file in each.files)
-        pinned["data"] = [hashes.sha256(file) for file in files]
-    return EvalTask(name=task, digest=digest(pinned), definition=None, mirror=mirror)
+
+
+def is_file_name(task: str) -> bool:
+    """Whether a task of a profile is a YAML file; else it is the name of one that lm-eval ships."""
+    return task.endswith((".yaml", ".yml"))
 
 
 def still_as_pinned(task: EvalTask, definition: Definition) -> bool:
     """Whether the files of a local task are those that were pinned; every byte is read."""
-    return _digest(definition, sha256_file) == task.digest
+    return _digest(definition, sha256_file, task.mirror) == task.digest
+
+
+def named_data(task: str, definition: Path | None) -> tuple[AskedDataset, ...]:
+    """The datasets that a task, or each of those below it, is loaded from by name: what ``evaluate.data`` is asked for.
+
+    Args:
+        task: What lm-eval calls it.
+        definition: Its own YAML file; None for a task that lm-eval ships.
+
+    Raises:
+        InvalidInput: for a definition that cannot be read, or an unknown name.
+    """
+    if definition is not None:
+        return _named_in(read_definition(definition))
+    _require_shipped(task)
+    found = (asked_dataset(leaf.name, leaf.config) for leaf in shipped_leaves(task))
+    return tuple(asked for asked in found if asked)
+
+
+def _named_in(definition: Definition) -> tuple[AskedDataset, ...]:
+    found = (asked_dataset(leaf.name, leaf.config) for leaf in definition.leaves if not leaf.is_local)
+    return tuple(asked for asked in found if asked)
 
 
 def read_definition(path: Path) -> Definition:
@@ -333,10 +367,17 @@ def function_dumper(beside: Path) -> type[yaml.SafeDumper]:
     return Dumper
 
 
-def _digest(definition: Definition, sha256: Callable[[Path], str]) -> str:
+def _digest(definition: Definition, sha256: Callable[[Path], str], mirror: Path | None) -> str:
     # Contents only: a task that is moved or renamed with its data is the same task.
     contents = [sha256(file) for file in definition.files]
-    return digest({"task": definition.name, "files": contents, "lm_eval": version("lm_eval")})
+    pinned: dict[str, object] = {"task": definition.name, "files": contents, "lm_eval": version("lm_eval")}
+    if mirror is not None:
+        pinned["data"] = _data_hashes(mirror, _named_in(definition), sha256)
+    return digest(pinned)
+
+
+def _data_hashes(mirror: Path, asked: tuple[AskedDataset, ...], sha256: Callable[[Path], str]) -> list[str]:
+    return [sha256(file) for file in files_of_all(find_datasets(mirror, asked))]
 
 
 def _read(path: Path, files: list[Path], above: tuple[Path, ...]) -> tuple[dict[str, Any], Path]:

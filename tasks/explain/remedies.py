@@ -8,7 +8,6 @@ A remedy is a change of a recipe, as a profile's ``remedies`` can hold it (see `
 from __future__ import annotations
 
 import copy
-import json
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from merge_core.analysis import Tally
 from merge_core.methods import Method, merge_methods
+from merge_core.parsing import flow_yaml
 from merge_core.recipe import apply_overrides
 from tasks.gate import GateVerdict
 
@@ -51,7 +51,7 @@ class Remedy(BaseModel):
 
     def text(self) -> str:
         """The change as one line of YAML."""
-        return _flow(self.change)
+        return flow_yaml(self.change)
 
     def block(self) -> str:
         """The change as a profile has it: its key ``remedies`` with this as the only item, in YAML."""
@@ -324,20 +324,3 @@ def _numbers(value: object, key: str, inside: bool = False) -> Iterator[float]:
             yield from _numbers(inner, key, inside)
     elif inside and isinstance(value, (int, float)) and not isinstance(value, bool):
         yield float(value)
-
-
-def _flow(value: object) -> str:
-    """``value`` in YAML's flow style, in one line and unquoted where that is safe."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_flow(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
-    if (
-        isinstance(value, str)
-        and value.replace("_", "a").replace("-", "a").replace("/", "a").replace(".", "a").isalnum()
-    ):
-        return value if not value.replace(".", "").isdigit() and value.lower() not in _YAML_WORDS else json.dumps(value)
-    return json.dumps(value, ensure_ascii=False)
-
-
-_YAML_WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off"})

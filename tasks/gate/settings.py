@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
-from tasks.evaluation import EvalTask, Scoring, pin_task
+from tasks.evaluation import EvalTask, Scoring, pin_sound_tasks
 from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
@@ -20,8 +20,9 @@ class EvaluateSettings(Scoring, GateRule):
     tasks: tuple[Guard, ...] = Field(min_length=1)
     data: Path | None = Field(
         default=None,
-        description="Directory with the datasets of lm-eval's tasks by name, relative to the profile: as the Hub lays "
-        "them out, or files by task or dataset. Then nothing is asked of a network. Absent: the Hub, or its cache.",
+        description="Directory with the datasets of all tasks (by name, YAML files, those of a sweep) whose data "
+        "do not lie beside them, relative to the profile: as the Hub lays them out, or files by task or dataset. Then "
+        "nothing is asked of a network. Absent: the Hub, or its cache.",
     )
 
     @model_validator(mode="after")
@@ -32,12 +33,6 @@ class EvaluateSettings(Scoring, GateRule):
         if self.anchor is None and ANCHOR in guards:
             raise ValueError("guarded_by: anchor needs 'anchor: first', or a version")
         return self
-
-    @property
-    def tasks_by_name(self) -> tuple[str, ...]:
-        """Those that lm-eval ships; the others are YAML files."""
-        every = dict.fromkeys(guard.task for guard in self.tasks)
-        return tuple(task for task in every if not task.endswith((".yaml", ".yml")))
 
     @property
     def scoring(self) -> Scoring:
@@ -51,19 +46,19 @@ class EvaluateSettings(Scoring, GateRule):
 
 
 def pin_tasks(
-    guards: Sequence[Guard], root: Path, hashes: HashMemo, data: Path | None = None
+    guards: Sequence[Guard], root: Path, hashes: HashMemo, data: Path | None = None, num_fewshot: int | None = None
 ) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
     """All tasks of the guards, each once, and the guards in terms of the names that lm-eval calls those tasks.
 
     Args:
         data: Directory with datasets, relative to ``root``; None: the Hub.
+        num_fewshot: Examples that the profile wants; None: as each task says.
 
     Raises:
-        InvalidInput: as ``pin_task``; when two definitions call themselves by one name, or two guards of a task
+        InvalidInput: as ``pin_sound_tasks``; when two definitions call themselves by one name, or two guards of a task
             disagree on which of its documents belong together.
     """
-    mirror = None if data is None else (root / data).absolute()
-    written = {guard.task: pin_task(guard.task, root, hashes, mirror) for guard in guards}
+    written = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, num_fewshot)
     tasks: dict[str, EvalTask] = {}
     for text, task in written.items():
         if tasks.setdefault(task.name, task).digest != task.digest:

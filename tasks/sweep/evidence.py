@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
-from tasks.evaluation import Division, EvalTask, SetName, pin_data, pin_task
+from tasks.evaluation import Division, EvalTask, SetName, pin_data, pin_sound_tasks
 from tasks.perplexity import HeldOutText, WindowSettings, read_texts
 from tasks.sweep.settings import SweepSettings
 from tasks.sweep.trial import TrialSet
@@ -73,16 +73,21 @@ def pin_sweep(
     guarded: Mapping[str, str | None],
     root: Path,
     hashes: HashMemo,
+    data: Path | None = None,
+    num_fewshot: int | None = None,
 ) -> SweepEvidence:
     """All tasks of objective and constraints by content; relative paths are relative to ``root``.
 
     Args:
         text: The held-out documents of ``perplexity``; None where the profile has none.
         guarded: What keeps documents together for the gate, by task as the profile says it.
+        data: Directory with datasets, relative to ``root`` (``evaluate.data``); None: the Hub.
+        num_fewshot: Examples that the profile wants; None: as each task says.
 
     Raises:
-        InvalidInput: for a task that is not there, one name for two definitions, two that disagree on which documents
-            of a task belong together, or an objective on held-out text where there is none.
+        InvalidInput: for a task that is not there, lacks its data or cannot be asked, one name for two definitions, two
+            that disagree on which documents of a task belong together, or an objective on held-out text where there is
+            none.
     """
     together: dict[str, str | None] = {}
     for index, term in enumerate(settings.objective):
@@ -112,8 +117,7 @@ def pin_sweep(
 
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}
-    for written in together:
-        task = pin_task(written, root, hashes)
+    for written, task in pin_sound_tasks(together, root, hashes, data, num_fewshot, "sweep").items():
         if tasks.setdefault(task.name, task).digest != task.digest:
             raise InvalidInput(
                 f"sweep: {written}",

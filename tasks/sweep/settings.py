@@ -139,3 +139,9 @@ class SweepSettings(_Settings):
         description="Where the study is written for Optuna's dashboard: a file, or the address of a database; absent: "
         "nowhere, unless the dashboard is asked for.",
     )
+
+    @property
+    def asked_tasks(self) -> tuple[str, ...]:
+        """Tasks of objective and constraints as they are written, each once."""
+        named = [*(term.task for term in self.objective), *(constraint.task for constraint in self.constraints)]
+        return tuple(dict.fromkeys(task for task in named if task is not None))

@@ -13,7 +13,8 @@ from flows.profile import load_profile
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
 from tasks.checkpoints.model_cache import unload
-from tasks.evaluation.mirror import AskedDataset, find_dataset
+from tasks.evaluation.asked_data import AskedDataset
+from tasks.evaluation.mirror import find_dataset
 from tasks.evaluation.shipped import shipped_leaves, shipped_names
 from tasks.evaluation.support import Unsuited, refusal_of, refusal_of_leaf, require_examples, require_supported
 from tasks.evaluation.task_definition import EvalTask, pin_task

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,17 +12,56 @@ from demo_project import PROFILES, Printed, Project
 
 from flows.cli.events import EventLines
 
+CLI = PROFILES.parent / "flows" / "cli"
 ANSWERS = ("status", "history", "doctor", "methods", "store ls", "store du", "check profiles/demo.yaml", "explain demo")
+FETCHED = "fetch-data profiles/by-name.yaml"
+FINISHED = (
+    "run profiles/demo.yaml --dry-run",
+    "open",
+    "store verify",
+    "store gc --dry-run",
+    "verify releases/demo/latest",
+)
 STOPPED = ("check nowhere.yaml", "explain nobody", "open nobody", "history nobody", "run nowhere.yaml")
 
 
-@pytest.mark.parametrize("command", [*ANSWERS, "run profiles/demo.yaml --dry-run", "open", *STOPPED])
+@pytest.mark.parametrize("command", [*ANSWERS, *FINISHED, FETCHED, *STOPPED])
 def test_what_commands_print_for_machines_has_one_shape(released: tuple[Project, Printed], command: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    done = released[0].mergegate(*command.split(), "--json")
+    project, _ = released
+    if command == FETCHED:
+        have_data_by_name(project)
+    done = project.mergegate(*command.split(), "--json")
     schema = json.loads((PROFILES.parent / "docs" / "schema" / "answer.json").read_text())
-    jsonschema.Draft202012Validator(schema).validate(json.loads(done.stdout))
+    told = json.loads(done.stdout)
+    jsonschema.Draft202012Validator(schema).validate(told)
     assert (done.exit_code == 2) is (command in STOPPED), done.output
+    (line,) = re.findall(r"^\| `status` \|(.*)$", (PROFILES.parent / "docs" / "json.md").read_text(), re.MULTILINE)
+    assert told["status"] in re.findall(r"`([^`]+)`", line)
+    if command == FETCHED:
+        assert told["datasets"] == [
+            {"dataset": "baber/piqa", "revision": "", "directory": str(project.root / "profiles/eval-data/baber/piqa")}
+        ]
+
+
+def have_data_by_name(project: Project) -> None:
+    """A profile with a task by name, whose data are there already: nothing asks a network."""
+    data = project.root / "profiles" / "eval-data"
+    data.mkdir(exist_ok=True)
+    (data / "piqa_validation.jsonl").write_text("{}\n")
+    evaluate = {"data": "eval-data", "tasks": [{"task": "piqa", "guarded_by": "base"}]}
+    profile = {"name": "n", "recipe": "r.yaml", "evaluate": evaluate}
+    (project.root / "profiles" / "by-name.yaml").write_text(json.dumps(profile))
+
+
+def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
+    printing = {
+        file.name
+        for file in CLI.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node).startswith("print(json.dumps(")
+    }
+    assert printing == {"answer.py", "events.py", "app.py"}  # app: what a run comes to, held above
 
 
 def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project, Printed]) -> None:

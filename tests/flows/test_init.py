@@ -4,82 +4,73 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from demo_project import PROFILES, Project
+from made_families import FAMILIES, write_family
 
 from flows.cli.draft import claimed_tasks
 from flows.cli.schema import generated_pages
 
 FAMILY = PROFILES / "demo"
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-CARD = "---\nlicense: apache-2.0\ntags: [math]\n---\n\n# A model\n"
 
 
-def qwen2(vocabulary: int) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def with_a_token_of_its_own(model: Path) -> None:
+    """As fine-tunes come that got a token for padding: a row more, and another tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, **SMALL))
-
-
-def gemma2(vocabulary: int) -> Any:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    return Gemma2ForCausalLM(Gemma2Config(vocab_size=vocabulary, head_dim=8, **SMALL))
-
-
-def write_family(root: Path, make: Callable[[int], Any]) -> None:
-    """A base and two models that went from it into random directions, with the demo's small tokenizer."""
-    import torch
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(FAMILY / "models" / "base")
-    torch.manual_seed(7)
-    base = make(len(tokenizer))
-    start = {name: value.clone() for name, value in base.state_dict().items()}
-    for name in ("base", "first", "second"):
-        place = root / name
-        if name != "base":
-            base.load_state_dict({key: value + 0.01 * torch.randn_like(value) for key, value in start.items()})
-        base.save_pretrained(place)
-        tokenizer.save_pretrained(place)
-        (place / "README.md").write_text(CARD)
+    tokenizer, tuned = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    tuned.resize_token_embeddings(max(len(tokenizer), tuned.config.vocab_size), mean_resizing=False)
+    tuned.save_pretrained(model)
+    tokenizer.save_pretrained(model)
 
 
-@pytest.mark.parametrize("make", [qwen2, gemma2])
-def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project, make: Callable[[int], Any]) -> None:
-    write_family(project.root / "models", make)
-    arguments = ("models/base", "models/first", "models/second", "--yes", "--out", "nightly", "--name", "both")
-    done = project.mergegate("init", *arguments)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("differs", [False, True], ids=["one tokenizer", "two tokenizers"])
+def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project, family: str, differs: bool) -> None:
+    base, *models = write_family(project.root / "models", FAMILIES[family])
+    if differs:
+        with_a_token_of_its_own(project.root / "models" / models[-1])
+    places = [f"models/{name}" for name in (base, *models)]
+    arguments = ("init", *places, "--yes", "--out", "nightly", "--name", "both")
+    done = project.mergegate(*arguments)
     assert done.exit_code == 0, done.output
     assert "next     mergegate run nightly/both.yaml" in done.output
     checked = project.mergegate("check", "nightly/both.yaml", "--json")
     assert checked.exit_code == 0, checked.output
+    findings = json.loads(checked.stdout)["findings"]
+    assert [one["where"] for one in findings if "pad_token" not in one["where"]] == []
     profile = yaml.safe_load((project.root / "nightly" / "both.yaml").read_text())
     assert profile["checks"]["license"] == {"purpose": "commercial", "visibility": "public"}
-    again = project.mergegate("init", *arguments)
+    recipe = yaml.safe_load((project.root / "nightly" / "both.recipe.yaml").read_text())
+    assert recipe["chat_template"] == "auto"  # the base has none
+    assert recipe.get("tokenizer") == ({"source": "union"} if differs else None)
+    again = project.mergegate(*arguments)
     assert again.exit_code == 2, again.output
     assert "it exists" in again.output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_of_what_was_drafted_ends_in_a_verdict(project: Project, family: str) -> None:
+    models = write_family(project.root / "models", FAMILIES[family], claims="openai/gsm8k")  # nobody can fetch it
+    assert project.mergegate("init", *(f"models/{name}" for name in models), "--yes", "--name", "both").exit_code == 0
+    told = json.loads(project.mergegate("run", "both.yaml", "--json").stdout)
+    assert told["status"] in ("released", "refused"), told["message"]
+    assert told["content"]["verdict"]["drift"]["outcome"] in ("pass", "fail", "undecided")  # the gate's, not an error
+    assert told["findings"] == []
+
+
 def test_a_licence_that_no_card_names_is_a_doubt_until_somebody_accepts_it(project: Project) -> None:
-    write_family(project.root / "models", qwen2)
-    (project.root / "models" / "second" / "README.md").unlink()
-    arguments = ("init", "models/base", "models/first", "models/second", "--json")
+    models = write_family(project.root / "models", FAMILIES["qwen2"])
+    (project.root / "models" / models[-1] / "README.md").unlink()
+    arguments = ("init", *(f"models/{name}" for name in models), "--json")
     doubted = project.mergegate(*arguments, "--out", "doubted")
     assert doubted.exit_code == 3, doubted.output
-    assert "second" in " ".join(json.loads(doubted.stdout)["doubts"])
+    assert models[-1] in " ".join(json.loads(doubted.stdout)["doubts"])
     accepted = project.mergegate(*arguments, "--out", "settled", "--accept", "alice: it is ours")
     assert accepted.exit_code == 0, accepted.output
 

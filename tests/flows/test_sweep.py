@@ -174,6 +174,46 @@ def test_a_profile_without_a_sweep_is_told_what_to_write(project: Project) -> No
     assert "docs/sweep.md" in result.output
 
 
+def sweep_by_name(project: Project) -> str:
+    """A sweep on a task of which the data are a dataset of the Hub, and come from ``evaluate.data``."""
+    letters = yaml.safe_load((DEMO / "tasks" / "reverse.yaml").read_text()) | {"task": "letters"}
+    del letters["dataset_kwargs"]
+    (project.root / "profiles" / "letters.yaml").write_text(yaml.safe_dump(letters | {"dataset_path": "acme/letters"}))
+    profile = small_sweeps.small_sweep()
+    profile["sweep"] |= {"objective": [{"task": "letters.yaml", "clip": 0.5}], "budget": {"trials": 4}}
+    profile["evaluate"] |= {"data": "eval-data"}
+    profile["evaluate"]["tasks"][0] |= {"task": "letters.yaml"}
+    return small_sweeps.write_profile(project, profile)
+
+
+def put_letters(project: Project) -> None:
+    shutil.copy(DEMO / "data" / "reverse.jsonl", project.root / "profiles" / "eval-data" / "letters_test.jsonl")
+
+
+def test_data_that_a_sweep_lacks_are_named_by_the_check(project: Project) -> None:
+    name = sweep_by_name(project)
+    for _ in range(2):  # no directory; then one without the file
+        result = project.mergegate("check", name, "--json")
+        assert result.exit_code == 2, result.output
+        (told,) = [one for one in json.loads(result.stdout)["findings"] if one["where"].startswith("evaluate.data")]
+        assert "acme/letters" in told["found"] + told["expected"]
+        assert "mergegate fetch-data" in told["remedy"]
+        (project.root / "profiles" / "eval-data").mkdir(exist_ok=True)
+    assert "letters_test.jsonl" in told["expected"]
+
+
+@pytest.mark.slow
+def test_a_sweep_searches_on_data_of_the_directory(project: Project) -> None:
+    name = sweep_by_name(project)
+    (project.root / "profiles" / "eval-data").mkdir()
+    put_letters(project)
+    assert project.mergegate("check", name).exit_code == 0
+    done = json.loads(project.mergegate("sweep", name, "--json").stdout)
+    assert done["status"] in ("released", "refused"), done["message"]
+    assert done["sweep"] is not None
+    assert small_sweeps.scored_trials(project.home, "letters")
+
+
 def test_recipes_of_one_file_name_are_both_to_be_beaten(tmp_path: Path) -> None:
     for folder, weight in (("a", 0.3), ("b", 0.6)):
         (tmp_path / folder).mkdir()

@@ -6,19 +6,44 @@ import json
 from pathlib import Path
 
 import pytest
-from hub_look_alike import LookAlike
+from hub_look_alike import Fault, LookAlike
 from rich.console import Console
 
 from flows.cli.fetch_data import fetch_data
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
-from tasks.evaluation import fetch_datasets, pin_task
+from tasks.evaluation import AskedDataset, fetch_datasets, named_data, pin_task
+from tasks.evaluation.harness import look_at_data
 
 PROFILE = """\
 name: nightly
 recipe: {merge_method: linear, models: [{model: a}, {model: b}], dtype: float32}
 evaluate: {tasks: [{task: piqa, guarded_by: a}], data: eval-data}
 """
+
+
+LETTERS = """\
+task: letters
+dataset_path: acme/letters
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+SWEEP = """\
+sweep:
+  parameters: {x: {low: 0, high: 1, start: 0.5}}
+  objective: [{task: letters.yaml}]
+  constraints: [{task: digits.yaml}]
+"""
+
+
+def add_letters(server: LookAlike, place: Path, name: str) -> str:
+    (place / "d").mkdir(parents=True, exist_ok=True)
+    for split in ("test", "train"):
+        (place / "d" / f"{split}.jsonl").write_text(json.dumps({"prompt": name, "answer": "x"}) + "\n")
+    return server.add_model(f"acme/{name}", place).id
 
 
 def add_piqa(server: LookAlike, place: Path, goal: str) -> str:
@@ -48,4 +73,51 @@ def test_what_is_fetched_is_found_by_its_task(online: LookAlike, tmp_path: Path)
 
 def test_a_dataset_that_the_hub_does_not_have_is_named(online: LookAlike, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="dataset baber/piqa"):
-        fetch_datasets(["piqa"], tmp_path / "data", lambda one: None)
+        fetch_datasets(named_data("piqa", None), tmp_path / "data", lambda one: None)
+
+
+def test_datasets_of_yaml_files_and_of_a_sweep_are_fetched_too(online: LookAlike, tmp_path: Path) -> None:
+    commits = {f"acme/{name}": add_letters(online, tmp_path / name, name) for name in ("letters", "digits")}
+    (tmp_path / "p.yaml").write_text(PROFILE.replace("piqa", "letters.yaml") + SWEEP)
+    (tmp_path / "letters.yaml").write_text(LETTERS)
+    # One file of a dataset, by its address.
+    address = "dataset_kwargs: {data_files: {test: 'hf://datasets/acme/digits/d/test.jsonl'}}"
+    digits = LETTERS.replace("task: letters", "task: digits").replace("acme/letters", f"json\n{address}")
+    (tmp_path / "digits.yaml").write_text(digits)
+    fetched = fetch_data(tmp_path / "p.yaml", Console(quiet=True))
+    assert {one.name: one.revision for one in fetched} == commits
+    for name in ("letters", "digits"):
+        task = pin_task(f"{name}.yaml", tmp_path, HashMemo(tmp_path / "h.db"), tmp_path / "eval-data")
+        assert look_at_data(task).documents == 1
+
+
+def test_half_a_dataset_has_no_name_and_is_gone_on_with(
+    online: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_letters(online, tmp_path / "letters", "letters")
+    (tmp_path / "letters.yaml").write_text(LETTERS)
+    asked, data = named_data("letters", tmp_path / "letters.yaml"), tmp_path / "data"
+    online.set_faults([Fault("drop", times=100, path=r"/train\.jsonl")])
+    with pytest.raises(InvalidInput, match="dataset acme/letters"):
+        fetch_datasets(asked, data, lambda one: None)
+    with pytest.raises(InvalidInput, match="no data of acme/letters"):
+        pin_task("letters.yaml", tmp_path, HashMemo(tmp_path / "h.db"), data)
+    online.set_faults([])
+    fetch_datasets(asked, data, lambda one: None)
+    assert pin_task("letters.yaml", tmp_path, HashMemo(tmp_path / "h.db"), data).mirror == data
+    assert not list((data / ".arriving").iterdir())
+
+
+def test_two_revisions_of_one_dataset_are_refused(tmp_path: Path) -> None:
+    asked = [AskedDataset(name, "acme/x", None, "test", None, revision=name) for name in ("v1", "v2")]
+    with pytest.raises(InvalidInput, match="v1 for task v1 and v2 for task v2"):
+        fetch_datasets(asked, tmp_path, lambda one: None)
+
+
+def test_data_at_an_address_are_asked_for_by_the_name_of_their_task(tmp_path: Path) -> None:
+    asked = AskedDataset("prices", "", None, "test", None, reader="csv")
+    with pytest.raises(InvalidInput) as refused:
+        fetch_datasets([asked], tmp_path, lambda one: None)
+    assert "prices_test.jsonl" in refused.value.expected
+    (tmp_path / "prices_test.jsonl").write_text("{}\n")
+    fetch_datasets([asked], tmp_path, lambda one: None)
