@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from merge_core.units import format_duration
-from tasks.stage import Pace, Pulse, StageStatus, watched_by
+from tasks.stage import Pace, Pulse, StageStatus, joint_status, watched_by
 
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
     "made": ("✓", "+", "green"),
@@ -37,7 +37,6 @@ _BRIEF = 12  # characters that one of several subjects may take
 _WIDEST = 100  # columns: on a wide terminal, a time far from its text is read beside the wrong line
 _NAME = 11  # columns of a stage's name
 _MARGIN = 3 + _NAME + 3  # columns of a row that are not for its text and its time: mark, name, what is between
-_SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "rebuilt", "refused", "failed")
 
 
 @dataclass
@@ -60,8 +59,8 @@ class _Line:
 
     @property
     def status(self) -> StageStatus | None:
-        statuses = [call.status for call in self.calls]
-        return None if None in statuses else max((one for one in statuses if one), key=_SEVERITY.index)
+        ended = [(call.subject, call.status) for call in self.calls if call.status]
+        return joint_status(ended) if len(ended) == len(self.calls) else None
 
     @property
     def seconds(self) -> float:

@@ -35,17 +35,13 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
         first = f"{outcome.status}: {first}"
     style = "bold green" if outcome.exit_code == 0 else "bold red"
     console.print(Text(first, style=style), soft_wrap=not console.is_terminal)
-    explained = outcome.content.explanation if outcome.content and outcome.status == "refused" else None
-    remedies = explained.remedies if explained else ()
     for line in rest:
-        if remedies and line.startswith("to try: "):
-            continue
         # A log has each on one line; on a terminal long ones go on below their beginning.
         text = Text(line.strip())
         console.print(
             Padding(text, (0, 0, 0, 2)) if console.is_terminal else Text("  ") + text, soft_wrap=not console.is_terminal
         )
-    for remedy in remedies[:1]:
+    if (remedy := outcome.to_try) is not None:
         console.print(Text(f"  to try: {remedy.reason}"))
         console.print(Text("  in the profile (where it has 'remedies', only the item), or run with --remedy auto:"))
         console.print(Text(remedy.block(), style="bold"))  # from the first column on, as it can be pasted
@@ -62,10 +58,7 @@ def what_next(outcome: RunOutcome, profile: Path) -> str:
     if outcome.status == "passed":
         return f"mergegate run {profile}, which also publishes it where the profile says 'publish'"
     if outcome.status == "refused" and outcome.content is not None:
-        explained = outcome.content.explanation
-        offer = (
-            "add what is under 'to try' to the profile, then run again; " if explained and explained.remedies else ""
-        )
+        offer = "add what is under 'to try' to the profile, then run again; " if outcome.to_try else ""
         return f"{offer}mergegate open {outcome.content.name} shows the report"
     return f"mergegate check {profile}"
 

@@ -51,7 +51,7 @@ class StoppedRun(Exception):
     """A run that ended with a no, as its state holds it: an answer, not a fault of anything."""
 
     def __init__(self, outcome: RunOutcome) -> None:
-        super().__init__(outcome.message)
+        super().__init__(outcome.in_words)
         self.outcome = outcome
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -99,14 +99,14 @@ def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str
         outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
         outcome = keep_outcome(outcome, name, clock, noted.stages)
         level = "warning" if outcome.exit_code else "info"
-        say("run ended", level=level, status=outcome.status, message=outcome.message, seconds=clock.seconds())
+        say("run ended", level=level, status=outcome.status, message=outcome.in_words, seconds=clock.seconds())
     show_in_prefect(outcome, name)
     state = state_name(outcome.status)
     if outcome.exit_code:
         _leave_out_tracebacks_of_refusals()
         if outcome.status == "interrupted":
             return Cancelled(name=state, message=outcome.message, data=StoppedRun(outcome))
-        return Failed(name=state, message=outcome.message, data=StoppedRun(outcome))
+        return Failed(name=state, message=outcome.in_words, data=StoppedRun(outcome))
     return Completed(name=state, message=outcome.message, data=outcome)
 
 
