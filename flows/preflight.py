@@ -32,6 +32,7 @@ from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
     Compatibility,
     Evidence,
+    HeaderDigest,
     check_compatibility,
     header_digests,
     machine_findings,
@@ -64,6 +65,7 @@ class ClearedCandidate:
     found: tuple[ResolvedCheckpoint, ...]
     license: StoredValue[LicenseVerdict]
     compatibility: StoredValue[Compatibility]
+    headers: tuple[HeaderDigest, ...] = ()  # what identifies those that were looked at
 
 
 class TaskExample(NamedTuple):
@@ -325,9 +327,8 @@ def _clear(
     if not _is_whole(candidate.recipe, found):
         return None  # half a family may be forbidden, but neither allowed nor compared
     with problems.noted():
-        fits = problems.ask(
-            check_compatibility, candidate.recipe, header_digests(found), found, rules.code, rules.tokenizers
-        )
+        headers = header_digests(found)
+        fits = problems.ask(check_compatibility, candidate.recipe, headers, found, rules.code, rules.tokenizers)
         device = numerics(rules.merging).where
         machine = this_machine(fits.value, found, device)
         lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)
@@ -338,7 +339,7 @@ def _clear(
             problems.summary.append(f"{candidate.recipe.summary()}: {fits.value.summary()}")
         if not refusal:
             problems.summary.append(f"licences: {allowed.value.summary()}")
-        return ClearedCandidate(candidate, found, allowed, fits)
+        return ClearedCandidate(candidate, found, allowed, fits, headers)
     return None
 
 

@@ -44,7 +44,7 @@ class RunOutcome(BaseModel):
 
     @property
     def in_words(self) -> str:
-        """The message, and what to try, for whoever has no other place for it: a log, a state, a line of the history."""
+        """The message and what to try, for whoever has no other place for it: a log, a state, a line of the history."""
         return self.message + (f"\nto try: {self.to_try.text()}: {self.to_try.reason}" if self.to_try else "")
 
 

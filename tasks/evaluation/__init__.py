@@ -26,7 +26,7 @@ from tasks.evaluation.lm_eval_results import (
     read_task,
 )
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_known_metrics, choose_metrics, default_metric
-from tasks.evaluation.pace import document_seconds
+from tasks.evaluation.pace import AskedDocument, asked_of_document, document_seconds, measured_seconds
 from tasks.evaluation.posed import PosedDocument, PosedTask, pose
 from tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
 from tasks.evaluation.process import clusters_in_child
@@ -56,6 +56,7 @@ from tasks.evaluation.task_texts import document_texts
 __all__ = [
     "SCORES_FILE",
     "AnsweredChoice",
+    "AskedDocument",
     "Backend",
     "CountLimit",
     "DataSource",
@@ -79,6 +80,7 @@ __all__ = [
     "TaskScore",
     "TaskScores",
     "TokenizerPlace",
+    "asked_of_document",
     "by_task",
     "check_alike",
     "choose_known_metrics",
@@ -98,6 +100,7 @@ __all__ = [
     "join_parts",
     "known_scores",
     "looks",
+    "measured_seconds",
     "pair_documents",
     "pin_data",
     "pin_task",
