@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -16,6 +16,10 @@ from merge_core.recipe import apply_overrides
 
 # In a profile: a file, or the same inline; a remedy may also be changes of the profile's own recipe.
 Written = Path | dict[str, Any]
+# In place of a remedy: what the refusal itself proposes. Of these so many are tried at most: each costs a night's merge
+# and part of the error that a run may make, and after three the diagnosis is hardly to be believed.
+AUTO: Literal["auto"] = "auto"
+MOST_PROPOSED = 3
 
 
 @dataclass(frozen=True)

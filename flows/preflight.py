@@ -192,7 +192,7 @@ def preflight_profile(
             readers = _readers(parents[0], profile.checks.code.trusted)
         evidence = _with_data(evidence, readers, problems)
         if not problems.stop_at_once:  # a release will see soon enough
-            _note_power(evidence, parents[0], len(candidates), problems)
+            _note_power(evidence, parents[0], len(candidates) + profile.proposed, problems)
     return Preflight(tuple(one for one in cleared if one), evidence)
 
 

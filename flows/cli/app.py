@@ -44,7 +44,7 @@ app.add_typer(store_app, name="store")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")]
 
 
-class RemedyChoice(StrEnum):
+class RemedyOption(StrEnum):
     """What is tried when the gate refuses."""
 
     WRITTEN = "written"
@@ -78,11 +78,12 @@ def run_command(
         bool, typer.Option("--publish/--no-publish", help="Whether what passes is published, or the run ends before.")
     ] = True,
     remedy: Annotated[
-        RemedyChoice,
+        RemedyOption | None,
         typer.Option(
-            help="When the gate refuses: only what the profile lists, or then also what the refusal proposes."
+            help="When the gate refuses: only what the profile lists, or then also what the refusal proposes.",
+            show_default="as the profile says",
         ),
-    ] = RemedyChoice.WRITTEN,
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only check, and say what is cached and what is not.")] = False,
     price: Annotated[
         list[str] | None, typer.Option(help="Of --dry-run: NAME=DOLLARS_PER_HOUR of an instance; repeatable.")
@@ -100,7 +101,7 @@ def run_command(
             from flows.cli.dry_run import dry_run
             from flows.profile import load_profile
 
-            read = load_profile(profile, otherwise)
+            read = load_profile(profile, otherwise).remedied(remedy.value if remedy else None)
             read = read if publish else read.model_copy(update={"publish": None})
             raise typer.Exit(dry_run(read, _console(as_json), as_json, tuple(price or ())))
         from flows.release import release
@@ -108,8 +109,9 @@ def run_command(
         console = _console(as_json or events)
         read = _read_profile(profile, "release", otherwise)
         # Prefect keeps what a flow is given: the name of the file, not what stands in it.
-        flow = partial(release, profile, otherwise, publish, remedy.value, return_state=True)
-        outcome = _watched(flow, read.headline(), profile, console, approve=approve, events=events)
+        choice = remedy.value if remedy else None
+        flow = partial(release, profile, otherwise, publish, choice, return_state=True)
+        outcome = _watched(flow, read.remedied(choice).headline(), profile, console, approve=approve, events=events)
         if events:
             from flows.cli.events import print_event
 

@@ -6,7 +6,7 @@ No weight is read and nothing is made, but for what ``mergegate check`` counts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -45,6 +45,7 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
             "seconds": seconds,
             "rough": night.rough if night else False,
             "cost": cost,
+            "attempts": len(profile.candidates()) + profile.proposed,
             "overrides": profile.overrides,
         }
         print_answer(status, message, more, findings)
@@ -58,9 +59,21 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
         console.print(_table(night))
         console.print()
     console.print(Text(f"dry run: {message}", style="bold"))
+    for line in _further(profile):
+        console.print(f"  {line}")
     for name, dollars in cost.items():
         console.print(f"  {name}: ${dollars:.2f}")
     return problems.exit_code
+
+
+def _further(profile: Profile) -> Iterator[str]:
+    """What a refusal would be followed by, each with a merge of its own to be made and measured."""
+    written = len(profile.candidates()) - 1
+    if written:
+        yield f"when the gate refuses: {written} written {'remedy' if written == 1 else 'remedies'}, not counted above"
+    if profile.proposed:
+        then = "then" if written else "when the gate refuses:"
+        yield f"{then} up to {profile.proposed} that the refusal proposes, not counted above"
 
 
 def _forecast(profile: Profile, own: ClearedCandidate, prices: dict[str, float]) -> Forecast | None:

@@ -161,7 +161,7 @@ def _known_power(profile: Profile, found: Sequence[ResolvedCheckpoint]) -> GateP
 
     evidence = profile.pin_evidence(found, store().hashes)
     tasks = tuple(pinned_data_before(task) or task for task in evidence.tasks)
-    return night_power(evidence._replace(tasks=tasks), found, len(profile.candidates()))
+    return night_power(evidence._replace(tasks=tasks), found, len(profile.candidates()) + profile.proposed)
 
 
 def make_forecast(

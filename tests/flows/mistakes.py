@@ -318,6 +318,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "a judge who compares with nobody", judge={"prompts": "demo/data/copy.jsonl", "judge": "x", "guarded_by": "x"}
     ),
     in_profile("a remedy that changes nothing there is", remedies=[{"densty": 0.3}]),
+    in_profile("a remedy after those that a refusal proposes", remedies=["auto", {"weight": 0.3}]),
     in_profile("a stage that there is not", limits={"stages": {"merg": "1 h"}}),
     in_profile("a time without unit", limits={"run": "5"}),
     in_profile("a sweep of nothing", sweep={"free": {}}),
