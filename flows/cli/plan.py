@@ -155,13 +155,16 @@ def forecast_of(
 
 def _known_power(profile: Profile, found: Sequence[ResolvedCheckpoint]) -> GatePower | None:
     """From what the store knows; nothing is loaded or counted for it."""
+    from flows.preflight import past_guards
     from tasks.evaluation import pinned_data_before
     from tasks.preflight import night_power
     from tasks.stage import store
 
     evidence = profile.pin_evidence(found, store().hashes)
     tasks = tuple(pinned_data_before(task) or task for task in evidence.tasks)
-    return night_power(evidence._replace(tasks=tasks), found, len(profile.candidates()) + profile.proposed)
+    return night_power(
+        evidence._replace(tasks=tasks), found, len(profile.candidates()) + profile.proposed, past_guards(profile.name)
+    )
 
 
 def make_forecast(

@@ -170,6 +170,8 @@ def _score(judged: SuiteVerdict | GuardVerdict, task: str, merge: float | None) 
         max_drop=judged.max_drop,
         margin=judged.margin,
         outcome=judged.outcome,
+        documents=judged.n if isinstance(judged, GuardVerdict) else 0,
+        differing=judged.lost + judged.won if isinstance(judged, GuardVerdict) else 0,
     )
 
 

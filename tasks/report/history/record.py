@@ -59,6 +59,8 @@ class NightScore(_Kept):
     max_drop: Finite  # what the profile allows, points
     margin: Finite
     outcome: Short
+    documents: int = Field(default=0, ge=0)  # that both were scored on; 0 of a suite, and of what older programs kept
+    differing: int = Field(default=0, ge=0)  # of them: on how many merge and reference differ
 
     @property
     def limit(self) -> str:
