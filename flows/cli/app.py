@@ -44,6 +44,12 @@ app.add_typer(store_app, name="store")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")]
 
 
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="What is asked of whom meanwhile: keys, the store, files, processes."),
+]
+
+
 class RemedyOption(StrEnum):
     """What is tried when the gate refuses."""
 
@@ -91,6 +97,7 @@ def run_command(
     events: Annotated[
         bool, typer.Option("--events", help="Print a line of JSON for each event, as it happens.")
     ] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Make a release: check, merge, evaluate, gate, publish. What is already there is not made again."""
@@ -111,7 +118,9 @@ def run_command(
         # Prefect keeps what a flow is given: the name of the file, not what stands in it.
         choice = remedy.value if remedy else None
         flow = partial(release, profile, otherwise, publish, choice, return_state=True)
-        outcome = _watched(flow, read.remedied(choice).headline(), profile, console, approve=approve, events=events)
+        outcome = _watched(
+            flow, read.remedied(choice).headline(), profile, console, approve=approve, events=events, verbose=verbose
+        )
         if events:
             from flows.cli.events import print_event
 
@@ -148,6 +157,7 @@ def sweep_command(
         bool, typer.Option("--release/--no-release", help="Whether a winner that is confirmed is released.")
     ] = True,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Serve Optuna's dashboard of it, here only.")] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Search the free numbers of a recipe, confirm the winner on documents that no trial saw, and release it."""
@@ -162,7 +172,7 @@ def sweep_command(
         view = view_of(read) if dashboard else None
         wait = look_on(view, console) if view else lambda: None
         flow = partial(sweep, given, release=release, view=view, return_state=True)
-        outcome = _watched(flow, read.headline(), profile, console)
+        outcome = _watched(flow, read.headline(), profile, console, verbose=verbose)
         _print_outcome(console, outcome, as_json)
         wait()
     raise typer.Exit(outcome.exit_code)
@@ -430,6 +440,7 @@ def compare_command(
     ],
     candidate: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that is judged.")],
     profile: Annotated[Path, typer.Option("--profile", "-p", help="The profile whose evidence and guards judge.")],
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Judge checkpoint B against checkpoint A by a profile's evidence and guards. Nothing is merged or published."""
@@ -439,7 +450,9 @@ def compare_command(
 
         console = _console(as_json)
         flow = partial(compare_checkpoints, reference, candidate, profile, return_state=True)
-        outcome = _watched(flow, f"{Path(candidate).name} against {Path(reference).name}", profile, console)
+        outcome = _watched(
+            flow, f"{Path(candidate).name} against {Path(reference).name}", profile, console, verbose=verbose
+        )
         _print_outcome(console, outcome, as_json)
     raise typer.Exit(outcome.exit_code)
 
@@ -664,6 +677,7 @@ def _watched(
     *,
     approve: bool = False,
     events: bool = False,
+    verbose: bool = False,
 ) -> Any:
     """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs."""
     from flows.cli.approve import TerminalApproval
@@ -672,12 +686,12 @@ def _watched(
     from flows.outcome import RunOutcome, outcome_of
     from flows.prefect_api import asked_by, local_api, require_writable
 
-    progress = TerminalProgress(console)
+    progress = TerminalProgress(console, verbose=verbose)
     progress.headline(headline, f"profile {profile}")
     with ExitStack() as stack:
         with console.status("starting Prefect's API"):
             stack.enter_context(local_api())
-        watching = EventLines().watching() if events else progress.watching()
+        watching = EventLines().watching(verbose=verbose) if events else progress.watching()
         with watching, asked_by(TerminalApproval(progress, console, beforehand=approve)):
             try:
                 state = flow()

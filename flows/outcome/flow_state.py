@@ -25,6 +25,7 @@ from flows.outcome.keeping import RunClock, keep_outcome, running_flow
 from flows.outcome.markdown import prefect_page
 from flows.prefect_api import made_up_for_by
 from flows.profile import Profile
+from merge_core.details import detail
 from merge_core.errors import INTERRUPTED, MergegateError, state_name
 from merge_core.store import refusing_disk
 from tasks.stage import (
@@ -78,6 +79,7 @@ def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str
         return Cancelled(message=f"made up for by {later}, which began after this run was due")
     clock, watcher = RunClock(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
+    detail("Prefect's flow run %s (%s); project state in %s", run, flow, home())
     about = {"run": run, "flow": flow, "profile": name}
     with logged_for_machines(about, watcher) as say, noted_stages(watcher) as noted:
         try:

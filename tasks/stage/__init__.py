@@ -20,6 +20,7 @@ from tasks.stage.progress import (
     noted_stages,
     report_stage,
     retell,
+    running_stage,
     say_progress,
     watched_by,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "report_together",
     "require_pinned",
     "retell",
+    "running_stage",
     "runs_directory",
     "runtime",
     "said_what_arrived",
