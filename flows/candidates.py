@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,9 +124,15 @@ def changed_candidate(of: Candidate, change: Mapping[str, Any], root: Path, wher
         InvalidInput: For a change that does not fit the recipe.
     """
     assert of.document is not None
-    words = ", ".join(f"{name}: {value}" for name, value in change.items())
+    words = ", ".join(f"{name}: {_in_line(value)}" for name, value in change.items())
     made = _inline(apply_overrides(of.document, change, where), words, of.recipe.directory or root, where)
     return replace(made, change=None if of.change is None else {**of.change, **change})
+
+
+def _in_line(value: object) -> str:
+    """Plain data as a person writes it, in a line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _candidate(written: Written, remedy: str, root: Path, where: str) -> Candidate:

@@ -12,18 +12,15 @@ shows is spelt out.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from merge_core.errors import shown
 
-# Of its own and not passed on: handlers of whole programs (Prefect's, a test's) would print it as well.
-_log = logging.getLogger("mergegate.details")
-_log.propagate = False
-_log.setLevel(logging.CRITICAL + 1)
+# Who listens. Not a logger: whoever configures logging (Prefect, a test) would print the lines as well, or lose them.
+_listeners: list[Callable[[str], None]] = []
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(?:^|_)KEY(?:$|_)", re.IGNORECASE)
 _SHORTEST = 6  # characters of a value that is looked for: shorter ones are words
@@ -32,27 +29,28 @@ _OPTION = re.compile(r"(--?[\w-]*(?:key|token|secret|password)[\w-]*[= ])(\S+)",
 
 
 def detail(message: str, *arguments: object) -> None:
-    """Say it, where somebody listens; ``arguments`` as of logging."""
-    _log.debug(message, *arguments)
+    """Say it, where somebody listens; ``arguments`` are put in by ``%``, as of logging. Never an error."""
+    if not _listeners:
+        return
+    with suppress(Exception):
+        line = shown(without_secrets(message % arguments))
+        for say in tuple(_listeners):
+            say(line)
 
 
 def wants_details() -> bool:
     """Whether anybody listens: for what costs something to find out."""
-    return _log.isEnabledFor(logging.DEBUG)
+    return bool(_listeners)
 
 
 @contextmanager
 def heard_by(say: Callable[[str], None]) -> Iterator[None]:
     """Tell ``say`` each line while the block runs, in whatever thread it arises."""
-    handler = _Listener(say)
-    before = _log.level
-    _log.addHandler(handler)
-    _log.setLevel(logging.DEBUG)
+    _listeners.append(say)
     try:
         yield
     finally:
-        _log.setLevel(before)
-        _log.removeHandler(handler)
+        _listeners.remove(say)
 
 
 def without_secrets(text: str) -> str:
@@ -62,15 +60,3 @@ def without_secrets(text: str) -> str:
         if len(value) >= _SHORTEST and _SECRET.search(name):
             text = text.replace(value, "***")
     return _OPTION.sub(r"\1***", _IN_ADDRESS.sub("***@", text))
-
-
-class _Listener(logging.Handler):
-    def __init__(self, say: Callable[[str], None]) -> None:
-        super().__init__(logging.DEBUG)
-        self._say = say
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._say(shown(without_secrets(record.getMessage())))
-        except Exception:
-            self.handleError(record)

@@ -718,11 +718,11 @@ def _print_outcome(console: Any, outcome: Any, as_json: bool, profile: Path | No
     if as_json:
         print(json.dumps(_told(outcome), indent=1))
         return
-    from flows.cli.summary import print_summary, what_next
+    from flows.cli.summary import print_next, print_summary
 
     print_summary(console, outcome)
     if profile is not None:
-        console.print(f"  next     {what_next(outcome, profile)}")
+        print_next(console, outcome, profile)
 
 
 def _print_made(record: dict[str, Any]) -> None:

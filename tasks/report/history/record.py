@@ -104,6 +104,12 @@ class RunRecord(_Kept):
     seen_at: Annotated[str, _cut(500)] = ""  # the run's page on a server of Prefect's, where there is one
     report: Short = ""  # page, relative to the directory of reports; empty where none could be kept
 
+    @property
+    def why(self) -> str:
+        """What a person reads first: the message's first line, or the next where that says only that nothing came."""
+        first, *rest = self.message.splitlines() or [""]
+        return rest[0].strip() if rest and first.endswith("is not released") else first
+
     def line(self) -> bytes:
         """As it is kept: JSON on one line, whose last field is a sum over all before it."""
         fields = self.model_dump(mode="json", exclude_defaults=True)
