@@ -58,7 +58,9 @@ def main() -> None:
                     picture = out / f"report-{name}-{width}-{'dark' if dark else 'light'}.png"
                     photograph(chromium, reports / f"{profile}.html", picture, width, dark=dark)
         for width in WIDTHS:
-            photograph(chromium, reports / "index.html", out / f"history-{width}.png", width, dark=False)
+            for dark in (False, True):
+                picture = out / f"history-{width}-{'dark' if dark else 'light'}.png"
+                photograph(chromium, reports / "index.html", picture, width, dark=dark)
 
 
 def print_run(profile: str, svg: str) -> None:
@@ -72,6 +74,7 @@ def print_run(profile: str, svg: str) -> None:
     command_file._console = lambda _: console
     with contextlib.suppress(typer.Exit):
         command_file.run_command(Path(profile))
+    console.print()  # the picture ends within its last line
     console.save_svg(svg, title=f"mergegate run {profile}")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -16,6 +17,10 @@ from merge_core.recipe import apply_overrides
 
 # In a profile: a file, or the same inline; a remedy may also be changes of the profile's own recipe.
 Written = Path | dict[str, Any]
+# In place of a remedy: what the refusal itself proposes. Of these so many are tried at most: each costs a night's merge
+# and part of the error that a run may make, and after three the diagnosis is hardly to be believed.
+AUTO: Literal["auto"] = "auto"
+MOST_PROPOSED = 3
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,15 @@ def changed_candidate(of: Candidate, change: Mapping[str, Any], root: Path, wher
         InvalidInput: For a change that does not fit the recipe.
     """
     assert of.document is not None
-    words = ", ".join(f"{name}: {value}" for name, value in change.items())
+    words = ", ".join(f"{name}: {_in_line(value)}" for name, value in change.items())
     made = _inline(apply_overrides(of.document, change, where), words, of.recipe.directory or root, where)
     return replace(made, change=None if of.change is None else {**of.change, **change})
+
+
+def _in_line(value: object) -> str:
+    """Plain data as a person writes it, in a line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=math.inf)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _candidate(written: Written, remedy: str, root: Path, where: str) -> Candidate:

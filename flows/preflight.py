@@ -27,11 +27,12 @@ from tasks.evaluation import (
     data_revisions,
     preview,
 )
-from tasks.gate import needs_champion, power_finding
+from tasks.gate import PastGuard, needs_champion, power_finding
 from tasks.merge import MergeSettings, numerics
 from tasks.preflight import (
     Compatibility,
     Evidence,
+    HeaderDigest,
     check_compatibility,
     header_digests,
     machine_findings,
@@ -49,8 +50,9 @@ from tasks.preflight.licenses import (
     read_licenses,
 )
 from tasks.publish.targets import check_target
+from tasks.report import read_history
 from tasks.serve import check_server
-from tasks.stage import store
+from tasks.stage import home, store
 
 # Any of these is enough for transformers.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -64,6 +66,7 @@ class ClearedCandidate:
     found: tuple[ResolvedCheckpoint, ...]
     license: StoredValue[LicenseVerdict]
     compatibility: StoredValue[Compatibility]
+    headers: tuple[HeaderDigest, ...] = ()  # what identifies those that were looked at
 
 
 class TaskExample(NamedTuple):
@@ -190,7 +193,7 @@ def preflight_profile(
             readers = _readers(parents[0], profile.checks.code.trusted)
         evidence = _with_data(evidence, readers, problems)
         if not problems.stop_at_once:  # a release will see soon enough
-            _note_power(evidence, parents[0], len(candidates), problems)
+            _note_power(evidence, parents[0], profile, len(candidates), problems)
     return Preflight(tuple(one for one in cleared if one), evidence)
 
 
@@ -254,11 +257,25 @@ def _readers(parents: Sequence[ResolvedCheckpoint], trusted: Collection[str]) ->
     ]
 
 
-def _note_power(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int, problems: Problems) -> None:
+def _note_power(
+    evidence: Evidence, parents: Sequence[ResolvedCheckpoint], profile: Profile, candidates: int, problems: Problems
+) -> None:
     """What the night's documents can tell, before any is asked: some lines, and a warning where that is little."""
-    if power := night_power(evidence, parents, attempts):
+    if power := night_power(evidence, parents, candidates + profile.proposed, past_guards(profile.name)):
         problems.summary += power.lines()
         problems.add([finding] if (finding := power_finding(power)) else [])
+
+
+def past_guards(profile: str) -> tuple[PastGuard, ...]:
+    """What the last nights of a profile showed of each guard that its merge did not fail, in their order. A merge that
+    failed says nothing about how one will differ that is as good as its reference."""
+    return tuple(
+        PastGuard(score.task, score.reference, score.documents, score.differing)
+        for record in read_history(home() / "reports").records
+        if record.profile == profile and record.flow in ("release", "sweep")
+        for score in record.scores
+        if score.documents and score.outcome != "fail"
+    )
 
 
 def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:
@@ -325,9 +342,8 @@ def _clear(
     if not _is_whole(candidate.recipe, found):
         return None  # half a family may be forbidden, but neither allowed nor compared
     with problems.noted():
-        fits = problems.ask(
-            check_compatibility, candidate.recipe, header_digests(found), found, rules.code, rules.tokenizers
-        )
+        headers = header_digests(found)
+        fits = problems.ask(check_compatibility, candidate.recipe, headers, found, rules.code, rules.tokenizers)
         device = numerics(rules.merging).where
         machine = this_machine(fits.value, found, device)
         lacking = machine_findings(fits.value, machine, device=device, dtypes=rules.dtypes)
@@ -338,7 +354,7 @@ def _clear(
             problems.summary.append(f"{candidate.recipe.summary()}: {fits.value.summary()}")
         if not refusal:
             problems.summary.append(f"licences: {allowed.value.summary()}")
-        return ClearedCandidate(candidate, found, allowed, fits)
+        return ClearedCandidate(candidate, found, allowed, fits, headers)
     return None
 
 

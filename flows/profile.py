@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from flows.candidates import Candidate, SearchedRecipe, Written, candidate_recipes, searched_recipe
+from flows.candidates import AUTO, MOST_PROPOSED, Candidate, SearchedRecipe, Written, candidate_recipes, searched_recipe
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
 from merge_core.store import HashMemo
@@ -54,6 +54,17 @@ class Checks(ProfileSection):
     tokenizer: TokenizerSettings = TokenizerSettings()
 
 
+def _listed(remedies: object) -> object:
+    return (remedies,) if remedies == AUTO else remedies
+
+
+Remedies = Annotated[
+    tuple[Literal["auto"] | Written, ...],
+    BeforeValidator(_listed, json_schema_input_type=Literal["auto"] | tuple[Literal["auto"] | Written, ...]),
+]
+RemedyChoice = Literal["written", "auto"]
+
+
 class Profile(ProfileSection):
     """How a merge is released: recipe, checks, evidence, target."""
 
@@ -65,8 +76,10 @@ class Profile(ProfileSection):
     evaluate: EvaluateSettings | None = None
     judge: JudgeSettings | None = Field(default=None, description="A model that compares answers; absent: none is.")
     serve: ServeSettings | None = Field(default=None, description="How it is served first; absent: it is not.")
-    remedies: tuple[Written, ...] = Field(
-        default=(), description="Tried in order when the gate refuses: changes ('density: 0.3'), or another recipe."
+    remedies: Remedies = Field(
+        default=(),
+        description="Tried in order when the gate refuses: changes ('density: 0.3'), or another recipe. 'auto', alone "
+        "or as the last of them: then what the refusal itself proposes, three times at most.",
     )
     runner: RunnerSettings = Field(
         default=RunnerSettings(), description="Where models are measured side by side; absent: here, one after another."
@@ -88,6 +101,7 @@ class Profile(ProfileSection):
         """``demo · ties of 2 over base``."""
         own, *remedies = self.candidates()
         more = f", {len(remedies)} {'remedy' if len(remedies) == 1 else 'remedies'}" if remedies else ""
+        more += ", then what a refusal proposes" if self.proposed else ""
         otherwise = f" · {', '.join(self.overrides)}" if self.overrides else ""
         return f"{self.name} · {own.recipe.summary()}{more}{otherwise}"
 
@@ -110,6 +124,25 @@ class Profile(ProfileSection):
             raise ValueError("publish is public, so checks.license.visibility must be public too")
         return self
 
+    @model_validator(mode="after")
+    def _proposes_last(self) -> Self:
+        if AUTO in self.remedies[:-1]:
+            raise ValueError("remedies: 'auto' stands last: what a refusal proposes is tried after what is written")
+        return self
+
+    @property
+    def proposed(self) -> int:
+        """How many remedies that follow from refusals are tried at most, after those that are written."""
+        return MOST_PROPOSED if AUTO in self.remedies else 0
+
+    def remedied(self, choice: RemedyChoice | None) -> Profile:
+        """The same profile, of which a run tries only the ``written`` remedies, or then also those that a refusal
+        proposes (``auto``), whatever it says itself; None: what it says."""
+        if choice is None or (choice == AUTO) == bool(self.proposed):
+            return self
+        written = tuple(one for one in self.remedies if one != AUTO)
+        return self.model_copy(update={"remedies": (*written, AUTO) if choice == AUTO else written})
+
     def candidates(self) -> tuple[Candidate, ...]:
         """The recipe, then the remedies in their order. Read and parsed once.
 
@@ -124,7 +157,8 @@ class Profile(ProfileSection):
         if self.sweep:
             searched = self.searched_recipe()
             own = replace(searched, document=at_start(searched.document, self.sweep, searched.where))
-        return candidate_recipes(own, self.remedies, self.root, f"profile {self.name}")
+        written = [one for one in self.remedies if one != AUTO]
+        return candidate_recipes(own, written, self.root, f"profile {self.name}")
 
     def searched_recipe(self) -> SearchedRecipe:
         """The recipe with its holes open. Read once.

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.attempt import (
-    MOST_PROPOSED,
     AlreadyReleased,
     Attempt,
     FailedMerge,
@@ -45,7 +43,7 @@ from flows.outcome import (
 )
 from flows.prefect_api import required_decision
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
-from flows.profile import Profile, load_profile
+from flows.profile import Profile, RemedyChoice, load_profile
 from merge_core.errors import ChangedInput, DiskRefused, Refused
 from merge_core.store import Artifact
 from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
@@ -70,7 +68,7 @@ def release(
     profile: Path | Profile,
     overrides: tuple[str, ...] = (),
     publish: bool = True,
-    remedy: Literal["written", "auto"] = "written",
+    remedy: RemedyChoice | None = None,
 ) -> State[RunOutcome]:
     """Make a verified release of a merge, or say clearly why not.
 
@@ -79,10 +77,12 @@ def release(
         overrides: What this run is told otherwise: 'evaluate.documents=200'.
         publish: Whether what passes is published, where the profile says; else the run ends before that.
         remedy: What is tried when the gate refuses: the remedies that the profile lists ('written'); after them also
-            what the refusal itself proposes ('auto').
+            what the refusal itself proposes ('auto'); absent: as the profile says.
     """
-    make = partial(make_release, publishing=publish, proposing=remedy == "auto")
-    return concluded(lambda: in_time(make, load_profile(profile, overrides)), profile_name(profile), overrides)
+    make = partial(make_release, publishing=publish)
+    return concluded(
+        lambda: in_time(make, load_profile(profile, overrides).remedied(remedy)), profile_name(profile), overrides
+    )
 
 
 def make_release(
@@ -90,7 +90,6 @@ def make_release(
     judgements: Sequence[FurtherJudgement] = JUDGEMENTS,
     *,
     publishing: bool = True,
-    proposing: bool = False,
 ) -> RunOutcome:
     """The story. Raises whatever a check refuses; what the gate refuses comes back with its report."""
     with open_runner(profile.runner) as runner:
@@ -99,7 +98,7 @@ def make_release(
         assert ready.evidence is not None  # or its problem had been raised
 
         attempt, earlier = first_that_passes(
-            ready.cleared, profile, ready.evidence, judgements, runner, proposed=MOST_PROPOSED if proposing else 0
+            ready.cleared, profile, ready.evidence, judgements, runner, proposed=profile.proposed
         )
     if isinstance(attempt, AlreadyReleased):
         return already_released(profile.name, attempt)

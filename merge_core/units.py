@@ -52,6 +52,21 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} m {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} m"
 
 
+def format_roughly(seconds: float) -> str:
+    """A time that is only guessed, in as many digits as a guess has: '< 3 s', '15 s', '40 min', '2.5 h', '3 days'."""
+    if seconds < 3:
+        return "< 3 s"
+    if seconds < 90:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    if seconds < 90 * 60:
+        minutes = seconds / 60
+        return f"{round(minutes) if minutes < 10 else 5 * round(minutes / 5)} min"
+    hours = seconds / 3600
+    if hours < 48:
+        return f"{round(2 * hours) / 2:g} h" if hours < 10 else f"{round(hours)} h"
+    return f"{round(hours / 24)} days"
+
+
 def parse_duration(text: str, where: str) -> float:
     """Seconds as people write them: '20 s', '90 min', '6 h', '3 d'.
 

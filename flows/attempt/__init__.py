@@ -3,7 +3,6 @@
 
 from flows.attempt.assessment import Assessment, assess_merge, ensemble_of
 from flows.attempt.attempt import (
-    MOST_PROPOSED,
     AlreadyReleased,
     Attempt,
     FailedMerge,
@@ -15,7 +14,6 @@ from flows.attempt.attempt import (
 from flows.attempt.judgements import judge_answers, serve_merge
 
 __all__ = [
-    "MOST_PROPOSED",
     "AlreadyReleased",
     "Assessment",
     "Attempt",

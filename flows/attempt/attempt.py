@@ -28,9 +28,6 @@ from tasks.stage import JointVerdict, Verdict, announce, combined, home
 
 E = TypeVar("E", bound=BaseModel)
 
-# Remedies that `--remedy auto` tries after those of the profile. Each costs a night's merge and part of the error that
-# a run may make, and after three the diagnosis is hardly to be believed.
-MOST_PROPOSED = 3
 _DIGITS = 16  # of a digest, as the history keeps it
 
 

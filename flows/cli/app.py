@@ -53,7 +53,13 @@ app.add_typer(shadow_app, name="shadow")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")]
 
 
-class RemedyChoice(StrEnum):
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="What is asked of whom meanwhile: keys, the store, files, processes."),
+]
+
+
+class RemedyOption(StrEnum):
     """What is tried when the gate refuses."""
 
     WRITTEN = "written"
@@ -87,11 +93,12 @@ def run_command(
         bool, typer.Option("--publish/--no-publish", help="Whether what passes is published, or the run ends before.")
     ] = True,
     remedy: Annotated[
-        RemedyChoice,
+        RemedyOption | None,
         typer.Option(
-            help="When the gate refuses: only what the profile lists, or then also what the refusal proposes."
+            help="When the gate refuses: only what the profile lists, or then also what the refusal proposes.",
+            show_default="as the profile says",
         ),
-    ] = RemedyChoice.WRITTEN,
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Only check, and say what is cached and what is not.")] = False,
     price: Annotated[
         list[str] | None, typer.Option(help="Of --dry-run: NAME=DOLLARS_PER_HOUR of an instance; repeatable.")
@@ -99,6 +106,7 @@ def run_command(
     events: Annotated[
         bool, typer.Option("--events", help="Print a line of JSON for each event, as it happens.")
     ] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Make a release: check, merge, evaluate, gate, publish. What is already there is not made again."""
@@ -109,7 +117,7 @@ def run_command(
             from flows.cli.dry_run import dry_run
             from flows.profile import load_profile
 
-            read = load_profile(profile, otherwise)
+            read = load_profile(profile, otherwise).remedied(remedy.value if remedy else None)
             read = read if publish else read.model_copy(update={"publish": None})
             raise typer.Exit(dry_run(read, _console(as_json), as_json, tuple(price or ())))
         from flows.release import release
@@ -117,8 +125,11 @@ def run_command(
         console = _console(as_json or events)
         read = _read_profile(profile, "release", otherwise)
         # Prefect keeps what a flow is given: the name of the file, not what stands in it.
-        flow = partial(release, profile, otherwise, publish, remedy.value, return_state=True)
-        outcome = _watched(flow, read.headline(), profile, console, approve=approve, events=events)
+        choice = remedy.value if remedy else None
+        flow = partial(release, profile, otherwise, publish, choice, return_state=True)
+        outcome = _watched(
+            flow, read.remedied(choice).headline(), profile, console, approve=approve, events=events, verbose=verbose
+        )
         if events:
             from flows.cli.events import print_event
 
@@ -155,6 +166,7 @@ def sweep_command(
         bool, typer.Option("--release/--no-release", help="Whether a winner that is confirmed is released.")
     ] = True,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Serve Optuna's dashboard of it, here only.")] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Search the free numbers of a recipe, confirm the winner on documents that no trial saw, and release it."""
@@ -169,7 +181,7 @@ def sweep_command(
         view = view_of(read) if dashboard else None
         wait = look_on(view, console) if view else lambda: None
         flow = partial(sweep, given, release=release, view=view, return_state=True)
-        outcome = _watched(flow, read.headline(), profile, console)
+        outcome = _watched(flow, read.headline(), profile, console, verbose=verbose)
         _print_outcome(console, outcome, as_json)
         wait()
     raise typer.Exit(outcome.exit_code)
@@ -481,6 +493,7 @@ def compare_command(
     ],
     candidate: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that is judged.")],
     profile: Annotated[Path, typer.Option("--profile", "-p", help="The profile whose evidence and guards judge.")],
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Judge checkpoint B against checkpoint A by a profile's evidence and guards. Nothing is merged or published."""
@@ -490,7 +503,9 @@ def compare_command(
 
         console = _console(as_json)
         flow = partial(compare_checkpoints, reference, candidate, profile, return_state=True)
-        outcome = _watched(flow, f"{Path(candidate).name} against {Path(reference).name}", profile, console)
+        outcome = _watched(
+            flow, f"{Path(candidate).name} against {Path(reference).name}", profile, console, verbose=verbose
+        )
         _print_outcome(console, outcome, as_json)
     raise typer.Exit(outcome.exit_code)
 
@@ -715,6 +730,7 @@ def _watched(
     *,
     approve: bool = False,
     events: bool = False,
+    verbose: bool = False,
 ) -> Any:
     """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs."""
     from flows.cli.approve import TerminalApproval
@@ -723,12 +739,12 @@ def _watched(
     from flows.outcome import RunOutcome, outcome_of
     from flows.prefect_api import asked_by, local_api, require_writable
 
-    progress = TerminalProgress(console)
+    progress = TerminalProgress(console, verbose=verbose)
     progress.headline(headline, f"profile {profile}")
     with ExitStack() as stack:
         with console.status("starting Prefect's API"):
             stack.enter_context(local_api())
-        watching = EventLines().watching() if events else progress.watching()
+        watching = EventLines().watching(verbose=verbose) if events else progress.watching()
         with watching, asked_by(TerminalApproval(progress, console, beforehand=approve)):
             try:
                 state = flow()
@@ -755,11 +771,11 @@ def _print_outcome(console: Any, outcome: Any, as_json: bool, profile: Path | No
     if as_json:
         print(json.dumps(_told(outcome), indent=1))
         return
-    from flows.cli.summary import print_summary, what_next
+    from flows.cli.summary import print_next, print_summary
 
     print_summary(console, outcome)
     if profile is not None:
-        console.print(f"  next     {what_next(outcome, profile)}")
+        print_next(console, outcome, profile)
 
 
 def _print_made(record: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flows.cli.answer import print_answer
+from flows.cli.night import plan_night
 from flows.cli.sweep import swept_profile
 from flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from flows.profile import is_recipe, load_profile
@@ -29,6 +30,8 @@ class CheckReport(BaseModel):
     remarks: tuple[Finding, ...]
     summary: tuple[str, ...]
     examples: tuple[TaskExample, ...] = ()  # a document of each task, as each parent reads it
+    seconds: float | None = None  # that a run would take here, as far as that is known
+    rough: bool = False  # whether that is a guess, from sizes and a short measurement
 
 
 def check_file(file: Path, console: Console, as_json: bool, verbose: bool = False) -> int:
@@ -40,11 +43,13 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
     Raises:
         InvalidInput: for a file that cannot mean anything.
     """
-    problems = Problems(stop_at_once=False)
+    problems, night = Problems(stop_at_once=False), None
     if is_recipe(file):
         check_recipe(load_recipe(file), file.parent, file.stem, problems)
     elif (profile := load_profile(swept_profile(file, console))).sweep is None:
-        preflight_profile(profile, problems)
+        ready = preflight_profile(profile, problems)
+        if (night := plan_night(profile, ready, problems.examples)) and night.left:
+            problems.summary.append(f"time: {night.time()}")
     else:
         from flows.sweep import all_candidates
 
@@ -55,6 +60,8 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
         remarks=problems.worst_first(),
         summary=tuple(dict.fromkeys(problems.summary)),
         examples=tuple(problems.examples),
+        seconds=night.seconds if night else None,
+        rough=bool(night and night.rough),
     )
     if as_json:
         status = "sound" if problems.status == "passed" else problems.status

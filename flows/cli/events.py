@@ -18,9 +18,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
-from tasks.stage import StageStatus, watched_by
+from merge_core.details import heard_by
+from tasks.stage import StageStatus, running_stage, watched_by
 
 _SECONDS_BETWEEN = 1.0  # two lines of progress of one call
 
@@ -40,10 +41,18 @@ class EventLines:
         self._told: dict[tuple[str, str], float] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Tell of every stage that runs inside."""
-        with watched_by(self):
+    def watching(self, *, verbose: bool = False) -> Iterator[None]:
+        """Tell of every stage that runs inside.
+
+        Args:
+            verbose: Also of what is asked of whom meanwhile (``merge_core.details``).
+        """
+        with watched_by(self), heard_by(self.detailed) if verbose else nullcontext():
             yield
+
+    def detailed(self, line: str) -> None:
+        stage, subject, key = running_stage()
+        print_event("detail", stage=stage, subject=subject, key=key, text=line)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -114,7 +114,8 @@ def plan_file(
     profile = None if is_recipe(file) else load_profile(file)
     recipe = profile.candidates()[0].recipe if profile else load_recipe(file)
     with console.status("reading headers"):
-        forecast, found = _forecast_and_parents(recipe, out, device, named, probe)
+        found, plan = plan_recipe(recipe)
+        forecast = forecast_of(recipe, found, plan, out, device, named, probe)
     if profile:
         forecast = replace(forecast, power=_known_power(profile, found))
     if as_json:
@@ -130,15 +131,17 @@ def named_prices(texts: Sequence[str]) -> dict[str, float]:
     return dict(_price(text) for text in texts)
 
 
-def forecast_of(recipe: Recipe, out: Path, device: str, prices: Mapping[str, float], probe: bool | None) -> Forecast:
-    """What merging the recipe will need; arguments and errors as of :func:`plan_file`."""
-    return _forecast_and_parents(recipe, out, device, prices, probe)[0]
-
-
-def _forecast_and_parents(
-    recipe: Recipe, out: Path, device: str, prices: Mapping[str, float], probe: bool | None
-) -> tuple[Forecast, tuple[ResolvedCheckpoint, ...]]:
-    found, plan = plan_recipe(recipe)
+def forecast_of(
+    recipe: Recipe,
+    found: Sequence[ResolvedCheckpoint],
+    plan: MergePlan,
+    out: Path,
+    device: str,
+    prices: Mapping[str, float],
+    probe: bool | None,
+) -> Forecast:
+    """What merging the recipe will need, of which parents and plan are known; arguments and errors as of
+    :func:`plan_file`."""
     size = size_of_adapter(recipe, found)
     snapshots = {one.directory: one for parent in found for one in parent.snapshots}
     coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
@@ -147,18 +150,21 @@ def _forecast_and_parents(
     if size:
         forecast = replace(forecast, needs=_needs_of_adapter(forecast.needs, size), rates=None, time=None)
         forecast = replace(forecast, is_adapter=True)
-    return forecast, found
+    return forecast
 
 
 def _known_power(profile: Profile, found: Sequence[ResolvedCheckpoint]) -> GatePower | None:
     """From what the store knows; nothing is loaded or counted for it."""
+    from flows.preflight import past_guards
     from tasks.evaluation import pinned_data_before
     from tasks.preflight import night_power
     from tasks.stage import store
 
     evidence = profile.pin_evidence(found, store().hashes)
     tasks = tuple(pinned_data_before(task) or task for task in evidence.tasks)
-    return night_power(evidence._replace(tasks=tasks), found, len(profile.candidates()))
+    return night_power(
+        evidence._replace(tasks=tasks), found, len(profile.candidates()) + profile.proposed, past_guards(profile.name)
+    )
 
 
 def make_forecast(
@@ -178,7 +184,8 @@ def make_forecast(
     place, cores = nearest(out), usable_cores()
     companions = sum((plan.donor.directory / name).stat().st_size for name in plan.donor.companions)
     needs = needs_of(plan, EngineSettings(), cores=cores, device=device, companion_bytes=companions)
-    rates = _rates(plan, place, cores, device, probe)
+    inputs = [file for file in input_files(plan) if file.exists()]
+    rates = machine_rates(inputs, place, cores, device, probe)
     return Forecast(
         recipe=plan.recipe.summary(),
         method=plan.method.name,
@@ -218,18 +225,32 @@ def _needs_of_adapter(whole: Needs, size: CombinedSize) -> Needs:
     )
 
 
-def _rates(plan: MergePlan, place: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
-    from merge_core.forecast import load_rates, machine_key, measure_bus, measure_machine, save_rates
+def machine_rates(inputs: Sequence[Path], place: Path, cores: int, device: str, probe: bool | None) -> Rates | None:
+    """What this machine can do: measured in the last hour, or now.
+
+    Args:
+        inputs: Weight files that are here.
+        place: A directory on the disk that the result goes to.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        probe: Measure now (True), never (False), or when nothing was measured in the last hour (None).
+    """
+    from merge_core.forecast import (
+        load_rates,
+        machine_key,
+        measure_bus,
+        measure_machine,
+        measure_products_on,
+        save_rates,
+    )
 
     memory = home() / _RATES_FILE
-    inputs = [file for file in input_files(plan) if file.exists()]
     key = machine_key(inputs, place, cores=cores, device=device)
     known = None if probe is True else load_rates(memory, key, max_age=_RATES_AGE_S)
     if known is not None or probe is False:
         return known
     rates = measure_machine(inputs, place, cores=cores)
     if device != "cpu":
-        rates = replace(rates, bus=measure_bus(device))
+        rates = replace(rates, bus=measure_bus(device), products=measure_products_on(device))
     save_rates(memory, key, rates)
     return rates
 

@@ -1,7 +1,8 @@
 """The lines a person watches: one a stage, in place while it works, with what it found and how long it took.
 
 On a terminal the lines live; elsewhere (a log, CI, a terminal that cannot move its cursor) each is printed once, when
-its stage has ended, and what works for long says now and then on standard error how far it is::
+its stage has ended, and what works for long says now and then on standard error how far it is. With ``-v`` lines are
+printed once everywhere, and below the name of each stage stands what happens in it::
 
     demo · ties of 2 over base                                         profile profiles/demo.yaml
       ✓ licences    mit, apache-2.0 → apache-2.0                                            0.2 s
@@ -13,8 +14,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -23,8 +25,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from merge_core.details import heard_by
 from merge_core.units import format_duration
-from tasks.stage import Pace, Pulse, StageStatus, watched_by
+from tasks.stage import Pace, Pulse, StageStatus, joint_status, watched_by
 
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
     "made": ("✓", "+", "green"),
@@ -37,7 +40,6 @@ _BRIEF = 12  # characters that one of several subjects may take
 _WIDEST = 100  # columns: on a wide terminal, a time far from its text is read beside the wrong line
 _NAME = 11  # columns of a stage's name
 _MARGIN = 3 + _NAME + 3  # columns of a row that are not for its text and its time: mark, name, what is between
-_SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "rebuilt", "refused", "failed")
 
 
 @dataclass
@@ -60,8 +62,8 @@ class _Line:
 
     @property
     def status(self) -> StageStatus | None:
-        statuses = [call.status for call in self.calls]
-        return None if None in statuses else max((one for one in statuses if one), key=_SEVERITY.index)
+        ended = [(call.subject, call.status) for call in self.calls if call.status]
+        return joint_status(ended) if len(ended) == len(self.calls) else None
 
     @property
     def seconds(self) -> float:
@@ -89,12 +91,16 @@ class _Line:
 
 
 class TerminalProgress:
-    """A ``Watcher`` that draws on a rich console. Use as a context manager around the run."""
+    """A ``Watcher`` that draws on a rich console. Use as a context manager around the run.
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    Args:
+        verbose: Also say what is asked of whom meanwhile (``merge_core.details``).
+    """
+
+    def __init__(self, console: Console, *, verbose: bool = False) -> None:
+        self._console, self._verbose = console, verbose
         # Whether lines can be drawn anew: what cannot move its cursor gets each once.
-        self._lives = console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        self._lives = console.is_terminal and not (console.is_dumb_terminal or console.quiet or verbose)
         self._ascii = not (console.encoding or "").lower().startswith("utf")
         self._above: list[RenderableType] = []  # What came before the last announcement.
         self._lines: dict[str, _Line] = {}
@@ -105,7 +111,7 @@ class TerminalProgress:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Draw every stage that runs inside."""
-        with watched_by(self):
+        with watched_by(self), heard_by(self._detailed) if self._verbose else nullcontext():
             if not self._lives:
                 try:
                     yield
@@ -151,6 +157,8 @@ class TerminalProgress:
     def started(self, stage: str, subject: str) -> None:
         if stage not in self._lines:
             self._print_ended()
+            if self._verbose:
+                self._console.print(Text(f"  {'-' if self._ascii else '·'} {stage}", style="bold"))
         self._lines.setdefault(stage, _Line(stage)).calls.append(_Call(subject, Pace(time.monotonic())))
         if not self._lives:
             self._pulse.started(stage, subject)
@@ -167,6 +175,14 @@ class TerminalProgress:
         call = self._running(stage, subject)
         call.status, call.seconds, call.summary = status, seconds, summary
         self._pulse.ended(stage, subject)
+
+    def _detailed(self, line: str) -> None:
+        """What happens now, below the stage in which it does."""
+        line = line.replace(f"{Path.cwd()}/", "")
+        if self._console.quiet:
+            _to_standard_error(line)
+        else:
+            self._console.print(Text(f"      {line}", style="dim"), soft_wrap=True)
 
     def _running(self, stage: str, subject: str) -> _Call:
         """The call that is meant: stages may run side by side, each subject on its own."""

@@ -65,7 +65,7 @@ def print_status(console: Console, as_json: bool) -> None:
         console.print(f"due      nothing: no {NIGHTS} here")
     for one in last.values():
         style = OUTCOME_STYLES[outcome_of_status(one.status)]
-        first = one.message.partition("\n")[0]
+        first = one.why
         console.print(
             "last     ",
             Text(one.profile),

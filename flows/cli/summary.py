@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from flows.cli.looks import short_path
@@ -14,6 +14,9 @@ from flows.cli.sweep_summary import sweep_summary
 from flows.outcome import RunOutcome
 from tasks.report import CostTable, costs, final_table
 from tasks.stage import Section
+
+_LABEL = 9  # columns of 'release', 'report' and 'next'
+_WHERE_IT_GOES = "in the profile (where it has 'remedies', only the item), or run with --remedy auto"
 
 
 def print_summary(console: Console, outcome: RunOutcome) -> None:
@@ -35,24 +38,34 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
         first = f"{outcome.status}: {first}"
     style = "bold green" if outcome.exit_code == 0 else "bold red"
     console.print(Text(first, style=style), soft_wrap=not console.is_terminal)
-    explained = outcome.content.explanation if outcome.content and outcome.status == "refused" else None
-    remedies = explained.remedies if explained else ()
     for line in rest:
-        if remedies and line.startswith("to try: "):
-            continue
-        # A log has each on one line; on a terminal long ones go on below their beginning.
-        text = Text(line.strip())
-        console.print(
-            Padding(text, (0, 0, 0, 2)) if console.is_terminal else Text("  ") + text, soft_wrap=not console.is_terminal
-        )
-    for remedy in remedies[:1]:
-        console.print(Text(f"  to try: {remedy.reason}"))
-        console.print(Text("  in the profile (where it has 'remedies', only the item), or run with --remedy auto:"))
+        _print_below(console, line.strip())
+    if (remedy := outcome.to_try) is not None:
+        for line in (f"to try: {remedy.reason}", f"{_WHERE_IT_GOES}:"):
+            _print_below(console, line)
         console.print(Text(remedy.block(), style="bold"))  # from the first column on, as it can be pasted
     made = "recipe" if outcome.sweep is not None and outcome.status == "passed" else "release"
     for label, place in ((made, outcome.location), ("report", outcome.report)):
         if place is not None:
-            console.print(Text(f"  {label:<8}", style="dim"), Text(short_path(place)), sep="")
+            console.print(Text(f"  {label:<{_LABEL}}", style="dim"), Text(short_path(place)), sep="")
+
+
+def print_next(console: Console, outcome: RunOutcome, profile: Path) -> None:
+    """What a person does next, below the outcome."""
+    _print_below(console, what_next(outcome, profile), "next")
+
+
+def _print_below(console: Console, line: str, label: str = "") -> None:
+    """A log has each line whole; on a terminal a long one goes on below its beginning."""
+    margin = "  " + (f"{label:<{_LABEL}}" if label else "")
+    if not console.is_terminal:
+        console.print(Text.assemble((margin, "dim"), line), soft_wrap=True)
+        return
+    grid = Table.grid()
+    grid.add_column(width=len(margin), no_wrap=True)
+    grid.add_column()
+    grid.add_row(Text(margin, style="dim"), Text(line))
+    console.print(grid, soft_wrap=False)
 
 
 def what_next(outcome: RunOutcome, profile: Path) -> str:
@@ -62,10 +75,7 @@ def what_next(outcome: RunOutcome, profile: Path) -> str:
     if outcome.status == "passed":
         return f"mergegate run {profile}, which also publishes it where the profile says 'publish'"
     if outcome.status == "refused" and outcome.content is not None:
-        explained = outcome.content.explanation
-        offer = (
-            "add what is under 'to try' to the profile, then run again; " if explained and explained.remedies else ""
-        )
+        offer = "add what is under 'to try' to the profile, then run again; " if outcome.to_try else ""
         return f"{offer}mergegate open {outcome.content.name} shows the report"
     return f"mergegate check {profile}"
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from flows.attempt import AlreadyReleased
 from merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of
 from merge_core.store import Artifact, state_directory, write_state
+from tasks.explain import Remedy
 from tasks.publish import Release
 from tasks.report import Report, ReportContent, RunStatus, SweepContent, render, render_sweep
 from tasks.stage import home
@@ -31,6 +32,8 @@ class RunOutcome(BaseModel):
     stopped_by: Annotated[Finding | None, Field(exclude_if=lambda finding: finding is None)] = None
     # What this run was told otherwise than its profile says, as KEY=VALUE.
     overrides: Annotated[tuple[str, ...], Field(exclude_if=lambda overrides: not overrides)] = ()
+    # Of a refusal: the change of the recipe that has the strongest reason.
+    to_try: Annotated[Remedy | None, Field(exclude_if=lambda remedy: remedy is None)] = None
     # The page about it as HTML, to be kept under a name of its own; empty: there is no evidence to be drawn.
     page: Annotated[str, Field(exclude=True, repr=False)] = ""
 
@@ -38,6 +41,11 @@ class RunOutcome(BaseModel):
     def exit_code(self) -> int:
         """Of the command that ends so."""
         return EXIT_CODES[self.status]
+
+    @property
+    def in_words(self) -> str:
+        """The message and what to try, for whoever has no other place for it: a log, a state, a line of the history."""
+        return self.message + (f"\nto try: {self.to_try.text()}: {self.to_try.reason}" if self.to_try else "")
 
 
 def stopped_outcome(error: MergegateError) -> RunOutcome:
@@ -53,9 +61,9 @@ def reported_outcome(content: ReportContent, report: Artifact[Report], release: 
         if content.verdict.publishable:
             message = f"{content.name} passed the gate"
             return RunOutcome(status="passed", message=message, report=place, page=page, content=content)
-        why = "\n".join((*content.verdict.reasons, *_to_try(content)))
-        message = f"{content.name} is not released\n{why}"
-        return RunOutcome(status="refused", message=message, report=place, page=page, content=content)
+        message = "\n".join((f"{content.name} is not released", *content.verdict.reasons))
+        remedy = next(iter(content.explanation.remedies), None) if content.explanation else None
+        return RunOutcome(status="refused", message=message, report=place, page=page, content=content, to_try=remedy)
     what = (
         f"released {release.name} {release.version}" if release.new else f"nothing new: {release.version} is released"
     )
@@ -68,12 +76,6 @@ def reported_outcome(content: ReportContent, report: Artifact[Report], release: 
         page=page,
         content=content,
     )
-
-
-def _to_try(content: ReportContent) -> tuple[str, ...]:
-    """The remedy with the strongest reason, for whoever reads no further than the message, in a line."""
-    remedies = content.explanation.remedies if content.explanation else ()
-    return tuple(f"to try: {remedy.text()}: {remedy.reason}" for remedy in remedies[:1])
 
 
 def already_released(name: str, attempt: AlreadyReleased) -> RunOutcome:

@@ -25,6 +25,7 @@ from flows.outcome.keeping import RunClock, keep_outcome, running_flow
 from flows.outcome.markdown import prefect_page
 from flows.prefect_api import made_up_for_by
 from flows.profile import Profile
+from merge_core.details import detail
 from merge_core.errors import INTERRUPTED, MergegateError, state_name
 from merge_core.store import refusing_disk
 from tasks.stage import (
@@ -51,7 +52,7 @@ class StoppedRun(Exception):
     """A run that ended with a no, as its state holds it: an answer, not a fault of anything."""
 
     def __init__(self, outcome: RunOutcome) -> None:
-        super().__init__(outcome.message)
+        super().__init__(outcome.in_words)
         self.outcome = outcome
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -78,6 +79,7 @@ def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str
         return Cancelled(message=f"made up for by {later}, which began after this run was due")
     clock, watcher = RunClock(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
+    detail("Prefect's flow run %s (%s); project state in %s", run, flow, home())
     about = {"run": run, "flow": flow, "profile": name}
     with logged_for_machines(about, watcher) as say, noted_stages(watcher) as noted:
         try:
@@ -99,14 +101,14 @@ def concluded(make: Callable[[], RunOutcome], name: str, overrides: Sequence[str
         outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
         outcome = keep_outcome(outcome, name, clock, noted.stages)
         level = "warning" if outcome.exit_code else "info"
-        say("run ended", level=level, status=outcome.status, message=outcome.message, seconds=clock.seconds())
+        say("run ended", level=level, status=outcome.status, message=outcome.in_words, seconds=clock.seconds())
     show_in_prefect(outcome, name)
     state = state_name(outcome.status)
     if outcome.exit_code:
         _leave_out_tracebacks_of_refusals()
         if outcome.status == "interrupted":
             return Cancelled(name=state, message=outcome.message, data=StoppedRun(outcome))
-        return Failed(name=state, message=outcome.message, data=StoppedRun(outcome))
+        return Failed(name=state, message=outcome.in_words, data=StoppedRun(outcome))
     return Completed(name=state, message=outcome.message, data=outcome)
 
 

@@ -32,10 +32,9 @@ from tasks.report import (
     tell_operators,
     tell_tracker,
 )
-from tasks.stage import StageEnd, StageStatus, bytes_made, home
+from tasks.stage import StageEnd, bytes_made, home, joint_status
 
 _log = logging.getLogger(__name__)
-_SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "rebuilt", "refused", "failed")
 _LARGEST = 64 << 20  # of a released page, in bytes
 _MOST = 200  # guards, parents, stages
 
@@ -101,7 +100,7 @@ def run_record(
         ended=time.time(),
         seconds=seconds,
         status=outcome.status,
-        message=shown(outcome.message),
+        message=shown(outcome.in_words),
         overrides=tuple(map(shown, outcome.overrides))[:_MOST],
         version=outcome.version,
         location=shown(str(outcome.location)) if outcome.location else "",
@@ -135,7 +134,7 @@ def stages_together(ends: Iterable[StageEnd]) -> tuple[NightStage, ...]:
             seconds=sum(max(0.0, call.seconds) for call in calls),
             calls=len(calls),
             cached=sum(call.status == "cached" for call in calls),
-            status=max((call.status for call in calls), key=_SEVERITY.index),
+            status=joint_status([(call.subject, call.status) for call in calls]),
         )
         for name, calls in list(by_name.items())[:_MOST]
     )
@@ -171,6 +170,8 @@ def _score(judged: SuiteVerdict | GuardVerdict, task: str, merge: float | None) 
         max_drop=judged.max_drop,
         margin=judged.margin,
         outcome=judged.outcome,
+        documents=judged.n if isinstance(judged, GuardVerdict) else 0,
+        differing=judged.lost + judged.won if isinstance(judged, GuardVerdict) else 0,
     )
 
 

@@ -9,7 +9,14 @@ from merge_core.forecast.forecast import (
     needs_of,
     peak_memory,
 )
-from merge_core.forecast.probe import load_rates, machine_key, measure_bus, measure_machine, save_rates
+from merge_core.forecast.probe import (
+    load_rates,
+    machine_key,
+    measure_bus,
+    measure_machine,
+    measure_products_on,
+    save_rates,
+)
 
 __all__ = [
     "Duration",
@@ -21,6 +28,7 @@ __all__ = [
     "machine_key",
     "measure_bus",
     "measure_machine",
+    "measure_products_on",
     "needs_of",
     "peak_memory",
     "save_rates",

@@ -47,6 +47,8 @@ class Rates:
         same_disk: Whether reading and writing share one disk.
         measured_at: Seconds since 1970.
         bus: Bytes between memory and GPU; 0 without one.
+        products: Operations of a large matrix product in float32, all cores together: what a model that is asked does
+            most of the time. 0: not measured.
     """
 
     read: float
@@ -57,6 +59,7 @@ class Rates:
     same_disk: bool
     measured_at: float
     bus: float = 0.0
+    products: float = 0.0
 
 
 @dataclass(frozen=True)

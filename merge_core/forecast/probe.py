@@ -32,6 +32,9 @@ from merge_core.forecast.forecast import Rates
 # Shares of the time limit of half a second; the rest is for opening, threads and the last step's error.
 _DISK_SECONDS = 0.14
 _MEMORY_SECONDS = 0.03
+_PRODUCT_SECONDS, _FEWEST_TURNS = 0.05, 3
+# A matrix of 4 MB: products of smaller ones are over before all cores have begun, where other programs run too.
+_PRODUCT_SIDE = 1024
 # Parallel requests: what it takes to keep a fast disk busy, and about what the engine has in flight.
 _READERS = 4
 _SMALLEST_READ, _LARGEST_READ = 1 << 18, 1 << 24
@@ -72,6 +75,7 @@ def measure_machine(inputs: Sequence[Path], output: Path, *, cores: int) -> Rate
         units=_rate_on(cores, lambda: reference_pass),
         same_disk=not inputs or inputs[0].stat().st_dev == output.stat().st_dev,
         measured_at=time.time(),
+        products=_product_rate(),
     )
 
 
@@ -112,6 +116,42 @@ def reference_pass(elements: int) -> float:
         np.multiply(numbers, factor, out=numbers)
         np.add(total, numbers, out=total)
     return time.perf_counter() - began
+
+
+def measure_products_on(device: str) -> float:
+    """Operations per second of a product of bfloat16 matrices on the GPU ``device``, which is there.
+
+    Starting the GPU's context takes a while and is not measured.
+    """
+    import torch
+
+    side = 4 * _PRODUCT_SIDE
+    matrix = torch.rand(side, side, device=device, dtype=torch.bfloat16)
+    torch.mm(matrix, matrix)
+    torch.cuda.synchronize(device)
+
+    def product() -> None:
+        torch.mm(matrix, matrix)
+        torch.cuda.synchronize(device)
+
+    return 2 * side**3 / _shortest(product)
+
+
+def _product_rate() -> float:
+    """Operations per second of a matrix product, on as many cores as the library takes."""
+    matrix = np.full((_PRODUCT_SIDE, _PRODUCT_SIDE), 0.5, np.float32)
+    out = matrix @ matrix  # Also starts the library's threads.
+    return 2 * _PRODUCT_SIDE**3 / _shortest(lambda: np.matmul(matrix, matrix, out=out))
+
+
+def _shortest(work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes when nothing interrupts it: other programs lengthen some of its turns."""
+    began, spent = time.perf_counter(), list[float]()
+    while len(spent) < _FEWEST_TURNS or time.perf_counter() - began < _PRODUCT_SECONDS:
+        start = time.perf_counter()
+        work()
+        spent.append(time.perf_counter() - start)
+    return max(min(spent), 1e-9)
 
 
 def save_rates(file: Path, key: str, rates: Rates) -> None:

@@ -27,6 +27,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
+from merge_core.details import detail
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HASHES, HashMemo
 from merge_core.store.keys import digest
@@ -247,6 +248,7 @@ class Store:
             try:
                 artifact = self.open(stage, key, value_type)
             except StoreMiss as miss:
+                detail("store: %s", miss)
                 if os.path.lexists(final):
                     on_damage(_set_aside(final, miss))
                 return None
@@ -281,9 +283,11 @@ class Store:
             arrive: Brings it here from the shared store, if that has it.
         """
         if (known := found()) is not None:
+            detail("store: found %s", place)
             return known, False
         if (shared := self.shared) is None:
             return made(), True
+        detail("shared store: asked for %s %s", stage, key[:12])
         arrived: list[T] = []
 
         def look() -> bool:
@@ -347,6 +351,7 @@ class Store:
             try:
                 return self.open_value(stage, key, value_type)
             except StoreMiss as miss:
+                detail("store: %s", miss)
                 if os.path.lexists(path):
                     on_damage(_set_aside(path, miss))
                 return None

@@ -11,7 +11,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
+from merge_core.adapters import CONFIG_FILE
 from merge_core.checkpoint import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
+from merge_core.errors import InvalidInput
 from merge_core.parsing import JsonBounds, check_entries, read_json
 from merge_core.store import FileIdentity, file_identity, require_unchanged
 
@@ -77,6 +79,34 @@ def require_same_files(looked: Mapping[Path, FileIdentity]) -> None:
     """
     for path, identity in looked.items():
         require_unchanged(path, identity)
+
+
+def without_model(named: str, directory: Path) -> InvalidInput | None:
+    """Why there is no model in ``directory``; None: there may be one. To be asked before anything else: of what is no
+    model nobody asks for a licence or a tokenizer.
+
+    Args:
+        named: As the user wrote it.
+    """
+    try:
+        names = {path.name for path in directory.iterdir()}
+    except OSError:
+        return None  # whoever opens it says why not
+    if "config.json" in names:
+        return None
+    if CONFIG_FILE in names:
+        return InvalidInput(
+            named,
+            found="no config.json: it is an adapter",
+            expected="a model, or a model with an adapter",
+            remedy=f"write in front of it what it was made from: BASE+{named}",
+        )
+    return InvalidInput(
+        named,
+        found="no config.json" if names else "no config.json: the directory is empty",
+        expected="a checkpoint: config.json, weights and a tokenizer",
+        remedy="correct the path, or finish the download",
+    )
 
 
 def files_beside(names: Collection[str]) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from merge_core.details import detail
 from merge_core.engine import has_cuda_driver
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from merge_core.store import refusing_disk, state_directory
@@ -123,6 +124,7 @@ def ask_child(
         GivenUp: when nobody waits for the answer any more.
     """
     unload()  # models here and there need not fit side by side
+    detail("asks the process that holds models: %s.%s for %s", function.__module__, function.__qualname__, where)
     slot = current_slot()
     place = _place(slot.number)
 

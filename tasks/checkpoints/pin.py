@@ -24,7 +24,7 @@ from merge_core.recipe import expanded, parse_reference
 from merge_core.store import FileIdentity, HashMemo, NotInKey, file_identity, merkle
 from merge_core.store import digest as canonical_digest
 from tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
-from tasks.checkpoints.files import deciding_files, identify_files
+from tasks.checkpoints.files import deciding_files, identify_files, without_model
 from tasks.checkpoints.hub.errors import all_at_once
 from tasks.checkpoints.hub.headers import open_snapshot
 from tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
@@ -344,7 +344,8 @@ def _place(
     except MergegateError as error:
         return error
     if local is not None:
-        return local.resolve(), None
+        problem = None if is_adapter else without_model(reference.path, local)
+        return problem or (local.resolve(), None)
     answer = ask(reference.path, reference.revision, is_adapter)
     return answer if isinstance(answer, MergegateError) else (answer.directory, answer)
 

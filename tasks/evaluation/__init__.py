@@ -27,7 +27,7 @@ from tasks.evaluation.lm_eval_results import (
     read_task,
 )
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_known_metrics, choose_metrics, default_metric
-from tasks.evaluation.pace import document_seconds
+from tasks.evaluation.pace import AskedDocument, asked_of_document, document_seconds, measured_seconds
 from tasks.evaluation.posed import PosedDocument, PosedTask, pose
 from tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
 from tasks.evaluation.process import clusters_in_child
@@ -58,6 +58,7 @@ __all__ = [
     "SCORES_FILE",
     "AnsweredChoice",
     "AskedDataset",
+    "AskedDocument",
     "Backend",
     "CountLimit",
     "DataSource",
@@ -81,6 +82,7 @@ __all__ = [
     "TaskScore",
     "TaskScores",
     "TokenizerPlace",
+    "asked_of_document",
     "by_task",
     "check_alike",
     "choose_known_metrics",
@@ -101,6 +103,7 @@ __all__ = [
     "join_parts",
     "known_scores",
     "looks",
+    "measured_seconds",
     "named_data",
     "pair_documents",
     "pin_data",

@@ -2,7 +2,7 @@
 
 from tasks.gate.bounded import graded_difference, graded_documents_needed
 from tasks.gate.clusters import check_clusters, clustered_difference
-from tasks.gate.discordance import Discordance, known_discordance
+from tasks.gate.discordance import Discordance, PastGuard, known_discordance, past_discordance
 from tasks.gate.drift import DriftVerdict
 from tasks.gate.guards import ANCHOR, CHAMPION, MARGIN_ABOVE_MAX_DROP, RELEASES, GateRule, Guard
 from tasks.gate.power import GatePower, PlannedTask, gate_power, power_finding, soonest_decided
@@ -38,6 +38,7 @@ __all__ = [
     "GuardVerdict",
     "NotRun",
     "OnInconclusive",
+    "PastGuard",
     "PlannedTask",
     "SuiteVerdict",
     "anchor_confidence",
@@ -59,6 +60,7 @@ __all__ = [
     "needs_champion",
     "normal_quantile",
     "note_refusal",
+    "past_discordance",
     "perplexity_drift",
     "pin_tasks",
     "power_finding",

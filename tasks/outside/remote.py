@@ -26,6 +26,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
+from merge_core.details import detail
+
 if TYPE_CHECKING:
     from tenacity import RetryCallState, Retrying
 
@@ -124,6 +126,7 @@ class JsonClient:
             raise Unreachable(str(error) or type(error).__name__) from None
         except httpx.RequestError as error:
             raise Unreachable(f"the connection broke ({type(error).__name__})") from None
+        detail("%s %s: %d", response.request.method, response.request.url.copy_with(query=None), response.status_code)
         parsed = _parsed(response.content)
         message = _message(parsed) or response.reason_phrase
         if self._key:

@@ -31,6 +31,7 @@ import logging
 import math
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -81,6 +82,11 @@ class ProcessEnd:
     peak_memory: int = 0
     peak_gpu_memory: int = 0
 
+    def __str__(self) -> str:
+        """``ended (asked), exit code -9``."""
+        why = f" ({self.why})" if self.why else ""
+        return f"ended{why}, exit code {'unknown' if self.returncode is None else self.returncode}"
+
 
 class SupervisedProcess:
     """A process, and the supervisor that ends it; it runs when this is made.
@@ -117,7 +123,9 @@ class SupervisedProcess:
         measured: bool = False,
         inherited: Sequence[int] = (),
     ) -> None:
-        from tasks.outside.linux import require_linux  # not at the top: the supervisor runs this file by itself
+        # Not at the top: the supervisor runs this file by itself.
+        from merge_core.details import detail
+        from tasks.outside.linux import require_linux
 
         require_linux()
         order = {
@@ -154,6 +162,7 @@ class SupervisedProcess:
             raise NotStarted(started["error"])
         self.pid, self.scratch = int(started["pid"]), Path(started["scratch"])
         wanted = {"files", "network", *(["memory"] if confinement.memory is not None else [])} if confinement else set()
+        detail("process %d (%s): %s", self.pid, name, shlex.join(command))
         self.unconfined = tuple(sorted(wanted - set(started["confined"])))
         if self.unconfined:
             _log.warning("%s: this system does not confine processes in: %s", name, ", ".join(self.unconfined))
@@ -173,7 +182,10 @@ class SupervisedProcess:
         """End it and everything it started; harmless, and the same answer, if that is over already."""
         with self._ending:
             if self._end is None:
+                from merge_core.details import detail
+
                 self._end = self._ended()
+                detail("process %d: %s", self.pid, self._end)
             return self._end
 
     def _give(self, order: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,16 @@
 And what can be known of a night before it: how much its documents can tell.
 """
 
-from tasks.preflight.compat import Compatibility, check_compatibility, header_digests, open_and_plan
+from tasks.preflight.compat import (
+    Compatibility,
+    HeaderDigest,
+    check_compatibility,
+    header_digests,
+    open_and_plan,
+    plan_once,
+)
 from tasks.preflight.custom_code import CodeSettings, custom_code_findings
+from tasks.preflight.duration import AROUND, STARTING, AskedTexts, NetworkSize, asking_seconds, merging_seconds
 from tasks.preflight.evidence import Evidence, JudgeQuestions, check_references, pin_evidence
 from tasks.preflight.foresight import night_power, planned_looks, planned_tasks
 from tasks.preflight.machine import machine_findings, this_machine
@@ -13,21 +21,29 @@ from tasks.preflight.segmentation import cut_shares, with_shares
 from tasks.preflight.tokenizers import TokenizerSettings
 
 __all__ = [
+    "AROUND",
     "SAMPLE",
+    "STARTING",
+    "AskedTexts",
     "CodeSettings",
     "Compatibility",
     "Evidence",
+    "HeaderDigest",
     "JudgeQuestions",
+    "NetworkSize",
     "TokenizerSettings",
+    "asking_seconds",
     "check_compatibility",
     "check_references",
     "custom_code_findings",
     "cut_shares",
     "header_digests",
     "machine_findings",
+    "merging_seconds",
     "night_power",
     "open_and_plan",
     "pin_evidence",
+    "plan_once",
     "planned_looks",
     "planned_tasks",
     "this_machine",

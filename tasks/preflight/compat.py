@@ -111,7 +111,7 @@ def check_compatibility(
         Refused: for one that cannot be looked into. Not kept as a finding: the Hub may answer the next time.
     """
     require_combinable(recipe, parents)
-    planned, checkpoints = open_and_plan(recipe, parents, accepted_tokenizers)
+    planned, checkpoints = plan_once(recipe, parents, metadata, accepted_tokenizers)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
     findings = worst_first([*with_shares(planned), *adapter_remarks(parents), *code])
     found = _compatibility(findings, None if planned.blocking else planned.plan, checkpoints)
@@ -133,6 +133,31 @@ def open_and_plan(
     """
     checkpoints = {parent.ref: open_parent(parent) for parent in parents}
     return plan_with_findings(recipe, checkpoints, accepted_tokenizers), checkpoints
+
+
+Planned = tuple[PlannedMerge, Mapping[str, Checkpoint]]
+# The last plan of this process, by what it was made of: a check that was made now, and not found, has it already.
+_last: dict[str, Planned] = {}
+
+
+def plan_once(
+    recipe: Recipe,
+    parents: Sequence[ResolvedCheckpoint],
+    metadata: Sequence[HeaderDigest],
+    accepted_tokenizers: Sequence[str] = (),
+) -> Planned:
+    """As :func:`open_and_plan`; what was planned last from the same headers is not read again.
+
+    Args:
+        metadata: Of the parents, as they are now.
+    """
+    places = [(str(one.directory), str(one.adapter.directory) if one.adapter else "") for one in parents]
+    key = digest([recipe.canonical(), str(recipe.directory), places, metadata, sorted(accepted_tokenizers)])
+    if key not in _last:
+        planned = open_and_plan(recipe, parents, accepted_tokenizers)
+        _last.clear()
+        _last[key] = planned
+    return _last[key]
 
 
 def _compatibility(

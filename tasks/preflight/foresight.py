@@ -1,15 +1,16 @@
 """What is known before a night: how many documents each guard may use, and on how many of them answers will differ.
 
-From tables of scores that lie in the store; no model is asked, no data are loaded, no weight is read.
+From the last nights, and from tables of scores that lie in the store; no model is asked, no data are loaded, no weight
+is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasks.checkpoints import Model, PinnedCheckpoint, ResolvedCheckpoint, loadable_before, pinned_before
+from tasks.checkpoints import Model, ResolvedCheckpoint, loadable_before, pinned_before
 from tasks.evaluation import EvalTask, known_scores, looks
-from tasks.gate import ANCHOR, GatePower, PlannedTask, gate_power, known_discordance
+from tasks.gate import ANCHOR, GatePower, PastGuard, PlannedTask, gate_power, known_discordance, past_discordance
 from tasks.preflight.evidence import Evidence
 from tasks.stage import runtime, store
 
@@ -21,34 +22,35 @@ def planned_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
     return planned if evidence.rule.extend else planned[:1]
 
 
-def planned_tasks(evidence: Evidence, parents: Sequence[Model]) -> list[PlannedTask]:
-    """Each guard of a task whose data are pinned, with its looks and the discordance of models that were scored before.
+def planned_tasks(evidence: Evidence, parents: Sequence[Model], past: Sequence[PastGuard] = ()) -> list[PlannedTask]:
+    """Each guard of a task whose data are pinned, with its looks, and the discordance that an equal merge will have.
 
     Args:
-        parents: Of the merge. The fine-tunes among them tell how answers differ; where there are none of two of them
-            scores in the store, all parents.
+        parents: Of the merge. Where nothing is known of past nights, those that were scored before tell how answers
+            differ.
+        past: Guards of earlier nights of the profile, in their order.
     """
     tasks = {task.name: task for task in evidence.tasks if task.documents}
-    fine_tunes = [parent for parent in parents if not isinstance(parent, PinnedCheckpoint) or parent.is_merged]
     planned = []
     for guard in evidence.guards:
         if (task := tasks.get(guard.task)) is None:
             continue
-        for models in (fine_tunes, parents):
-            scores = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in models}
+        if (found := past_discordance(guard, past)) is None:
+            scores = {model.name: known_scores(model, task, evidence.scoring, runtime()) for model in parents}
             found = known_discordance(guard, scores, evidence.rule.discordance)
-            if found.documents:
-                break
         planned.append(PlannedTask(guard, planned_looks(task, evidence), found.share, str(found)))
     return planned
 
 
-def night_power(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int) -> GatePower | None:
+def night_power(
+    evidence: Evidence, parents: Sequence[ResolvedCheckpoint], attempts: int, past: Sequence[PastGuard] = ()
+) -> GatePower | None:
     """What the first of so many attempts can tell tonight; None where no guard's documents are counted.
 
     Args:
         parents: Of the merge. Scores are looked up of those whose files were hashed before.
+        past: As of :func:`planned_tasks`.
     """
     known = loadable_before(pinned_before(parents, store().hashes))
-    planned = [one for one in planned_tasks(evidence, known) if one.guard.guarded_by != ANCHOR]
+    planned = [one for one in planned_tasks(evidence, known, past) if one.guard.guarded_by != ANCHOR]
     return gate_power(planned, evidence.rule.for_attempt(1, attempts)) if planned else None

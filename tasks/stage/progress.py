@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from merge_core.units import format_duration
 from tasks.stage.pulse import Pulse
 
 StageStatus = Literal["made", "cached", "rebuilt", "refused", "failed"]
+_SEVERITY: tuple[StageStatus, ...] = ("cached", "made", "rebuilt", "refused", "failed")
 _MARKS: dict[StageStatus, str] = {"made": "✓", "cached": "=", "rebuilt": "✓", "refused": "✗", "failed": "✗"}
 
 
@@ -123,6 +124,18 @@ class StageEnd(NamedTuple):
     status: StageStatus
     seconds: float
     summary: str
+
+
+def joint_status(calls: Sequence[tuple[str, StageStatus]]) -> StageStatus:
+    """How several calls of one stage came out: the worst of them, but for a no that a later call about the same subject
+    took back. A gate that looks twice has said what it said last.
+
+    Args:
+        calls: Subject and end of each, in the order in which they ended; at least one.
+    """
+    last = {subject: at for at, (subject, _) in enumerate(calls)}
+    kept = [end for at, (subject, end) in enumerate(calls) if end not in ("refused", "failed") or at == last[subject]]
+    return max(kept, key=_SEVERITY.index)
 
 
 class HeldProgress:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
+from merge_core.details import detail, wants_details
 from merge_core.errors import ChangedInput, MergegateError
 from merge_core.store import Artifact, FileIdentity, HashMemo, file_identity
 from tasks.stage.project import home
@@ -78,6 +79,7 @@ def read_pinned(
         ChangedInput: A file is another, or no longer there.
     """
     inputs = tuple(pinned_inputs(arguments.values()))
+    _tell_files(inputs)
     for _ in range(_BEGINNINGS):
         before = require_pinned(inputs, hashes)
         failure: MergegateError | None = None
@@ -102,6 +104,15 @@ def read_pinned(
         expected="files that are left alone while they are read",
         remedy="find out what touches them (a backup, a synchronisation); then run again",
     )
+
+
+def _tell_files(inputs: Sequence[PinnedInput]) -> None:
+    for one in inputs if wants_details() else ():
+        by_place: dict[Path, list[str]] = {}
+        for path in one.pinned():
+            by_place.setdefault(path.parent, []).append(path.name)
+        for place, names in by_place.items():
+            detail("reads %s: %s", place, ", ".join(sorted(names)))
 
 
 def require_pinned(inputs: Sequence[PinnedInput], hashes: HashMemo) -> Mapping[Path, FileIdentity | None]:

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from merge_core.details import detail, wants_details
 from merge_core.errors import MergegateError, state_name
 from merge_core.store import (
     Artifact,
@@ -44,6 +45,7 @@ from merge_core.store import (
     StoredValue,
     StoreMiss,
     canonical,
+    digest,
     family_prefix,
     refusing_disk,
     size_of,
@@ -208,6 +210,7 @@ class DeclaredStage(Generic[P, V, A]):
     def _noted(self, call: StageCall) -> tuple[A, StageStatus]:
         """From the store or made now, and noted as used: by a note before, by its time after."""
         note_stage(call.name, call.key, call.subject)
+        _tell_key(call, self.version)
         artifact, status = self._build(call)
         if status != "cached" and isinstance(artifact, Artifact):
             note_artifact(size_of(artifact.directory))
@@ -227,6 +230,7 @@ class DeclaredStage(Generic[P, V, A]):
 
         def waiting() -> None:
             log.info("%s is being made by another run; waiting for it", call.label)
+            detail("%s is being made by another run; waiting for it", call.label)
 
         return {"on_damage": damaged, "on_wait": waiting}, damage
 
@@ -516,6 +520,13 @@ def _settled(state: Any) -> Any:
         # Without its data: Prefect looks through everything that a task waits for.
         _states()[value.digest] = state.model_copy(update={"data": True})
     return value
+
+
+def _tell_key(call: StageCall, version: int) -> None:
+    """The key, and what it is made of: of two runs whose keys differ a person sees by which input."""
+    if wants_details():
+        inputs = " · ".join(f"{name} {digest(value)[:8]}" for name, value in call.inputs.arguments.items())
+        detail("%s: key %s of version %d · %s", call.label, call.key[:16], version, inputs)
 
 
 def _empty(directory: Path) -> None:

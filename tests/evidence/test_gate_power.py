@@ -11,7 +11,7 @@ import pytest
 from merge_core.store import Artifact
 from tasks.evaluation.document_scores import DocumentScore, Paired
 from tasks.evaluation.stage import Scores
-from tasks.gate.discordance import known_discordance
+from tasks.gate.discordance import PastGuard, known_discordance, past_discordance
 from tasks.gate.guards import GateRule, Guard
 from tasks.gate.power import PlannedTask, draw, gate_power, passing, power_finding, publication_chance
 from tasks.gate.regression import GuardEvidence, judge_guards, measure_guard
@@ -87,15 +87,39 @@ def known(place: Path, right: dict[str, list[float]], first: int = 0) -> dict[st
     return found
 
 
-def test_discordance_is_the_share_of_documents_on_which_known_models_differ(tmp_path: Path) -> None:
-    guard = Guard(task="t", guarded_by="base")
-    all_right, some = [1.0] * 99, [0.0] * 9 + [1.0] * 90
-    found = known_discordance(guard, known(tmp_path, {"a": all_right, "b": some}), 0.3)
-    assert found.share == pytest.approx((9 + 0.5) / 100)
-    assert str(found) == "9.5 % of answers differ (from 99 documents of a and b)"
-    three = known(tmp_path / "three", {"a": all_right, "b": some, "c": some})
-    assert known_discordance(guard, three, 0.3).share == pytest.approx((2 / 3 * 9 + 0.5) / 100)
-    assert known_discordance(guard, three, 0.3).models == ("a", "b", "c")
+def test_an_equal_merge_is_expected_to_differ_as_the_nearest_model_does_but_for_what_one_does_better(
+    tmp_path: Path,
+) -> None:
+    guard = Guard(task="t", guarded_by="own")
+    own = [1.0] * 60 + [0.0] * 39
+    near = [0.0] * 10 + [1.0] * 50 + [1.0] * 4 + [0.0] * 35  # lost 10, won 4
+    far = [0.0] * 20 + [1.0] * 40 + [1.0] * 15 + [0.0] * 24
+    found = known_discordance(guard, known(tmp_path, {"own": own, "far": far, "near": near}), 0.3)
+    assert found.share == pytest.approx((2 * 4 + 0.5) / 100)
+    assert str(found) == "8.5 % of answers differ (as of own and near on 99 documents, but for what one does better)"
+    best = Guard(task="t", guarded_by="best parent")
+    assert known_discordance(best, known(tmp_path / "b", {"far": far, "near": near, "own": own}), 0.3) == found
+
+
+def test_a_parent_without_the_skill_says_nothing_of_a_merge_that_has_it(tmp_path: Path) -> None:
+    guard = Guard(task="t", guarded_by="skilled")
+    scores = known(tmp_path, {"skilled": [1.0] * 99, "other": [0.0] * 98 + [1.0]})
+    found = known_discordance(guard, scores, 0.1)
+    assert (found.share, found.documents) == (0.1, 0)
+    unskilled = known(tmp_path / "two", {"skilled": [1.0] * 99, "other": [0.0] * 98 + [1.0], "base": [1.0] * 99})
+    assert known_discordance(guard, unskilled, 0.1).models == ("skilled", "base")
+
+
+def test_the_merges_of_the_last_nights_say_more_than_the_parents() -> None:
+    guard = Guard(task="t", guarded_by="own")
+    nights = [PastGuard("t", "own", 100, 60), *[PastGuard("t", "own", 100, 4)] * 5]
+    others = [PastGuard("u", "own", 100, 90), PastGuard("t", "base", 100, 90)]
+    found = past_discordance(guard, [*nights, *others])
+    assert found is not None
+    assert found.share == pytest.approx(20.5 / 501)
+    assert str(found) == "4.1 % of answers differ (as of the merges of the last 5 nights on 500 documents)"
+    assert past_discordance(guard, others) is None
+    assert past_discordance(guard, [PastGuard("t", "own", 10, 1)]) is None
 
 
 def test_without_documents_that_two_models_share_it_is_the_guess(tmp_path: Path) -> None:
@@ -110,9 +134,10 @@ def test_without_documents_that_two_models_share_it_is_the_guess(tmp_path: Path)
 
 
 def test_graded_scores_that_differ_little_count_little(tmp_path: Path) -> None:
-    guard = Guard(task="t", guarded_by="base", score_range=(0, 10))
-    found = known_discordance(guard, known(tmp_path, {"a": [5.0] * 99, "b": [7.0] * 99}), 0.3)
-    assert found.share == pytest.approx((99 * 0.04 + 0.5) / 100)
+    guard = Guard(task="t", guarded_by="a", score_range=(0, 10))
+    ups_and_downs = [7.0, 3.0] * 50
+    found = known_discordance(guard, known(tmp_path, {"a": [5.0] * 100, "b": ups_and_downs}), 0.3)
+    assert found.share == pytest.approx((100 * 0.04 + 0.5) / 101)
 
 
 def test_all_that_is_told_before_the_night() -> None:

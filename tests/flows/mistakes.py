@@ -11,7 +11,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ class Mistake:
     """One mistake.
 
     Args:
-        kind: Where it is made: profile, recipe, checkpoint, tokenizer, task, target, licence, command.
+        kind: Where it is made: profile, recipe, checkpoint, tokenizer, task, target, licence, command; hub: it is met
+            while a Hub answers that has the repositories of ``at_the_hub``.
         name: What is wrong, in words.
         files: By name, what stands in them.
         change: What else is done to the directory.
@@ -318,6 +319,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "a judge who compares with nobody", judge={"prompts": "demo/data/copy.jsonl", "judge": "x", "guarded_by": "x"}
     ),
     in_profile("a remedy that changes nothing there is", remedies=[{"densty": 0.3}]),
+    in_profile("a remedy after those that a refusal proposes", remedies=["auto", {"weight": 0.3}]),
     in_profile("a stage that there is not", limits={"stages": {"merg": "1 h"}}),
     in_profile("a time without unit", limits={"run": "5"}),
     in_profile("a sweep of nothing", sweep={"free": {}}),
@@ -339,6 +341,12 @@ MISTAKES: tuple[Mistake, ...] = (
     in_recipe("no models", models=...),
     in_recipe("a model that is no directory here", models=of_models("demo/models/reverser", "./models/nowhere")),
     in_recipe("a model that is neither here nor on the Hub", models=of_models("demo/models/reverser", "acme/nowhere")),
+    in_recipe(
+        "an adapter in place of a model", models=of_models("demo/models/reverser", "demo/adapters/reverser-lora")
+    ),
+    replace(
+        in_recipe("a gated model, and no token", models=of_models("demo/models/reverser", "acme/gated")), kind="hub"
+    ),
     in_recipe("a model that is a file", models=of_models("demo/models/reverser", "./recipe.yaml")),
     in_recipe("a home of nobody", models=of_models("demo/models/reverser", "~nobody-here/models/x")),
     in_recipe("two revisions", models=of_models("demo/models/reverser", "acme/model@main@v1")),

@@ -77,7 +77,13 @@ def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project,
     otherwise = planned("--set", "perplexity.max_documents=7")
     assert {stage["stage"] for stage in otherwise["stages"] if not stage["cached"]} == {"perplexity"}
     assert otherwise["seconds"] > 0
+    assert not otherwise["rough"]
     assert otherwise["overrides"] == ["perplexity.max_documents=7"]
+    never_run = planned("--set", "name=another", "--set", "perplexity.max_documents=7", "--price", "box=3600")
+    assert never_run["rough"]
+    assert never_run["attempts"] == 1
+    assert planned("--remedy", "auto")["attempts"] == planned("--set", "remedies=auto")["attempts"] == 4
+    assert 0 < never_run["seconds"] == never_run["cost"]["box"]
 
 
 def test_a_past_run_is_explained_in_lines(released: tuple[Project, Printed]) -> None:

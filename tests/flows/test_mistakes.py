@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ import pytest
 from demo_project import PROFILES
 from mistakes import MISTAKES, Mistake
 from typer.testing import CliRunner
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "publish"))
+
+from hub_look_alike import hub
 
 from flows.cli.app import app
 from flows.preflight import Problems, preflight_profile
@@ -57,14 +62,38 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def said(world: Path) -> dict[str, Said]:
+def at_the_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a Hub that has ``acme/gated``, which is not open to everybody."""
+    with hub(tmp_path_factory.mktemp("hub")) as server:
+        server.add_model("acme/gated", PROFILES / "demo" / "models" / "shifter", gated="manual")
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def said(world: Path, at_the_hub: str) -> dict[str, Said]:
     """Of each mistake, by its title."""
-    return {mistake.title: _said(mistake, world / f"{number:03}") for number, mistake in enumerate(MISTAKES)}
+    return {
+        mistake.title: _said(mistake, world / f"{number:03}", at_the_hub) for number, mistake in enumerate(MISTAKES)
+    }
 
 
-def _said(mistake: Mistake, place: Path) -> Said:
+def _reach(url: str, patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """This process asks the Hub at ``url``, with an empty cache and no token."""
+    from huggingface_hub import constants
+
+    patch.delenv("HF_HUB_OFFLINE", raising=False)
+    patch.setenv("HF_ENDPOINT", url)
+    # Read from the environment when the library was imported, long ago.
+    patch.setattr(constants, "HF_HUB_OFFLINE", False)
+    patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
+
+
+def _said(mistake: Mistake, place: Path, url: str) -> Said:
     mistake.make(place)
     with pytest.MonkeyPatch.context() as patch:
+        if mistake.kind == "hub":
+            _reach(url, patch, place.parent / "cache")
         patch.chdir(place)
         patch.setenv("MERGEGATE_HOME", str(place.parent / "home"))
         patch.setenv("COLUMNS", "120")
@@ -76,6 +105,7 @@ def _said(mistake: Mistake, place: Path) -> Said:
     text = result.output
     for path, name in ((place, "."), (place.parent / "home", ".mergegate"), (PROFILES / "demo", "demo")):
         text = text.replace(str(path.resolve()), name).replace(str(path), name)
+    text = text.replace(url, "https://hub.example")
     shown = (line.rstrip() for line in _without_places(text).splitlines() if line.strip())
     lines = [line for line in shown if not line.startswith(("· ", "✓ ", "Usage: ", "Try '"))]
     return Said(result.exit_code, tuple(lines))
@@ -132,7 +162,7 @@ def test_no_message_speaks_to_programmers(said: dict[str, Said]) -> None:
 
 @pytest.mark.parametrize("mistake", CHECKED, ids=[mistake.title for mistake in CHECKED])
 def test_what_check_finds_first_is_what_run_stops_at(
-    mistake: Mistake, said: dict[str, Said], world: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: Mistake, said: dict[str, Said], world: Path, at_the_hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = world / f"{MISTAKES.index(mistake):03}"
     found = said[mistake.title]
@@ -141,6 +171,8 @@ def test_what_check_finds_first_is_what_run_stops_at(
     monkeypatch.setattr(DeclaredStage, "__call__", _without_prefect)
     if mistake.kind == "target":
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    if mistake.kind == "hub":
+        _reach(at_the_hub, monkeypatch, world / "cache")
     with pytest.raises(MergegateError) as stopped:
         _begin_release(Path("profile.yaml"))
     assert stopped.value.exit_code == found.exit_code

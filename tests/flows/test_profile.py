@@ -187,3 +187,21 @@ def test_every_example_of_a_real_family_means_something(file: Path) -> None:
 
 def test_there_is_an_example_of_each_large_family() -> None:
     assert {file.stem for file in EXAMPLES} == {"gemma", "llama", "mistral", "qwen"}
+
+
+@pytest.mark.parametrize(
+    ("said", "written", "proposed"),
+    [((), 0, 0), ("auto", 0, 3), (["auto"], 0, 3), ([{"density": 0.3}, "auto"], 1, 3), ([{"density": 0.3}], 1, 0)],
+)
+def test_what_a_refusal_proposes_is_tried_after_what_is_written(said: object, written: int, proposed: int) -> None:
+    models = [{"model": "./m", "parameters": {"weight": 1, "density": 0.5}}]
+    recipe = {"merge_method": "ties", "base_model": "./b", "models": models}
+    profile = parse_profile({**GOOD, "recipe": recipe, "remedies": said}, "profile.yaml")
+    assert (len(profile.candidates()) - 1, profile.proposed) == (written, proposed)
+    assert [profile.remedied(choice).proposed for choice in ("written", "auto", None)] == [0, 3, proposed]
+    assert len(profile.remedied("auto").candidates()) - 1 == written
+
+
+def test_nothing_is_written_after_what_a_refusal_proposes() -> None:
+    with pytest.raises(InvalidInput, match="'auto' stands last"):
+        parse_profile({**GOOD, "remedies": ["auto", {"density": 0.3}]}, "profile.yaml")

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from flows.cli import progress
 from flows.cli.progress import TerminalProgress
+from merge_core.details import detail
+from tasks.stage import StageStatus, joint_status, report_stage
 
 
 class Clock:
@@ -74,3 +76,40 @@ def test_nothing_is_promised_before_there_is_a_rate_or_when_all_is_done(clock: C
     shown.advanced("evaluate", "merge", 10, 10, "requests")
     assert "10 of 10 requests · 5.0/s" in line(shown)
     assert "left" not in line(shown)
+
+
+def test_a_stage_that_looks_twice_has_said_what_it_said_last(clock: Clock, shown: TerminalProgress) -> None:
+    for status, words in (("refused", "undecided after 100"), ("made", "no worse")):
+        shown.started("gate", "")
+        shown.ended("gate", "", status, 0.1, words)  # type: ignore[arg-type]
+    assert line(shown).split()[:4] == ["✓", "gate", "no", "worse"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "joint"),
+    [
+        ([("a", "cached"), ("b", "made"), ("b", "cached")], "made"),
+        ([("a", "failed"), ("a", "made")], "made"),  # tried again
+        ([("a", "failed"), ("b", "made")], "failed"),
+        ([("a", "made"), ("a", "refused")], "refused"),
+        ([("a", "refused"), ("a", "refused")], "refused"),
+    ],
+)
+def test_a_no_that_was_taken_back_does_not_count(calls: list[tuple[str, StageStatus]], joint: StageStatus) -> None:
+    assert joint_status(calls) == joint
+
+
+def test_details_stand_below_the_name_of_their_stage_and_before_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    with TerminalProgress(console, verbose=True).watching(), report_stage("merge", "") as report:
+        detail("store: merge 5f0c is not in the store")
+        report.status, report.summary = "made", "564 kB"
+    first, second, third = str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
+    assert first.split()[1:] == ["merge"]
+    assert second == "      store: merge 5f0c is not in the store"
+    assert third.split()[1:4] == ["merge", "564", "kB"]
+    quiet = TerminalProgress(Console(quiet=True), verbose=True)
+    with quiet.watching():
+        detail("process 7")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "  process 7\n")

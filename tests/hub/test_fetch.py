@@ -245,7 +245,7 @@ def test_storage_that_fails_once_is_asked_again(online: LookAlike, memo: HashMem
 def test_access_that_was_taken_away_is_said(online: LookAlike, memo: HashMemo) -> None:
     found = parents()
     online.repositories["acme/math"].gated = "auto"
-    with pytest.raises(Refused, match="gated"):
+    with pytest.raises(InvalidInput, match="gated"):
         download_snapshots(snapshots_of(found), memo)
 
 

@@ -127,9 +127,9 @@ def test_headers_that_are_not_here_are_said_offline(online: LookAlike, monkeypat
 def test_a_gated_repository_names_the_page_where_access_is_asked_for(online: LookAlike) -> None:
     online.repositories["acme/math"].gated = "manual"
     error = problem(RECIPE)
-    assert isinstance(error, Refused)
+    assert isinstance(error, InvalidInput)  # what was named needs what was not given
     assert error.where == "acme/math"
-    assert "gated" in error.found
+    assert error.found == "a gated repository, and HF_TOKEN is not set"
     assert f"{online.url}/acme/math" in error.remedy
     assert "HF_TOKEN" in error.remedy
 

@@ -13,7 +13,11 @@ from sparse_models import LLAMA_70B, llama, save_sparse
 from typer.testing import CliRunner, Result
 
 from flows.cli.app import app
+from merge_core import load_recipe
+from tasks.checkpoints import resolve_all_parents
+from tasks.preflight import compat, header_digests, plan_once
 
+PROJECT = Path(__file__).resolve().parents[2]
 MODEL = {"layers": 2, "hidden": 512, "wide": 2048, "keys": 128, "tokens": 4000}
 RECIPE = """merge_method: ties
 base_model: base
@@ -118,3 +122,15 @@ def test_a_70_b_checkpoint_is_planned_in_under_a_second(plan: Plan) -> None:
     assert time.process_time() - began < 1
     assert content["needs"]["tensors"] == 723
     assert content["needs"]["bytes_read"] == 4 * 2 * content["needs"]["parameters"] == 564_429_651_968
+
+
+def test_headers_are_read_and_planned_once_for_a_check_and_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(PROJECT / "profiles" / "demo" / "recipes" / "ties.yaml")
+    (found,) = resolve_all_parents([recipe])
+    headers = header_digests(found)
+    first = plan_once(recipe, found, headers)
+    monkeypatch.setattr(compat, "open_and_plan", lambda *_: pytest.fail("planned again"))
+    assert plan_once(recipe, found, headers) is first
+    monkeypatch.undo()
+    changed = (headers[0].model_copy(update={"digest": "0" * 64}), *headers[1:])
+    assert plan_once(recipe, found, changed) is not first

@@ -41,7 +41,7 @@ def test_a_probe_gives_rates_and_leaves_nothing(tmp_path: Path, weights: Path, w
     out.mkdir()
     before = weights.stat()
     rates = measure_machine([weights] if with_inputs else [], out, cores=2)
-    assert min(rates.read, rates.write, rates.copy, rates.hash, rates.units) > 0
+    assert min(rates.read, rates.write, rates.copy, rates.hash, rates.units, rates.products) > 0
     assert rates.same_disk
     assert list(out.iterdir()) == []
     assert (weights.stat().st_mtime_ns, weights.stat().st_size) == (before.st_mtime_ns, before.st_size)

@@ -67,6 +67,7 @@ class _Asked(BaseHTTPRequestHandler):
                 return {"experiment": {"experiment_id": number}} if number else missing
             case "POST experiments/create":
                 held.experiments[said["name"]] = str(len(held.experiments) + 1)
+                return {"experiment_id": held.experiments[said["name"]]}
             case "POST runs/search":
                 wanted = re.findall(r"'([^']*)'", said["filter"])
                 found = [run for run in held.runs if wanted == [tag["value"] for tag in run["data"]["tags"][:2]]]
@@ -74,6 +75,7 @@ class _Asked(BaseHTTPRequestHandler):
             case "POST runs/create":
                 info = {"run_id": f"run-{len(held.runs)}", "status": "RUNNING"}
                 held.runs.append({"info": info, "data": {"tags": said["tags"]}})
+                return {"run": held.runs[-1]}
             case "POST runs/log-batch":
                 self.run_of(said)["data"] |= {"metrics": said["metrics"], "params": said["params"]}
             case "POST runs/update":

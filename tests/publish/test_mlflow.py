@@ -29,6 +29,7 @@ from tasks.publish.content import ReleaseFile, written_file
 from tasks.publish.releases import check_release
 from tasks.publish.targets import PublishTarget, find_release
 from tasks.publish.targets.mlflow.registration import ObservedRegistry, next_registry_write, registration_of
+from tasks.report import NightScore, RunRecord, tell_tracker
 
 PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 PROJECT = Path(__file__).resolve().parents[2]
@@ -123,6 +124,60 @@ def ask(server: FaultyProxy, path: str, body: Any = None) -> Any:
         Request(f"{server.upstream}/api/2.0/mlflow/{path}", data, {"Content-Type": "application/json"})
     ) as said:
         return json.loads(said.read())
+
+
+REFUSED = RunRecord(
+    run="7f",
+    flow="release",
+    profile="demo",
+    ended=0.0,
+    seconds=61,
+    status="refused",
+    message="demo is not released\nreverse: 9.8 points below",
+    overrides=("evaluate.documents=200",),
+    scores=(
+        NightScore(
+            task="gsm8k", reference="a", merge=51.5, drop=9.8, low=7, high=12, max_drop=3, margin=3, outcome="fail"
+        ),
+    ),
+)
+
+
+def tracking(url: str) -> dict[str, str]:
+    return {"MERGEGATE_MLFLOW": "nightly merges", "MLFLOW_TRACKING_URI": url}
+
+
+def test_a_run_that_was_refused_is_tracked_in_mlflow_when_asked(tmp_path: Path) -> None:
+    with small_mlflow() as server:
+        tell_tracker(REFUSED, tmp_path, {"MLFLOW_TRACKING_URI": server.url})
+        assert not server.experiments
+        tell_tracker(REFUSED, tmp_path, tracking(server.url))
+        tell_tracker(REFUSED.model_copy(update={"status": "passed"}), tmp_path, tracking(server.url))
+        assert server.experiments == {"nightly merges": "1"}
+        assert [run["info"]["status"] for run in server.runs] == ["FAILED", "FINISHED"]
+        data = server.runs[0]["data"]
+        assert {one["key"]: one["value"] for one in data["metrics"]}["drop/gsm8k"] == 9.8
+        assert {"key": "mergegate.message", "value": REFUSED.message} in data["tags"]
+        assert {"key": "set.evaluate.documents", "value": "200"} in data["params"]
+
+
+def test_an_mlflow_that_does_not_answer_or_has_no_address_is_said_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tell_tracker(REFUSED, tmp_path, {"MERGEGATE_MLFLOW": "releases"})
+    assert "MLFLOW_TRACKING_URI is no address" in caplog.text
+    tell_tracker(REFUSED, tmp_path, tracking("http://127.0.0.1:9"))
+    assert "not sent to MLflow" in caplog.text
+
+
+@pytest.mark.slow
+@real[1]
+def test_the_real_mlflow_takes_a_run_that_was_refused(server: FaultyProxy, tmp_path: Path) -> None:
+    tell_tracker(REFUSED, tmp_path, tracking(server.url))
+    place = ask(server, "experiments/get-by-name?experiment_name=nightly%20merges")["experiment"]["experiment_id"]
+    (run,) = ask(server, "runs/search", {"experiment_ids": [place]})["runs"]
+    assert run["info"]["status"] == "FAILED"
+    assert {one["key"]: one["value"] for one in run["data"]["metrics"]}["drop_high/gsm8k"] == 12
 
 
 def test_what_mlflow_is_told_stands_in_the_provenance() -> None:

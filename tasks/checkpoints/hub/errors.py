@@ -51,6 +51,13 @@ def hub_refusal(where: str, repo: str, error: Exception, access: HubAccess | Non
             )
     statuses = [status for cause in chain if (status := status_of(cause)) is not None]
     who = "the token's account" if access.token else "somebody without a token"
+    if is_a(errors.GatedRepoError) and not access.token:
+        return InvalidInput(
+            where,
+            found="a gated repository, and HF_TOKEN is not set",
+            expected="HF_TOKEN of an account that has access",
+            remedy=f"ask for access on {access.endpoint}/{repo}, then export HF_TOKEN of that account",
+        )
     if is_a(errors.GatedRepoError):
         return Refused(
             where,

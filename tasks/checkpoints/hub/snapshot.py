@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merge_core.adapters import CONFIG_FILE, adapter_files
+from merge_core.details import detail
 from merge_core.errors import InvalidInput
 from tasks.checkpoints.files import files_about, files_beside, weight_files
 from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
@@ -73,6 +74,7 @@ def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> 
     access = None if is_offline() else hub_access(writing=False)
     try:
         commit = _commit(repo, revision, access)
+        detail("%s: %s is commit %s", access.endpoint if access else "the Hub's cache", where, commit)
         if whole := _whole_in_cache(repo, commit, adapter):
             return whole
         if access is None:

@@ -94,7 +94,7 @@ def _of_recipe(before: str, after: str) -> list[str]:
     lines = [
         line
         for line in difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
-        if line[:1] in "+-" and line[:3] not in ("+++", "---") and line[1:].strip()
+        if line[:1] in "+-" and line[:3] not in ("+++", "---") and line[1:].partition("#")[0].strip()
     ]
     old, new = ([line[1:].strip() for line in lines if line[0] == sign] for sign in "-+")
     if len(old) == len(new) == 1:

@@ -59,6 +59,8 @@ class NightScore(_Kept):
     max_drop: Finite  # what the profile allows, points
     margin: Finite
     outcome: Short
+    documents: int = Field(default=0, ge=0)  # that both were scored on; 0 of a suite, and of what older programs kept
+    differing: int = Field(default=0, ge=0)  # of them: on how many merge and reference differ
 
     @property
     def limit(self) -> str:
@@ -101,6 +103,12 @@ class RunRecord(_Kept):
     machine: Short = ""  # 'build-7, 16 cores, Linux x86_64'
     seen_at: Annotated[str, _cut(500)] = ""  # the run's page on a server of Prefect's, where there is one
     report: Short = ""  # page, relative to the directory of reports; empty where none could be kept
+
+    @property
+    def why(self) -> str:
+        """What a person reads first: the message's first line, or the next where that says only that nothing came."""
+        first, *rest = self.message.splitlines() or [""]
+        return rest[0].strip() if rest and first.endswith("is not released") else first
 
     def line(self) -> bytes:
         """As it is kept: JSON on one line, whose last field is a sum over all before it."""

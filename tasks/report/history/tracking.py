@@ -1,11 +1,10 @@
-"""The numbers of a run in Weights & Biases, beside a team's other experiments. Off by default.
+"""The numbers of a run beside a team's other experiments: in Weights & Biases, in MLflow. Off by default.
 
 ::
 
     MERGEGATE_WANDB=acme/releases        # project, or team/project; extra "wandb", which reads its own key
     WANDB_MODE=offline                   # wandb's own: written below .mergegate/wandb, sent later by 'wandb sync'
-
-MLflow has them with the release: the target ``mlflow``.
+    MERGEGATE_MLFLOW=releases            # an experiment; see ``tasks.report.history.mlflow``
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.report.history.mlflow import tell_mlflow
 from tasks.report.history.record import RunRecord
 
 WANDB = "MERGEGATE_WANDB"
@@ -37,11 +37,16 @@ def tracked_numbers(record: RunRecord) -> dict[str, float]:
 
 
 def tell_tracker(record: RunRecord, home: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Say it to Weights & Biases where somebody asked for it. Never an error of the run.
+    """Say it to each tracker that somebody asked for. Never an error of the run.
 
     Args:
         home: The project's state, below which wandb keeps its own.
     """
+    _tell_wandb(record, home, environment)
+    tell_mlflow(record, tracked_numbers(record), environment)
+
+
+def _tell_wandb(record: RunRecord, home: Path, environment: Mapping[str, str]) -> None:
     if not (place := environment.get(WANDB, "")):
         return
     try:

@@ -1,0 +1,53 @@
+"""What ``-v`` tells: in whatever thread it arises, only to who listens, and no secret of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from merge_core.details import detail, heard_by, wants_details, without_secrets
+
+
+def test_lines_are_heard_from_any_thread_and_only_while_somebody_listens() -> None:
+    heard: list[str] = []
+    detail("before")
+    assert not wants_details()
+    with heard_by(heard.append):
+        assert wants_details()
+        thread = threading.Thread(target=detail, args=("process %d", 7))
+        thread.start()
+        thread.join()
+    detail("after")
+    assert heard == ["process 7"]
+
+
+def test_a_line_that_cannot_be_made_is_no_end_of_anything() -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise ValueError
+
+    with heard_by(lambda line: None):
+        detail("%s", Odd())
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("GET https://me:hunter22@host/x", "GET https://***@host/x"),
+        ("vllm serve --api-key abc --port 1", "vllm serve --api-key *** --port 1"),
+        ("vllm serve --api-key=abc", "vllm serve --api-key=***"),
+        ("echo hf_in_the_environment", "echo ***"),
+        ("merge: key 5f0c12 of version 3 · tokenizer 9c", "merge: key 5f0c12 of version 3 · tokenizer 9c"),
+    ],
+)
+def test_no_secret_is_told(line: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_in_the_environment")
+    assert without_secrets(line) == told
+
+
+def test_what_rewrites_a_terminal_is_spelt_out() -> None:
+    heard: list[str] = []
+    with heard_by(heard.append):
+        detail("reads %s", "\x1b[2Jmodel")
+    assert heard == ["reads \\x1b[2Jmodel"]
