@@ -7,6 +7,7 @@
     as_markdown(content), final_table(content)      # the same content for Prefect and for the terminal
     render_sweep(sweep), sweep_table(sweep)         # of a sweep: its page and its table
     render_ending(EndedRun(...))                    # of a run that ended without a verdict
+    render_shadow(shadow)                           # of a release that is watched on users' traffic
     keep_run(reports, record, html)                 # each page under its own name, in the history of all runs
 """
 
@@ -46,6 +47,20 @@ from tasks.report.history import (
 )
 from tasks.report.page import render
 from tasks.report.serving import CostTable, costs
+from tasks.report.shadow import (
+    ARM_COLUMNS,
+    LostExample,
+    ReportedArm,
+    ShadowContent,
+    ShadowPoint,
+    arm_cells,
+    evidence_text,
+    render_shadow,
+    shadow_outcome,
+    shadow_rows,
+    shadow_sentence,
+    win_rate_text,
+)
 from tasks.report.stage import Report, write_report
 from tasks.report.sweep import (
     HeldOut,
@@ -70,6 +85,7 @@ from tasks.report.sweep import (
 from tasks.report.table import Row, ScoreTable, as_markdown, evaluated, final_table, likelihood, uses_bytes
 
 __all__ = [
+    "ARM_COLUMNS",
     "HISTORY",
     "CostTable",
     "EndedRun",
@@ -78,12 +94,14 @@ __all__ = [
     "History",
     "KeptPage",
     "Library",
+    "LostExample",
     "MergedFile",
     "NightParent",
     "NightScore",
     "NightStage",
     "Report",
     "ReportContent",
+    "ReportedArm",
     "ReportedAttempt",
     "ReportedBudget",
     "ReportedCheck",
@@ -100,12 +118,16 @@ __all__ = [
     "RunStatus",
     "ScoreTable",
     "SearchStatus",
+    "ShadowContent",
+    "ShadowPoint",
     "StoredArtifact",
     "SweepContent",
+    "arm_cells",
     "as_markdown",
     "changes_since",
     "costs",
     "evaluated",
+    "evidence_text",
     "file_name",
     "final_table",
     "keep_run",
@@ -117,8 +139,12 @@ __all__ = [
     "render",
     "render_ending",
     "render_history",
+    "render_shadow",
     "render_sweep",
     "search_line",
+    "shadow_outcome",
+    "shadow_rows",
+    "shadow_sentence",
     "sweep_content",
     "sweep_line",
     "sweep_outcome",
@@ -129,6 +155,7 @@ __all__ = [
     "tell_tracker",
     "uses_bytes",
     "what_it_took",
+    "win_rate_text",
     "wording",
     "worst_drop",
     "write_report",

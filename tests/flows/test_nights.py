@@ -37,7 +37,7 @@ def project(tmp_path: Path) -> Path:
 
 def test_the_file_that_is_shipped_means_something() -> None:
     found = wanted_deployments(load_nights(PROJECT / "nights.yaml"), PROJECT)
-    assert [one.full_name for one in found] == ["release/release", "sweep/sweep", "release/demo"]
+    assert [one.full_name for one in found] == ["release/release", "sweep/sweep", "shadow/shadow", "release/demo"]
     assert found[-1].schedule == {"cron": "0 3 * * *", "timezone": "UTC"}
 
 
