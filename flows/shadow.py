@@ -83,7 +83,7 @@ def decide_by_hand(
     return followed(watch, content, serving, f"{why.strip()} (by hand{f', {by}' if by else ''})", now, by_hand=True)
 
 
-def state_of(profile: Profile, *, now: Callable[[], float] = time.time) -> ShadowContent:
+def shadow_state(profile: Profile, *, now: Callable[[], float] = time.time) -> ShadowContent:
     """What is known now. Asks nobody and changes nothing.
 
     Raises:

@@ -15,7 +15,7 @@ from flows.cli.looks import OUTCOME_STYLES, short_path
 from flows.cli.score_table import print_table
 from flows.outcome import RunOutcome
 from flows.profile import load_profile
-from flows.shadow import state_of
+from flows.shadow import shadow_state
 from merge_core.errors import InvalidInput
 from tasks.report import ARM_COLUMNS, ShadowContent, arm_cells, shadow_outcome, shadow_rows, shadow_sentence
 from tasks.stage import home
@@ -49,7 +49,7 @@ def print_state(profile: Path, console: Console, as_json: bool) -> None:
     Raises:
         InvalidInput: when the profile watches nothing, or nothing is watched yet.
     """
-    content = state_of(load_profile(profile))
+    content = shadow_state(load_profile(profile))
     page = home() / "reports" / f"{content.name}.shadow.html"
     status = _STATUS.get(content.serving, content.serving)
     if as_json:
@@ -81,7 +81,7 @@ def require_reason(why: str) -> None:
 
 def _print_lines(content: ShadowContent, console: Console) -> None:
     for what, value in shadow_rows(content):
-        console.print(Text(f"  {what:<9} ", style="dim"), Text(value), sep="")
+        console.print(Text(f"  {what:<17}", style="dim"), Text(value), sep="")
     arms = (("parent", content.parent_arm), ("candidate", content.candidate_arm))
     console.print()
     print_table(

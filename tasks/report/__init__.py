@@ -54,12 +54,10 @@ from tasks.report.shadow import (
     ShadowContent,
     ShadowPoint,
     arm_cells,
-    evidence_text,
     render_shadow,
     shadow_outcome,
     shadow_rows,
     shadow_sentence,
-    win_rate_text,
 )
 from tasks.report.stage import Report, write_report
 from tasks.report.sweep import (
@@ -127,7 +125,6 @@ __all__ = [
     "changes_since",
     "costs",
     "evaluated",
-    "evidence_text",
     "file_name",
     "final_table",
     "keep_run",
@@ -155,7 +152,6 @@ __all__ = [
     "tell_tracker",
     "uses_bytes",
     "what_it_took",
-    "win_rate_text",
     "wording",
     "worst_drop",
     "write_report",

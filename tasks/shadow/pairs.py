@@ -71,7 +71,7 @@ def sample_pairs(
                 yield found
 
     pairs = heapq.nsmallest(most, readable(), key=lambda one: (one.given.id not in begun, one.at, one.given.id))
-    return Sample(tuple(pairs), counted - len(pairs), dict(left_out.most_common()))
+    return Sample(tuple(pairs), counted - len(pairs), dict((+left_out).most_common()))
 
 
 def _choose(

@@ -58,7 +58,7 @@ def test_what_is_better_is_promoted_once_and_users_are_told_where(
     tmp_path: Path, prefect_api: None, judge: Asked, aliases: dict[str, str]
 ) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, alias="production")
-    watch.record(traffic(watch, 300, better=5), rows(watch.began, 300))
+    watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
     result = watch.look("--json")
     answer = told(result)
     assert (result.exit_code, answer["status"], answer["version"]) == (0, "promoted", VERSION)
@@ -73,14 +73,11 @@ def test_what_is_better_is_promoted_once_and_users_are_told_where(
     assert len(judge.bodies) == asked
 
     status = told(watch.by_hand("status", "--json"))
-    assert (status["status"], status["shadow"]["serving"], status["shadow"]["pairs"]) == ("promoted", "promoted", 300)
-    history = told(watch.project.mergegate("history", "--json"))
-    assert [(run["flow"], run["status"]) for run in history["runs"]][-2:] == [
-        ("shadow", "promoted"),
+    assert (status["status"], status["shadow"]["serving"], status["shadow"]["pairs"]) == ("promoted", "promoted", 100)
+    history = told(watch.project.mergegate("history", "--json"))["runs"]
+    assert sorted((run["flow"], run["status"]) for run in history) == [
         ("shadow", "nothing new"),
-    ] or [(run["flow"], run["status"]) for run in history["runs"]][:2][::-1] == [
         ("shadow", "promoted"),
-        ("shadow", "nothing new"),
     ]
 
     back = watch.by_hand("rollback", "--why", "users complain")
@@ -94,7 +91,7 @@ def test_what_is_worse_is_rolled_back_and_its_losses_stand_on_the_page_and_nowhe
     tmp_path: Path, prefect_api: None, judge: Asked
 ) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE)
-    watch.record(traffic(watch, 120, worse=6), rows(watch.began, 120))
+    watch.record(traffic(watch, 60, worse=6), rows(watch.began, 60))
     result = watch.look()
     assert result.exit_code == 3
     assert watch.routing.serving == "rolled back"
@@ -149,7 +146,7 @@ def test_a_person_is_asked_before_and_who_says_it_beforehand_is_kept(
     tmp_path: Path, prefect_api: None, judge: Asked
 ) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, approval=True)
-    watch.record(traffic(watch, 300, better=5), rows(watch.began, 300))
+    watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
     refused = watch.look()
     assert refused.exit_code == 3
     assert "may be promoted when somebody approves it" in refused.output

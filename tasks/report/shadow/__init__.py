@@ -12,11 +12,9 @@ from tasks.report.shadow.page import render_shadow
 from tasks.report.shadow.wording import (
     ARM_COLUMNS,
     arm_cells,
-    evidence_text,
     shadow_outcome,
     shadow_rows,
     shadow_sentence,
-    win_rate_text,
 )
 
 __all__ = [
@@ -26,10 +24,8 @@ __all__ = [
     "ShadowContent",
     "ShadowPoint",
     "arm_cells",
-    "evidence_text",
     "render_shadow",
     "shadow_outcome",
     "shadow_rows",
     "shadow_sentence",
-    "win_rate_text",
 ]

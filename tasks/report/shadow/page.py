@@ -28,6 +28,7 @@ def render_shadow(content: ShadowContent) -> str:
         content=content,
         wording=wording,
         words=words,
+        round=round,
         outcome=words.shadow_outcome(content),
         style=Markup("\n".join(file.read_text(encoding="utf-8") for file in styles)),
         # Drawn by matplotlib, which escapes what stands in them.

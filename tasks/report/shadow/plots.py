@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.report import wording
 from tasks.report.shadow.content import ShadowContent, ShadowPoint
-from tasks.report.shadow.wording import e_value
+from tasks.report.shadow.wording import e_value, power_of_ten
 from tasks.report.svg import Ink, drawing, inline
 from tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, ticks, write
 
@@ -127,4 +127,4 @@ def _powers(top: float) -> list[int]:
 
 
 def _power(power: int) -> str:
-    return f"{10.0**power:g}" if -3 < power < 4 else f"10^{power}"
+    return f"{10.0**power:g}" if -3 < power < 4 else power_of_ten(power)

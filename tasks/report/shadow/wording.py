@@ -23,6 +23,7 @@ _TITLES: dict[Serving, str] = {
     "rolled back": "Rolled back",
     "killed": "Killed",
 }
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _DIGITS_OF_E = 4  # more than that is said as a power of ten
 
 
@@ -41,7 +42,7 @@ def shadow_sentence(content: ShadowContent) -> str:
     return sentence_case(content.reason)
 
 
-def consequence(content: ShadowContent) -> str:
+def what_users_get(content: ShadowContent) -> str:
     """What that means for users."""
     share = _percent(content.share)
     return {
@@ -64,30 +65,35 @@ def win_rate_text(content: ShadowContent) -> str:
 
 
 def evidence_text(log_e: float, confidence: float) -> str:
-    """'7.4 of 20'; beyond what anybody reads, a power of ten."""
-    return f"{e_value(log_e)} of {wording.plain(round(1 / (1 - confidence), 6))}"
+    """'7.4, decided at 20'."""
+    return f"{e_value(log_e)}, decided at {wording.plain(round(1 / (1 - confidence), 6))}"
 
 
 def e_value(log_e: float) -> str:
-    """'0.03', '7.4', '10^12'."""
+    """'0.03', '7.4', '10¹²'."""
     power = log_e / math.log(10)
     if abs(power) > _DIGITS_OF_E:
-        return f"10^{wording.number(power, 0)}"
+        return power_of_ten(round(power))
     value = math.exp(log_e)
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+
+
+def power_of_ten(power: int) -> str:
+    """'10¹²'."""
+    return f"10{str(power).translate(_SUPERSCRIPTS)}"
 
 
 def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
     """The state in lines: what it is, and its value."""
     now = content.now
     yield "serving", _serving(content)
-    yield "watched", f"{format_duration(3600 * content.hours)} of {wording.plain(content.minimum_hours)} h at least"
+    yield "watched", f"{format_duration(3600 * content.hours)} ({wording.plain(content.minimum_hours)} h at least)"
     told = f"{content.wins:,} won, {content.ties:,} tied, {content.losses:,} lost"
-    yield "pairs", f"{content.pairs:,} of {content.minimum_pairs:,} at least: {told}"
+    yield "pairs", f"{content.pairs:,} ({content.minimum_pairs:,} at least): {told}"
     yield "win rate", win_rate_text(content)
     if now is not None:
-        yield "for it", f"evidence {evidence_text(now.log_e_promote, content.confidence)}"
-        yield "against", f"evidence {evidence_text(now.log_e_rollback, content.confidence)}"
+        yield "evidence for it", evidence_text(now.log_e_promote, content.confidence)
+        yield "evidence against", evidence_text(now.log_e_rollback, content.confidence)
 
 
 def arm_cells(arm: ReportedArm) -> tuple[str, ...]:
