@@ -18,6 +18,7 @@ from tasks.shadow import RecordedAnswer, RecordedPair  # noqa: E402
 __all__ = [
     "CHAT",
     "Asked",
+    "RecordedPair",
     "Response",
     "answer",
     "chat",
