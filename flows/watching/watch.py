@@ -88,7 +88,9 @@ class Watch:
         began = self.routing.since if self.is_open else min((row.at for row in rows), default=0.0)
         hours = max(0.0, max((row.at for row in rows), default=began) - began) / _HOUR
         rule, switch = self.settings.rule, self.settings.switch
-        return shadow_verdict(self.routing.candidate, ledger.scores, _in_order(rows), hours, rule, switch)
+        return shadow_verdict(
+            self.routing.candidate, ledger.scores, ledger.consistency, _in_order(rows), hours, rule, switch
+        )
 
     def content(
         self,

@@ -12,21 +12,23 @@ al. 2024 (arXiv 2406.07791) on the bias for a position, which is why every pair 
 """
 
 from tasks.judge.comparison import ORDERS, Judgement, JudgeVerdict, Order
-from tasks.judge.given import GivenPair, judge_given, same_judge, score_of
+from tasks.judge.given import GivenPair, PairScore, judge_given, same_judge, score_of
 from tasks.judge.prompts import JudgePrompts, pin_prompts
-from tasks.judge.settings import JudgeServer, JudgeSettings, Judging
+from tasks.judge.settings import JudgeRule, JudgeServer, JudgeSettings, Judging
 from tasks.judge.stage import judge_models
 
 __all__ = [
     "ORDERS",
     "GivenPair",
     "JudgePrompts",
+    "JudgeRule",
     "JudgeServer",
     "JudgeSettings",
     "JudgeVerdict",
     "Judgement",
     "Judging",
     "Order",
+    "PairScore",
     "judge_given",
     "judge_models",
     "pin_prompts",

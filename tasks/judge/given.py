@@ -46,10 +46,18 @@ def judge_given(
     return ask_judge(questions, judging, server, INSTRUCTIONS)
 
 
-def score_of(judgements: Sequence[Judgement]) -> float:
-    """Of one pair after both orders: 1 where the merge's answer is better, 0 where the reference's is, else 1/2."""
+class PairScore(NamedTuple):
+    """One pair after both orders: 1 where the merge's answer is better, 0 where the reference's is, else 1/2; and
+    whether the judge said the same in both."""
+
+    score: float
+    consistent: bool
+
+
+def score_of(judgements: Sequence[Judgement]) -> PairScore:
+    """What the two judgements of one pair come to."""
     (pair,) = settle(judgements)
-    return SCORES[pair.winner]
+    return PairScore(SCORES[pair.winner], bool(pair.consistent))
 
 
 def same_judge(judging: Judging) -> str:

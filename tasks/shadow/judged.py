@@ -32,7 +32,7 @@ class JudgedPair(NamedTuple):
     at: float  # of the request, unix
     judged: float  # when, unix
     score: float  # 1: the candidate's answer is better; 0: the parent's; else 1/2
-    identical: bool  # equal answers, about which nobody was asked
+    consistent: bool | None  # whether the judge said the same in both orders; None of equal answers: nobody was asked
 
 
 class JudgedPairs:
@@ -55,6 +55,12 @@ class JudgedPairs:
     def scores(self) -> tuple[float, ...]:
         """The same as what they score."""
         return tuple(pair.score for pair in self._pairs.values())
+
+    @property
+    def consistency(self) -> float | None:
+        """Share of the pairs that the judge was asked about in which it said the same in both orders; None: of none."""
+        asked = [pair.consistent for pair in self._pairs.values() if pair.consistent is not None]
+        return sum(asked) / len(asked) if asked else None
 
     @property
     def by_session(self) -> Mapping[str, str]:
@@ -108,14 +114,14 @@ class JudgedPairs:
             return
         self._sessions[id] = session
         if record.get("tie"):
-            self._pairs[id] = JudgedPair(id, session, at, record["judged"], 0.5, True)
+            self._pairs[id] = JudgedPair(id, session, at, record["judged"], 0.5, None)
             return
         said = record["said"]
         orders = self._said.setdefault(id, {})
         orders[said["order"]] = _judgement(id, said)
         if len(orders) == len(ORDERS):
             both = tuple(orders.values())
-            self._pairs[id] = JudgedPair(id, session, at, record["judged"], score_of(both), False)
+            self._pairs[id] = JudgedPair(id, session, at, record["judged"], *score_of(both))
 
 
 @contextmanager

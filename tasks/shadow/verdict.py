@@ -11,11 +11,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from tasks.judge import JudgeRule
 from tasks.shadow.arms import ArmRow
 from tasks.shadow.evidence import ShadowEvidence, ShadowRule, decide_shadow, evidence_of
 from tasks.shadow.split import ArmComparison, compare_arms
 from tasks.shadow.switch import SwitchRule, kill_reason
 from tasks.stage import Outcome, Section, Verdict
+
+# As of a judge that decides about a release: one that contradicts itself calls everything a tie, and ties promote.
+MIN_CONSISTENCY = JudgeRule().min_consistency
 
 ShadowOutcome = Literal["promote", "roll back", "wait", "kill"]
 _OUTCOMES: dict[ShadowOutcome, Outcome] = {
@@ -36,6 +40,7 @@ class ShadowVerdict(BaseModel):
     reason: str  # a sentence
     hours: float  # for which it was watched
     evidence: ShadowEvidence
+    consistency: float | None  # share of judged pairs in which the judge said the same in both orders
     arms: ArmComparison
 
     def as_verdict(self) -> Verdict:
@@ -54,6 +59,7 @@ class ShadowVerdict(BaseModel):
 def shadow_verdict(
     candidate: str,
     scores: Sequence[float],
+    consistency: float | None,
     rows: Sequence[ArmRow],
     hours: float,
     rule: ShadowRule,
@@ -63,6 +69,7 @@ def shadow_verdict(
 
     Args:
         scores: Of each judged pair: 1 where the candidate's answer is better, 0 where the parent's, else 1/2.
+        consistency: Share of the pairs that were judged alike in both orders; None: none was judged.
         rows: Requests of both arms, in the order in which they ended.
         hours: For which it was watched.
     """
@@ -73,11 +80,18 @@ def shadow_verdict(
     reason = kill_reason(ours, theirs, switch)
     if reason is None:
         outcome, reason = decide_shadow(evidence, hours, rule)
+        if outcome == "promote" and consistency is not None and consistency < MIN_CONSISTENCY:
+            outcome = "wait"
+            reason = (
+                f"the judge agrees with itself on {100 * consistency:.0f} % of the pairs when they are swapped, "
+                f"{100 * MIN_CONSISTENCY:.0f} % are needed to promote; {reason}"
+            )
     return ShadowVerdict(
         candidate=candidate,
         outcome=outcome,
         reason=reason,
         hours=hours,
         evidence=evidence,
+        consistency=consistency,
         arms=compare_arms(ours, theirs, rule.confidence),
     )

@@ -22,6 +22,7 @@ __all__ = [
     "Response",
     "answer",
     "chat",
+    "completion",
     "given",
     "likes_good_answers",
     "pair",

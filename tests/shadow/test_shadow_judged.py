@@ -43,7 +43,7 @@ def test_a_win_survives_the_swap_and_equal_answers_ask_nobody(tmp_path: Path) ->
     with serving(likes_good_answers) as asked:
         judge(tmp_path, pairs_of(*answers), asked.url)
     assert len(asked.bodies) == 2 * 3
-    found = {one.id: (one.score, one.identical) for one in read_judged(tmp_path, "demo", "v1", JUDGING).pairs}
+    found = {one.id: (one.score, one.consistent is None) for one in read_judged(tmp_path, "demo", "v1", JUDGING).pairs}
     wanted = [(EXPECTED[parent][candidate], parent == candidate) for parent, candidate in answers]
     assert found == {f"request-{n}": one for n, one in enumerate(wanted)}
 

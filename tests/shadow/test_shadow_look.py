@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_traffic import Asked, likes_good_answers, pair, serving
+from recorded_traffic import Asked, completion, likes_good_answers, pair, serving
 from watched_project import VERSION, Watched, rows, watched
 
 from tasks.publish.targets.directory import DirectoryTarget
@@ -17,10 +17,14 @@ from tasks.shadow import RecordedPair
 RULE = {"minimum_pairs": 30, "pairs_per_look": 400}
 
 
-@pytest.fixture
-def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def judge() -> Iterator[Asked]:
     with serving(likes_good_answers) as asked:
         yield asked
 
@@ -117,6 +121,15 @@ def test_equal_answers_wait_for_hours_and_pairs_and_a_look_judges_no_more_than_i
     assert (last.exit_code, told(last)["status"]) == (0, "nothing new")
     assert watch.routing.serving == "watch"
     assert judge.bodies == []
+
+
+def test_a_judge_that_likes_whatever_comes_first_promotes_nobody(tmp_path: Path, prefect_api: None) -> None:
+    with serving(lambda body: completion({"reasoning": "it is first", "verdict": "A"})) as first:
+        watch = watched(tmp_path, first.url, rule={**RULE, "margin": 20.0})
+        watch.record(traffic(watch, 100, worse=6), rows(watch.began, 100))
+        result = watch.look("--json")
+    assert (told(result)["status"], watch.routing.serving) == ("waiting", "watch")
+    assert "agrees with itself on 0 % of the pairs" in told(result)["message"]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ class ShadowContent(_Part):
     ties: int = Field(ge=0)
     losses: int = Field(ge=0)
     identical: int = Field(ge=0)  # of the ties: equal answers
+    consistency: float | None = None  # share of the others that the judge judged alike in both orders
     points: tuple[ShadowPoint, ...] = ()
     waiting: int = Field(default=0, ge=0)
     left_out: tuple[tuple[str, int], ...] = ()

@@ -92,6 +92,8 @@ def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
     yield "pairs", f"{content.pairs:,} ({content.minimum_pairs:,} at least): {told}"
     yield "win rate", win_rate_text(content)
     if now is not None:
+        if content.consistency is not None:
+            yield "judge", f"the same in both orders in {_percent(content.consistency, 0)}"
         yield "evidence for it", evidence_text(now.log_e_promote, content.confidence)
         yield "evidence against", evidence_text(now.log_e_rollback, content.confidence)
 
