@@ -111,6 +111,7 @@ def test_a_sweep_has_its_own_kind_of_deployment(project: Path) -> None:
     ("profiles", "said"),
     [
         ([{**DEMO, "flow": "sweep"}], "no section 'sweep'"),
+        ([{**DEMO, "flow": "shadow"}], "no section 'shadow'"),
         ([DEMO, DEMO], "release/demo a second time"),
         ([{"profile": "profiles/gone.yaml"}], "gone.yaml"),
         ([{"profile": "profiles/demo/recipes/ties.yaml"}], "a recipe"),
