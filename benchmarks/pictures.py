@@ -1,4 +1,5 @@
-"""The pictures in ``docs/pictures/``: the terminal at 80 columns, reports passed and refused, the history.
+"""The pictures in ``docs/pictures/``: the terminal at 80 columns, reports passed and refused, the history; of a watched
+release a page with made-up traffic.
 
 ::
 
@@ -34,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=PROJECT / "docs" / "pictures")
     parser.add_argument("--terminal", nargs=2, metavar=("PROFILE", "SVG"))
+    parser.add_argument("--shadow", action="store_true", help="only the page of a watched release")
     asked = parser.parse_args()
     if asked.terminal:
         print_run(*asked.terminal)
@@ -43,6 +45,9 @@ def main() -> None:
         sys.exit("chromium is not installed (Debian: apt-get install chromium)")
     out = asked.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
+    photograph_shadow(chromium, out / "shadow.png")
+    if asked.shadow:
+        return
     with tempfile.TemporaryDirectory() as place:
         project = Path(place)
         shutil.copytree(PROJECT / "profiles", project / "profiles")
@@ -61,6 +66,19 @@ def main() -> None:
             for dark in (False, True):
                 picture = out / f"history-{width}-{'dark' if dark else 'light'}.png"
                 photograph(chromium, reports / "index.html", picture, width, dark=dark)
+
+
+def photograph_shadow(chromium: str, picture: Path) -> None:
+    """The page of a release that was watched for a day: traffic made up, everything else as of a real one."""
+    sys.path[:0] = [str(PROJECT), str(PROJECT / "tests" / "shadow")]
+    from shadow_pages import EVERY
+
+    from tasks.report import render_shadow
+
+    with tempfile.TemporaryDirectory() as place:
+        page = Path(place) / "shadow.html"
+        page.write_text(render_shadow(EVERY["promoted"]()), encoding="utf-8")
+        photograph(chromium, page, picture, WIDTHS[0], dark=False)
 
 
 def print_run(profile: str, svg: str) -> None:

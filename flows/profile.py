@@ -31,6 +31,7 @@ from tasks.outside import RunnerSettings
 from tasks.perplexity import PerplexitySettings
 from tasks.preflight import CodeSettings, Evidence, TokenizerSettings, check_references, pin_evidence
 from tasks.preflight.licenses import LicenseSettings
+from tasks.publish import ApprovalSettings
 from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
 from tasks.shadow import ShadowSettings
@@ -92,7 +93,7 @@ class Profile(ProfileSection):
         "hand-written values, and is measured on documents that no search looks at.",
     )
     shadow: ShadowSettings | None = Field(
-        default=None, description="How it is watched on users' traffic after its release, before it is promoted."
+        default=None, description="How a release is watched on users' traffic before it is promoted; absent: it is not."
     )
     root: Path = Field(default=Path(), description="Directory that relative paths are relative to.")
     overrides: tuple[str, ...] = Field(default=(), description="What was said otherwise for this run, as KEY=VALUE.")
@@ -104,6 +105,13 @@ class Profile(ProfileSection):
         more += ", then what a refusal proposes" if self.proposed else ""
         otherwise = f" · {', '.join(self.overrides)}" if self.overrides else ""
         return f"{self.name} · {own.recipe.summary()}{more}{otherwise}"
+
+    def asks(self, flow: str) -> ApprovalSettings | None:
+        """How a person is asked before the last step of a flow; None: nobody is."""
+        if flow != "shadow":
+            return self.publish.asks if self.publish else None
+        wanted = self.shadow.approval if self.shadow else False
+        return (ApprovalSettings() if wanted else None) if isinstance(wanted, bool) else wanted
 
     @model_validator(mode="after")
     def _publishes_only_what_is_gated(self) -> Self:

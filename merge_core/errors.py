@@ -13,16 +13,33 @@ from typing import ClassVar, Literal
 
 _LONGEST = 4000
 
-Status = Literal["released", "nothing new", "passed", "failed", "invalid", "refused", "interrupted"]
-"""How a run ends. History, pages, ``--json`` and Prefect's states have the same words."""
+Status = Literal[
+    "released",
+    "nothing new",
+    "passed",
+    "failed",
+    "invalid",
+    "refused",
+    "interrupted",
+    "promoted",
+    "waiting",
+    "rolled back",
+    "killed",
+]
+"""How a run ends. History, pages, ``--json`` and Prefect's states have the same words; the last four are those of a
+release that is watched."""
 
 EXIT_CODES: Mapping[Status, int] = {
     "released": 0,
     "nothing new": 0,
     "passed": 0,
+    "promoted": 0,
+    "waiting": 0,  # for more evidence, or for a person
     "failed": 1,  # what nobody foresaw
     "invalid": 2,  # what the user wrote or named is wrong, or is not there
     "refused": 3,  # a check, the gate or the machine says no to something well formed
+    "rolled back": 3,  # users are worse served by it
+    "killed": 3,  # it fails, or is far too slow
     "interrupted": 130,  # by Ctrl-C, as a shell says it
 }
 """The one rule of what a command exits with."""

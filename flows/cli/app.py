@@ -187,6 +187,76 @@ def sweep_command(
     raise typer.Exit(outcome.exit_code)
 
 
+@shadow_app.command("look")
+def shadow_look_command(
+    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    approve: Annotated[bool, typer.Option("--approve", help="Say yes beforehand, where the profile asks.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Judge what is new, then promote what is watched, roll it back, or wait for more."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.shadow_look import print_look
+        from flows.shadow import shadow
+
+        console = _console(as_json)
+        read = _read_profile(profile, "shadow")
+        flow = partial(shadow, profile, return_state=True)
+        outcome = _watched(flow, f"{read.name} on users' traffic", profile, console, approve=approve)
+        print_look(_told(outcome) if as_json else None, outcome, console)
+    raise typer.Exit(outcome.exit_code)
+
+
+@shadow_app.command("promote")
+def shadow_promote_command(
+    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    why: Annotated[str, typer.Option(help="The reason, which is kept.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Promote what is watched by hand, whatever the evidence says."""
+    _decide_by_hand(profile, "promote", why, as_json)
+
+
+@shadow_app.command("rollback")
+def shadow_rollback_command(
+    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    why: Annotated[str, typer.Option(help="The reason, which is kept.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Give all users back to the parent by hand, whatever the evidence says."""
+    _decide_by_hand(profile, "roll back", why, as_json)
+
+
+@shadow_app.command("status")
+def shadow_status_command(
+    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    as_json: Json = False,
+) -> None:
+    """What serves users, and what is shown so far; asks nobody and changes nothing."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.shadow_look import print_state
+
+        print_state(profile, _console(as_json), as_json)
+
+
+def _decide_by_hand(profile: Path, say: str, why: str, as_json: bool) -> None:
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.approve import who_is_here
+        from flows.cli.shadow_look import print_look, require_reason
+        from flows.shadow import shadow
+
+        require_reason(why)
+        console = _console(as_json)
+        read = _read_profile(profile, "shadow")
+        flow = partial(shadow, profile, say=say, why=why, by=who_is_here(), return_state=True)
+        outcome = _watched(flow, f"{read.name} on users' traffic", profile, console)
+        print_look(_told(outcome) if as_json else None, outcome, console)
+    # What was asked for has been done, also where that is to roll back.
+    raise typer.Exit(0 if outcome.status in ("promoted", "rolled back") else outcome.exit_code)
+
+
 @app.command("server")
 def server_command(
     host: Annotated[str, typer.Option(help="Where it listens.")] = "127.0.0.1",

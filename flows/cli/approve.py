@@ -77,14 +77,16 @@ class TerminalApproval:
         if not (sys.stdin.isatty() and self._console.is_terminal):
             raise Refused(
                 request.name,
-                found=f"{version} may be published when somebody approves it, and there is no terminal to ask on",
+                found=f"{version} may be {request.verb.rstrip('e')}ed when somebody approves it, "
+                "and there is no terminal to ask on",
                 expected="a yes",
-                remedy="mergegate run --approve says so beforehand; mergegate trigger has a worker do it, and wait",
+                remedy=f"mergegate {'run' if request.verb == 'publish' else 'shadow look'} --approve says so "
+                "beforehand; mergegate trigger has a worker do it, and wait",
             )
         with self._progress.paused():
             self._console.print(Markdown(request.summary))
             try:
-                answer = self._console.input(f"publish {request.name} {version}? \\[y/N] ").strip().lower()
+                answer = self._console.input(f"{request.verb} {request.name} {version}? \\[y/N] ").strip().lower()
                 publish = answer in ("y", "yes")
                 reason = "" if publish else self._console.input("why not? ").strip()
             except EOFError:

@@ -67,6 +67,8 @@ def _meant(named: str, nights: Nights | None, deployed: tuple[str, ...]) -> tupl
     if named in deployed:
         return named, {}
     if (by_name := [one for one in deployed if one.partition("/")[2] == named]) and not Path(named).is_file():
+        if len(by_name) > 1 and f"release/{named}" in by_name:
+            return f"release/{named}", {}  # the others are named in full: shadow/NAME
         if len(by_name) > 1:
             raise InvalidInput(named, found="deployed twice", expected=" or ".join(by_name), remedy="name one of them")
         return by_name[0], {}

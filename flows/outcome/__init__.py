@@ -7,10 +7,18 @@
 """
 
 from flows.outcome.content import report_content, sweep_report
-from flows.outcome.ending import RunOutcome, already_released, keep_sweep, reported_outcome, stopped_outcome
+from flows.outcome.ending import (
+    RunOutcome,
+    already_released,
+    keep_shadow,
+    keep_sweep,
+    reported_outcome,
+    stopped_outcome,
+)
 from flows.outcome.flow_state import StoppedRun, concluded, in_time, outcome_of, show_in_prefect
 from flows.outcome.keeping import keep_refusal
 from flows.outcome.naming import name_run, profile_name, run_name
+from flows.outcome.watched import shadow_report
 
 __all__ = [
     "RunOutcome",
@@ -19,6 +27,7 @@ __all__ = [
     "concluded",
     "in_time",
     "keep_refusal",
+    "keep_shadow",
     "keep_sweep",
     "name_run",
     "outcome_of",
@@ -26,6 +35,7 @@ __all__ = [
     "report_content",
     "reported_outcome",
     "run_name",
+    "shadow_report",
     "show_in_prefect",
     "stopped_outcome",
     "sweep_report",

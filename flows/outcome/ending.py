@@ -12,7 +12,16 @@ from merge_core.errors import EXIT_CODES, Finding, MergegateError, finding_of
 from merge_core.store import Artifact, state_directory, write_state
 from tasks.explain import Remedy
 from tasks.publish import Release
-from tasks.report import Report, ReportContent, RunStatus, SweepContent, render, render_sweep
+from tasks.report import (
+    Report,
+    ReportContent,
+    RunStatus,
+    ShadowContent,
+    SweepContent,
+    render,
+    render_shadow,
+    render_sweep,
+)
 from tasks.stage import home
 
 
@@ -28,6 +37,8 @@ class RunOutcome(BaseModel):
     report: Path | None = None  # the page about it
     content: ReportContent | None = None  # the evidence, where the run got so far
     sweep: SweepContent | None = None  # of a sweep: the search and its confirmation
+    # Of a release that is watched: what is shown so far, and what became of it.
+    shadow: Annotated[ShadowContent | None, Field(exclude_if=lambda content: content is None)] = None
     # Of a run that a check stopped before there was a verdict: what it found, and what to do.
     stopped_by: Annotated[Finding | None, Field(exclude_if=lambda finding: finding is None)] = None
     # What this run was told otherwise than its profile says, as KEY=VALUE.
@@ -94,6 +105,11 @@ def already_released(name: str, attempt: AlreadyReleased) -> RunOutcome:
 def keep_sweep(content: SweepContent) -> Path:
     """The page of a sweep, where a person looks for it: the latest of each profile, by name."""
     return _keep_latest(render_sweep(content), f"{content.name}.sweep.html")
+
+
+def keep_shadow(content: ShadowContent) -> Path:
+    """The page of a watched release, where a person looks for it."""
+    return _keep_latest(render_shadow(content), f"{content.name}.shadow.html")
 
 
 def _page_of(content: ReportContent, report: Artifact[Report]) -> str:

@@ -3,6 +3,8 @@
 | state | type | means |
 | --- | --- | --- |
 | ``Released``, ``NothingNew``, ``Passed`` | Completed | the run did what it was asked |
+| ``Promoted``, ``Waiting`` | Completed | of a watched release: it serves users, or the evidence does not suffice yet |
+| ``RolledBack``, ``Killed`` | Failed | of a watched release: its parent serves users: exit code 3 |
 | ``Refused`` | Failed | a check, the gate, the disk said no: exit code 3 |
 | ``Invalid`` | Failed | the input cannot mean anything: exit code 2 |
 | ``Interrupted`` | Cancelled | somebody pressed Ctrl-C: exit code 130; the next run goes on from there |

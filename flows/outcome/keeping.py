@@ -28,6 +28,7 @@ from tasks.report import (
     file_name,
     keep_run,
     render_ending,
+    render_shadow,
     render_sweep,
     tell_operators,
     tell_tracker,
@@ -73,12 +74,20 @@ def keep_outcome(
         name = _name_of(outcome, name)
         record = run_record(outcome, name, run=run, flow=flow, seconds=clock.seconds(), stages=stages)
         record = record.model_copy(update={"bytes_made": bytes_made(), "seen_at": page_of_run(run)})
-        suffix = ".sweep" if flow == "sweep" and outcome.content is None else ""
+        suffix = f".{flow}" if flow == "shadow" or (flow == "sweep" and outcome.content is None) else ""
         search = render_sweep(outcome.sweep) if outcome.sweep and outcome.content else None
         page = _page(outcome, name, flow, stages)
         tell_operators(record, home())
         tell_tracker(record, home())
-        kept = keep_run(home() / "reports", record, page, latest=f"{file_name(name)}{suffix}", search=search)
+        newest = render_shadow(outcome.shadow) if outcome.shadow else None
+        kept = keep_run(
+            home() / "reports",
+            record,
+            page,
+            latest=f"{file_name(name)}{suffix}",
+            search=search,
+            latest_page=newest,
+        )
         # Beside the page, for a pull request: gh pr comment --body-file .mergegate/reports/NAME.md
         write_state(kept.latest.with_suffix(".md"), prefect_page(outcome, name).encode())
     except Exception as failure:
@@ -176,7 +185,7 @@ def _score(judged: SuiteVerdict | GuardVerdict, task: str, merge: float | None) 
 
 
 def _name_of(outcome: RunOutcome, name: str) -> str:
-    found = outcome.content or outcome.sweep
+    found = outcome.content or outcome.sweep or outcome.shadow
     return found.name if found is not None else name
 
 
@@ -184,6 +193,8 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
     """The page about the evidence, where there is any; else one that says how far the run got, and why no further."""
     if outcome.page:
         return outcome.page
+    if outcome.shadow is not None:
+        return render_shadow(outcome.shadow.without_examples())
     if outcome.sweep is not None:
         return outcome.report.read_text(encoding="utf-8") if outcome.report else render_sweep(outcome.sweep)
     if outcome.status == "nothing new" and outcome.report is not None:  # what is released has been judged

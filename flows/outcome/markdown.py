@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flows.outcome.ending import RunOutcome
-from tasks.report import as_markdown
+from tasks.report import as_markdown, shadow_rows
 
 # Prefect takes more, and its pages become slow.
 _MOST_OF_A_PAGE = 90_000  # bytes of an artifact
@@ -14,6 +14,8 @@ def prefect_page(outcome: RunOutcome, name: str) -> str:
     mark = "✓" if outcome.exit_code == 0 else "✗"
     head = f"## {mark} {outcome.status}: {name}\n\n"
     evidence = as_markdown(outcome.content) if outcome.content else _fenced(outcome.message)
+    if outcome.shadow:
+        evidence += "\n" + "".join(f"* {what}: {value}\n" for what, value in shadow_rows(outcome.shadow))
     foot = f"\nReport: `{outcome.report}`\n" if outcome.report else ""
     room = _MOST_OF_A_PAGE - len((head + foot).encode())
     if len(evidence.encode()) > room:

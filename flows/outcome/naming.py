@@ -50,6 +50,7 @@ def run_name(flow: str, parameters: Mapping[str, Any], day: str) -> str:
         return f"{flow} · {day}"
     method = _method(profile)
     what = f"sweep of {method}" if flow == "sweep" and method else method or (flow if flow != "release" else "")
+    what = flow if flow == "shadow" else what
     return " · ".join(part for part in (_cut(profile_name(profile)), _cut(what), day) if part)
 
 

@@ -6,7 +6,7 @@ and follows what is deployed, ``approval`` has a run wait for a person, and ``wa
 Prefect before it is used.
 """
 
-from flows.prefect_api.approval import ApprovalRequest, Decision, asked_by, required_decision
+from flows.prefect_api.approval import ApprovalRequest, Decision, asked_by, asked_decision, required_decision
 from flows.prefect_api.automations import SILENCE_S, keep_rules, wanted_rules
 from flows.prefect_api.deployments import (
     POOL,
@@ -51,6 +51,7 @@ __all__ = [
     "WaitingRun",
     "answer_run",
     "asked_by",
+    "asked_decision",
     "choose_waiting",
     "configure",
     "database_url",

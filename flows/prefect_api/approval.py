@@ -1,4 +1,4 @@
-"""A person's yes before a release is published: asked on Prefect's pages, on a terminal, or given beforehand.
+"""A person's yes before a release is published or promoted: asked on Prefect's pages, on a terminal, or beforehand.
 
 A deployed run suspends: its process ends, its slot is free, its page shows the evidence and a form. Whoever resumes it
 (the page, ``mergegate approve``) starts it again from the top; everything comes from the store, and it arrives here
@@ -38,12 +38,14 @@ class ApprovalRequest:
         name: Of the release.
         summary: Markdown: scores, drops, licence, where the report is.
         timeout_s: For how long.
+        verb: What is done after a yes.
     """
 
     name: str
     pending: PendingRelease
     summary: str
     timeout_s: float
+    verb: Literal["publish", "promote"] = "publish"
 
 
 @dataclass(frozen=True)
@@ -115,16 +117,31 @@ def required_decision(
     pending = find_pending()
     if pending.stands:
         return None
-    request = ApprovalRequest(content.name, pending, _summary(content, pending, report), settings.timeout_s)
+    return asked_decision(
+        ApprovalRequest(content.name, pending, _summary(content, pending, report), settings.timeout_s)
+    )
+
+
+def asked_decision(request: ApprovalRequest) -> Decision:
+    """What a person says to ``request``.
+
+    A deployed run is suspended here, and does not come back in this process.
+
+    Raises:
+        Refused: when there is nobody to be asked, or who was asked did not answer.
+    """
+    pending = request.pending
     if (run := _deployed_run()) is not None:
         return _by_suspending(request, run)
     if (ask := _asker.get()) is not None:
         return ask(request)
+    command = "run" if request.verb == "publish" else "shadow look"
     raise Refused(
-        content.name,
-        found=f"{pending.version} may be published when somebody approves it, and nobody can be asked here",
+        request.name,
+        found=f"{pending.version} may be {request.verb.rstrip('e')}ed when somebody approves it, "
+        "and nobody can be asked here",
         expected="a terminal, or a deployed run, which waits",
-        remedy="mergegate run --approve says yes beforehand; mergegate trigger has a worker do it, and wait",
+        remedy=f"mergegate {command} --approve says yes beforehand; mergegate trigger has a worker do it, and wait",
     )
 
 
@@ -144,7 +161,7 @@ def _by_suspending(request: ApprovalRequest, run: FlowRun) -> Decision:
     form = create_model(
         "Approval",
         __base__=RunInput,
-        publish=(bool, Field(description="Publish it, or not.")),
+        publish=(bool, Field(description=f"{request.verb.capitalize()} it, or not.")),
         by=(str, Field(default="", description="Who decides.")),
         reason=(str, Field(default="", description="Why; for a no, what people are told.")),
         version=(only, Field(default=pending.version, description="What is decided about.")),

@@ -48,12 +48,16 @@ _WHY = (
     + "{{ (said[1] if 'not released' in said[0] and said | length > 1 else said[0]) | trim | truncate(160, True) }}"
 )
 _PAGE = " · {{ flow_run | ui_url }}"
-_REFUSAL = "{{ flow_run.state.name | lower }}"
+_REFUSAL = "{{ {'RolledBack': 'rolled back'}.get(flow_run.state.name, flow_run.state.name | lower) }}"
 
 # Of each occasion: names of states that a run comes into, what the message says, its subject.
 _TOLD: Mapping[Occasion, tuple[tuple[str, ...], str, str]] = {
-    "released": (("Released",), f"✓ {_WHO}: {_WHY}{_PAGE}", f"{_WHO} released"),
-    "refused": (("Refused", "Invalid"), f"✗ {_WHO} {_REFUSAL}: {_WHY}{_PAGE}", f"{_WHO} {_REFUSAL}"),
+    "released": (("Released", "Promoted"), f"✓ {_WHO}: {_WHY}{_PAGE}", f"{_WHO} {_REFUSAL}"),
+    "refused": (
+        ("Refused", "Invalid", "RolledBack", "Killed"),
+        f"✗ {_WHO} {_REFUSAL}: {_WHY}{_PAGE}",
+        f"{_WHO} {_REFUSAL}",
+    ),
     "failed": (
         ("Failed", "Crashed", "TimedOut"),
         f"✗ {_WHO} {_REFUSAL}: {_WHY}{_PAGE}",
@@ -123,9 +127,10 @@ def wanted_rules(nights: Nights, deployments: Sequence[WantedDeployment]) -> tup
         ),
     ]
     for one in deployments:
-        asks = one.profile.publish.asks if one.profile and one.profile.publish else None
+        asks = one.profile.asks(one.flow) if one.profile else None
         if asks is not None:
-            why = f"nobody approved it within {asks.timeout}: nothing is published"
+            done = "promoted" if one.flow == "shadow" else "published"
+            why = f"nobody approved it within {asks.timeout}: nothing is {done}"
             rules.append(
                 WantedRule(
                     f"mergegate: {one.full_name} is refused without approval",

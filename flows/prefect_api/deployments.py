@@ -1,9 +1,9 @@
 """The deployments of a project, kept in step with ``nights.yaml``: made, changed, removed; twice does nothing.
 
-``release/release`` and ``sweep/sweep`` take any profile, as in ``prefect.yaml``; each listed profile has one of its own
-(``release/support-assistant``), whose form, schedule and limit are its own. What should be there is a pure function of
-the files (:func:`wanted_deployments`); what differs on the server is changed, and what carries our tag, belongs to this
-directory and is listed no more is removed, with the runs that it had ahead.
+``release/release``, ``sweep/sweep`` and ``shadow/shadow`` take any profile, as in ``prefect.yaml``; each listed
+profile has one of its own (``release/support-assistant``), whose form, schedule and limit are its own. What should be
+there is a pure function of the files (:func:`wanted_deployments`); what differs on the server is changed, and what
+carries our tag, belongs to this directory and is listed no more is removed, with the runs that it had ahead.
 
 A deployment starts in the project's directory, because profiles are named relative to it.
 """
@@ -38,7 +38,7 @@ class WantedDeployment:
     """What should stand on the server.
 
     Attributes:
-        flow: ``release`` or ``sweep``; also names the file and the function.
+        flow: ``release``, ``sweep`` or ``shadow``; also names the file and the function.
         schedule: As Prefect has it: of a cron ``{'cron', 'timezone'}``, else ``{'interval'}`` in seconds; None: none.
         on_collision: What becomes of a run that begins while one of the same deployment goes on; None: they may run
             together.
@@ -81,7 +81,7 @@ class DeployedChange(NamedTuple):
 
 
 def wanted_deployments(nights: Nights, root: Path) -> tuple[WantedDeployment, ...]:
-    """What should be on the server: the two that take any profile, then one for each that is listed.
+    """What should be on the server: those that take any profile, then one for each that is listed.
 
     Args:
         root: The project's directory, to which profiles are relative.
@@ -89,7 +89,11 @@ def wanted_deployments(nights: Nights, root: Path) -> tuple[WantedDeployment, ..
     Raises:
         InvalidInput: for a profile that cannot be read, a name that two of them have, or one that is taken.
     """
-    found = [_of_any("release", "profiles/demo.yaml"), _of_any("sweep", "profiles/demo-sweep.yaml")]
+    found = [
+        _of_any("release", "profiles/demo.yaml"),
+        _of_any("sweep", "profiles/demo-sweep.yaml"),
+        _of_any("shadow", "profiles/demo.yaml"),
+    ]
     for number, night in enumerate(nights.profiles):
         where = f"{NIGHTS}: profiles[{number}]"
         profile = load_profile(root / night.profile)
@@ -99,6 +103,13 @@ def wanted_deployments(nights: Nights, root: Path) -> tuple[WantedDeployment, ..
                 found=f"sweep, and {night.profile} has no section 'sweep'",
                 expected="a profile that says what is searched",
                 remedy="add the section, or leave 'flow' out to release it as it is",
+            )
+        if night.flow == "shadow" and profile.shadow is None:
+            raise InvalidInput(
+                f"{where}.flow",
+                found=f"shadow, and {night.profile} has no section 'shadow'",
+                expected="a profile that says how a release is watched",
+                remedy="add the section (docs/shadow.md), or leave 'flow' out to release it",
             )
         if profile.name in RESERVED:
             raise InvalidInput(
@@ -144,7 +155,7 @@ def keep_deployments(
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
-    """The deployment ``release/name`` or ``sweep/name`` of that full name; None when there is none."""
+    """The deployment ``release/name``, ``sweep/name`` or ``shadow/name`` of that full name; None when there is none."""
     return _deployed(client).get(name)
 
 
@@ -153,11 +164,12 @@ def deployment_names(client: SyncPrefectClient) -> tuple[str, ...]:
     return tuple(name for name, one in _deployed(client).items() if TAG in one.tags)
 
 
-def _of_any(flow: Literal["release", "sweep"], profile: str) -> WantedDeployment:
+def _of_any(flow: Literal["release", "sweep", "shadow"], profile: str) -> WantedDeployment:
     """As in ``prefect.yaml``."""
     about = {
         "release": "Make one release now, of any profile.",
         "sweep": "Search a recipe's numbers, confirm the winner, release it: any profile with a section 'sweep'.",
+        "shadow": "Look at a release on users' traffic, promote or roll back: any profile with a section 'shadow'.",
     }
     return WantedDeployment(
         flow,
@@ -165,7 +177,7 @@ def _of_any(flow: Literal["release", "sweep"], profile: str) -> WantedDeployment
         about[flow],
         (TAG, flow),
         {"profile": profile},
-        on_collision="ENQUEUE" if flow == "sweep" else None,
+        on_collision="ENQUEUE" if flow != "release" else None,
     )
 
 
@@ -296,7 +308,7 @@ def _fields_of(there: DeploymentResponse) -> dict[str, Any]:
 
 
 def _deployed(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
-    """Every deployment of a release or a sweep on the server, by its full name."""
+    """Every deployment of our flows on the server, by its full name."""
     flows = {one.id: one.name for one in client.read_flows() if one.name in RESERVED}
     found: dict[str, DeploymentResponse] = {}
     while page := client.read_deployments(limit=200, offset=len(found)):

@@ -6,6 +6,7 @@
       - {profile: profiles/support.yaml, schedule: "0 3 * * *", timezone: Europe/Berlin}
       - {profile: profiles/coder.yaml}                       # deployed, started by hand
       - {profile: profiles/search.yaml, flow: sweep, schedule: every 7 d}
+      - {profile: profiles/support.yaml, flow: shadow, schedule: every 1 h}     # looks at what is watched
     tell:
       - {to: slack, address: $SLACK_WEBHOOK, of: [refused, failed, late]}
     server: {address: "http://10.0.0.1:4200", database: "postgresql://mergegate@10.0.0.2/prefect"}
@@ -30,8 +31,8 @@ from merge_core.parsing import read_yaml_mapping
 from merge_core.units import parse_duration
 
 NIGHTS = "nights.yaml"
-# A release and a sweep by any profile: deployed beside those of the profiles, under these names.
-RESERVED = ("release", "sweep")
+# What is done by any profile: deployed beside those of the profiles, under these names.
+RESERVED = ("release", "sweep", "shadow")
 
 Occasion = Literal["released", "refused", "failed", "late", "approval"]
 """What people are told of. ``failed``: an error of the program, or a run that nothing was heard from any more."""
@@ -55,7 +56,7 @@ class Night(NightsSection):
     """A profile that is deployed, and when it is carried out by itself."""
 
     profile: Path = Field(description="The file, relative to the project.")
-    flow: Literal["release", "sweep"] = Field(default="release", description="What is done with it.")
+    flow: Literal["release", "sweep", "shadow"] = Field(default="release", description="What is done with it.")
     schedule: str | None = Field(
         default=None, description="Cron in five fields, or 'every 6 h'; absent: only when it is triggered."
     )

@@ -5,22 +5,33 @@
     prompts = pin_prompts(settings, root, hashes)
     judged = judge_models(reference, merge, prompts, settings, runtime())
     judged.verdict.outcome, judged.verdict.reason
+    for judgement in judge_given(pairs, judging, server): ...      # answers that users were given
 
 Optional, and off by default. Practice and limits of judging by a model: Zheng et al. 2023 (arXiv 2306.05685) and Shi et
 al. 2024 (arXiv 2406.07791) on the bias for a position, which is why every pair is shown in both orders.
 """
 
-from tasks.judge.comparison import JudgeVerdict
+from tasks.judge.comparison import ORDERS, Judgement, JudgeVerdict, Order
+from tasks.judge.given import GivenPair, PairScore, judge_given, same_judge, score_of
 from tasks.judge.prompts import JudgePrompts, pin_prompts
-from tasks.judge.settings import JudgeServer, JudgeSettings, Judging
+from tasks.judge.settings import JudgeRule, JudgeServer, JudgeSettings, Judging
 from tasks.judge.stage import judge_models
 
 __all__ = [
+    "ORDERS",
+    "GivenPair",
     "JudgePrompts",
+    "JudgeRule",
     "JudgeServer",
     "JudgeSettings",
     "JudgeVerdict",
+    "Judgement",
     "Judging",
+    "Order",
+    "PairScore",
+    "judge_given",
     "judge_models",
     "pin_prompts",
+    "same_judge",
+    "score_of",
 ]

@@ -23,7 +23,7 @@ from tasks.stage import Outcome, Section, Verdict
 Order = Literal["reference first", "merge first"]
 Winner = Literal["reference", "merge", "tie"]
 ORDERS: tuple[Order, ...] = ("reference first", "merge first")
-_SCORES: Mapping[Winner, float] = {"merge": 1.0, "tie": 0.5, "reference": 0.0}
+SCORES: Mapping[Winner, float] = {"merge": 1.0, "tie": 0.5, "reference": 0.0}
 
 
 class Judgement(BaseModel):
@@ -212,7 +212,7 @@ def _shortfall(pairs: Sequence[Pair], confidence: float) -> Difference:
     """0.5 minus the win rate, over prompts."""
     by_prompt: dict[str, list[float]] = defaultdict(list)
     for pair in pairs:
-        by_prompt[pair.prompt].append(_SCORES[pair.winner])
+        by_prompt[pair.prompt].append(SCORES[pair.winner])
     if len(by_prompt) < 2:
         raise InvalidInput("judge", found=f"{len(by_prompt)} prompt", expected="2 or more, better hundreds")
     # Losses minus wins, in [-1, 1] like any paired difference of scores; half of it is the shortfall.
@@ -233,7 +233,7 @@ def _dimension_rates(
             said[name][judgement.prompt, judgement.turn].append(winner)
     rates = []
     for name, by_pair in said.items():
-        scores = [_SCORES[_winner(winners)] for winners in by_pair.values()] + [0.5] * len(identical)
+        scores = [SCORES[_winner(winners)] for winners in by_pair.values()] + [0.5] * len(identical)
         rates.append(DimensionRate(name=name, win_rate=sum(scores) / len(scores)))
     return tuple(rates)
 

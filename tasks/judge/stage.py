@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +16,10 @@ from pydantic import ValidationError
 from merge_core.store import Artifact
 from tasks.checkpoints import Model
 from tasks.judge.answers import Answered, AnswerSummary, answer, read_answers
-from tasks.judge.comparison import ORDERS, Answering, Judgement, JudgeVerdict, Order, Winner, answers_verdict, settle
+from tasks.judge.asking import Question, ask_judge, both_orders
+from tasks.judge.comparison import Answering, Judgement, JudgeVerdict, Order, answers_verdict, settle
 from tasks.judge.prompts import JudgePrompts, Prompt, Prompts, References, read_prompts
-from tasks.judge.rubric import INSTRUCTIONS, Choice, Exchange, messages, parse, response_format
-from tasks.judge.server import ChatServer
+from tasks.judge.rubric import INSTRUCTIONS
 from tasks.judge.settings import JudgeServer, JudgeSettings, Judging
 from tasks.stage import Runtime, StageValue, advance, stage
 
@@ -48,17 +46,6 @@ class JudgedAnswers(NamedTuple):
 
     verdict: JudgeVerdict
     judgements: Artifact[Judgements]
-
-
-class _Question(NamedTuple):
-    """One thing to ask: a pair of answers in one order."""
-
-    order: Order
-    exchange: Exchange
-
-    @property
-    def key(self) -> tuple[str, int, Order]:
-        return self.exchange.prompt.id, self.exchange.turn, self.order
 
 
 def judge_models(
@@ -130,74 +117,34 @@ def read_judgements(directory: Path) -> tuple[Judgement, ...]:
 
 def _questions(
     asked: Sequence[Prompt], ours: Mapping[str, Answered], theirs: Mapping[str, Answered]
-) -> tuple[list[tuple[str, int]], list[_Question]]:
+) -> tuple[list[tuple[str, int]], list[Question]]:
     """The pairs that need no judge, and what to ask about the others."""
     identical: list[tuple[str, int]] = []
-    questions: list[_Question] = []
+    questions: list[Question] = []
     for prompt in asked:
         a, b = ours[prompt.id].answers, theirs[prompt.id].answers
         for turn in range(len(prompt.turns)):
             if a[: turn + 1] == b[: turn + 1]:
                 identical.append((prompt.id, turn))
                 continue
-            for order in ORDERS:
-                first, second = (a, b) if order == "reference first" else (b, a)
-                exchange = Exchange(prompt, turn, first[: turn + 1], second[: turn + 1])
-                questions.append(_Question(order, exchange))
+            questions += both_orders(prompt, turn, a[: turn + 1], b[: turn + 1])
     return identical, questions
 
 
 def _ask_all(
-    unfinished: Path, questions: Sequence[_Question], judging: Judging, server: JudgeServer, instructions: str
+    unfinished: Path, questions: Sequence[Question], judging: Judging, server: JudgeServer, instructions: str
 ) -> dict[tuple[str, int, Order], Judgement]:
     """Every judgement; those that an earlier attempt wrote down are taken from there."""
     said = {(j.prompt, j.turn, j.order): j for j in _earlier(unfinished)}
     _write(unfinished, (j.model_dump(mode="json") for j in said.values()))  # without a line that was cut off
     left = [question for question in questions if question.key not in said]
-    if not left:
-        return said  # nobody to ask: the server need not be there
-    with ExitStack() as stack:
-        connection = stack.enter_context(ChatServer(server))
-        record = stack.enter_context(unfinished.open("a", encoding="utf-8"))
-        pool = ThreadPoolExecutor(server.concurrency, thread_name_prefix="judge")
-        stack.callback(pool.shutdown, cancel_futures=True)
-        futures = [pool.submit(_ask, connection, question, judging, instructions) for question in left]
-        for done in as_completed(futures):
-            judgement = done.result()
+    with unfinished.open("a", encoding="utf-8") as record:
+        for judgement in ask_judge(left, judging, server, instructions):
             said[judgement.prompt, judgement.turn, judgement.order] = judgement
             record.write(json.dumps(judgement.model_dump(mode="json"), ensure_ascii=False) + "\n")
             record.flush()
             advance(len(said), len(questions), "judgements")
     return said
-
-
-def _ask(connection: ChatServer, question: _Question, judging: Judging, instructions: str) -> Judgement:
-    reply = connection.ask(
-        judging.model,
-        messages(question.exchange, judging.dimensions, instructions),
-        response_format(judging.dimensions),
-        judging.max_tokens,
-    )
-    opinion = parse(reply.text, judging.dimensions)
-    return Judgement(
-        prompt=question.exchange.prompt.id,
-        turn=question.exchange.turn,
-        order=question.order,
-        winner=_who(opinion.verdict, question.order) if opinion else None,
-        dimensions={name: _who(choice, question.order) for name, choice in opinion.dimensions.items()}
-        if opinion
-        else {},
-        reasoning=opinion.reasoning if opinion else "",
-        reply=reply.text,
-        judge=reply.model,
-    )
-
-
-def _who(choice: Choice, order: Order) -> Winner:
-    """Whose answer A or B was."""
-    if choice == "tie":
-        return "tie"
-    return "reference" if (choice == "A") == (order == "reference first") else "merge"
 
 
 def _earlier(unfinished: Path) -> Iterator[Judgement]:

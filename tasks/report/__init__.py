@@ -7,6 +7,7 @@
     as_markdown(content), final_table(content)      # the same content for Prefect and for the terminal
     render_sweep(sweep), sweep_table(sweep)         # of a sweep: its page and its table
     render_ending(EndedRun(...))                    # of a run that ended without a verdict
+    render_shadow(shadow)                           # of a release that is watched on users' traffic
     keep_run(reports, record, html)                 # each page under its own name, in the history of all runs
 """
 
@@ -46,6 +47,18 @@ from tasks.report.history import (
 )
 from tasks.report.page import render
 from tasks.report.serving import CostTable, costs
+from tasks.report.shadow import (
+    ARM_COLUMNS,
+    LostExample,
+    ReportedArm,
+    ShadowContent,
+    ShadowPoint,
+    arm_cells,
+    render_shadow,
+    shadow_outcome,
+    shadow_rows,
+    shadow_sentence,
+)
 from tasks.report.stage import Report, write_report
 from tasks.report.sweep import (
     HeldOut,
@@ -70,6 +83,7 @@ from tasks.report.sweep import (
 from tasks.report.table import Row, ScoreTable, as_markdown, evaluated, final_table, likelihood, uses_bytes
 
 __all__ = [
+    "ARM_COLUMNS",
     "HISTORY",
     "CostTable",
     "EndedRun",
@@ -78,12 +92,14 @@ __all__ = [
     "History",
     "KeptPage",
     "Library",
+    "LostExample",
     "MergedFile",
     "NightParent",
     "NightScore",
     "NightStage",
     "Report",
     "ReportContent",
+    "ReportedArm",
     "ReportedAttempt",
     "ReportedBudget",
     "ReportedCheck",
@@ -100,8 +116,11 @@ __all__ = [
     "RunStatus",
     "ScoreTable",
     "SearchStatus",
+    "ShadowContent",
+    "ShadowPoint",
     "StoredArtifact",
     "SweepContent",
+    "arm_cells",
     "as_markdown",
     "changes_since",
     "costs",
@@ -117,8 +136,12 @@ __all__ = [
     "render",
     "render_ending",
     "render_history",
+    "render_shadow",
     "render_sweep",
     "search_line",
+    "shadow_outcome",
+    "shadow_rows",
+    "shadow_sentence",
     "sweep_content",
     "sweep_line",
     "sweep_outcome",

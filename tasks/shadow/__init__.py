@@ -15,11 +15,15 @@ from tasks.shadow.evidence import (
     evidence_of,
     path,
 )
+from tasks.shadow.judged import JudgedPair, JudgedPairs, open_judged, read_judged
+from tasks.shadow.losses import LostPair, keep_lost, lost_pair, read_lost
+from tasks.shadow.pairs import Sample, SampledPair, sample_pairs
 from tasks.shadow.places import records_url, routing_file
 from tasks.shadow.routing import FollowedRouting, Routing, read_routing, write_routing
 from tasks.shadow.settings import ShadowJudge, ShadowServer, ShadowSettings
 from tasks.shadow.split import ArmComparison, ArmSummary, ErrorRate, LatencyQuantiles, compare_arms
 from tasks.shadow.switch import SwitchRule, kill_reason
+from tasks.shadow.verdict import ShadowOutcome, ShadowVerdict, shadow_verdict
 
 __all__ = [
     "ArmComparison",
@@ -27,22 +31,36 @@ __all__ = [
     "ArmSummary",
     "ErrorRate",
     "FollowedRouting",
+    "JudgedPair",
+    "JudgedPairs",
     "LatencyQuantiles",
+    "LostPair",
     "Routing",
+    "Sample",
+    "SampledPair",
     "ShadowDecision",
     "ShadowEvidence",
     "ShadowJudge",
+    "ShadowOutcome",
     "ShadowRule",
     "ShadowServer",
     "ShadowSettings",
+    "ShadowVerdict",
     "SwitchRule",
     "compare_arms",
     "decide_shadow",
     "evidence_of",
+    "keep_lost",
     "kill_reason",
+    "lost_pair",
+    "open_judged",
     "path",
+    "read_judged",
+    "read_lost",
     "read_routing",
     "records_url",
     "routing_file",
+    "sample_pairs",
+    "shadow_verdict",
     "write_routing",
 ]

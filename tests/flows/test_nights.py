@@ -37,7 +37,7 @@ def project(tmp_path: Path) -> Path:
 
 def test_the_file_that_is_shipped_means_something() -> None:
     found = wanted_deployments(load_nights(PROJECT / "nights.yaml"), PROJECT)
-    assert [one.full_name for one in found] == ["release/release", "sweep/sweep", "release/demo"]
+    assert [one.full_name for one in found] == ["release/release", "sweep/sweep", "shadow/shadow", "release/demo"]
     assert found[-1].schedule == {"cron": "0 3 * * *", "timezone": "UTC"}
 
 
@@ -111,6 +111,7 @@ def test_a_sweep_has_its_own_kind_of_deployment(project: Path) -> None:
     ("profiles", "said"),
     [
         ([{**DEMO, "flow": "sweep"}], "no section 'sweep'"),
+        ([{**DEMO, "flow": "shadow"}], "no section 'shadow'"),
         ([DEMO, DEMO], "release/demo a second time"),
         ([{"profile": "profiles/gone.yaml"}], "gone.yaml"),
         ([{"profile": "profiles/demo/recipes/ties.yaml"}], "a recipe"),
@@ -130,10 +131,10 @@ def test_a_profile_may_not_take_the_name_that_takes_any_profile(project: Path) -
         wanted_deployments(nights({"profile": "profiles/release.yaml"}), project)
 
 
-def test_prefect_yaml_says_the_same_of_the_two_that_take_any_profile() -> None:
+def test_prefect_yaml_says_the_same_of_those_that_take_any_profile() -> None:
     """``prefect deploy --all`` and ``mergegate deploy`` must not undo each other."""
     shipped: list[dict[str, Any]] = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
-    ours = wanted_deployments(nights(DEMO), PROJECT)[:2]
+    ours = wanted_deployments(nights(DEMO), PROJECT)[:3]
     for theirs, one in zip(shipped, ours, strict=True):
         limit = theirs.get("concurrency_limit") or {}
         assert theirs["name"] == one.name

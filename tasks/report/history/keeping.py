@@ -41,7 +41,12 @@ class KeptPage(NamedTuple):
 
 
 def keep_run(
-    reports: Path, record: RunRecord, page: str, latest: str | None = None, search: str | None = None
+    reports: Path,
+    record: RunRecord,
+    page: str,
+    latest: str | None = None,
+    search: str | None = None,
+    latest_page: str | None = None,
 ) -> KeptPage:
     """Keep the page of a run that has ended, and note it in the history.
 
@@ -50,6 +55,7 @@ def keep_run(
         record: Of the run; its ``report`` is found here.
         page: HTML.
         latest: Name of the profile's latest page, without its ending; absent: the profile's name.
+        latest_page: HTML, where the latest says what is not to be kept of every run.
         search: HTML of a further page: of a sweep that went on to a release, the one about its search.
 
     Raises:
@@ -67,7 +73,7 @@ def keep_run(
         neighbours = Neighbours(
             before=_if_there(reports, before.report if before else ""), search=_beside(at) if search else ""
         )
-        pages = {at: page, f"{latest or profile}.html": page}
+        pages = {at: page, f"{latest or profile}.html": latest_page or page}
         if search:
             pages |= {_beside(at): search, f"{profile}{SEARCH}": search}
         for place_of, content in pages.items():

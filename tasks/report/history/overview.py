@@ -31,8 +31,8 @@ HERE = Path(__file__).parent
 # Of each profile: runs that are drawn, and runs that are listed. And profiles that are told at length.
 DRAWN, LISTED, AT_LENGTH = 120, 30, 40
 _STAGES = 6  # whose durations are drawn: those that took longest
-_WELL = ("released", "nothing new", "passed")
-_BADLY = ("refused", "invalid", "failed")
+_WELL = ("released", "nothing new", "passed", "promoted")
+_BADLY = ("refused", "invalid", "failed", "rolled back", "killed")
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def _tell_wandb(record: RunRecord, home: Path, environment: Mapping[str, str]) -
         )
         run.log(tracked_numbers(record))
         run.summary.update({"status": record.status, "message": record.message, "release": record.version or ""})
-        run.finish(exit_code=0 if record.status in ("released", "passed", "nothing new") else 1)
+        run.finish(exit_code=0 if record.status in ("released", "passed", "nothing new", "promoted", "waiting") else 1)
     except ImportError:
         _log.warning("%s is set, but wandb is not installed: pip install 'mergegate[wandb]'", WANDB)
     except Exception as failure:

@@ -1,0 +1,17 @@
+"""A release that is watched, as ``flows/shadow.py`` tells it: what is known of it, what a look judges, what follows."""
+
+from flows.watching.following import Followed, ended, followed, promoted, told_once
+from flows.watching.judging import judge_new, survey
+from flows.watching.watch import Watch, open_watch
+
+__all__ = [
+    "Followed",
+    "Watch",
+    "ended",
+    "followed",
+    "judge_new",
+    "open_watch",
+    "promoted",
+    "survey",
+    "told_once",
+]

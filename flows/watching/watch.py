@@ -1,0 +1,175 @@
+"""A release that is watched: what its profile says, where requests go now, what was recorded, what was said of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+from sqlalchemy.exc import SQLAlchemyError
+
+from flows.outcome import shadow_report
+from flows.profile import Profile
+from merge_core.errors import InvalidInput, Refused
+from merge_core.store import Damaged, read_state, state_directory, write_state
+from tasks.report import ShadowContent
+from tasks.shadow import (
+    ArmRow,
+    JudgedPairs,
+    LostPair,
+    Routing,
+    Sample,
+    ShadowSettings,
+    ShadowVerdict,
+    open_judged,
+    read_judged,
+    read_routing,
+    records_url,
+    routing_file,
+    shadow_verdict,
+)
+from tasks.shadow.records import Records, open_records
+from tasks.stage import announce
+
+DAY = 86400.0
+_HOUR = 3600.0
+_ARMS_LOOKED_BACK = 7 * DAY
+# How counts of what the proxy left out begin.
+_LEFT_OUT = ("not recorded", "not copied", "body not kept")
+
+
+class ToldState(BaseModel):
+    """What the last look has said: the next one says only what is new."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    candidate: str = ""
+    serving: str = ""
+    alias_before: str = ""  # version that the alias meant before this candidate was promoted
+
+    def says(self, routing: Routing) -> bool:
+        """Whether it is what holds now."""
+        return (self.candidate, self.serving) == (routing.candidate, routing.serving)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A release that is watched: what a profile says, where requests go, what was recorded."""
+
+    profile: Profile
+    settings: ShadowSettings
+    routing: Routing
+    records: Records
+    directory: Path
+
+    @property
+    def is_open(self) -> bool:
+        """Nothing has been decided yet."""
+        return self.routing.serving == "watch"
+
+    @property
+    def routing_file(self) -> Path:
+        return routing_file(self.profile.name)
+
+    def ledger(self) -> AbstractContextManager[JudgedPairs]:
+        """For this process alone."""
+        waits = partial(announce, "another look is judging the same candidate; waiting for it")
+        return open_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge, waits)
+
+    def read_ledger(self) -> JudgedPairs:
+        """As it is now."""
+        return read_judged(self.directory, self.profile.name, self.routing.candidate, self.settings.judge)
+
+    def verdict(self, ledger: JudgedPairs) -> ShadowVerdict:
+        """What the evidence comes to."""
+        rows = self.records.arms(self.routing.candidate, self._counted_from())
+        began = self.routing.since if self.is_open else min((row.at for row in rows), default=0.0)
+        hours = max(0.0, max((row.at for row in rows), default=began) - began) / _HOUR
+        rule, switch = self.settings.rule, self.settings.switch
+        return shadow_verdict(
+            self.routing.candidate, ledger.scores, ledger.consistency, _in_order(rows), hours, rule, switch
+        )
+
+    def content(
+        self,
+        routing: Routing,
+        verdict: ShadowVerdict,
+        ledger: JudgedPairs,
+        sample: Sample,
+        lost: tuple[LostPair, ...],
+        looked: float,
+    ) -> ShadowContent:
+        """What the page says."""
+        counts = self.records.counts(self.routing.candidate)
+        missed = {name: count for name, count in counts.items() if name.startswith(_LEFT_OUT) and count}
+        name, settings = self.profile.name, self.settings
+        judged = ledger.pairs
+        return shadow_report(name, settings, routing, verdict, judged, sample, lost, not_recorded=missed, looked=looked)
+
+    def told(self) -> ToldState:
+        """What the last look has said."""
+        found = read_state(self._told_file, ToldState.model_validate_json)
+        return ToldState() if found is None or isinstance(found, Damaged) else found
+
+    def tell(self, serving: str, alias_before: str) -> None:
+        """Note what this one says."""
+        said = ToldState(candidate=self.routing.candidate, serving=serving, alias_before=alias_before)
+        state_directory(self.directory, private=True)
+        write_state(self._told_file, said.model_dump_json().encode())
+
+    @property
+    def lost_file(self) -> Path:
+        return self.directory / f"{self.profile.name}.lost.json"
+
+    @property
+    def _told_file(self) -> Path:
+        return self.directory / f"{self.profile.name}.told.json"
+
+    def _counted_from(self) -> float:
+        """A server that was mended and is watched again is not killed for what it did before."""
+        back = time.time() - _ARMS_LOOKED_BACK
+        return max(back, self.routing.since) if self.is_open else back
+
+
+def open_watch(profile: Profile) -> Watch:
+    """What is watched.
+
+    Raises:
+        InvalidInput: when the profile says nothing of it, or no proxy has begun.
+        Refused: when the records cannot be reached.
+    """
+    if (settings := profile.shadow) is None:
+        raise InvalidInput(
+            f"profile {profile.name}",
+            found="no 'shadow'",
+            expected="two servers, and a judge of their answers",
+            remedy="see docs/shadow.md",
+        )
+    file = routing_file(profile.name)
+    routing = read_routing(file)
+    if routing is None:
+        raise InvalidInput(
+            f"shadow of {profile.name}",
+            found="nothing is watched yet",
+            expected="a proxy that has begun",
+            remedy="mergegate shadow PROFILE",
+        )
+    try:
+        records = open_records(records_url(profile.name, settings))
+    except SQLAlchemyError as error:
+        raise Refused(
+            "shadow.records",
+            found=f"the database does not answer ({type(error).__name__})",
+            expected="what the proxy has recorded",
+            remedy="look again when it is there: what was judged is kept",
+        ) from None
+    return Watch(profile, settings, routing, records, file.parent)
+
+
+def _in_order(rows: Iterable[ArmRow]) -> list[ArmRow]:
+    """In the order in which they ended."""
+    return sorted(rows, key=lambda row: row.at + row.seconds)

@@ -1,0 +1,67 @@
+"""Answers that were given already, to users: two of them to one question, judged as all others are.
+
+The questions are whole conversations, which both sides had in common, so each pair is one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from merge_core.store import digest
+from tasks.judge.asking import ask_judge, both_orders
+from tasks.judge.comparison import SCORES, Judgement, Order, settle
+from tasks.judge.prompts import Prompt
+from tasks.judge.rubric import INSTRUCTIONS
+from tasks.judge.settings import JudgeServer, Judging
+
+
+class GivenPair(NamedTuple):
+    """Two answers to one question."""
+
+    id: str
+    question: str
+    reference: str
+    merge: str
+
+
+def judge_given(
+    pairs: Sequence[GivenPair], judging: Judging, server: JudgeServer, known: Collection[tuple[str, Order]] = ()
+) -> Iterator[Judgement]:
+    """What the judge says of each pair in each order, as it says so. Of equal answers nothing is asked.
+
+    Args:
+        known: ``(id, order)`` of what it said before, which is not asked again.
+
+    Raises:
+        InvalidInput: when the server cannot be asked.
+    """
+    questions = [
+        question
+        for pair in pairs
+        if pair.reference != pair.merge
+        for question in both_orders(Prompt(pair.id, (pair.question,), (None,)), 0, (pair.reference,), (pair.merge,))
+        if (pair.id, question.order) not in known
+    ]
+    return ask_judge(questions, judging, server, INSTRUCTIONS)
+
+
+class PairScore(NamedTuple):
+    """One pair after both orders: 1 where the merge's answer is better, 0 where the reference's is, else 1/2; and
+    whether the judge said the same in both."""
+
+    score: float
+    consistent: bool
+
+
+def score_of(judgements: Sequence[Judgement]) -> PairScore:
+    """What the two judgements of one pair come to."""
+    (pair,) = settle(judgements)
+    return PairScore(SCORES[pair.winner], bool(pair.consistent))
+
+
+def same_judge(judging: Judging) -> str:
+    """64 hex digits of everything that decides a judgement: judgements under another one are of another judge."""
+    return digest(
+        {"judging": judging.model_dump(mode="json", include=set(Judging.model_fields)), "instructions": INSTRUCTIONS}
+    )

@@ -1,0 +1,31 @@
+"""The page of a release that is watched on users' traffic: what is shown so far, and what became of it.
+
+::
+
+    html = render_shadow(ShadowContent(...))
+    html = render_shadow(content.without_examples())      # to be kept for long: no user's text
+    shadow_sentence(content)                              # 'watched for 31 h: …', for the terminal
+"""
+
+from tasks.report.shadow.content import LostExample, ReportedArm, ShadowContent, ShadowPoint
+from tasks.report.shadow.page import render_shadow
+from tasks.report.shadow.wording import (
+    ARM_COLUMNS,
+    arm_cells,
+    shadow_outcome,
+    shadow_rows,
+    shadow_sentence,
+)
+
+__all__ = [
+    "ARM_COLUMNS",
+    "LostExample",
+    "ReportedArm",
+    "ShadowContent",
+    "ShadowPoint",
+    "arm_cells",
+    "render_shadow",
+    "shadow_outcome",
+    "shadow_rows",
+    "shadow_sentence",
+]

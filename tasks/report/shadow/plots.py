@@ -1,0 +1,130 @@
+"""Two courses: the win rate with what it may be, over time; and the evidence for and against, over pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from tasks.report import wording
+from tasks.report.shadow.content import ShadowContent, ShadowPoint
+from tasks.report.shadow.wording import e_value, power_of_ten
+from tasks.report.svg import Ink, drawing, inline
+from tasks.report.sweep.canvas import DASHED, NARROW, WIDE, Drawing, Key, blank, legend, panel, ticks, write
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_HOUR = 3600.0
+_LOWEST_E = math.log(0.01)  # below it nothing is shown any more, and all of it looks alike
+_ROOM = 4.0  # points above and below
+
+
+def win_rate_plot(content: ShadowContent) -> tuple[str, ...]:
+    """Wide and narrow; empty with less than two points."""
+    return tuple(_win_rate(content, drawn) for drawn in (WIDE, NARROW)) if len(content.points) > 1 else ()
+
+
+def evidence_plot(content: ShadowContent) -> tuple[str, ...]:
+    """Wide and narrow; empty with less than two points."""
+    return tuple(_evidence(content, drawn) for drawn in (WIDE, NARROW)) if len(content.points) > 1 else ()
+
+
+def _win_rate(content: ShadowContent, drawn: Drawing) -> str:
+    plot, points = f"win-rate-{drawn.name}", content.points
+    hours, unit = _times(points)
+    bound = 50 - content.margin
+    # The first pairs say nothing yet: their interval is everything, and would hide what came after.
+    late = points[len(points) // 4 :]
+    low = min(bound, *(100 * one.low for one in late)) - _ROOM
+    high = max(50.0, *(100 * one.high for one in late)) + _ROOM
+    keys = [
+        Key.of("win rate", color=Ink.TEXT.value, linewidth=2.4),
+        Key.of(
+            f"{100 * content.confidence:g} % each way, at all looks", color=Ink.ACCENT.value, linewidth=6, alpha=0.3
+        ),
+        Key.of(f"to be shown: above {wording.plain(bound)} %", color=Ink.INCONCLUSIVE.value, **DASHED),
+    ]
+    with drawing(plot):
+        axes, finish = _panel(drawn, plot, keys)
+        axes.set_xlim(0, max(hours[-1], 1e-6) * 1.01)
+        axes.set_ylim(max(0.0, low), min(100.0, high))
+        ticks(axes, "x", 5 if drawn.narrow else 8)
+        ticks(axes, "y", 5)
+        band: dict[str, Any] = {"color": Ink.ACCENT.value, "alpha": 0.22, "linewidth": 0, "step": "post"}
+        axes.fill_between(hours, [100 * one.low for one in points], [100 * one.high for one in points], **band)
+        axes.axhline(50, color=Ink.MUTED.value, linewidth=1)
+        axes.axhline(bound, color=Ink.INCONCLUSIVE.value, **DASHED)
+        axes.plot(
+            hours, [100 * one.win_rate for one in points], color=Ink.TEXT.value, linewidth=2.4, drawstyle="steps-post"
+        )
+        begun = datetime.fromtimestamp(points[0].at, UTC).strftime("%Y-%m-%d %H:%M")
+        _below(axes, f"{unit} since {begun} UTC")
+        last = points[-1]
+        said = f"{100 * last.win_rate:.1f} %, between {100 * last.low:.1f} and {100 * last.high:.1f}"
+        return finish(f"Win rate of the candidate over time: after {last.pairs} pairs {said}.")
+
+
+def _evidence(content: ShadowContent, drawn: Drawing) -> str:
+    plot, points = f"evidence-{drawn.name}", content.points
+    threshold = -math.log1p(-content.confidence)
+    pairs = [one.pairs for one in points]
+    keys = [
+        Key.of("for the candidate", color=Ink.PASS.value, linewidth=2.4),
+        Key.of("against it", color=Ink.FAIL.value, linewidth=2.0, linestyle=(0, (5, 2))),
+        Key.of(f"{e_value(threshold)}: decided", color=Ink.INCONCLUSIVE.value, **DASHED),
+    ]
+    with drawing(plot):
+        axes, finish = _panel(drawn, plot, keys)
+        top = max(threshold, *(max(one.log_e_promote, one.log_e_rollback) for one in points))
+        axes.set_xlim(0, pairs[-1] * 1.01)
+        axes.set_ylim(_LOWEST_E - 0.3, top + 0.08 * (top - _LOWEST_E))
+        ticks(axes, "x", 5 if drawn.narrow else 8, integer=True)
+        powers = [power for power in _powers(top) if power * math.log(10) >= _LOWEST_E]
+        axes.set_yticks([power * math.log(10) for power in powers], [_power(power) for power in powers])
+        axes.axhline(threshold, color=Ink.INCONCLUSIVE.value, **DASHED)
+        for values, ink, style in (
+            ([one.log_e_promote for one in points], Ink.PASS, {"linewidth": 2.4}),
+            ([one.log_e_rollback for one in points], Ink.FAIL, {"linewidth": 2.0, "linestyle": (0, (5, 2))}),
+        ):
+            drawing_style: dict[str, Any] = style
+            axes.plot(pairs, [max(one, _LOWEST_E) for one in values], color=ink.value, **drawing_style)
+        _below(axes, "judged pairs")
+        last = points[-1]
+        return finish(
+            f"Evidence over pairs: for the candidate {e_value(last.log_e_promote)}, against it "
+            f"{e_value(last.log_e_rollback)}, decided at {e_value(threshold)}."
+        )
+
+
+def _panel(drawn: Drawing, plot: str, keys: Sequence[Key]) -> tuple[Axes, Callable[[str], str]]:
+    left, right = (48, 6) if drawn.narrow else (58, 12)
+    columns = 1 if drawn.narrow else len(keys)
+    head, tall, foot = 18 + 19 * math.ceil(len(keys) / columns), 210 if drawn.narrow else 260, 48
+    height = head + tall + foot
+    figure = blank(drawn, height)
+    axes = panel(figure, drawn, height, (left, head, drawn.width - left - right, tall))
+    legend(figure, drawn, keys, 0 if drawn.narrow else left - 6, columns)
+    return axes, lambda spoken: inline(figure, plot, spoken)
+
+
+def _below(axes: Axes, text: str) -> None:
+    write(axes, (1, 0), text, shift=(0, 36), coordinates="axes fraction", align="right", ink=Ink.MUTED)
+
+
+def _times(points: Sequence[ShadowPoint]) -> tuple[list[float], str]:
+    """Since the first point, in hours, or in minutes where there is not one."""
+    long = points[-1].at - points[0].at >= 2 * _HOUR
+    return [(one.at - points[0].at) / (_HOUR if long else 60) for one in points], "hours" if long else "minutes"
+
+
+def _powers(top: float) -> list[int]:
+    """Of ten, not more than a handful."""
+    most = max(1, math.ceil(top / math.log(10)))
+    step = max(1, math.ceil((most + 2) / 6))
+    return [power for power in range(-2, most + 1) if power % step == 0]
+
+
+def _power(power: int) -> str:
+    return f"{10.0**power:g}" if -3 < power < 4 else power_of_ten(power)

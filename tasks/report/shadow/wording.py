@@ -1,0 +1,127 @@
+"""How the state of a watched release is said: the word, the sentence, the numbers. Pure functions of the content."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from merge_core.units import format_duration
+from tasks.report import wording
+from tasks.report.shadow.content import ReportedArm, Serving, ShadowContent
+from tasks.report.sweep.wording import sentence_case
+from tasks.stage import Outcome
+
+_OUTCOMES: dict[Serving, Outcome] = {
+    "promoted": "pass",
+    "watch": "inconclusive",
+    "rolled back": "fail",
+    "killed": "fail",
+}
+_TITLES: dict[Serving, str] = {
+    "promoted": "Promoted",
+    "watch": "Watched",
+    "rolled back": "Rolled back",
+    "killed": "Killed",
+}
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_DIGITS_OF_E = 4  # more than that is said as a power of ten
+
+
+def shadow_outcome(content: ShadowContent) -> Outcome:
+    """A pass where it was promoted, undecided while it is watched."""
+    return _OUTCOMES[content.serving]
+
+
+def shadow_title(content: ShadowContent) -> str:
+    """The one big word."""
+    return _TITLES[content.serving]
+
+
+def shadow_sentence(content: ShadowContent) -> str:
+    """What serves users, and why, with a capital first."""
+    return sentence_case(content.reason)
+
+
+def what_users_get(content: ShadowContent) -> str:
+    """What that means for users."""
+    share = _percent(content.share)
+    return {
+        "promoted": "All requests are answered by the candidate."
+        + (f" At its target it is called {content.alias}." if content.alias else ""),
+        "rolled back": "All requests are answered by the parent, and nothing is copied.",
+        "killed": "All requests are answered by the parent, and nothing is copied: the kill switch asks no statistics.",
+        "watch": f"Users are answered by the parent; {share} of their requests are copied to the candidate."
+        if content.mode == "mirror"
+        else f"{share} of the users are answered by the candidate, always the same ones.",
+    }[content.serving]
+
+
+def win_rate_text(content: ShadowContent) -> str:
+    """'48.2 % [44.9, 51.3]', or that no pair is judged yet."""
+    now = content.now
+    if now is None:
+        return "no pair is judged yet"
+    return f"{_percent(now.win_rate, 1)} {wording.interval(100 * now.low, 100 * now.high, 1)}"
+
+
+def evidence_text(log_e: float, confidence: float) -> str:
+    """'7.4, decided at 20'."""
+    return f"{e_value(log_e)}, decided at {wording.plain(round(1 / (1 - confidence), 6))}"
+
+
+def e_value(log_e: float) -> str:
+    """'0.03', '7.4', '10¹²'."""
+    power = log_e / math.log(10)
+    if abs(power) > _DIGITS_OF_E:
+        return power_of_ten(round(power))
+    value = math.exp(log_e)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+
+
+def power_of_ten(power: int) -> str:
+    """'10¹²'."""
+    return f"10{str(power).translate(_SUPERSCRIPTS)}"
+
+
+def shadow_rows(content: ShadowContent) -> Iterator[tuple[str, str]]:
+    """The state in lines: what it is, and its value."""
+    now = content.now
+    yield "serving", _serving(content)
+    yield "watched", f"{format_duration(3600 * content.hours)} ({wording.plain(content.minimum_hours)} h at least)"
+    told = f"{content.wins:,} won, {content.ties:,} tied, {content.losses:,} lost"
+    yield "pairs", f"{content.pairs:,} ({content.minimum_pairs:,} at least): {told}"
+    yield "win rate", win_rate_text(content)
+    if now is not None:
+        if content.consistency is not None:
+            yield "judge", f"the same in both orders in {_percent(content.consistency, 0)}"
+        yield "evidence for it", evidence_text(now.log_e_promote, content.confidence)
+        yield "evidence against", evidence_text(now.log_e_rollback, content.confidence)
+
+
+def arm_cells(arm: ReportedArm) -> tuple[str, ...]:
+    """Requests, failed, first byte and whole answer: median and 95 %."""
+    bounds = wording.interval(100 * arm.low, 100 * arm.high, 2)
+    rate = f"{_percent(arm.rate, 2)} {bounds}" if arm.requests else wording.NONE
+    return f"{arm.requests:,}", rate, *_quantiles(arm.first_byte), *_quantiles(arm.seconds)
+
+
+ARM_COLUMNS = ("Requests", "Failed", "First byte", "95 %", "Whole answer", "95 %")
+
+
+def _quantiles(seconds: tuple[float, float, float] | None) -> tuple[str, str]:
+    return (wording.NONE, wording.NONE) if seconds is None else (_seconds(seconds[0]), _seconds(seconds[1]))
+
+
+def _seconds(value: float) -> str:
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _serving(content: ShadowContent) -> str:
+    if content.serving == "watch":
+        how = "copied to the candidate" if content.mode == "mirror" else "answered by the candidate"
+        return f"the parent; {_percent(content.share)} of the requests {how}"
+    return "the candidate" if content.serving == "promoted" else f"the parent: the candidate was {content.serving}"
+
+
+def _percent(share: float, decimals: int | None = None) -> str:
+    return f"{wording.plain(round(100 * share, 4)) if decimals is None else wording.number(100 * share, decimals)} %"

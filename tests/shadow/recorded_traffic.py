@@ -1,0 +1,93 @@
+"""Requests and answers as a proxy records them, and a judge who knows right from wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS / "judge"))
+
+from judge_server import Asked, Response, completion, serving  # noqa: E402  # from the tests of the judge
+
+from tasks.shadow.records import RecordedAnswer, RecordedPair  # noqa: E402
+
+__all__ = [
+    "CHAT",
+    "Asked",
+    "RecordedPair",
+    "Response",
+    "answer",
+    "chat",
+    "completion",
+    "given",
+    "likes_good_answers",
+    "pair",
+    "serving",
+    "stream",
+]
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(*said: str, **more: Any) -> bytes:
+    """A request: a user and an assistant in turns, the user first."""
+    who = ("user", "assistant")
+    messages = [{"role": who[at % 2], "content": text} for at, text in enumerate(said)]
+    return json.dumps({"model": "m", "messages": messages, **more}).encode()
+
+
+def answer(text: str, **more: Any) -> bytes:
+    """A whole answer."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **more}, "finish_reason": "stop"}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+def stream(*pieces: str, ends: bool = True, newline: str = "\n") -> bytes:
+    """The same as events."""
+    events = [{"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]} for piece in pieces]
+    if ends:
+        events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    lines = [f"data: {json.dumps(event)}" for event in events] + (["data: [DONE]"] if ends else [])
+    return "".join(line + 2 * newline for line in lines).encode()
+
+
+def given(body: bytes | str, status: int = 200, error: str = "") -> RecordedAnswer:
+    """What an arm said."""
+    return RecordedAnswer(status, body if isinstance(body, bytes) else answer(body), 0.02, 0.1, error)
+
+
+def pair(
+    number: int,
+    session: str = "",
+    *,
+    asked: bytes | None = None,
+    parent: RecordedAnswer | str = "good",
+    candidate: RecordedAnswer | str = "good",
+    path: str = CHAT,
+    at: float | None = None,
+) -> RecordedPair:
+    """A recorded pair; one a session, unless one is named."""
+    return RecordedPair(
+        f"request-{number}",
+        session or f"session-{number}",
+        1000.0 + number if at is None else at,
+        path,
+        asked or chat(f"question {number}"),
+        given(parent) if isinstance(parent, str) else parent,
+        given(candidate) if isinstance(candidate, str) else candidate,
+    )
+
+
+def likes_good_answers(body: dict[str, Any]) -> Response:
+    """A judge for whom whatever says 'good' is better than what does not."""
+    shown = body["messages"][1]["content"]
+    a, b = (re.search(rf"<<< answer {name} \w+\n(.*?)\n>>>", shown, re.DOTALL) for name in "AB")
+    assert a is not None
+    assert b is not None
+    better = ("good" in a[1]) - ("good" in b[1])
+    verdict = {1: "A", -1: "B", 0: "tie"}[better]
+    return completion({"reasoning": "one of them <b>is</b> good", "verdict": verdict})

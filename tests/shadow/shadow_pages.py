@@ -1,0 +1,117 @@
+"""Watched releases as their pages show them: hours of traffic, made up, through the code that judges real ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from flows.outcome import shadow_report
+from tasks.report import ShadowContent
+from tasks.shadow import (
+    ArmRow,
+    JudgedPair,
+    LostPair,
+    Routing,
+    Sample,
+    ShadowJudge,
+    ShadowServer,
+    ShadowSettings,
+    shadow_verdict,
+)
+
+BEGAN = 1_795_000_000.0
+LEFT_OUT = {
+    "another request of a session that has its pair": 4811,
+    "parts that are no text": 212,
+    "not answered well by both": 31,
+}
+LOST = (
+    LostPair(
+        id="r-1",
+        at=BEGAN + 90_000,
+        question="User: My invoice says 1 240 EUR, but we agreed on 1 200 net. Which one do I owe?\n\n"
+        "Assistant: 1 240 EUR would be 1 200 EUR net with 3.3 % of tax.\n\nUser: That is no tax rate here.",
+        parent="Then the invoice is wrong: with 20 % of tax it would be 1 440 EUR. Ask for a corrected one.",
+        candidate="You owe 1 240 EUR.",
+        reasoning="A notices that the numbers do not fit together and says what to do. B repeats the wrong number.",
+    ),
+    LostPair(
+        id="r-2",
+        at=BEGAN + 70_000,
+        question="Write a limerick about <script>alert(1)</script> and unit tests",
+        parent="There once was a test that was red…",
+        candidate="",
+        reasoning="B says nothing.",
+    ),
+)
+
+
+def page_content(
+    *,
+    rates: tuple[float, float] = (0.24, 0.27),
+    pairs: int = 900,
+    serving: str = "watch",
+    why: str = "",
+    mode: str = "mirror",
+    requests: int = 20_000,
+    failing: float = 0.004,
+    lost: Sequence[LostPair] = LOST,
+) -> ShadowContent:
+    """A release that has been watched for a while.
+
+    Args:
+        rates: Shares of pairs that are won and lost.
+    """
+    dice = random.Random(7)
+    servers = {"parent": ShadowServer(url="http://p/v1"), "candidate": ShadowServer(url="http://c/v1")}
+    settings = ShadowSettings(**servers, judge=ShadowJudge(url="http://j/v1", model="qwen3-32b"))
+    scores = [1.0 if (roll := dice.random()) < rates[0] else 0.0 if roll < sum(rates) else 0.5 for _ in range(pairs)]
+    judged = [
+        JudgedPair(
+            f"r-{n}",
+            f"s-{n}",
+            BEGAN + 110 * n,
+            BEGAN + 110 * n,
+            score,
+            None if score == 0.5 and n % 3 == 0 else n % 7 > 0,
+        )
+        for n, score in enumerate(scores)
+    ]
+    rows = [
+        ArmRow(
+            BEGAN + 5 * n,
+            "parent" if n % 2 else "candidate",
+            "answer" if n % 2 else "copy",
+            503 if n % 2 == 0 and dice.random() < failing else 200,
+            "",
+            False,
+            dice.lognormvariate(-3.2, 0.4),
+            dice.lognormvariate(0.2, 0.5),
+        )
+        for n in range(requests)
+    ]
+    hours = 27.5 if pairs else 0.0
+    verdict = shadow_verdict("3f9a0c71b2de", scores, 0.86, rows, hours, settings.rule, settings.switch)
+    said = {"candidate": "3f9a0c71b2de", "mode": mode, "share": 0.1, "serving": serving, "since": BEGAN}
+    routing = Routing(**said, why=why or verdict.reason)  # type: ignore[arg-type]
+    return shadow_report(
+        "support-assistant",
+        settings,
+        routing,
+        verdict,
+        judged,
+        Sample((), 143 if pairs else 0, LEFT_OUT if pairs else {}),
+        lost if pairs else (),
+        not_recorded={"the queue was full": 12} if pairs else {},
+        looked=BEGAN + 100_000,
+    )
+
+
+EVERY = {
+    "watched": lambda: page_content(),
+    "promoted": lambda: page_content(rates=(0.26, 0.24), failing=0.0, serving="promoted"),
+    "rolled back": lambda: page_content(rates=(0.1, 0.45), pairs=120, serving="rolled back"),
+    "killed": lambda: page_content(pairs=1, serving="killed", why="11 of the last 200 requests failed", failing=0.5),
+    "nothing yet": lambda: page_content(pairs=0, requests=0),
+    "split": lambda: page_content(pairs=0, requests=400, mode="split"),
+}

@@ -1,0 +1,111 @@
+"""The ledger: nothing is judged twice, whatever ends a look; nothing that is torn or another judge's is believed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given as for_all
+from hypothesis import settings
+from hypothesis import strategies as st
+from recorded_traffic import Response, likes_good_answers, pair, serving
+
+from merge_core.errors import InvalidInput
+from tasks.judge import JudgeServer, Judging
+from tasks.shadow import SampledPair, open_judged, read_judged, sample_pairs
+
+JUDGING = Judging(model="judge-1")
+EXPECTED = {"good": {"good": 0.5, "bad": 0.0}, "bad": {"good": 1.0, "bad": 0.5, "worse": 0.5}}
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def pairs_of(*answers: tuple[str, str]) -> tuple[SampledPair, ...]:
+    recorded = [pair(n, parent=parent, candidate=candidate) for n, (parent, candidate) in enumerate(answers)]
+    return sample_pairs(lambda: recorded, judged={}, most=1000).pairs
+
+
+def judge(place: Path, pairs: tuple[SampledPair, ...], url: str, judging: Judging = JUDGING) -> tuple[float, ...]:
+    server = JudgeServer(url=url, attempts=1, concurrency=3)
+    with open_judged(place, "demo", "v1", judging) as ledger:
+        ledger.judge(pairs, judging, server, now=lambda: 5000.0)
+        return ledger.scores
+
+
+def test_a_win_survives_the_swap_and_equal_answers_ask_nobody(tmp_path: Path) -> None:
+    answers = (("good", "bad"), ("bad", "good"), ("bad", "worse"), ("good", "good"))
+    with serving(likes_good_answers) as asked:
+        judge(tmp_path, pairs_of(*answers), asked.url)
+    assert len(asked.bodies) == 2 * 3
+    found = {one.id: (one.score, one.consistent is None) for one in read_judged(tmp_path, "demo", "v1", JUDGING).pairs}
+    wanted = [(EXPECTED[parent][candidate], parent == candidate) for parent, candidate in answers]
+    assert found == {f"request-{n}": one for n, one in enumerate(wanted)}
+
+
+@settings(max_examples=6, deadline=None)
+@for_all(deaths=st.lists(st.integers(1, 9), max_size=4))
+def test_a_judge_that_goes_away_again_and_again_is_asked_each_thing_once(
+    tmp_path_factory: pytest.TempPathFactory, deaths: list[int]
+) -> None:
+    place, answered = tmp_path_factory.mktemp("ledger"), Counter[str]()
+    left = [0]
+
+    def mortal(body: dict[str, Any]) -> Response:
+        if left[0] <= 0:
+            return Response(status=400, body="{}")
+        left[0] -= 1
+        answered[str(body["messages"])] += 1
+        return likes_good_answers(body)
+
+    pairs = pairs_of(*[("good", "bad"), ("bad", "good"), ("bad", "worse")] * 2)
+    with serving(mortal) as asked:
+        for count in deaths:
+            left[0] = count
+            try:
+                judge(place, pairs, asked.url)
+            except InvalidInput:
+                assert sum(answered.values()) < 12
+        left[0] = 100
+        scores = judge(place, pairs, asked.url)
+    assert sorted(scores) == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    # Requests that were on their way when the judge refused another may have been lost.
+    assert sum(answered.values()) <= 12 + 3 * len(deaths)
+    with serving(lambda body: pytest.fail("asked twice")) as silent:
+        assert judge(place, pairs, silent.url) == scores
+    assert silent.bodies == []
+
+
+def test_a_torn_line_is_judged_again_and_the_rest_is_not(tmp_path: Path) -> None:
+    pairs = pairs_of(*[("good", "bad")] * 4)
+    with serving(likes_good_answers) as asked:
+        judge(tmp_path, pairs, asked.url)
+        (ledger,) = tmp_path.glob("*.judged")
+        ledger.write_bytes(ledger.read_bytes()[:-7])
+        assert len(read_judged(tmp_path, "demo", "v1", JUDGING).pairs) == 3
+        assert judge(tmp_path, pairs, asked.url) == (0.0,) * 4
+    assert len(asked.bodies) == 2 * 4 + 1
+
+
+def test_another_judge_begins_anew_and_another_address_does_not(tmp_path: Path) -> None:
+    pairs = pairs_of(("good", "bad"))
+    with serving(likes_good_answers) as asked, serving(likes_good_answers) as moved:
+        judge(tmp_path, pairs, asked.url)
+        judge(tmp_path, pairs, moved.url)
+        assert len(moved.bodies) == 0
+        judge(tmp_path, pairs, moved.url, JUDGING.model_copy(update={"model": "judge-2"}))
+        assert len(moved.bodies) == 2
+
+
+def test_no_text_of_a_user_is_in_the_ledger(tmp_path: Path) -> None:
+    with serving(likes_good_answers) as asked:
+        judge(tmp_path, pairs_of(("good secret", "bad secret")), asked.url)
+    (ledger,) = tmp_path.glob("*.judged")
+    assert ledger.stat().st_size
+    for word in ("secret", "question", "one of them"):
+        assert word not in ledger.read_text()

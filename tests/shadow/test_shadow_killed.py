@@ -1,0 +1,75 @@
+"""Looks in processes of their own, as a worker carries them out: recorded streams in, a routing out; killed between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_traffic import RecordedPair, Response, chat, given, likes_good_answers, pair, serving, stream
+from watched_project import Watched, rows, watched
+
+PROJECT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+def streams(watch: Watched, count: int, *, wrong: int) -> list[RecordedPair]:
+    """Conversations, answered by streams, of which the candidate has so many of ten wrong."""
+    found = []
+    for number in range(count):
+        said = "bad" if number % 10 < wrong else "good"
+        asked = chat("hello", "good day", f"question {number}", stream=True)
+        right, ours = given(stream("a ", "good", " one")), given(stream("a ", said, f" one {number}"))
+        found.append(pair(number, asked=asked, parent=right, candidate=ours, at=watch.began + number))
+    return found
+
+
+def look(watch: Watched) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environment |= {"MERGEGATE_HOME": str(watch.project.home), "PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, "-m", "mergegate", "shadow", "look", "profiles/watched.yaml", "--json"]
+    return subprocess.Popen(command, cwd=watch.project.root, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "serving_now"), [(0, 0, "promoted"), (5, 3, "rolled back")], ids=["good", "lopsided"]
+)
+def test_a_look_that_is_killed_is_gone_on_with_and_nothing_is_asked_twice(
+    tmp_path: Path, wrong: int, code: int, serving_now: str
+) -> None:
+    asked, reached, go_on = Counter[str](), threading.Event(), threading.Event()
+    lock = threading.Lock()
+
+    def patient(body: dict[str, Any]) -> Response:
+        with lock:
+            number = sum(asked.values())
+            if number >= 60 and not go_on.is_set():
+                reached.set()
+            else:
+                asked[json.dumps(body["messages"])] += 1
+                return likes_good_answers(body)
+        go_on.wait()
+        return Response(status=503)
+
+    with serving(patient) as judge:
+        watch = watched(tmp_path, judge.url, rule={"minimum_pairs": 50, "margin": 10.0, "pairs_per_look": 400})
+        watch.record(streams(watch, 160, wrong=wrong), rows(watch.began, 200))
+        killed = look(watch)
+        assert reached.wait(120)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert watch.routing.serving == "watch"
+        go_on.set()
+        whole = look(watch)
+        told = json.loads(whole.communicate()[0])
+    assert (whole.returncode, told["shadow"]["pairs"], watch.routing.serving) == (code, 160, serving_now)
+    # What was on its way when the look was killed is asked once more: as many as are asked at a time.
+    again = sum(count - 1 for count in asked.values())
+    assert (len(asked), again <= 4) == (320, True)

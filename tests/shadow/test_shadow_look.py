@@ -1,0 +1,207 @@
+"""One look after the other: what is good enough is promoted, what is worse is rolled back, and else nothing happens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_traffic import Asked, completion, likes_good_answers, pair, serving
+from watched_project import VERSION, Watched, rows, watched
+
+from tasks.publish.targets.directory import DirectoryTarget
+from tasks.shadow.records import RecordedPair
+
+RULE = {"minimum_pairs": 30, "pairs_per_look": 400}
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def judge() -> Iterator[Asked]:
+    with serving(likes_good_answers) as asked:
+        yield asked
+
+
+def alias_of(watch: Watched) -> str:
+    """What 'production' means at the target, where two versions stand and it has meant the one before."""
+    link = watch.project.root / "releases" / "demo" / "production"
+    if not link.parent.is_dir():
+        for version in (VERSION, "before"):
+            (link.parent / version).mkdir(parents=True)
+        link.symlink_to("before")
+    return str(link.readlink())
+
+
+@pytest.fixture
+def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the target of h-E is here: links in its directory."""
+    if not hasattr(DirectoryTarget, "set_alias"):
+
+        def set_alias(self: Any, root: Path, version: str, name: str) -> None:
+            link = root / self.path / name
+            link.unlink(missing_ok=True)
+            link.symlink_to(version)
+
+        monkeypatch.setattr(DirectoryTarget, "set_alias", set_alias, raising=False)
+        monkeypatch.setattr(
+            DirectoryTarget,
+            "aliased",
+            lambda self, root, name: str((root / self.path / name).readlink()),
+            raising=False,
+        )
+
+
+def traffic(watch: Watched, count: int, *, better: int = 0, worse: int = 0, first: int = 0) -> list[RecordedPair]:
+    """Of ten pairs so many that the candidate wins, and that it loses; all else equal."""
+    found = []
+    for number in range(first, first + count):
+        turn = number % 10
+        parent = "good" if turn >= better else "bad"
+        candidate = "good" if turn < 10 - worse else "bad <script>"
+        found.append(pair(number, parent=parent, candidate=candidate, at=watch.began + number))
+    return found
+
+
+def told(result: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def test_what_is_better_is_promoted_once_and_users_are_told_where(
+    tmp_path: Path, prefect_api: None, judge: Asked, aliases: None
+) -> None:
+    watch = watched(tmp_path, judge.url, rule=RULE, alias="production")
+    watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
+    assert alias_of(watch) == "before"
+    result = watch.look("--json")
+    answer = told(result)
+    assert (result.exit_code, answer["status"], answer["version"]) == (0, "promoted", VERSION)
+    assert (watch.routing.serving, alias_of(watch)) == ("promoted", VERSION)
+    assert watch.routing.why in answer["message"]
+    assert "examples" not in answer["shadow"]
+
+    asked = len(judge.bodies)
+    again = watch.look()
+    assert again.exit_code == 0
+    assert "nothing new" in again.output
+    assert len(judge.bodies) == asked
+
+    status = told(watch.by_hand("status", "--json"))
+    assert (status["status"], status["shadow"]["serving"], status["shadow"]["pairs"]) == ("promoted", "promoted", 100)
+    history = told(watch.project.mergegate("history", "--json"))["runs"]
+    assert sorted((run["flow"], run["status"]) for run in history) == [
+        ("shadow", "nothing new"),
+        ("shadow", "promoted"),
+    ]
+
+    back = watch.by_hand("rollback", "--why", "users complain")
+    assert back.exit_code == 0, back.output
+    assert watch.routing.serving == "rolled back"
+    assert "users complain" in watch.routing.why
+    assert alias_of(watch) == "before"
+
+
+def test_what_is_worse_is_rolled_back_and_its_losses_stand_on_the_page_and_nowhere_else(
+    tmp_path: Path, prefect_api: None, judge: Asked
+) -> None:
+    watch = watched(tmp_path, judge.url, rule=RULE)
+    watch.record(traffic(watch, 60, worse=6), rows(watch.began, 60))
+    result = watch.look()
+    assert result.exit_code == 3
+    assert watch.routing.serving == "rolled back"
+    reports = watch.project.home / "reports"
+    page = (reports / "watched.shadow.html").read_text()
+    assert "bad &lt;script&gt;" in page
+    assert "&lt;b&gt;is&lt;/b&gt;" in page
+    (kept,) = (reports / "watched").glob("*.html")
+    assert "&lt;script&gt;" not in kept.read_text()
+    again = watch.look("--json")
+    assert (again.exit_code, told(again)["status"]) == (0, "nothing new")
+
+
+@pytest.mark.slow  # several looks
+def test_equal_answers_wait_for_hours_and_pairs_and_a_look_judges_no_more_than_it_may(
+    tmp_path: Path, prefect_api: None, judge: Asked
+) -> None:
+    watch = watched(tmp_path, judge.url, rule={"minimum_pairs": 30, "pairs_per_look": 25}, hours=5)
+    watch.record(traffic(watch, 60), rows(watch.began, 60, hours=5))
+    first = told(watch.look("--json"))
+    assert (first["status"], first["shadow"]["pairs"], first["shadow"]["waiting"]) == ("waiting", 25, 35)
+    assert [told(watch.look("--json"))["shadow"]["pairs"] for _ in range(2)] == [50, 60]
+    last = watch.look("--json")
+    assert (last.exit_code, told(last)["status"]) == (0, "nothing new")
+    assert watch.routing.serving == "watch"
+    assert judge.bodies == []
+
+
+def test_a_judge_that_likes_whatever_comes_first_promotes_nobody(tmp_path: Path, prefect_api: None) -> None:
+    with serving(lambda body: completion({"reasoning": "it is first", "verdict": "A"})) as first:
+        watch = watched(tmp_path, first.url, rule={**RULE, "margin": 20.0})
+        watch.record(traffic(watch, 100, worse=6), rows(watch.began, 100))
+        result = watch.look("--json")
+    assert (told(result)["status"], watch.routing.serving) == ("waiting", "watch")
+    assert "agrees with itself on 0 % of the pairs" in told(result)["message"]
+
+
+@pytest.mark.parametrize(
+    ("failing", "first", "says"), [(0.2, 0.02, "requests failed"), (0.0, 0.5, "times as late")], ids=["fails", "slow"]
+)
+def test_what_fails_or_is_far_too_slow_is_killed_without_statistics(
+    tmp_path: Path, prefect_api: None, judge: Asked, failing: float, first: float, says: str
+) -> None:
+    watch = watched(tmp_path, judge.url)
+    watch.record(traffic(watch, 5), rows(watch.began, 250, failing=failing, first=first))
+    result = watch.look()
+    assert (result.exit_code, watch.routing.serving) == (3, "killed")
+    assert says in watch.routing.why
+    assert "killed" in result.output
+
+
+def test_what_the_proxy_has_killed_is_told_once(tmp_path: Path, prefect_api: None, judge: Asked) -> None:
+    watch = watched(tmp_path, judge.url)
+    watch.watch(serving="killed", why="the switch")
+    assert watch.look().exit_code == 3
+    again = watch.look()
+    assert again.exit_code == 0
+    assert "nothing new" in again.output
+
+
+@pytest.mark.slow  # several looks
+def test_a_person_is_asked_before_and_who_says_it_beforehand_is_kept(
+    tmp_path: Path, prefect_api: None, judge: Asked
+) -> None:
+    watch = watched(tmp_path, judge.url, rule=RULE, approval=True)
+    watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
+    refused = watch.look()
+    assert refused.exit_code == 3
+    assert "may be promoted when somebody approves it" in refused.output
+    assert watch.routing.serving == "watch"
+    assert watch.look("--approve").exit_code == 0
+    assert watch.routing.serving == "promoted"
+    assert "said beforehand" in watch.routing.why
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("promote", "profiles/watched.yaml"), "no reason"),
+        (("look", "profiles/demo.yaml"), "no 'shadow'"),
+        (("look", "profiles/watched.yaml"), "nothing is watched yet"),
+        (("status", "profiles/watched.yaml"), "nothing is watched yet"),
+    ],
+)
+def test_what_cannot_mean_anything_is_said(
+    tmp_path: Path, prefect_api: None, judge: Asked, arguments: tuple[str, ...], says: str
+) -> None:
+    watch = watched(tmp_path, judge.url)
+    watch.routing_file.unlink()
+    result = watch.project.mergegate("shadow", *arguments)
+    assert result.exit_code == 2
+    assert says in result.output

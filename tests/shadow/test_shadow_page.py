@@ -1,0 +1,59 @@
+"""The page of a watched release: well-formed, loads nothing, shows strangers' text as text, and keeps it nowhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import shadow_pages
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "report"))
+
+from pages import Page  # from the tests of reports
+
+from tasks.report import ShadowContent, render_shadow, shadow_rows
+from tasks.report.shadow.wording import e_value
+
+
+@cache
+def content(name: str) -> ShadowContent:
+    return shadow_pages.EVERY[name]()
+
+
+@cache
+def page(name: str) -> str:
+    return render_shadow(content(name))
+
+
+@pytest.mark.parametrize("name", shadow_pages.EVERY)
+def test_the_page_is_whole_loads_nothing_and_has_no_colour_of_its_own(name: str) -> None:
+    read = Page(page(name))
+    ids = read.attributes("id")
+    assert len(ids) == len(set(ids))
+    assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "img", "iframe", "object", "image"})
+    assert re.search(r"https?://|@import|url\((?!#)", page(name)) is None
+    assert re.search(r"#[0-9a-f]{6}", "".join(read.attributes("style") + read.attributes("fill"))) is None
+    assert all(value in " ".join(read.text.split()) for _, value in shadow_rows(content(name)))
+
+
+def test_what_users_wrote_is_text_and_is_left_out_of_what_is_kept() -> None:
+    wrote = [text for one in shadow_pages.LOST for text in (one.question, one.parent, one.candidate, one.reasoning)]
+    shown = " ".join(Page(page("watched")).text.split())
+    assert all(" ".join(text.split()) in shown for text in wrote)
+    kept = " ".join(Page(render_shadow(content("watched").without_examples())).text.split())
+    assert not any(text and " ".join(text.split()) in kept for text in wrote)
+
+
+def test_evidence_of_any_size_can_be_read() -> None:
+    assert [e_value(log_e) for log_e in (0.0, -3.5, 3.0, 6.0, 60.0, -60.0, 5000.0)] == [
+        "1",
+        "0.03",
+        "20",
+        "403",
+        "10²⁶",
+        "10⁻²⁶",
+        "10²¹⁷¹",
+    ]

@@ -1,0 +1,209 @@
+"""What of the traffic is judged: one pair a session, by a hash; what is no text is counted, never judged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given as for_all
+from hypothesis import strategies as st
+from recorded_traffic import CHAT, answer, chat, given, pair, stream
+
+from tasks.shadow.bodies import Unreadable, answer_in, question_in
+from tasks.shadow.pairs import FAILED, SAME_SESSION, Sample, sample_pairs
+from tasks.shadow.records import RecordedPair
+
+
+def sampled(pairs: Sequence[RecordedPair], judged: dict[str, str] | None = None, most: int = 1000) -> Sample:
+    return sample_pairs(lambda: sorted(pairs, key=lambda one: one.at), judged=judged or {}, most=most)
+
+
+TRAFFIC = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["good", "bad", ""])), max_size=30)
+
+
+@for_all(TRAFFIC, st.lists(st.booleans(), min_size=30, max_size=30))
+def test_each_session_has_one_pair_whatever_was_answered(traffic: list[tuple[int, str]], swapped: list[bool]) -> None:
+    pairs = [pair(n, f"s{session}", candidate=text) for n, (session, text) in enumerate(traffic)]
+    exchanged = [
+        one._replace(parent=one.candidate, candidate=one.parent) if swap else one
+        for one, swap in zip(pairs, swapped, strict=False)
+    ]
+    chosen = sampled(pairs)
+    assert {one.session for one in chosen.pairs} == {one.session for one in pairs}
+    assert len(chosen.pairs) == len({one.session for one in chosen.pairs})
+    assert [one.given.id for one in sampled(exchanged).pairs] == [one.given.id for one in chosen.pairs]
+    assert [one.at for one in chosen.pairs] == sorted(one.at for one in chosen.pairs)
+    assert chosen.left_out.get(SAME_SESSION, 0) + len(chosen.pairs) == len(pairs)
+
+
+@for_all(TRAFFIC, st.integers(1, 4))
+def test_later_looks_only_add_pairs_and_leave_none_out(traffic: list[tuple[int, str]], most: int) -> None:
+    pairs = [pair(n, f"s{session}", candidate=text) for n, (session, text) in enumerate(traffic)]
+    judged: dict[str, str] = {}
+    for seen in (len(pairs) // 2, *[len(pairs)] * 6):
+        look = sampled(pairs[:seen], judged, most)
+        assert len(look.pairs) <= most
+        assert judged.keys().isdisjoint(one.session for one in look.pairs)
+        judged |= {one.session: one.given.id for one in look.pairs}
+    assert judged.keys() == {one.session for one in pairs}
+
+
+def test_a_pair_that_a_killed_look_has_begun_is_finished_before_others_and_not_exchanged() -> None:
+    pairs = [pair(n, f"s{n % 5}") for n in range(40)]
+    look = sample_pairs(lambda: pairs, judged={"s4": "request-39"}, begun=["request-39"], most=2)
+    assert look.pairs[0].given.id == "request-39"
+    assert len({one.session for one in look.pairs}) == 2
+
+
+def test_what_one_of_the_two_did_not_answer_is_counted_and_not_replaced_by_another_request() -> None:
+    broken = [
+        pair(0, candidate=given("good", status=500)),
+        pair(1, parent=given("good", error="ReadError")),
+        pair(2, candidate=given(stream("go", ends=False))),
+        pair(3, path="/v1/embeddings"),
+        pair(4),
+    ]
+    look = sampled(broken)
+    assert [one.given.id for one in look.pairs] == ["request-4"]
+    assert look.left_out == {FAILED: 2, "a stream that was cut off": 1, "neither chat nor completion": 1}
+
+
+def test_a_conversation_is_read_with_its_speakers_tools_and_parts() -> None:
+    parts = [{"type": "text", "text": "and"}, {"type": "text", "text": "this?"}]
+    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": '{"b": 1, "a": 2}'}}
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "what?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "x", "content": "a cat"},
+        {"role": "user", "content": parts},
+    ]
+    asked = {"messages": messages, "tools": [{"type": "function", "function": {"name": "look"}}]}
+    assert question_in(CHAT, json.dumps(asked).encode()) == (
+        'Tools: look\n\nSystem: be brief\n\nUser: what?\n\nAssistant: [calls look({"a": 2, "b": 1})]\n\n'
+        "Tool: a cat\n\nUser: and\nthis?"
+    )
+    assert question_in(CHAT, chat("one only")) == "one only"
+    assert question_in("/v1/completions?x=1", b'{"prompt": ["go on"]}') == "go on"
+
+
+@dataclass
+class Same:
+    """Bodies that say the same text."""
+
+    text: str
+    bodies: list[bytes]
+
+
+def called(arguments: str, *, streamed: bool) -> bytes:
+    function = {"name": "look", "arguments": arguments}
+    if not streamed:
+        return answer("", tool_calls=[{"id": "1", "type": "function", "function": function}])
+    halves = [{"name": "look", "arguments": arguments[:4]}, {"arguments": arguments[4:]}]
+    events: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "function": half}]}}]} for half in halves
+    ]
+    events.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode()
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        Same(
+            "so it is: ünd",
+            [
+                answer("so it is: ünd"),
+                answer([{"type": "text", "text": "so it is: ünd"}]),  # type: ignore[arg-type]
+                stream("so it", " is", ": ünd"),
+                stream("so it is: ünd", newline="\r\n"),
+                b": ping\n\n" + stream("so it is: ünd").removesuffix(b"\n"),
+                gzip.compress(answer("so it is: ünd")),
+                gzip.compress(stream("so it ", "is: ünd")),
+            ],
+        ),
+        Same(
+            '[calls look({"a": 1, "b": 2})]',
+            [called('{"b":2, "a":1}', streamed=False), called('{"a": 1, "b": 2}', streamed=True)],
+        ),
+    ],
+    ids=["text", "tool"],
+)
+def test_however_an_answer_was_sent_it_is_the_same_text(same: Same) -> None:
+    assert {answer_in(CHAT, body) for body in same.bodies} == {same.text}
+
+
+@pytest.mark.parametrize(
+    ("request_body", "reason"),
+    [
+        (b"{", "a request that is no JSON"),
+        (chat("x", n=2), "several answers to one request"),
+        (chat(), "a chat without messages"),
+        (chat("x", "and then"), "an answer that goes on with one that was begun"),
+        (json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}).encode(), "parts that are"),
+        (json.dumps({"messages": [{"role": "oracle", "content": "x"}] * 2}).encode(), "a message of nobody"),
+    ],
+)
+def test_a_request_that_is_no_text_says_why(request_body: bytes, reason: str) -> None:
+    with pytest.raises(Unreadable, match=reason):
+        question_in(CHAT, request_body)
+
+
+@for_all(st.data())
+def test_an_answer_that_is_cut_anywhere_is_never_read_as_a_whole_one(data: st.DataObject) -> None:
+    whole = data.draw(st.sampled_from([answer("a long answer"), stream("a long", " answer")]))
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    with suppress(Unreadable):
+        assert answer_in(CHAT, cut) == "a long answer"  # only what ends the stream is missing
+
+
+@for_all(
+    st.one_of(
+        st.binary(max_size=60),
+        st.recursive(
+            st.none() | st.integers() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(
+                        [
+                            "choices",
+                            "message",
+                            "delta",
+                            "content",
+                            "tool_calls",
+                            "function",
+                            "index",
+                            "error",
+                            "messages",
+                            "role",
+                            "text",
+                            "type",
+                            "arguments",
+                            "name",
+                        ]
+                    ),
+                    inner,
+                    max_size=4,
+                )
+            ),
+            max_leaves=12,
+        ).map(lambda said: json.dumps(said).encode()),
+    )
+)
+def test_no_body_at_all_breaks_the_reader(body: bytes) -> None:
+    for read, shaped in (
+        (question_in, body),
+        (answer_in, body),
+        (answer_in, b"data: " + body + b"\n\n"),
+        (question_in, b'{"messages": [' + body + b"]}"),
+        (answer_in, b'{"choices": [{"message": ' + body + b"}]}"),
+        (answer_in, b'data: {"choices": [{"delta": ' + body + b"}]}\n\n"),
+    ):
+        with suppress(Unreadable):
+            assert isinstance(read(CHAT, shaped), str)
