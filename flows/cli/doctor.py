@@ -22,7 +22,7 @@ from merge_core.store import (
     passed_over,
     size_of,
 )
-from merge_core.units import format_bytes
+from merge_core.wording import format_bytes
 from tasks.gate import anchor_faults
 from tasks.report import HISTORY, mend_history, read_history
 from tasks.stage import home

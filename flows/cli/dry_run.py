@@ -20,7 +20,7 @@ from flows.cli.night import PlannedNight, PlannedStage, plan_night
 from flows.cli.plan import Forecast, forecast_of, named_prices, print_forecast
 from flows.preflight import ClearedCandidate, Problems, preflight_profile
 from flows.profile import Profile
-from merge_core.units import format_duration, format_roughly
+from merge_core.wording import format_duration, format_roughly
 from tasks.preflight import plan_once
 
 

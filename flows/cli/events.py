@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from merge_core.details import heard_by
+from merge_core.wording import heard_by
 from tasks.stage import StageStatus, running_stage, watched_by
 
 _SECONDS_BETWEEN = 1.0  # two lines of progress of one call
@@ -45,7 +45,7 @@ class EventLines:
         """Tell of every stage that runs inside.
 
         Args:
-            verbose: Also of what is asked of whom meanwhile (``merge_core.details``).
+            verbose: Also of what is asked of whom meanwhile (``merge_core.wording``).
         """
         with watched_by(self), heard_by(self.detailed) if verbose else nullcontext():
             yield

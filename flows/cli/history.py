@@ -18,7 +18,7 @@ from rich.text import Text
 from flows.cli.answer import print_answer
 from flows.cli.looks import OUTCOME_STYLES, short_path
 from merge_core.errors import InvalidInput, suggest
-from merge_core.units import format_duration
+from merge_core.wording import format_duration
 from tasks.report import RunRecord, night_of, outcome_of_status, read_history, worst_drop
 from tasks.stage import home
 

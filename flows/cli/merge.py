@@ -17,7 +17,7 @@ from merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from merge_core.architecture.experts import match_experts
 from merge_core.engine import start_or_resume
 from merge_core.store import FileIdentity
-from merge_core.units import format_bytes
+from merge_core.wording import format_bytes
 from tasks.checkpoints import (
     ResolvedCheckpoint,
     identify_parents,

@@ -18,7 +18,7 @@ from flows.profile import Profile
 from merge_core.engine import usable_cores
 from merge_core.errors import MergegateError
 from merge_core.forecast import Rates
-from merge_core.units import format_duration, format_roughly
+from merge_core.wording import format_duration, format_roughly
 from tasks.checkpoints import Model, PinnedRecipe, pinned_before
 from tasks.evaluation import (
     EvalTask,

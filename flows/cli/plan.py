@@ -25,7 +25,7 @@ from flows.cli.recipe_parents import plan_recipe
 from merge_core import EngineSettings, MergePlan, Recipe, load_recipe
 from merge_core.errors import InvalidInput
 from merge_core.forecast import Duration, Needs, Rates, duration, input_files, needs_of
-from merge_core.units import format_bytes
+from merge_core.wording import format_bytes
 from tasks.checkpoints import size_of_adapter
 from tasks.stage import home, nearest
 

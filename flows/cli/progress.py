@@ -25,8 +25,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from merge_core.details import heard_by
-from merge_core.units import format_duration
+from merge_core.wording import format_duration, heard_by
 from tasks.stage import Pace, Pulse, StageStatus, joint_status, watched_by
 
 _MARKS: dict[StageStatus, tuple[str, str, str]] = {  # mark, mark where the terminal knows only ASCII, style
@@ -94,7 +93,7 @@ class TerminalProgress:
     """A ``Watcher`` that draws on a rich console. Use as a context manager around the run.
 
     Args:
-        verbose: Also say what is asked of whom meanwhile (``merge_core.details``).
+        verbose: Also say what is asked of whom meanwhile (``merge_core.wording``).
     """
 
     def __init__(self, console: Console, *, verbose: bool = False) -> None:

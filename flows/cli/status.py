@@ -21,7 +21,7 @@ from flows.cli.looks import OUTCOME_STYLES, short_path
 from flows.prefect_api import NIGHTS, load_nights
 from merge_core.errors import InvalidInput, suggest
 from merge_core.store import read_runs, store_bytes
-from merge_core.units import format_bytes, format_duration
+from merge_core.wording import format_bytes, format_duration
 from tasks.report import RunRecord, file_name, night_of, outcome_of_status, read_history
 from tasks.stage import home, runs_directory
 

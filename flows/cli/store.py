@@ -38,7 +38,7 @@ from merge_core.store import (
     read_runs,
     store_bytes,
 )
-from merge_core.units import format_bytes, parse_bytes
+from merge_core.wording import format_bytes, parse_bytes
 from tasks.stage import home, runs_directory, store_quota
 
 _DAY_S = 86_400.0

@@ -27,9 +27,9 @@ from flows.outcome.keeping import RunClock, keep_outcome, running_flow
 from flows.outcome.markdown import prefect_page
 from flows.prefect_api import made_up_for_by
 from flows.profile import Profile
-from merge_core.details import detail
 from merge_core.errors import INTERRUPTED, MergegateError, state_name
 from merge_core.store import refusing_disk
+from merge_core.wording import detail
 from tasks.stage import (
     LostArtifact,
     ProgressLog,

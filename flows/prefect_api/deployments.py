@@ -20,7 +20,7 @@ from flows.prefect_api.nights import NIGHTS, RESERVED, Night, Nights
 from flows.prefect_api.site import Site
 from flows.profile import Profile, load_profile
 from merge_core.errors import InvalidInput
-from merge_core.units import format_duration
+from merge_core.wording import format_duration
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

@@ -28,7 +28,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from flows.profile import settings_faults
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import read_yaml_mapping
-from merge_core.units import parse_duration
+from merge_core.wording import parse_duration
 
 NIGHTS = "nights.yaml"
 # What is done by any profile: deployed beside those of the profiles, under these names.

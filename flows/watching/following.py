@@ -52,9 +52,9 @@ def followed(
     """
     before = watch.told().alias_before
     if serving == "promoted":
-        before = move_alias(watch.profile, watch.routing.candidate) or before
+        before = name_release(watch.profile, watch.routing.candidate) or before
     elif before and watch.routing.serving == "promoted":
-        move_alias(watch.profile, before)
+        name_release(watch.profile, before)
     current = read_routing(watch.routing_file) or watch.routing
     if not by_hand and current != watch.routing:
         # Somebody was faster: the proxy's kill switch, or a person.
@@ -75,7 +75,7 @@ def followed(
     return told_once(watch, now_served, before)
 
 
-def move_alias(profile: Profile, version: str) -> str:
+def name_release(profile: Profile, version: str) -> str:
     """Have the profile's alias mean ``version`` at its target; which one it meant before, empty where none.
 
     Raises:

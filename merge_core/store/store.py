@@ -27,7 +27,6 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
-from merge_core.details import detail
 from merge_core.store.durable import fsync, fsync_directories
 from merge_core.store.hashing import HASHES, HashMemo
 from merge_core.store.keys import digest
@@ -44,6 +43,7 @@ from merge_core.store.state import (
     state_directory,
     write_state,
 )
+from merge_core.wording import detail
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from merge_core import load_recipe, merge_weights, plan_merge
 from merge_core.engine import start_or_resume
 from merge_core.methods import PASSTHROUGH
 from merge_core.store import Artifact, NotInKey
-from merge_core.units import format_bytes
+from merge_core.wording import format_bytes
 from tasks.checkpoints.pin import PinnedCheckpoint
 from tasks.stage import StageValue, advance, stage, versions
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from merge_core.store import HashMemo
-from merge_core.units import format_bytes
+from merge_core.wording import format_bytes
 from tasks.checkpoints.hub.download import Downloaded, download_snapshots
 from tasks.checkpoints.hub.snapshot import Snapshot
 from tasks.checkpoints.pin import ResolvedCheckpoint

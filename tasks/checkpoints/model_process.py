@@ -38,10 +38,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from merge_core.details import detail
 from merge_core.engine import has_cuda_driver
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from merge_core.store import refusing_disk, state_directory
+from merge_core.wording import detail
 from tasks.checkpoints.memory import system_memory
 from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model

@@ -17,7 +17,7 @@ from merge_core.architecture.experts import MatchedLayer, match_experts
 from merge_core.engine import start_or_resume
 from merge_core.errors import Refused
 from merge_core.store import Artifact, NotInKey, state_directory
-from merge_core.units import format_bytes
+from merge_core.wording import format_bytes
 from tasks.checkpoints import Model, PinnedAdapter, PinnedRecipe, adapted_digest
 from tasks.outside import hold_gpus
 from tasks.stage import StageValue, advance, device_kind, stage, versions

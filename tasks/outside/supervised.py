@@ -124,7 +124,7 @@ class SupervisedProcess:
         inherited: Sequence[int] = (),
     ) -> None:
         # Not at the top: the supervisor runs this file by itself.
-        from merge_core.details import detail
+        from merge_core.wording import detail
         from tasks.outside.linux import require_linux
 
         require_linux()
@@ -182,7 +182,7 @@ class SupervisedProcess:
         """End it and everything it started; harmless, and the same answer, if that is over already."""
         with self._ending:
             if self._end is None:
-                from merge_core.details import detail
+                from merge_core.wording import detail
 
                 self._end = self._ended()
                 detail("process %d: %s", self.pid, self._end)

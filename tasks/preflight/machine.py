@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merge_core.errors import Finding
-from merge_core.units import format_bytes
+from merge_core.wording import format_bytes
 from tasks.checkpoints import Capacity, ResolvedCheckpoint, gpu_memory, system_memory
 from tasks.preflight.compat import Compatibility
 from tasks.stage import home, nearest

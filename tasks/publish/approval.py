@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.store import merkle
-from merge_core.units import parse_duration
+from merge_core.wording import parse_duration
 from tasks.publish.content import SUMS, ReleaseFile
 from tasks.stage import TimeSpan
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core.units import format_bytes
+from merge_core.wording import format_bytes
 from tasks.evaluation import Scoring
 from tasks.perplexity import WindowSettings
 from tasks.report import answers, bars, explaining, heat_map, plots, serving, table, wording

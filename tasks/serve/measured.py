@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.engine import usable_cores
-from merge_core.units import format_bytes, format_short_time
+from merge_core.wording import format_bytes, format_short_time
 
 
 class ServingCost(BaseModel):

@@ -18,7 +18,7 @@ from merge_core.checkpoint.vocabulary import read_vocabulary
 from merge_core.engine import count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.parsing import read_json
-from merge_core.units import format_bytes
+from merge_core.wording import format_bytes
 from tasks.checkpoints import TellProgress, ask_child
 from tasks.serve.verdict import Check
 

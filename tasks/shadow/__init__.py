@@ -19,7 +19,8 @@ from tasks.shadow.judged import JudgedPair, JudgedPairs, open_judged, read_judge
 from tasks.shadow.losses import LostPair, keep_lost, lost_pair, read_lost
 from tasks.shadow.pairs import Sample, SampledPair, sample_pairs
 from tasks.shadow.places import records_url, routing_file
-from tasks.shadow.routing import FollowedRouting, Routing, read_routing, write_routing
+from tasks.shadow.recorded import RecordedAnswer, RecordedPair, ShadowRecord
+from tasks.shadow.routing import FollowedRouting, Routing, Serving, read_routing, write_routing
 from tasks.shadow.settings import ShadowJudge, ShadowServer, ShadowSettings
 from tasks.shadow.split import ArmComparison, ArmSummary, ErrorRate, LatencyQuantiles, compare_arms
 from tasks.shadow.switch import SwitchRule, kill_reason
@@ -35,13 +36,17 @@ __all__ = [
     "JudgedPairs",
     "LatencyQuantiles",
     "LostPair",
+    "RecordedAnswer",
+    "RecordedPair",
     "Routing",
     "Sample",
     "SampledPair",
+    "Serving",
     "ShadowDecision",
     "ShadowEvidence",
     "ShadowJudge",
     "ShadowOutcome",
+    "ShadowRecord",
     "ShadowRule",
     "ShadowServer",
     "ShadowSettings",

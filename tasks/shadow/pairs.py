@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tasks.judge import GivenPair
 from tasks.shadow.bodies import Unreadable, answer_in, question_in
-from tasks.shadow.records import RecordedAnswer, RecordedPair
+from tasks.shadow.recorded import RecordedAnswer, RecordedPair
 
 SAME_SESSION = "another request of a session that has its pair"
 FAILED = "not answered well by both"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from merge_core.errors import MergegateError, Refused
-from merge_core.units import format_duration
+from merge_core.wording import format_duration
 from tasks.stage.pulse import Pulse
 
 StageStatus = Literal["made", "cached", "rebuilt", "refused", "failed"]

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from merge_core.store import SharedStore, require_shared
-from merge_core.units import parse_bytes
+from merge_core.wording import parse_bytes
 from tasks.stage.progress import announce
 from tasks.stage.project import home
 

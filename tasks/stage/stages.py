@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from merge_core.details import detail, wants_details
 from merge_core.errors import MergegateError, state_name
 from merge_core.store import (
     Artifact,
@@ -51,6 +50,7 @@ from merge_core.store import (
     size_of,
     stage_key,
 )
+from merge_core.wording import detail, wants_details
 from tasks.stage.limits import declare_stage, within_limit
 from tasks.stage.progress import StageStatus, report_stage
 from tasks.stage.project import home

@@ -29,7 +29,7 @@ from merge_core.store import (
     read_run,
     store_bytes,
 )
-from merge_core.units import format_bytes, parse_bytes
+from merge_core.wording import format_bytes, parse_bytes
 from tasks.stage.progress import announce
 from tasks.stage.project import home
 

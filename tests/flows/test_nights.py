@@ -16,7 +16,7 @@ from flows.prefect_api import Nights, wanted_deployments, wanted_rules
 from flows.prefect_api.automations import StateChange
 from flows.prefect_api.nights import OCCASIONS, load_nights, parse_nights
 from merge_core.errors import InvalidInput
-from merge_core.units import parse_duration
+from merge_core.wording import parse_duration
 
 PROJECT = PROFILES.parent
 DEMO = {"profile": "profiles/demo.yaml"}

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flows.cli import progress
 from flows.cli.progress import TerminalProgress
-from merge_core.details import detail
+from merge_core.wording import detail
 from tasks.stage import StageStatus, joint_status, report_stage
 
 

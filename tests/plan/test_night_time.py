@@ -8,7 +8,7 @@ import pytest
 
 from flows.cli.night import PlannedNight, PlannedStage
 from merge_core.forecast import Rates
-from merge_core.units import format_roughly
+from merge_core.wording import format_roughly
 from tasks.preflight.duration import AROUND, STARTING, AskedTexts, NetworkSize, asking_seconds, merging_seconds
 
 # Two cores that other programs used as well, as the probe found them.

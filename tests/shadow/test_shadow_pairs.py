@@ -16,7 +16,7 @@ from recorded_traffic import CHAT, answer, chat, given, pair, stream
 
 from tasks.shadow.bodies import Unreadable, answer_in, question_in
 from tasks.shadow.pairs import FAILED, SAME_SESSION, Sample, sample_pairs
-from tasks.shadow.records import RecordedPair
+from tasks.shadow.recorded import RecordedPair
 
 
 def sampled(pairs: Sequence[RecordedPair], judged: dict[str, str] | None = None, most: int = 1000) -> Sample:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from sqlalchemy import create_engine, inspect
 
-from tasks.shadow.records import ShadowRecord, open_records
+from tasks.shadow.recorded import ShadowRecord
+from tasks.shadow.records import open_records
 from tasks.shadow.traffic import Recorder, Redaction
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merge_core.adapters import CONFIG_FILE, adapter_files
-from merge_core.details import detail
 from merge_core.errors import InvalidInput
+from merge_core.wording import detail
 from tasks.checkpoints.files import files_about, files_beside, weight_files
 from tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
 from tasks.checkpoints.hub.cache import snapshots_place

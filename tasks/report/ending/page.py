@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core.units import format_duration
+from merge_core.wording import format_duration
 from tasks.report import wording
 from tasks.report.ending.content import EndedRun
 from tasks.report.history import outcome_of_status

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from merge_core.store import locked, read_state, state_directory, write_state
-from merge_core.units import format_duration
+from merge_core.wording import format_duration
 from tasks.report.history.changes import changes_since, previous_of
 from tasks.report.history.ledger import LOCK, History, append_record, read_history
 from tasks.report.history.links import INDEX, Neighbours, relinked, tied

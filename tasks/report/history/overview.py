@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from merge_core.units import format_bytes, format_duration
+from merge_core.wording import format_bytes, format_duration
 from tasks.report import wording
 from tasks.report.history.changes import changes_since, night_of
 from tasks.report.history.ledger import History

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Serving = Literal["watch", "promoted", "rolled back", "killed"]
+ReportedRouting = Literal["watch", "promoted", "rolled back", "killed"]
 
 
 class _Part(BaseModel):
@@ -76,7 +76,7 @@ class ShadowContent(_Part):
 
     name: str
     candidate: str
-    serving: Serving
+    serving: ReportedRouting
     reason: str
     looked: float  # unix
     hours: float = Field(ge=0)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from merge_core.units import format_duration
+from merge_core.wording import format_duration
 from tasks.report import wording
-from tasks.report.shadow.content import ReportedArm, Serving, ShadowContent
+from tasks.report.shadow.content import ReportedArm, ReportedRouting, ShadowContent
 from tasks.report.sweep.wording import sentence_case
 from tasks.stage import Outcome
 
-_OUTCOMES: dict[Serving, Outcome] = {
+_OUTCOMES: dict[ReportedRouting, Outcome] = {
     "promoted": "pass",
     "watch": "inconclusive",
     "rolled back": "fail",
     "killed": "fail",
 }
-_TITLES: dict[Serving, str] = {
+_TITLES: dict[ReportedRouting, str] = {
     "promoted": "Promoted",
     "watch": "Watched",
     "rolled back": "Rolled back",

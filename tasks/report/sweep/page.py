@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core.units import format_duration
+from merge_core.wording import format_duration
 from tasks.report import wording
 from tasks.report.page import page_environment
 from tasks.report.sweep import reading

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from merge_core.units import format_duration
+from merge_core.wording import format_duration
 from tasks.report.sweep.content import (
     ParameterValue,
     ReportedBudget,

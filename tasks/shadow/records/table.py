@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from merge_core.errors import InvalidInput
 from tasks.shadow.arms import ArmRow
+from tasks.shadow.recorded import RecordedAnswer, RecordedPair, ShadowRecord
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -53,55 +54,6 @@ TALLIES = sa.Table(
     sa.Column("what", sa.String(60), primary_key=True),
     sa.Column("count", sa.BigInteger, nullable=False),
 )
-
-
-class ShadowRecord(NamedTuple):
-    """One request at one arm, as it is kept. Bodies have been redacted; headers are never kept."""
-
-    exchange: str  # what joins an answer and its copy
-    candidate: str
-    role: Literal["answer", "copy"]
-    arm: Literal["parent", "candidate"]
-    request_id: str  # the client's, or ours
-    session: str  # a hash
-    at: float  # Unix time
-    path: str  # without its query
-    request: bytes  # of an answer; of its copy it is the same, and empty here
-    status: int = 0  # of HTTP; 0 where none came
-    response: bytes = b""
-    error: str = ""
-    fallback: bool = False
-    first_byte: float | None = None  # seconds
-    seconds: float = 0.0
-
-    @property
-    def row(self) -> ArmRow:
-        """How it went, without what was said."""
-        return ArmRow(
-            self.at, self.arm, self.role, self.status, self.error, self.fallback, self.first_byte, self.seconds
-        )
-
-
-class RecordedAnswer(NamedTuple):
-    """What one arm answered."""
-
-    status: int
-    body: bytes
-    first_byte: float | None
-    seconds: float
-    error: str
-
-
-class RecordedPair(NamedTuple):
-    """One request with the answers of both arms: the parent's reached the user."""
-
-    request_id: str  # of the exchange: no two are alike
-    session: str
-    at: float
-    path: str
-    request: bytes
-    parent: RecordedAnswer
-    candidate: RecordedAnswer
 
 
 class Records:

@@ -31,7 +31,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from tasks.shadow.arms import ArmRow
-from tasks.shadow.records import ShadowRecord
+from tasks.shadow.recorded import ShadowRecord
 from tasks.shadow.routing import FollowedRouting, Routing
 from tasks.shadow.settings import ShadowSettings
 from tasks.shadow.switch import kill_reason

@@ -16,7 +16,8 @@ from contextlib import suppress
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from tasks.shadow.records import Records, ShadowRecord
+from tasks.shadow.recorded import ShadowRecord
+from tasks.shadow.records import Records
 from tasks.shadow.traffic.redaction import Redaction
 
 _log = logging.getLogger(__name__)
