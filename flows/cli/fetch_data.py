@@ -35,7 +35,7 @@ def fetch_data(file: Path, console: Console) -> list[FetchedDataset]:
         console.print(f"{one.name}: {what}", markup=False)
 
     for name in names:
-        require_supported(name)
+        require_supported(name, code_allowed=name in profile.evaluate.allow_code)
     fetch_datasets(names, root, note)
     if not found:
         console.print("no task by name: data of a YAML file are its own")

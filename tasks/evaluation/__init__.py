@@ -4,6 +4,7 @@ A task is pinned by content, scored in a process of its own by one of several ba
 scores. Results that lm-eval has written itself are read here too.
 """
 
+from tasks.evaluation.allowed_code import allow_code, require_evaluated
 from tasks.evaluation.backends import Backend, find_backend
 from tasks.evaluation.choice_probability import AnsweredChoice
 from tasks.evaluation.division import Division, DocumentSet, SetName, divide
@@ -79,6 +80,7 @@ __all__ = [
     "TaskScore",
     "TaskScores",
     "TokenizerPlace",
+    "allow_code",
     "by_task",
     "check_alike",
     "choose_known_metrics",
@@ -108,6 +110,7 @@ __all__ = [
     "read_definition",
     "read_document_scores",
     "read_task",
+    "require_evaluated",
     "require_examples",
     "require_supported",
     "score_of_sample",

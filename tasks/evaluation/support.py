@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput
+from tasks.evaluation.allowed_code import how_to_allow, way_of_shipped
 from tasks.evaluation.mirror import asked_dataset, check_examples, find_dataset
 from tasks.evaluation.shipped import LeafConfig, shipped_leaves
 from tasks.evaluation.task_code import imported_beside
@@ -36,7 +37,8 @@ class Unsuited(StrEnum):
     """Why a task is refused."""
 
     PERPLEXITY = "perplexity of running text"
-    CODE = "runs code that the model wrote"
+    CODE = "code (allow_code)"
+    OWN_CODE = "runs code in a way of its own"
     SEES = "pictures or sound"
     WRITTEN_IN_PYTHON = "written in Python, without a configuration"
     OTHER_LIBRARY = "another library's tasks"
@@ -56,12 +58,15 @@ class Refusal:
     remedy: str
 
 
-def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refusal | None:
+def refusal_of(
+    config: Mapping[str, Any], missing: tuple[str, ...] = (), *, code_allowed: bool = False
+) -> Refusal | None:
     """Why a task cannot guard a release; None where it can.
 
     Args:
         config: As its YAML says it, functions as text.
         missing: Packages that its functions import and that are not installed here.
+        code_allowed: What the model writes may be run.
     """
     kind = config.get("output_type") or "generate_until"
     if "recipe" in config:
@@ -71,7 +76,10 @@ def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refu
     if config.get("doc_to_image") or config.get("doc_to_audio"):
         return Refusal(Unsuited.SEES, "documents with pictures or sound", "name a task of text alone")
     if config.get("unsafe_code"):
-        return Refusal(Unsuited.CODE, "a task that runs code which the model wrote", _LEAVE)
+        if way := way_of_shipped(config):
+            return Refusal(Unsuited.OWN_CODE, f"a task that runs code in a way of its own ({way})", _LEAVE)
+        if not code_allowed:
+            return Refusal(Unsuited.CODE, "a task that runs code which the model wrote", "allow_code under evaluate")
     if kind == "loglikelihood_rolling":
         return Refusal(
             Unsuited.PERPLEXITY,
@@ -102,9 +110,9 @@ def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refu
 _LEAVE = "leave it out, or name another task"
 
 
-def refusal_of_leaf(leaf: LeafConfig) -> Refusal | None:
+def refusal_of_leaf(leaf: LeafConfig, *, code_allowed: bool = False) -> Refusal | None:
     """As ``refusal_of``, with a look at what is installed for its functions."""
-    return refusal_of(leaf.config, missing_packages(leaf.config))
+    return refusal_of(leaf.config, missing_packages(leaf.config), code_allowed=code_allowed)
 
 
 def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
@@ -125,21 +133,26 @@ def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
             check_examples(find_dataset(task.mirror, asked), int(wanted))
 
 
-def require_supported(task: str) -> None:
+def require_supported(task: str, *, code_allowed: bool = False) -> None:
     """See that a task, group or tag that lm-eval ships can guard a release, with all tasks below it.
+
+    Args:
+        code_allowed: Whether the profile names it under ``evaluate.allow_code``.
 
     Raises:
         InvalidInput: naming the first task that cannot, and why.
     """
     for leaf in shipped_leaves(task):
-        refusal = refusal_of_leaf(leaf)
+        refusal = refusal_of_leaf(leaf, code_allowed=code_allowed)
         if refusal:
             of_group = leaf.name != task
             raise InvalidInput(
                 f"evaluate.tasks: {task}" + (f": {leaf.name}" if of_group else ""),
                 found=refusal.found,
                 expected="a task whose score is a mean over documents",
-                remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
+                remedy=how_to_allow(task)
+                if refusal.reason is Unsuited.CODE
+                else refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
-from tasks.evaluation import EvalTask, Scoring, pin_task
+from tasks.evaluation import EvalTask, Scoring, allow_code, pin_task, require_evaluated
 from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
@@ -23,6 +23,16 @@ class EvaluateSettings(Scoring, GateRule):
         description="Directory with the datasets of lm-eval's tasks by name, relative to the profile: as the Hub lays "
         "them out, or files by task or dataset. Then nothing is asked of a network. Absent: the Hub, or its cache.",
     )
+    allow_code: tuple[str, ...] = Field(
+        default=(),
+        description="Tasks, as named under 'tasks', whose generated code is run to score it (humaneval, mbpp), each "
+        "program in a process of its own with nothing in reach. Absent: no code of a model is run.",
+    )
+
+    @model_validator(mode="after")
+    def _allows_code_of_what_is_evaluated(self) -> Self:
+        require_evaluated(self.allow_code, [guard.task for guard in self.tasks])
+        return self
 
     @model_validator(mode="after")
     def _anchors_what_is_compared_with_the_champion(self) -> Self:
@@ -51,19 +61,26 @@ class EvaluateSettings(Scoring, GateRule):
 
 
 def pin_tasks(
-    guards: Sequence[Guard], root: Path, hashes: HashMemo, data: Path | None = None
+    guards: Sequence[Guard],
+    root: Path,
+    hashes: HashMemo,
+    data: Path | None = None,
+    code_of: Collection[str] = (),
 ) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
     """All tasks of the guards, each once, and the guards in terms of the names that lm-eval calls those tasks.
 
     Args:
         data: Directory with datasets, relative to ``root``; None: the Hub.
+        code_of: Tasks whose generated code may be run.
 
     Raises:
-        InvalidInput: as ``pin_task``; when two definitions call themselves by one name, or two guards of a task
-            disagree on which of its documents belong together.
+        InvalidInput: as ``pin_task`` and ``allow_code``; when two definitions call themselves by one name, or two
+            guards of a task disagree on which of its documents belong together.
     """
     mirror = None if data is None else (root / data).absolute()
-    written = {guard.task: pin_task(guard.task, root, hashes, mirror) for guard in guards}
+    written = {
+        guard.task: allow_code(pin_task(guard.task, root, hashes, mirror), guard.task, code_of) for guard in guards
+    }
     tasks: dict[str, EvalTask] = {}
     for text, task in written.items():
         if tasks.setdefault(task.name, task).digest != task.digest:

@@ -76,8 +76,8 @@ def pin_evidence(
     evidence = Evidence()
     if evaluate:
         for name in evaluate.tasks_by_name:
-            require_supported(name)
-        guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data)
+            require_supported(name, code_allowed=name in evaluate.allow_code)
+        guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data, evaluate.allow_code)
         for task in tasks:
             require_examples(task, evaluate.num_fewshot)
         evidence = evidence._replace(
