@@ -6,14 +6,14 @@ runs no code, is a mistake of whoever wrote the list.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput, suggest
 from tasks.evaluation.code_runs import EVERY, runs_in_its_own_way
 from tasks.evaluation.shipped import shipped_leaves
-from tasks.evaluation.task_definition import EvalTask, read_definition, texts_in
+from tasks.evaluation.task_definition import Definition, EvalTask, Function, read_definition, texts_in
 from tasks.outside import ProgramLimits
 
 
@@ -44,8 +44,7 @@ def allow_code(task: EvalTask, written: str, allowed: Collection[str]) -> EvalTa
             remedy=how_to_allow(written),
         )
     if task.definition is not None:
-        code = [(file, EVERY) for file in read_definition(task.definition).files if file.suffix == ".py"]
-        if way := runs_in_its_own_way(code):
+        if way := runs_in_its_own_way(_functions_of(read_definition(task.definition))):
             raise InvalidInput(
                 f"evaluate.tasks: {written}",
                 found=f"functions that run code in a way of their own ({way})",
@@ -53,6 +52,16 @@ def allow_code(task: EvalTask, written: str, allowed: Collection[str]) -> EvalTa
                 remedy="have them use one of the two: those run programs in bounds",
             )
     return task.model_copy(update={"code": ProgramLimits()})
+
+
+def _functions_of(definition: Definition) -> Iterator[tuple[Path, str]]:
+    """Everything in the modules beside a local task, and what it takes of modules that are not there."""
+    beside = [file for file in definition.files if file.suffix == ".py"]
+    yield from ((file, EVERY) for file in beside)
+    for leaf in definition.leaves:
+        for text in texts_in(leaf.config):
+            if isinstance(text, Function) and not any(file.match(str(text.file)) for file in beside):
+                yield Path(f"not beside it: {text}"), str(text)
 
 
 def how_to_allow(written: str) -> str:

@@ -149,7 +149,9 @@ def require_supported(task: str, *, code_allowed: bool = False) -> None:
             raise InvalidInput(
                 f"evaluate.tasks: {task}" + (f": {leaf.name}" if of_group else ""),
                 found=refusal.found,
-                expected="a task whose score is a mean over documents",
+                expected=f"{task} under evaluate.allow_code"
+                if refusal.reason is Unsuited.CODE
+                else "a task whose score is a mean over documents",
                 remedy=how_to_allow(task)
                 if refusal.reason is Unsuited.CODE
                 else refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),

@@ -180,6 +180,9 @@ def test_a_task_of_ones_own_runs_programs_in_bounds_or_not_at_all(tmp_path: Path
     (tmp_path / "own.py").write_text(own.format("exec(results[0])"))
     with pytest.raises(InvalidInput, match=r"exec in own.py"):
         allow_code(pin_task("t.yaml", tmp_path, HashMemo(tmp_path / "h.db")), "t.yaml", ["t.yaml"])
+    (tmp_path / "far.yaml").write_text((tmp_path / "t.yaml").read_text().replace("own.scored", "pdb.run"))
+    with pytest.raises(InvalidInput, match=r"pdb.run, in a module that is not beside"):
+        allow_code(pin_task("far.yaml", tmp_path, HashMemo(tmp_path / "h.db")), "far.yaml", ["far.yaml"])
     bounded = "def check_correctness(program): return run(program)\ndef run(program): exec(program)\n"
     (tmp_path / "own.py").write_text(bounded + own.format("return {'passed': check_correctness(results[0])}"))
     assert allow_code(pin_task("t.yaml", tmp_path, HashMemo(tmp_path / "h2.db")), "t.yaml", ["t.yaml"]).code
