@@ -43,14 +43,14 @@ def allow_code(task: EvalTask, written: str, allowed: Collection[str]) -> EvalTa
             expected="its name under evaluate.allow_code",
             remedy=how_to_allow(written),
         )
-    if task.definition is not None:
-        if way := runs_in_its_own_way(_functions_of(read_definition(task.definition))):
-            raise InvalidInput(
-                f"evaluate.tasks: {written}",
-                found=f"functions that run code in a way of their own ({way})",
-                expected="code_eval of Hugging Face's evaluate, or a function check_correctness(program)",
-                remedy="have them use one of the two: those run programs in bounds",
-            )
+    way = runs_in_its_own_way(_functions_of(read_definition(task.definition))) if task.definition else ""
+    if way:
+        raise InvalidInput(
+            f"evaluate.tasks: {written}",
+            found=f"functions that run code in a way of their own ({way})",
+            expected="code_eval of Hugging Face's evaluate, or a function check_correctness(program)",
+            remedy="have them use one of the two: those run programs in bounds",
+        )
     return task.model_copy(update={"code": ProgramLimits()})
 
 
