@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/method_costs.py
 
 Passes run on one thread over random bfloat16 blocks in memory, with the kernels that the engine would take. A unit is
-the time that :func:`merge_core.forecast.probe.reference_pass` takes per element on the same machine at the same moment,
+the time that :func:`merge_core.engine.forecast.probe.reference_pass` takes per element on the same machine at the same moment,
 so the numbers hold (roughly) on machines of other speeds.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from merge_core.forecast.probe import reference_pass
+from merge_core.engine.forecast.probe import reference_pass
 from merge_core.methods.contract import REQUIRED, Block, Fold, Map, Method, StoredBlock, TensorTask
 from merge_core.methods.masks import mask_key
 from merge_core.methods.registry import merge_methods

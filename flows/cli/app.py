@@ -23,6 +23,7 @@ import typer
 
 from flows.cli.help import FirstIsProfile, command_line
 from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, finding_of
+from merge_core.system import require_posix
 
 app = typer.Typer(
     name="mergegate",
@@ -71,6 +72,8 @@ def root_command(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     """Say the version, or go on to the command."""
+    with _refusals(False):
+        require_posix(os.name)
     if version:
         from importlib.metadata import version as installed
 

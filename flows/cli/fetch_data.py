@@ -30,7 +30,7 @@ def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[Fetc
     asked: list[AskedDataset] = []
     for task in profile.asked_tasks():
         if not is_file_name(task):
-            require_supported(task)
+            require_supported(task, code_allowed=task in profile.evaluate.allow_code)
         asked += named_data(task, (profile.root / task).absolute() if is_file_name(task) else None)
     found: list[FetchedDataset] = []
 

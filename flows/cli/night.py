@@ -16,8 +16,8 @@ from flows.cli.plan import machine_rates
 from flows.preflight import ClearedCandidate, Preflight, TaskExample
 from flows.profile import Profile
 from merge_core.engine import usable_cores
+from merge_core.engine.forecast import Rates
 from merge_core.errors import MergegateError
-from merge_core.forecast import Rates
 from merge_core.wording import format_duration, format_roughly
 from tasks.checkpoints import Model, PinnedRecipe, pinned_before
 from tasks.evaluation import (

@@ -23,8 +23,8 @@ from rich.text import Text
 from flows.cli.answer import print_answer
 from flows.cli.recipe_parents import plan_recipe
 from merge_core import EngineSettings, MergePlan, Recipe, load_recipe
+from merge_core.engine.forecast import Duration, Needs, Rates, duration, input_files, needs_of
 from merge_core.errors import InvalidInput
-from merge_core.forecast import Duration, Needs, Rates, duration, input_files, needs_of
 from merge_core.wording import format_bytes
 from tasks.checkpoints import size_of_adapter
 from tasks.stage import home, nearest
@@ -234,7 +234,7 @@ def machine_rates(inputs: Sequence[Path], place: Path, cores: int, device: str, 
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         probe: Measure now (True), never (False), or when nothing was measured in the last hour (None).
     """
-    from merge_core.forecast import (
+    from merge_core.engine.forecast import (
         load_rates,
         machine_key,
         measure_bus,

@@ -18,6 +18,7 @@ from typing import Any
 from merge_core.checkpoint.dtypes import BY_CODE, DType, SizedTensor
 from merge_core.errors import InvalidInput
 from merge_core.parsing import JsonBounds, open_plain, parse_json
+from merge_core.system import read_at
 
 # The format allows 100 MB, of which a table of tensors takes 1.5 GB of memory. The longest real headers (a shard with
 # the experts of a mixture, one by one) have a few MB.
@@ -139,7 +140,7 @@ def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < len(buffer):
         try:
-            count = os.preadv(fd, [buffer[done:]], offset + done)
+            count = read_at(fd, buffer[done:], offset + done)
         except OSError as error:
             raise InvalidInput(
                 str(path), found=f"cannot be read at byte {offset + done}: {error.strerror}", remedy="check the disk"

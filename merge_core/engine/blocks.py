@@ -6,7 +6,6 @@ Every pass reads them again: the second time they come from the page cache, at t
 from __future__ import annotations
 
 import mmap
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -29,6 +28,7 @@ from merge_core.engine.finite import PIECE_BYTES, count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.methods import Block, StoredBlock
 from merge_core.plan import MEAN, SEVERAL, ZERO, Input, RowMap, TensorJob
+from merge_core.system import prefer_large_pages, read_at, read_soon
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +80,7 @@ class BufferPool:
             pinned: Bytes = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
             return pinned
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(AttributeError, OSError):  # Where there are none.
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        prefer_large_pages(memory)
         return np.frombuffer(memory, np.uint8)
 
     def give(self, buffer: Bytes) -> None:
@@ -101,13 +100,11 @@ def read_ahead(job: TensorJob, files: Mapping[Path, int]) -> None:
 
     The disk then works while kernels are loaded and other tensors are computed.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return
     for tensor in job.stored:
         fd, end = files[tensor.file], tensor.offset + min(tensor.nbytes, _AHEAD_BYTES)
         for start in range(tensor.offset, end, _ADVICE_BYTES):
-            with suppress(OSError):  # It is advice: reading will find out what is wrong.
-                os.posix_fadvise(fd, start, min(_ADVICE_BYTES, end - start), os.POSIX_FADV_WILLNEED)
+            if not read_soon(fd, start, min(_ADVICE_BYTES, end - start)):
+                return
 
 
 class JobInputs:
@@ -189,7 +186,7 @@ class JobInputs:
                 if isinstance(tensor, StoredTensor) and (end - begin) * size <= _ONE_READ:
                     piece, place = view[begin * size : end * size], tensor.offset + offset * size
                     with suppress(OSError):
-                        if os.preadv(self._files[tensor.file], [piece], place) == len(piece):
+                        if read_at(self._files[tensor.file], piece, place) == len(piece):
                             continue
                 self._read_elements[index](offset, into[begin * size : end * size])
                 continue

@@ -15,7 +15,6 @@ end, in files without a name, because later documents read them like any other i
 from __future__ import annotations
 
 import os
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +36,7 @@ from merge_core.engine.tensor_run import RunContext, TensorRun
 from merge_core.errors import Finding, InvalidInput
 from merge_core.plan import MergePlan, TensorJob
 from merge_core.store import disk_refusal
+from merge_core.system import nameless_file
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def _keep(
     """Put the result of a step where later documents read it: each tensor at its place in its shard."""
     places: dict[str, tuple[int, int]] = {}
     for shard in step.shards:
-        fd = _nameless_file()
+        fd = nameless_file("step")
         held.callback(os.close, fd)
         made[str(step.recipe.name), shard.name] = fd
         places |= {name: (fd, offset) for name, offset in zip(shard.tensors, shard.offsets, strict=True)}
@@ -121,14 +121,6 @@ def _keep(
                 done += os.pwrite(fd, merged[done:].data, offset + done)
             except OSError as error:
                 raise disk_refusal(error, Path(f"memory for {step.recipe.name}")) from None
-
-
-def _nameless_file() -> int:
-    """In memory where the system can; else a temporary one."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("step", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def _shaped(tensor: DiskTensor, merged: Bytes) -> torch.Tensor:

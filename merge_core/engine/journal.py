@@ -31,6 +31,7 @@ from merge_core.engine.health import TensorHealth
 from merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
 from merge_core.plan import MergePlan, Shard
 from merge_core.store import ASIDE, LineChain, remove_any, try_open_locked
+from merge_core.system import boot_id
 
 # To be raised whenever the engine would write other bytes for the same plan, or other lines into a journal: what an
 # older engine left is not continued.
@@ -158,14 +159,15 @@ def _valid_entries(fd: int, out: Path, shard: Shard, identity: str) -> tuple[lis
         found = list(lines.whole(file, _is_entry))
     entries = [entry for entry, _ in found]
     there = final_or_partial(out, shard)
-    same_boot = bool(entries) and entries[0].get("boot") == _boot()
+    boot = boot_id()
+    same_boot = bool(boot and entries) and entries[0].get("boot") == boot
     complete = any("sha256" in entry for entry in entries)
     if entries and "boot" in entries[0] and there is not None and (same_boot or complete):
         os.ftruncate(fd, found[-1][1])
         return entries[1:], lines
     os.ftruncate(fd, 0)
     lines = LineChain(identity)
-    _write(fd, lines.line(json.dumps({"boot": _boot()}).encode()))
+    _write(fd, lines.line(json.dumps({"boot": boot}).encode()))
     return [], lines
 
 
@@ -181,10 +183,3 @@ def _is_entry(entry: Any) -> bool:
 def _write(fd: int, line: bytes) -> None:
     if os.write(fd, line) < len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"

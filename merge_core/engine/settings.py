@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
+
+from merge_core.system import cores_of_process
 
 
 @dataclass(frozen=True)
@@ -35,4 +36,4 @@ class EngineSettings:
 
 def usable_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores_of_process()

@@ -11,7 +11,6 @@ written a moment ago, from the page cache.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import heapq
 import os
@@ -24,6 +23,7 @@ from typing import Literal
 
 from merge_core.plan import Shard
 from merge_core.store import disk_refusal
+from merge_core.system import read_at, reserve_space
 
 PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20
@@ -159,7 +159,7 @@ class ShardFiles:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 os.ftruncate(fd, shard.size)
-                _allocate(fd, shard.size)
+                reserve_space(fd, shard.size)
             except BaseException:
                 os.close(fd)
                 raise
@@ -211,7 +211,7 @@ class ShardFiles:
     def _hash_file(fd: int, run: _Run, digest: hashlib._Hash, buffer: memoryview) -> None:
         done = run.start
         while done < run.end:
-            count = os.preadv(fd, [buffer[: min(run.end - done, _HASH_BYTES)]], done)
+            count = read_at(fd, buffer[: min(run.end - done, _HASH_BYTES)], done)
             digest.update(buffer[:count])
             done += count
 
@@ -246,15 +246,3 @@ class refusing_disk_errors:  # noqa: N801  # reads as the statement it is: `with
         if not isinstance(error, OSError):
             return
         raise disk_refusal(error, self._path) from None
-
-
-def _allocate(fd: int, size: int) -> None:
-    # Reserving the space now finds a full disk before any work is done. Systems without it find out while writing.
-    allocate: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
-    if allocate is None or size == 0:
-        return
-    try:
-        allocate(fd, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 
 from merge_core.store.locks import lock_file
 from merge_core.store.state import make_way, remove_any
+from merge_core.system import flush_data
 
 JOURNAL = "unfinished.journal"
 
@@ -128,7 +129,7 @@ class RecordJournal:
             if os.write(self._fd, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if time.monotonic() - self._flushed >= _FLUSH_EVERY:
-                os.fdatasync(self._fd)
+                flush_data(self._fd)
                 self._flushed = time.monotonic()
         except OSError as error:
             self._give_up(error)

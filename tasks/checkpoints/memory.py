@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.outside import CONTROL_GROUPS, kernel_lines
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -16,9 +18,7 @@ class Capacity:
 
 def system_memory() -> Capacity | None:
     """Of this system, or of the control group that we are confined to; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
+    if not (lines := kernel_lines("meminfo")):
         return None
     sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
     system = Capacity(sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"]))
@@ -28,7 +28,7 @@ def system_memory() -> Capacity | None:
     return Capacity(group.total, min(group.available, system.available))
 
 
-def control_group(place: Path = Path("/sys/fs/cgroup")) -> Capacity | None:
+def control_group(place: Path = CONTROL_GROUPS) -> Capacity | None:
     """The limit of a container (cgroup version 2); None without one."""
     try:
         limit = int((place / "memory.max").read_text())

@@ -4,6 +4,7 @@ A task is pinned by content, scored in a process of its own by one of several ba
 scores. Results that lm-eval has written itself are read here too.
 """
 
+from tasks.evaluation.allowed_code import allow_code, require_evaluated
 from tasks.evaluation.asked_data import AskedDataset
 from tasks.evaluation.backends import Backend, find_backend
 from tasks.evaluation.choice_probability import AnsweredChoice
@@ -82,6 +83,7 @@ __all__ = [
     "TaskScore",
     "TaskScores",
     "TokenizerPlace",
+    "allow_code",
     "asked_of_document",
     "by_task",
     "check_alike",
@@ -116,6 +118,8 @@ __all__ = [
     "read_definition",
     "read_document_scores",
     "read_task",
+    "require_evaluated",
+    "require_examples",
     "require_supported",
     "score_of_sample",
     "score_table",

@@ -58,8 +58,10 @@ def answer_of(sample: Mapping[str, Any]) -> str:
     arguments: Any = sample.get("arguments") or ()
     if not isinstance(answers, (list, tuple)) or not answers:
         return ""
-    if isinstance(answers[0], str):
-        return answers[0].strip()[:_ANSWER]
+    # Of code that is run: the first of the programs that the answers were made into.
+    said = answers[0][0] if isinstance(answers[0], list) and answers[0] else answers[0]
+    if isinstance(said, str):
+        return said.strip()[:_ANSWER]
     try:
         # Some tasks ask again without the question, to know how likely a choice is by itself: that is no answer.
         asked = [at for at in range(len(answers)) if arguments[at][0] == arguments[0][0]]

@@ -32,6 +32,7 @@ from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import is_answer_record, journalled
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
+from tasks.evaluation.code_metric import bound_checks, code_bounded, code_labels, programs_told
 from tasks.evaluation.division import DocumentSet
 from tasks.evaluation.document_scores import DocumentScore, score_of_sample
 from tasks.evaluation.metrics import check_all_scored, checked_score
@@ -56,6 +57,7 @@ from tasks.evaluation.task_definition import (
     still_as_pinned,
 )
 from tasks.evaluation.task_texts import asked_of
+from tasks.outside import ProgramLimits
 
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 _READABLE = 64  # characters of a cluster's name
@@ -186,6 +188,7 @@ def score_documents(
         open_journal(journal, is_answer_record) as kept,
         journalled(opened, kept, backend.computes_in) as lm,
         progress_to(lambda done, of: on_progress(lm.restored + done, lm.restored + of), backend.draws_progress),
+        programs_told(lambda count: on_progress(count, count)),
     ):
         loaded = load_task(task)
         documents = documents_in(loaded.sizes, scoring.seed, part, counted_documents(loaded, task))
@@ -214,6 +217,7 @@ def ask_documents(
             log_samples=True,
             apply_chat_template=scoring.chat_template,
             fewshot_as_multiturn=scoring.chat_template,
+            confirm_run_unsafe_code=task.code is not None,
         )
     outcomes: list[DocumentScore] = []
     for name, samples in results["samples"].items():
@@ -370,6 +374,8 @@ def metrics_to_come(name: str, leaf: Any) -> dict[str, bool]:
         InvalidInput: when there is none.
     """
     directions = _judging_metrics(name, leaf, leaf.aggregation())
+    expanded = code_labels(leaf)
+    directions = {own: higher for metric, higher in directions.items() for own in expanded.get(metric, (metric,))}
     filters = [str(getattr(one, "name", "none")) for one in getattr(leaf, "_filters", None) or ()] or ["none"]
     found = {f"{metric},{one}": higher for one in filters for metric, higher in directions.items()}
     if len(leaf.eval_docs) and choices_of(leaf, leaf.eval_docs[0]) is not None:
@@ -423,19 +429,22 @@ class LoadedTask:
         return {name: len(leaf.eval_docs) for name, leaf in self.leaves.items()}
 
 
-_last_loaded: tuple[tuple[str, Path | None], LoadedTask] | None = None
+_last_loaded: tuple[tuple[str, Path | None, ProgramLimits | None], LoadedTask] | None = None
 
 
 def load_task(task: EvalTask) -> LoadedTask:
     """The last task stays loaded for its next part."""
     global _last_loaded
-    wanted = (task.digest, task.definition)
+    wanted = (task.digest, task.definition, task.code)
     asked = (None, _last_loaded[1].digest if _last_loaded else None)
     if _last_loaded is None or _last_loaded[0] != wanted or task.data_digest not in asked:
         _last_loaded = None
         scratch = tempfile.TemporaryDirectory(prefix="mergegate-task-")
-        with sources_noted() as sources:
+        with sources_noted() as sources, code_bounded(task.code):
             leaves = _load_tasks(task, Path(scratch.name))
+        if task.code is not None:
+            for leaf in leaves.values():
+                bound_checks(leaf, task.code)
         _check_leaves(task, leaves)
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
         revisions = () if task.is_local else _revisions(sources)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -20,6 +20,7 @@ from typing import Any
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
+from tasks.evaluation.allowed_code import allow_code, how_to_allow, way_of_shipped
 from tasks.evaluation.mirror import check_examples, find_dataset
 from tasks.evaluation.shipped import LeafConfig, shipped_leaves
 from tasks.evaluation.task_code import imported_beside
@@ -37,7 +38,8 @@ class Unsuited(StrEnum):
     """Why a task is refused."""
 
     PERPLEXITY = "perplexity of running text"
-    CODE = "runs code that the model wrote"
+    CODE = "code (allow_code)"
+    OWN_CODE = "runs code in a way of its own"
     SEES = "pictures or sound"
     WRITTEN_IN_PYTHON = "written in Python, without a configuration"
     OTHER_LIBRARY = "another library's tasks"
@@ -57,12 +59,15 @@ class Refusal:
     remedy: str
 
 
-def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refusal | None:
+def refusal_of(
+    config: Mapping[str, Any], missing: tuple[str, ...] = (), *, code_allowed: bool = False
+) -> Refusal | None:
     """Why a task cannot guard a release; None where it can.
 
     Args:
         config: As its YAML says it, functions as text.
         missing: Packages that its functions import and that are not installed here.
+        code_allowed: What the model writes may be run.
     """
     kind = config.get("output_type") or "generate_until"
     if "recipe" in config:
@@ -72,7 +77,10 @@ def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refu
     if config.get("doc_to_image") or config.get("doc_to_audio"):
         return Refusal(Unsuited.SEES, "documents with pictures or sound", "name a task of text alone")
     if config.get("unsafe_code"):
-        return Refusal(Unsuited.CODE, "a task that runs code which the model wrote", _LEAVE)
+        if way := way_of_shipped(config):
+            return Refusal(Unsuited.OWN_CODE, f"a task that runs code in a way of its own ({way})", _LEAVE)
+        if not code_allowed:
+            return Refusal(Unsuited.CODE, "a task that runs code which the model wrote", "allow_code under evaluate")
     if kind == "loglikelihood_rolling":
         return Refusal(
             Unsuited.PERPLEXITY,
@@ -103,9 +111,9 @@ def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refu
 _LEAVE = "leave it out, or name another task"
 
 
-def refusal_of_leaf(leaf: LeafConfig) -> Refusal | None:
+def refusal_of_leaf(leaf: LeafConfig, *, code_allowed: bool = False) -> Refusal | None:
     """As ``refusal_of``, with a look at what is installed for its functions."""
-    return refusal_of(leaf.config, missing_packages(leaf.config))
+    return refusal_of(leaf.config, missing_packages(leaf.config), code_allowed=code_allowed)
 
 
 def pin_sound_tasks(
@@ -114,6 +122,7 @@ def pin_sound_tasks(
     hashes: HashMemo,
     data: Path | None,
     num_fewshot: int | None,
+    code_of: Collection[str] = (),
     where: str = "evaluate.tasks",
 ) -> dict[str, EvalTask]:
     """Tasks by content, each of which can be asked, by how a profile writes them: for a gate, for a sweep, for all.
@@ -121,17 +130,18 @@ def pin_sound_tasks(
     Args:
         data: Directory with datasets, relative to ``root`` (``evaluate.data``); None: the Hub.
         num_fewshot: Examples that the profile wants; None: as each task says.
+        code_of: Tasks whose generated code may be run.
         where: What messages call the place that names them.
 
     Raises:
-        InvalidInput: as ``pin_task``, ``require_supported`` and ``require_examples``.
+        InvalidInput: as ``pin_task``, ``require_supported``, ``allow_code`` and ``require_examples``.
     """
     mirror = None if data is None else (root / data).absolute()
     every = tuple(dict.fromkeys(written))
     for task in every:
         if not is_file_name(task):
-            require_supported(task, where)
-    pinned = {task: pin_task(task, root, hashes, mirror) for task in every}
+            require_supported(task, where, code_allowed=task in code_of)
+    pinned = {task: allow_code(pin_task(task, root, hashes, mirror), task, code_of) for task in every}
     for one in pinned.values():
         require_examples(one, num_fewshot)
     return pinned
@@ -154,24 +164,29 @@ def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
             check_examples(find_dataset(task.mirror, asked), int(wanted))
 
 
-def require_supported(task: str, where: str = "evaluate.tasks") -> None:
+def require_supported(task: str, where: str = "evaluate.tasks", *, code_allowed: bool = False) -> None:
     """See that a task, group or tag that lm-eval ships can guard a release, with all tasks below it.
 
     Args:
         where: What messages call the place that names it.
+        code_allowed: Whether the profile names it under ``evaluate.allow_code``.
 
     Raises:
         InvalidInput: naming the first task that cannot, and why.
     """
     for leaf in shipped_leaves(task):
-        refusal = refusal_of_leaf(leaf)
+        refusal = refusal_of_leaf(leaf, code_allowed=code_allowed)
         if refusal:
             of_group = leaf.name != task
             raise InvalidInput(
                 f"{where}: {task}" + (f": {leaf.name}" if of_group else ""),
                 found=refusal.found,
-                expected="a task whose score is a mean over documents",
-                remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
+                expected=f"{task} under evaluate.allow_code"
+                if refusal.reason is Unsuited.CODE
+                else "a task whose score is a mean over documents",
+                remedy=how_to_allow(task)
+                if refusal.reason is Unsuited.CODE
+                else refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
             )
 
 

@@ -31,6 +31,7 @@ from tasks.evaluation.mirror import files_of_all, find_datasets
 from tasks.evaluation.shipped import shipped_leaves, shipped_names
 from tasks.evaluation.task_code import imported_beside
 from tasks.evaluation.task_data import DataSource, LoadedData, TaskData
+from tasks.outside import ProgramLimits
 
 _MAX_INCLUDES = 32
 _MAX_FILES = 1000
@@ -51,10 +52,12 @@ class EvalTask(BaseModel):
     documents: Annotated[int | None, NotInKey] = None  # that it has; known with ``data_digest``
     mirror: Annotated[Path | None, NotInKey] = None  # directory with its datasets, which are in ``digest``
     only: DocumentSet | None = None  # of its documents; None: all of them
+    code: ProgramLimits | None = None  # in which what the model wrote is run; None: it is not
 
     def content_key(self) -> object:
         # What was measured before there were sets keeps its key.
-        said = {"name", "digest", "cluster_field", "data_digest"} | ({"only"} if self.only else set())
+        said = {"name", "digest", "cluster_field", "data_digest"}
+        said |= ({"only"} if self.only else set()) | ({"code"} if self.code else set())
         return self.model_dump(mode="json", include=said)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
-from tasks.evaluation import EvalTask, Scoring, pin_sound_tasks
+from tasks.evaluation import EvalTask, Scoring, pin_sound_tasks, require_evaluated
 from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
@@ -24,6 +24,16 @@ class EvaluateSettings(Scoring, GateRule):
         "do not lie beside them, relative to the profile: as the Hub lays them out, or files by task or dataset. Then "
         "nothing is asked of a network. Absent: the Hub, or its cache.",
     )
+    allow_code: tuple[str, ...] = Field(
+        default=(),
+        description="Tasks, as named under 'tasks', whose generated code is run to score it (humaneval, mbpp), each "
+        "program in a process of its own with nothing in reach. Absent: no code of a model is run.",
+    )
+
+    @model_validator(mode="after")
+    def _allows_code_of_what_is_evaluated(self) -> Self:
+        require_evaluated(self.allow_code, [guard.task for guard in self.tasks])
+        return self
 
     @model_validator(mode="after")
     def _anchors_what_is_compared_with_the_champion(self) -> Self:
@@ -46,19 +56,25 @@ class EvaluateSettings(Scoring, GateRule):
 
 
 def pin_tasks(
-    guards: Sequence[Guard], root: Path, hashes: HashMemo, data: Path | None = None, num_fewshot: int | None = None
+    guards: Sequence[Guard],
+    root: Path,
+    hashes: HashMemo,
+    data: Path | None = None,
+    num_fewshot: int | None = None,
+    code_of: Collection[str] = (),
 ) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
     """All tasks of the guards, each once, and the guards in terms of the names that lm-eval calls those tasks.
 
     Args:
         data: Directory with datasets, relative to ``root``; None: the Hub.
         num_fewshot: Examples that the profile wants; None: as each task says.
+        code_of: Tasks whose generated code may be run.
 
     Raises:
         InvalidInput: as ``pin_sound_tasks``; when two definitions call themselves by one name, or two guards of a task
             disagree on which of its documents belong together.
     """
-    written = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, num_fewshot)
+    written = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, num_fewshot, code_of)
     tasks: dict[str, EvalTask] = {}
     for text, task in written.items():
         if tasks.setdefault(task.name, task).digest != task.digest:

@@ -5,12 +5,14 @@ need, and servers that speak JSON over HTTP.
 runs what strangers wrote, and ``environment_of_child`` what it may see of our environment (``confinement``). How a
 server is asked, and what is asked again, is in ``remote``. ``open_runner`` has independent work done side by side, here
 or on a cluster (``runner``, ``cluster``); ``current_slot`` is where a thread of ours does it (``slots``).
-``hold_gpus`` keeps other jobs off the GPUs of this host (``gpu_lock``). ``require_linux`` says what needs it.
+``run_program`` has a program run that a model wrote (``programs``). ``hold_gpus`` keeps other jobs off the GPUs of this
+host (``gpu_lock``). ``require_linux`` says what needs it (``linux``).
 """
 
 from tasks.outside.confinement import Confinement, environment_of_child
 from tasks.outside.gpu_lock import HeldGpus, hold_gpus, take_gpus
-from tasks.outside.linux import require_linux
+from tasks.outside.linux import CONTROL_GROUPS, kernel_lines, require_linux
+from tasks.outside.programs import ProgramEnd, ProgramLimits, run_program
 from tasks.outside.remote import (
     TRANSIENT_STATUSES,
     Answer,
@@ -26,6 +28,7 @@ from tasks.outside.slots import GivenUp, Slot, also_end, at_slot, current_slot, 
 from tasks.outside.supervised import Gpus, NotStarted, ProcessEnd, SupervisedProcess
 
 __all__ = [
+    "CONTROL_GROUPS",
     "TRANSIENT_STATUSES",
     "Answer",
     "Confinement",
@@ -35,6 +38,8 @@ __all__ = [
     "JsonClient",
     "NotStarted",
     "ProcessEnd",
+    "ProgramEnd",
+    "ProgramLimits",
     "Runner",
     "RunnerSettings",
     "Slot",
@@ -49,9 +54,11 @@ __all__ = [
     "here",
     "hold_gpus",
     "is_transient",
+    "kernel_lines",
     "open_runner",
     "require_linux",
     "retrying",
+    "run_program",
     "slots_for",
     "status_of",
     "take_gpus",

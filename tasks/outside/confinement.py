@@ -98,12 +98,15 @@ class Confinement:
         hide: Files and directories that it must not read, beside where people keep secrets.
         network: Whether it may speak to anybody.
         memory: Bytes of memory of its own; None: what there is.
+        read: All that it may read, for a process that needs little; then it writes to its own temporary directory and
+            to ``write`` only, not to caches. None: all but what is hidden.
     """
 
     write: tuple[str, ...] = ()
     hide: tuple[str, ...] = ()
     network: bool = False
     memory: int | None = None
+    read: tuple[str, ...] | None = None
 
 
 def environment_of_child(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -167,10 +170,11 @@ def _leave_the_network() -> bool:
 
 def _restrict(wanted: Confinement, version: int, tcp: int) -> bool:
     """Landlock: read all but secrets, write where it may, see and signal no other process."""
-    hub = Path(os.environ.get("HF_HOME") or _home() / ".cache" / "huggingface")
-    for name in _MADE_BEFOREHAND:
-        with contextlib.suppress(OSError):
-            (hub / name).mkdir(parents=True, exist_ok=True)
+    if wanted.read is None:
+        hub = Path(os.environ.get("HF_HOME") or _home() / ".cache" / "huggingface")
+        for name in _MADE_BEFOREHAND:
+            with contextlib.suppress(OSError):
+                (hub / name).mkdir(parents=True, exist_ok=True)
     write = _WRITE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     handled = struct.pack("QQQ", _READ_FILE | write, tcp, _SIGNALS if version >= 6 else 0)
     handled = handled[: 8 if version < 4 else 16 if version < 6 else 24]  # as long as this kernel knows it
@@ -179,9 +183,11 @@ def _restrict(wanted: Confinement, version: int, tcp: int) -> bool:
         return False
     try:
         hidden = set(_hidden(wanted.hide))
-        for place in _all_but(hidden, "/"):
-            _allow(ruleset, place, _READ_FILE)
-        for root in dict.fromkeys(map(os.path.realpath, _writable(wanted.write))):
+        for root in dict.fromkeys(map(os.path.realpath, ("/",) if wanted.read is None else wanted.read)):
+            for place in _all_but(hidden, root):
+                _allow(ruleset, place, _READ_FILE)
+        own = (os.environ["TMPDIR"], *wanted.write) if wanted.read is not None else _writable(wanted.write)
+        for root in dict.fromkeys(map(os.path.realpath, own)):
             for place in _all_but(hidden, root):
                 _allow(ruleset, place, write | _READ_FILE)
         if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:

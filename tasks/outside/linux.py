@@ -3,14 +3,25 @@
 Child processes are kept in bounds and end with us by calls that only Linux has: prctl(2) (``supervised``), unshare(2)
 (``confinement``), ``/proc`` (``supervised``, ``gpu_lock``). Without them a killed run would leave processes that hold a
 GPU, and foreign code would reach the network, so no model and no task is run elsewhere. Merging alone (``merge``,
-``plan``) needs none of them: memfd_create(2), posix_fadvise(2) and O_DIRECT are used where they are there.
+``plan``) needs none of them: what it takes of Linux is in ``merge_core/system.py``, with what stands in for it.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from merge_core.errors import Refused
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")  # absent elsewhere
+
+
+def kernel_lines(name: str) -> list[str]:
+    """What the kernel says under ``/proc``: ``meminfo``, ``cpuinfo``. None elsewhere."""
+    try:
+        return (Path("/proc") / name).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def require_linux(system: str = sys.platform) -> None:

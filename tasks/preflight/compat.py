@@ -176,7 +176,7 @@ def _compatibility(
             largest_parameters=0,
         )
     from merge_core.engine import EngineSettings
-    from merge_core.forecast import needs_of
+    from merge_core.engine.forecast import needs_of
 
     companions = sum((plan.donor.directory / name).stat().st_size for name in plan.donor.companions)
     # Neither disk nor blocks depend on the cores or the kind of device.

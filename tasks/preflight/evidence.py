@@ -75,7 +75,9 @@ def pin_evidence(
     """
     evidence = Evidence()
     if evaluate:
-        guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data, evaluate.num_fewshot)
+        guards, tasks = pin_tasks(
+            evaluate.tasks, root, hashes, evaluate.data, evaluate.num_fewshot, evaluate.allow_code
+        )
         evidence = evidence._replace(
             tasks=tasks, scoring=evaluate.scoring, guards=with_anchor(guards, evaluate.anchor), rule=evaluate.gate_rule
         )

@@ -99,7 +99,7 @@ def _memory_findings(
     compatibility: Compatibility, machine: Machine, device: str, dtypes: Sequence[str]
 ) -> Iterator[Finding]:
     from merge_core.engine import EngineSettings
-    from merge_core.forecast import peak_memory
+    from merge_core.engine.forecast import peak_memory
 
     threads = EngineSettings().workers_on(machine.cores)
     merging = peak_memory(compatibility.block, threads=threads, device=device)

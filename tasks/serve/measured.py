@@ -7,12 +7,12 @@ a cached verdict shows those of the run that measured.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.engine import usable_cores
 from merge_core.wording import format_bytes, format_short_time
+from tasks.outside import kernel_lines
 
 
 class ServingCost(BaseModel):
@@ -108,11 +108,7 @@ def machine_name(device: str) -> str:
 
 def _processor() -> str:
     """Name of the processor, where the kernel says it; without trade marks and clock."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    name = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
+    name = next((line.partition(":")[2] for line in kernel_lines("cpuinfo") if line.startswith("model name")), "")
     for noise in ("(R)", "(TM)", " CPU", " Processor"):
         name = name.replace(noise, "")
     return " ".join(name.partition("@")[0].split())

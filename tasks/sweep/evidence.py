@@ -117,7 +117,7 @@ def pin_sweep(
 
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}
-    for written, task in pin_sound_tasks(together, root, hashes, data, num_fewshot, "sweep").items():
+    for written, task in pin_sound_tasks(together, root, hashes, data, num_fewshot, where="sweep").items():
         if tasks.setdefault(task.name, task).digest != task.digest:
             raise InvalidInput(
                 f"sweep: {written}",

@@ -148,7 +148,7 @@ def test_the_page_says_what_a_profile_may_say(tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(f"name: nightly\nrecipe: r.yaml\n{block}")
         load_profile(tmp_path / "p.yaml")
     own = [block for block in said if block.startswith("task:")]
-    assert (len(sections), len(own)) == (6, 2)
+    assert (len(sections), len(own)) == (7, 2)
     write(tmp_path / "capitals.jsonl", {"country": "France", "capital": "Paris"})
     (tmp_path / "scoring.py").write_text("def overlap(doc, results):\n    return {'overlap': 0.5}\n")
     for name, block in zip(("capitals", "named"), own, strict=True):

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from benchmark_scripts import load_benchmark
 
 from flows.cli.demo import PROFILE, place_demo
 from merge_core.errors import InvalidInput, Refused
@@ -42,6 +43,18 @@ def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) 
     assert {file for file in wanted if file.partition("/")[0] in FLOORS} - inside == set()
     assert "mergegate.py" in inside
     assert data == {file for file in wanted if file.startswith("profiles/") and not file.endswith(".py")}
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_is_all_that_a_first_hour_needs(tmp_path: Path) -> None:
+    bare = load_benchmark("bare_wheel")
+    programs = bare.bare_environment(tmp_path / "environment", bare.build(tmp_path))
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    (imported,) = bare.imported_from(programs, place)
+    assert imported.is_relative_to(tmp_path / "environment")
+    wrong = [used for used in bare.use(programs, place) if used.code != used.expected or "Traceback" in used.said]
+    assert wrong == []
 
 
 def test_the_demo_is_copied_once_and_over_nothing_else(tmp_path: Path) -> None:

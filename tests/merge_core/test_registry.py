@@ -16,8 +16,8 @@ from family import load, merge_text
 
 from merge_core import EngineSettings, load_recipe, open_checkpoint, plan_merge
 from merge_core.analysis import Tally
+from merge_core.engine.forecast import Needs, needs_of
 from merge_core.errors import InvalidInput
-from merge_core.forecast import Needs, needs_of
 from merge_core.methods import (
     REQUIRED,
     ConflictRemedy,

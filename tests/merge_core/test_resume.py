@@ -155,7 +155,7 @@ def test_after_a_crash_of_the_machine_only_flushed_shards_are_believed(
     journals = {path.name: path.read_text() for path in (parents / "out").glob("*.journal.partial")}
     flushed = {name.removesuffix(".journal.partial") for name, text in journals.items() if "sha256" in text}
     assert len(flushed) == 2
-    monkeypatch.setattr(journal, "_boot", lambda: "another")
+    monkeypatch.setattr(journal, "boot_id", lambda: "another")
     for file in (parents / "out").glob("*.safetensors.partial"):  # What was not flushed may be anything.
         if file.name.removesuffix(".partial") not in flushed:
             file.write_bytes(bytes(file.stat().st_size))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flows.cli.night import PlannedNight, PlannedStage
-from merge_core.forecast import Rates
+from merge_core.engine.forecast import Rates
 from merge_core.wording import format_roughly
 from tasks.preflight.duration import AROUND, STARTING, AskedTexts, NetworkSize, asking_seconds, merging_seconds
 

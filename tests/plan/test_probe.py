@@ -8,10 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from merge_core.engine.forecast import probe
+from merge_core.engine.forecast.forecast import Rates
+from merge_core.engine.forecast.probe import (
+    load_rates,
+    machine_key,
+    measure_bus,
+    measure_machine,
+    reference_pass,
+    save_rates,
+)
 from merge_core.errors import InvalidInput
-from merge_core.forecast import probe
-from merge_core.forecast.forecast import Rates
-from merge_core.forecast.probe import load_rates, machine_key, measure_bus, measure_machine, reference_pass, save_rates
 
 RATES = Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=False, measured_at=time.time())
 
@@ -21,7 +28,7 @@ class FakeDisk:
 
     def __init__(self, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rate, self.now, self.sizes = rate, 0.0, list[int]()
-        monkeypatch.setattr("merge_core.forecast.probe.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("merge_core.engine.forecast.probe.time.perf_counter", lambda: self.now)
 
     def step(self, size: int) -> None:
         self.sizes.append(size)

@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from merge_core.engine.forecast.forecast import Rates
 from merge_core.errors import InvalidInput
-from merge_core.forecast.forecast import Rates
+from merge_core.system import forget_cached, open_uncached, read_at
 
 # Shares of the time limit of half a second; the rest is for opening, threads and the last step's error.
 _DISK_SECONDS = 0.14
@@ -39,7 +40,7 @@ _PRODUCT_SIDE = 1024
 _READERS = 4
 _SMALLEST_READ, _LARGEST_READ = 1 << 18, 1 << 24
 _SMALLEST_WRITE, _LARGEST_WRITE = 1 << 20, 1 << 26
-# O_DIRECT wants offsets, sizes and addresses that are multiples of the disk's sectors.
+# Reads past the cache want offsets, sizes and addresses that are multiples of the disk's sectors.
 _SECTOR = 4096
 _TILE = 1 << 18
 _STEP = 1 << 20
@@ -225,7 +226,7 @@ def _input_rate(inputs: Sequence[Path]) -> float:
     opened: list[tuple[int, int]] = []
     try:
         for path in largest:
-            opened.append((_open_past_cache(path), path.stat().st_size))
+            opened.append((open_uncached(path), path.stat().st_size))
         return _read_rate(opened)
     except OSError as error:
         raise InvalidInput(
@@ -236,21 +237,10 @@ def _input_rate(inputs: Sequence[Path]) -> float:
             os.close(fd)
 
 
-def _open_past_cache(path: Path) -> int:
-    direct = getattr(os, "O_DIRECT", 0)
-    try:
-        return os.open(path, os.O_RDONLY | direct)
-    except OSError:
-        if not direct:
-            raise
-    return os.open(path, os.O_RDONLY)  # Some file systems have no direct reads.
-
-
 def _read_rate(files: Sequence[tuple[int, int]]) -> float:
     """Bytes per second of parallel reads at places spread over ``files`` (open, size)."""
-    if hasattr(os, "posix_fadvise"):
-        for fd, _ in files if len(files) == 1 else ():
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # What was just written lies in the cache.
+    for fd, _ in files if len(files) == 1 else ():
+        forget_cached(fd)  # What was just written lies there.
     buffers = [mmap.mmap(-1, _LARGEST_READ) for _ in range(_READERS)]
     turns = 0
     try:
@@ -277,7 +267,7 @@ def _read_rate(files: Sequence[tuple[int, int]]) -> float:
 
 def _read(fd: int, buffer: mmap.mmap, size: int, offset: int) -> None:
     with memoryview(buffer)[:size] as view:
-        os.preadv(fd, [view], offset)
+        read_at(fd, view, offset)
 
 
 def _place(length: int, size: int, number: int) -> int:

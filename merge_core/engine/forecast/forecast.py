@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merge_core.engine import WAITING_BYTES
-from merge_core.forecast.work import COPY, Work, work_of
+from merge_core.engine.forecast.work import COPY, Work, work_of
 from merge_core.methods import GRAIN
 from merge_core.plan import MergePlan, TensorJob, step_of
 
@@ -36,7 +36,7 @@ _CACHED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do; from :func:`merge_core.forecast.probe.measure`. All per second.
+    """What a machine can do; from :func:`merge_core.engine.forecast.probe.measure`. All per second.
 
     Args:
         read: Bytes from the disk that holds the inputs.

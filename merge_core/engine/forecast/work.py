@@ -1,7 +1,7 @@
 """The computation of one output tensor: how often its inputs are gone over, and how much arithmetic that takes.
 
 A method declares its own costs (:class:`merge_core.methods.Costs`); here they are only added up. The unit is the plain
-loop of :func:`merge_core.forecast.probe.reference_pass`.
+loop of :func:`merge_core.engine.forecast.probe.reference_pass`.
 """
 
 from __future__ import annotations

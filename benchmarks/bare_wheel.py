@@ -1,0 +1,146 @@
+"""The wheel alone: built from what git knows, installed where there is no clone, used from another directory.
+
+::
+
+    .venv/bin/python benchmarks/bare_wheel.py                    # about two minutes; the table as Markdown
+
+A new environment has what ``pyproject.toml`` asks for (links to the packages that this interpreter has, since
+installing them anew takes many minutes and tells nothing) and the wheel, which pip installs. Nothing of this project is
+importable there but what the wheel brings. Then come the commands of a first hour, with a home of their own; one that
+does not end as it should ends this with exit code 1 and what it said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[1]
+LINKED_NOT = ("__editable__", "mergegate", "__pycache__")
+# Each with the exit code that it must have: the last three of the demo are a release, a refusal and its proof.
+COMMANDS = (
+    (0, "mergegate", "--help"),
+    (0, "mergegate", "demo", "demo"),
+    (0, "mergegate", "schema"),
+    (0, "mergegate", "schema", "recipe"),
+    (0, "mergegate", "check", "demo/profiles/demo.yaml"),
+    (0, "mergegate", "plan", "demo/profiles/demo.yaml"),
+    (3, "mergegate", "check", "demo/profiles/demo-forbidden.yaml"),
+    (0, "mergegate", "methods"),
+)
+
+
+@dataclass(frozen=True)
+class Used:
+    """One command, and how it ended."""
+
+    command: str
+    expected: int
+    code: int
+    seconds: float
+    said: str
+
+    @property
+    def row(self) -> str:
+        """Of the table."""
+        return f"| `{self.command}` | {self.code} | {self.seconds:.0f} s |"
+
+
+def build(to: Path) -> Path:
+    """The wheel, from a copy of what git knows: of what only lies about here, nothing comes in."""
+    listed = subprocess.run(["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True)
+    source = to / "source"
+    for file in listed.stdout.splitlines():
+        if (PROJECT / file).is_file():
+            (source / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(PROJECT / file, source / file)
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*wheel, "-w", str(to), str(source)], check=True)
+    (built,) = to.glob("mergegate-*.whl")
+    shutil.rmtree(source)
+    return built
+
+
+def bare_environment(place: Path, wheel: Path) -> Path:
+    """A new environment with the wheel and what it needs; returns its directory of programs."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    python = place / "bin" / "python"
+    found = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    packages = Path(found.stdout.strip())
+    for there in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not there.name.startswith(LINKED_NOT) and not (packages / there.name).exists():
+            (packages / there.name).symlink_to(there)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    return python.parent
+
+
+def use(programs: Path, place: Path, commands: Sequence[tuple[int | str, ...]] = COMMANDS) -> Iterator[Used]:
+    """Carry out each command in ``place``, as somebody who has nothing but the wheel."""
+    kept = {name: os.environ[name] for name in ("LANG", "TMPDIR", "OMP_NUM_THREADS") if name in os.environ}
+    home = place / "home"
+    home.mkdir(parents=True, exist_ok=True)
+    environment = {**kept, "PATH": f"{programs}:/usr/bin:/bin", "HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    for expected, *command in commands:
+        began = time.monotonic()
+        done = subprocess.run(
+            [str(programs / str(command[0])), *map(str, command[1:])],
+            cwd=place,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        said = done.stdout + done.stderr
+        yield Used(" ".join(map(str, command)), int(expected), done.returncode, time.monotonic() - began, said)
+
+
+def imported_from(programs: Path, place: Path) -> set[Path]:
+    """Where the floors are imported from there."""
+    script = "import flows, tasks, merge_core; print(flows.__file__, tasks.__file__, merge_core.__file__, sep='\\n')"
+    done = subprocess.run([programs / "python", "-c", script], cwd=place, capture_output=True, text=True, check=True)
+    return {Path(line).parents[1] for line in done.stdout.split()}
+
+
+def main() -> None:
+    """Build, install, use, tell."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bare-wheel-") as scratch:
+        root = Path(scratch)
+        wheel = build(root)
+        programs = bare_environment(root / "environment", wheel)
+        place = root / "elsewhere"
+        place.mkdir()
+        (imported,) = imported_from(programs, place)
+        if not imported.is_relative_to(root):
+            raise SystemExit(f"imported from {imported}, not from the wheel")
+        print(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB\n")
+        print("| command | exit code | time |\n| --- | ---: | ---: |")
+        wrong = []
+        for used in use(programs, place):
+            print(used.row, flush=True)
+            wrong += [used] if used.code != used.expected or "Traceback" in used.said else []
+        for used in wrong:
+            print(f"\n{used.command}: expected {used.expected}\n{used.said}", file=sys.stderr)
+        if wrong:
+            raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

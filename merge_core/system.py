@@ -1,0 +1,124 @@
+"""What only Linux has, asked for in one place: each call with what is done where it is not there.
+
+Merging needs none of it to be right. Where a call is absent (macOS, the BSDs), reading is less far ahead, a full disk
+is found while writing, a step of a chain lies in a temporary file instead of memory. What needs Linux and has no other
+way is refused where a child process is begun (``tasks/outside/linux.py``).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from merge_core.errors import Refused
+
+
+def require_posix(kind: str) -> None:
+    """Locks, descriptors and flags of opening are POSIX's everywhere in this project, and have no stand-in.
+
+    Args:
+        kind: ``os.name``.
+
+    Raises:
+        Refused: on any other system.
+    """
+    if kind != "posix":
+        raise Refused(
+            "this system",
+            found=f"os.name {kind!r}",
+            expected="Linux; to plan and merge, any POSIX system",
+            remedy="run it in WSL or in a container (containers/ has the image)",
+        )
+
+
+def cores_of_process() -> int:
+    """Cores that this process may use; elsewhere, those that there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def read_at(fd: int, into: memoryview, offset: int) -> int:
+    """Read from ``offset`` of an open file into memory that is there; returns how many bytes came."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [into], offset)
+    found = os.pread(fd, len(into), offset)
+    into[: len(found)] = found
+    return len(found)
+
+
+def read_soon(fd: int, start: int, count: int) -> bool:
+    """Have the system read a part of a file into its cache, without waiting; False where it takes no such advice."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    with suppress(OSError):  # It is advice: reading will find out what is wrong.
+        os.posix_fadvise(fd, start, count, os.POSIX_FADV_WILLNEED)
+    return True
+
+
+def forget_cached(fd: int) -> None:
+    """Have the system drop what it keeps of a file; elsewhere it keeps it."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def open_uncached(path: Path) -> int:
+    """Open a file to be read past the cache, with offsets, sizes and addresses that are multiples of the disk's
+    sectors; through the cache where file or system know no such reads."""
+    if direct := getattr(os, "O_DIRECT", 0):
+        with suppress(OSError):  # Opening it below finds out what is wrong, or that nothing is.
+            return os.open(path, os.O_RDONLY | direct)
+    return os.open(path, os.O_RDONLY)
+
+
+def reserve_space(fd: int, size: int) -> None:
+    """Find a full disk before any work is done; elsewhere, and on file systems without it, writing finds out.
+
+    Raises:
+        OSError: when there is no room.
+    """
+    allocate: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
+    if allocate is None or size == 0:
+        return
+    try:
+        allocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+def nameless_file(label: str) -> int:
+    """A file without a name, open: in memory, elsewhere a temporary one.
+
+    Args:
+        label: What the system calls it where somebody looks.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(label, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def prefer_large_pages(memory: mmap.mmap) -> None:
+    """Ask for large pages; without them it is only slower."""
+    with suppress(AttributeError, OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+
+
+def flush_data(fd: int) -> None:
+    """What was written is on the disk, with the length of the file; elsewhere, with all that is known of it."""
+    if hasattr(os, "fdatasync"):
+        os.fdatasync(fd)
+    else:
+        os.fsync(fd)
+
+
+def boot_id() -> str:
+    """Of this start of the system: what was not on the disk is gone after another. Empty where nothing tells."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
