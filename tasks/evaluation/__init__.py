@@ -119,7 +119,6 @@ __all__ = [
     "read_document_scores",
     "read_task",
     "require_evaluated",
-    "require_examples",
     "require_supported",
     "score_of_sample",
     "score_table",
