@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/method_costs.py
 
 Passes run on one thread over random bfloat16 blocks in memory, with the kernels that the engine would take. A unit is
-the time that :func:`merge_core.engine.forecast.probe.reference_pass` takes per element on the same machine at the same moment,
+the time that :func:`merge_core.engine.forecast.probe.reference_pass` takes per element on the same machine at the same
+moment,
 so the numbers hold (roughly) on machines of other speeds.
 """
 
