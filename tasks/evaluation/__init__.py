@@ -4,6 +4,7 @@ A task is pinned by content, scored in a process of its own by one of several ba
 scores. Results that lm-eval has written itself are read here too.
 """
 
+from tasks.evaluation.asking import AskedHow, Asking, asking_of
 from tasks.evaluation.backends import Backend, find_backend
 from tasks.evaluation.choice_probability import AnsweredChoice
 from tasks.evaluation.division import Division, DocumentSet, SetName, divide
@@ -56,6 +57,8 @@ from tasks.evaluation.task_texts import document_texts
 __all__ = [
     "SCORES_FILE",
     "AnsweredChoice",
+    "AskedHow",
+    "Asking",
     "Backend",
     "CountLimit",
     "DataSource",
@@ -79,6 +82,7 @@ __all__ = [
     "TaskScore",
     "TaskScores",
     "TokenizerPlace",
+    "asking_of",
     "by_task",
     "check_alike",
     "choose_known_metrics",

@@ -12,11 +12,11 @@ import asyncio
 import hashlib
 import logging
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -30,6 +30,8 @@ from merge_core.errors import InvalidInput, MergegateError, suggest
 from merge_core.store import JournalPlace, open_journal
 from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import is_answer_record, journalled
+from tasks.evaluation.arranging import arrange
+from tasks.evaluation.asking import asking_of
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
 from tasks.evaluation.division import DocumentSet
@@ -49,7 +51,6 @@ from tasks.evaluation.task_data import (
 from tasks.evaluation.task_definition import Definition, EvalTask, function_dumper, read_definition, still_as_pinned
 from tasks.evaluation.task_texts import asked_of
 
-FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 _READABLE = 64  # characters of a cluster's name
 _TEMPLATES = 1024  # that are kept compiled: a large group of tasks has a few of each
 
@@ -196,7 +197,8 @@ def ask_documents(
 ) -> ScoredDocuments:
     from lm_eval.evaluator import evaluate
 
-    leaves = arrange(loaded, documents, lm, scoring)
+    how = asking_of(task.asked, scoring)
+    leaves = arrange(loaded, documents, lm, how, scoring.seed)
     with mistakes_of(task):
         results = evaluate(
             lm=lm,
@@ -204,8 +206,9 @@ def ask_documents(
             samples=dict(documents),
             bootstrap_iters=0,  # errors are ours to compute, paired
             log_samples=True,
-            apply_chat_template=scoring.chat_template,
-            fewshot_as_multiturn=scoring.chat_template,
+            system_instruction=how.system_instruction,
+            apply_chat_template=how.is_chat,
+            fewshot_as_multiturn=how.is_multiturn,
         )
     outcomes: list[DocumentScore] = []
     for name, samples in results["samples"].items():
@@ -222,38 +225,6 @@ def ask_documents(
     every = [(name, document) for name, those in documents.items() for document in those]
     check_all_scored(f"task {task.name}", every, outcomes)
     return ScoredDocuments(tuple(outcomes))
-
-
-def arrange(loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, scoring: Scoring) -> dict[str, Any]:
-    """lm-eval's own task objects for ``documents``, with the few-shot examples that ``scoring`` wants.
-
-    Args:
-        documents: Positions by task, ascending; they are then to be asked once, in that order.
-        lm: lm-eval's ``LM``, of which the tokenizer is looked at.
-
-    Raises:
-        InvalidInput: for a chat template that is not there, or more examples than there are.
-    """
-    import numpy as np
-    import torch
-
-    if scoring.chat_template and not lm.tokenizer.chat_template:
-        raise InvalidInput(
-            "evaluate.chat_template",
-            found=f"a tokenizer without one ({lm.tokenizer.name_or_path})",
-            remedy="chat_template: false",
-        )
-    leaves = {name: loaded.leaves[name] for name in documents}
-    random.seed(scoring.seed)
-    np.random.seed(scoring.seed)  # the global state, because lm-eval's tasks draw from it
-    torch.manual_seed(scoring.seed)
-    for name, leaf in leaves.items():
-        # A task that sets no examples at all keeps none, as on lm-eval's command line.
-        own = loaded.fewshot[name]
-        asked = scoring.num_fewshot if scoring.num_fewshot is not None and own != 0 else own
-        leaf.set_config(key="num_fewshot", value=asked or 0)
-        _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + scoring.seed)
-    return leaves
 
 
 @contextmanager
@@ -280,37 +251,6 @@ def mistakes_of(task: EvalTask) -> Iterator[None]:
             expected="an answer for every document",
             remedy="correct the task; `lm-eval run --tasks` with it shows the same",
         ) from error
-
-
-def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
-    """Give every document the few-shot examples that it has when all are asked, whatever part it is asked in.
-
-    lm-eval's sampler draws for one document after another from one stream, so that a document's prompt would hang on
-    which others are asked with it.
-    """
-    from lm_eval.api.samplers import ContextSampler
-
-    leaf = loaded.leaves[name]
-    leaf.set_fewshot_seed(seed=seed)
-    sampler: Any = getattr(leaf, "sampler", None)
-    n = leaf.get_config("num_fewshot")
-    if not n or type(sampler) is not ContextSampler:  # any other kind chooses without drawing, or is a task's own
-        return
-    if (name, n, seed) not in loaded.examples:
-        vars(sampler).pop("sample", None)  # of other settings
-        own = leaf.fewshot_cfg.split == leaf.config.test_split  # then a document must not be its own example
-        try:
-            drawn = [sampler.sample(n, eval_doc=document if own else None) for document in leaf.eval_docs]
-        except ValueError as error:
-            raise InvalidInput(
-                f"task {name}: num_fewshot",
-                found=f"{n} examples, more than there are to draw from",
-                remedy="a smaller evaluate.num_fewshot",
-            ) from error
-        loaded.examples[name, n, seed] = drawn
-    drawn = loaded.examples[name, n, seed]
-    queue = iter([drawn[position] for position in documents])
-    sampler.sample = lambda *_, **__: next(queue)  # lm-eval asks once a document, in ascending order
 
 
 def _scored(
@@ -373,10 +313,10 @@ def _check_leaves(task: EvalTask, leaves: Mapping[str, Any]) -> None:
     for name, leaf in leaves.items():
         if leaf.OUTPUT_TYPE == "loglikelihood_rolling":
             raise InvalidInput(
-                f"task {task.name}" if name == task.name else f"task {task.name}: {name}",
+                f"task {task.name}" if name == task.in_lm_eval else f"task {task.name}: {name}",
                 found="a perplexity task, which has no score of a single document",
                 remedy="name its documents under 'perplexity:'"
-                + ("" if name == task.name else ", and the other tasks of the group one by one"),
+                + ("" if name == task.in_lm_eval else ", and the other tasks of the group one by one"),
             )
 
 
@@ -403,6 +343,7 @@ class LoadedTask:
 
     leaves: Mapping[str, Any]
     fewshot: Mapping[str, int | None]
+    generation: Mapping[str, Mapping[str, Any] | None]  # settings of it; None where nothing is written
     scratch: Any  # the directory that local data were read into; deleted with this
     sources: tuple[DataSource, ...]  # that it was loaded from
     revisions: tuple[str | None, ...]  # of these, when they were loaded
@@ -430,8 +371,12 @@ def load_task(task: EvalTask) -> LoadedTask:
             leaves = _load_tasks(task, Path(scratch.name))
         _check_leaves(task, leaves)
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
+        generation = {
+            name: deepcopy(leaf.get_config("generation_kwargs") or {}) if leaf.OUTPUT_TYPE == "generate_until" else None
+            for name, leaf in leaves.items()
+        }
         revisions = () if task.is_local else _revisions(sources)
-        found = LoadedTask(leaves, fewshot, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
+        found = LoadedTask(leaves, fewshot, generation, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
         _last_loaded = (wanted, found)
     if task.data_digest not in (None, _last_loaded[1].digest):
         _last_loaded = None
@@ -451,11 +396,11 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
     _keep_templates()
     try:
         if task.mirror is not None and task.definition is None:
-            leaves = shipped_leaves(task.name)
+            leaves = shipped_leaves(task.in_lm_eval)
             with datasets_from(find_datasets(task.mirror, leaves), scratch):
-                loaded = _load_shipped(task.name, leaves, scratch)
+                loaded = _load_shipped(task.in_lm_eval, leaves, scratch)
         elif task.definition is None:
-            loaded = _shipped_tasks().load([task.name])
+            loaded = _shipped_tasks().load([task.in_lm_eval])
         else:
             prepared = _prepare(task, task.definition, scratch)
             loaded = TaskManager(include_defaults=False).load([str(leaf) for leaf in prepared])

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import StrictLoader, edge, plain_file, read_yaml_mapping
 from merge_core.store import HashMemo, NotInKey, digest, sha256_file
+from tasks.evaluation.asking import AskedHow
 from tasks.evaluation.division import DocumentSet
 from tasks.evaluation.mirror import find_datasets
 from tasks.evaluation.shipped import shipped_leaves, shipped_names
@@ -41,7 +42,7 @@ class EvalTask(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str  # what lm-eval calls it
+    name: str  # what lm-eval calls it, or the profile, where it asks one task in two ways
     digest: str  # sha256 over the definition and its local data
     definition: Annotated[Path | None, NotInKey]  # a local YAML, None for a task that lm-eval ships
     cluster_field: str | None = None  # of a document: what it shares with those that it belongs together with
@@ -50,11 +51,19 @@ class EvalTask(BaseModel):
     documents: Annotated[int | None, NotInKey] = None  # that it has; known with ``data_digest``
     mirror: Annotated[Path | None, NotInKey] = None  # directory with its datasets, which are in ``digest``
     only: DocumentSet | None = None  # of its documents; None: all of them
+    asked: AskedHow | None = None  # what is said of it alone; None: it is asked as all others
+    known_as: Annotated[str | None, NotInKey] = None  # by lm-eval, where ``name`` is the profile's
 
     def content_key(self) -> object:
-        # What was measured before there were sets keeps its key.
+        # What was measured before there were sets, and settings of one task, keeps its key.
         said = {"name", "digest", "cluster_field", "data_digest"} | ({"only"} if self.only else set())
-        return self.model_dump(mode="json", include=said)
+        known = self.model_dump(mode="json", include=said)
+        return {**known, "asked": self.asked} if self.asked else known
+
+    @property
+    def in_lm_eval(self) -> str:
+        """What lm-eval calls it."""
+        return self.known_as or self.name
 
     @property
     def data(self) -> TaskData | None:

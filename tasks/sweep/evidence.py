@@ -43,10 +43,12 @@ class SweepEvidence(NamedTuple):
     def left_for_the_gate(self, tasks: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
         """``tasks`` without the documents that the sweep looks at."""
         searched = {task.name: task.digest for task in self.tasks}
-        return tuple(self._only(task, "gate") if searched.get(task.name) == task.digest else task for task in tasks)
+        return tuple(
+            self._only(task, "gate") if searched.get(task.in_lm_eval) == task.digest else task for task in tasks
+        )
 
     def _only(self, task: EvalTask, name: SetName) -> EvalTask:
-        return task.model_copy(update={"only": self.divisions[task.name].of(name), "data_digest": None})
+        return task.model_copy(update={"only": self.divisions[task.in_lm_eval].of(name), "data_digest": None})
 
 
 def trial_sets(evidence: SweepEvidence, windows: WindowSettings, time_limit: float | None) -> dict[AskedSet, TrialSet]:
