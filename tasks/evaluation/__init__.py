@@ -49,7 +49,7 @@ from tasks.evaluation.stage import (
     score_table,
     unknown_documents,
 )
-from tasks.evaluation.support import require_examples, require_supported
+from tasks.evaluation.support import require_effect, require_examples, require_supported
 from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 from tasks.evaluation.task_texts import document_texts
@@ -112,6 +112,7 @@ __all__ = [
     "read_definition",
     "read_document_scores",
     "read_task",
+    "require_effect",
     "require_examples",
     "require_supported",
     "score_of_sample",

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 
 
-def arrange(
-    loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, how: Asking, seed: int
-) -> dict[str, Any]:
+def arrange(loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, how: Asking, seed: int) -> dict[str, Any]:
     """lm-eval's own task objects for ``documents``, with the few-shot examples and settings of generation of ``how``.
 
     Args:

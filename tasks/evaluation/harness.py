@@ -48,7 +48,8 @@ from tasks.evaluation.task_data import (
     revision_now,
     sources_noted,
 )
-from tasks.evaluation.task_definition import Definition, EvalTask, function_dumper, read_definition, still_as_pinned
+from tasks.evaluation.task_definition import EvalTask, read_definition, still_as_pinned
+from tasks.evaluation.task_file import Definition, function_dumper
 from tasks.evaluation.task_texts import asked_of
 
 _READABLE = 64  # characters of a cluster's name

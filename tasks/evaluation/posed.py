@@ -143,9 +143,7 @@ def _no_bars(alive: Callable[[], None] = lambda: None) -> AbstractContextManager
     return progress_to(lambda done, of: alive(), BACKEND.draws_progress)
 
 
-def _posed(
-    name: str, leaf: Any, wanted: Sequence[int], lm: Any, how: Asking
-) -> dict[tuple[str, int], PosedDocument]:
+def _posed(name: str, leaf: Any, wanted: Sequence[int], lm: Any, how: Asking) -> dict[tuple[str, int], PosedDocument]:
     """The documents ``wanted``, ascending, by (leaf, position)."""
     leaf.build_all_requests(
         samples=list(wanted),

@@ -114,7 +114,7 @@ def _require_instruction(instruction: str | None, prompt: str, model: str, task:
             f"evaluate.tasks: {task}: system_instruction",
             found=f"a chat template of {model} that leaves it out",
             expected="a template that takes a system message",
-            remedy="put it into the task's description or doc_to_text, say chat_template in the recipe, or leave it out",
+            remedy="say chat_template in the recipe, or put it into the doc_to_text of a YAML file of your own",
         )
 
 

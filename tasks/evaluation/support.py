@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput
+from tasks.evaluation.asking import AskedHow
+from tasks.evaluation.declared_metrics import declared_metrics
 from tasks.evaluation.mirror import asked_dataset, check_examples, find_dataset
 from tasks.evaluation.shipped import LeafConfig, shipped_leaves
 from tasks.evaluation.task_code import imported_beside
-from tasks.evaluation.task_definition import EvalTask, texts_in
+from tasks.evaluation.task_definition import EvalTask, read_definition
+from tasks.evaluation.task_file import Definition, Function, texts_in
 
 _SHIPPED = "lm_eval.tasks."
-_DEFAULT_METRICS = {  # lm-eval's, where a task lists none
-    "multiple_choice": ("acc", "acc_norm"),
-    "loglikelihood": ("perplexity", "acc"),
-    "generate_until": ("exact_match",),
-}
 
 
 class Unsuited(StrEnum):
@@ -82,9 +80,18 @@ def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refu
         return Refusal(Unsuited.MADE_DATA, "documents that are made anew with settings of lm-eval's --metadata", _LEAVE)
     if not config.get("test_split") and not config.get("validation_split"):
         return Refusal(Unsuited.NO_DOCUMENTS, "neither 'test_split' nor 'validation_split'", _LEAVE)
-    metrics = tuple(_metrics(config, kind))
-    if not any(is_mean for _, is_mean in metrics):
-        named = ", ".join(sorted({name for name, _ in metrics})) or "none at all"
+    metrics = declared_metrics(config, kind)
+    if metrics is None:
+        return Refusal(Unsuited.UNREADABLE, "a metric_list that is no list of metrics, each with its name", _LEAVE)
+    if pair := next((one.name for one in metrics if one.averages_pairs), None):
+        return Refusal(
+            Unsuited.NO_MEAN,
+            f"a mean of {pair}, which in a task of {kind} hands on what was asked and answered: no number, of which "
+            "lm-eval itself computes no mean",
+            "say how lm-eval is to sum it up (aggregation: f1), and list a metric that is a mean beside it",
+        )
+    if not any(one.is_mean for one in metrics):
+        named = ", ".join(sorted({one.name for one in metrics})) or "none at all"
         return Refusal(
             Unsuited.NO_MEAN,
             f"no metric that is a mean over documents with a direction, only {named}",
@@ -107,6 +114,54 @@ def refusal_of_leaf(leaf: LeafConfig) -> Refusal | None:
     return refusal_of(leaf.config, missing_packages(leaf.config))
 
 
+def require_supported(task: str, root: Path = Path()) -> None:
+    """See that a task, group or tag that lm-eval ships, or a YAML file, can guard a release, with all tasks below it.
+
+    Args:
+        root: What a YAML file is relative to.
+
+    Raises:
+        InvalidInput: naming the first task that cannot, and why; or for a file that cannot be read.
+    """
+    whole, leaves = _leaves(task, root)
+    for name, config, missing in leaves:
+        refusal = refusal_of(config, missing)
+        if refusal:
+            of_group = name != whole
+            raise InvalidInput(
+                f"evaluate.tasks: {task}" + (f": {name}" if of_group else ""),
+                found=refusal.found,
+                expected="a task whose score is a mean over documents",
+                remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
+            )
+
+
+def require_effect(task: str, asked: AskedHow | None, root: Path = Path()) -> None:
+    """See that what a guard says of how its task is asked changes what is asked.
+
+    Raises:
+        InvalidInput: for few-shot examples of a task that has none for itself, settings of generation where nothing is
+            written.
+    """
+    if asked is None:
+        return
+    configs = [config for _, config, _ in _leaves(task, root)[1]]
+    if asked.num_fewshot and all(config.get("num_fewshot") == 0 for config in configs):
+        raise InvalidInput(
+            f"evaluate.tasks: {task}: num_fewshot",
+            found=f"{asked.num_fewshot}, of a task that says 0 itself",
+            expected="nothing: lm-eval keeps 0 where a task says so",
+            remedy="leave it out, or include the task in a YAML file of your own with num_fewshot",
+        )
+    if asked.gen_kwargs and not any(_writes(config) for config in configs):
+        raise InvalidInput(
+            f"evaluate.tasks: {task}: gen_kwargs",
+            found="settings of generation for a task that has nothing written out",
+            expected="a task with output_type: generate_until",
+            remedy="leave gen_kwargs out",
+        )
+
+
 def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
     """See that few-shot examples are among the data of a task by name; without ``evaluate.data``, loading it tells.
 
@@ -118,60 +173,32 @@ def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
     """
     if task.definition is not None or task.mirror is None:
         return
-    for leaf in shipped_leaves(task.name):
+    for leaf in shipped_leaves(task.in_lm_eval):
         own = leaf.config.get("num_fewshot")
         wanted = num_fewshot if num_fewshot is not None and own != 0 else own
         if wanted and (asked := asked_dataset(leaf)):
             check_examples(find_dataset(task.mirror, asked), int(wanted))
 
 
-def require_supported(task: str) -> None:
-    """See that a task, group or tag that lm-eval ships can guard a release, with all tasks below it.
-
-    Raises:
-        InvalidInput: naming the first task that cannot, and why.
-    """
-    for leaf in shipped_leaves(task):
-        refusal = refusal_of_leaf(leaf)
-        if refusal:
-            of_group = leaf.name != task
-            raise InvalidInput(
-                f"evaluate.tasks: {task}" + (f": {leaf.name}" if of_group else ""),
-                found=refusal.found,
-                expected="a task whose score is a mean over documents",
-                remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
-            )
+def _writes(config: Mapping[str, Any]) -> bool:
+    return (config.get("output_type") or "generate_until") == "generate_until"
 
 
-def _metrics(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, bool]]:
-    """Names of metrics, and whether each is a mean of numbers by document with a direction."""
-    listed = config.get("metric_list")
-    if listed is None:
-        listed = [{"metric": name} for name in _DEFAULT_METRICS.get(kind, ())]
-    for entry in listed:
-        said = str(entry.get("metric"))
-        own_mean, own_direction = _registered(said)
-        stated = entry.get("aggregation")
-        # A function is judged by its name, as when it is loaded; numpy's mean is one.
-        is_mean = own_mean if stated is None else str(stated).rpartition(".")[2] == "mean"
-        has_direction = own_direction if entry.get("higher_is_better") is None else True
-        # F1, BLEU and their like hand their inputs on, to be scored together: of those there is no mean.
-        hands_on = stated is not None and own_mean is False and not config.get("process_results")
-        yield said.rpartition(".")[2] or said, bool(is_mean and has_direction and not hands_on)
+def _leaves(task: str, root: Path) -> tuple[str, list[tuple[str, Mapping[str, Any], tuple[str, ...]]]]:
+    """What lm-eval calls a task; of each task below it the name, the configuration, packages that it lacks."""
+    if not task.endswith((".yaml", ".yml")):
+        shipped = shipped_leaves(task)
+        return task, [(leaf.name, leaf.config, missing_packages(leaf.config)) for leaf in shipped]
+    definition = read_definition((root / task).absolute())
+    local = [(leaf.name, leaf.config, _missing_beside(leaf)) for leaf in definition.leaves]
+    return definition.name, local
 
 
-@lru_cache(maxsize=256)
-def _registered(metric: str) -> tuple[bool | None, bool]:
-    """Of a metric of lm-eval's own: whether it is averaged over documents (None: unknown), and has a direction."""
-    import lm_eval.api.metrics  # noqa: F401  # fills the registries
-    from lm_eval.api.registry import get_metric_aggregation, is_higher_better
-
-    if "/" in metric:  # a function of the task's own
-        return None, False
-    aggregation, direction = get_metric_aggregation(metric), is_higher_better(metric)
-    if aggregation is None:
-        return None, direction is not None
-    return getattr(aggregation, "__name__", "") == "mean", direction is not None
+def _missing_beside(leaf: Definition) -> tuple[str, ...]:
+    """As ``missing_packages``, of a task whose functions lie beside its YAML files."""
+    named = {text.file.as_posix() for text in texts_in(leaf.config) if isinstance(text, Function)}
+    files = [file for file in leaf.files if any(f"/{file.as_posix()}".endswith(f"/{name}") for name in named)]
+    return tuple(sorted({name for file in files for name in _missing_in(file)}))
 
 
 def missing_packages(config: Mapping[str, Any]) -> tuple[str, ...]:

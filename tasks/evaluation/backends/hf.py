@@ -40,7 +40,8 @@ def _generation_settings() -> frozenset[str]:
 
     # lm-eval takes these itself, the number of tokens under any of its names.
     own = ("until", "max_gen_toks", "max_tokens", "max_completion_tokens")
-    return frozenset([*GenerationConfig().to_dict(), *own])
+    known: dict[str, Any] = GenerationConfig().to_dict()  # type: ignore[no-untyped-call]
+    return frozenset([*known, *own])
 
 
 BACKEND = Backend(
