@@ -18,6 +18,7 @@ from tasks.evaluation.document_scores import (
     write_document_scores,
 )
 from tasks.evaluation.fetching import FetchedDataset, fetch_datasets
+from tasks.evaluation.group_mean import MeanOver, require_own_mean
 from tasks.evaluation.lm_eval_results import (
     ResultsFile,
     TaskResults,
@@ -68,6 +69,7 @@ __all__ = [
     "EvalTask",
     "FetchedDataset",
     "JudgedMetrics",
+    "MeanOver",
     "MetricSetting",
     "Paired",
     "PosedDocument",
@@ -114,6 +116,7 @@ __all__ = [
     "read_task",
     "require_effect",
     "require_examples",
+    "require_own_mean",
     "require_supported",
     "score_of_sample",
     "score_table",

@@ -230,7 +230,8 @@ def ask_documents(
 
 @contextmanager
 def mistakes_of(task: EvalTask) -> Iterator[None]:
-    """What the user's own functions and templates raise while documents are asked, said as a mistake in them."""
+    """What the user's own functions and templates raise while documents are asked, said as a mistake in them; and what
+    lm-eval raises where it is to sum up what they returned."""
     from jinja2 import TemplateError
 
     try:
@@ -244,6 +245,14 @@ def mistakes_of(task: EvalTask) -> Iterator[None]:
             for frame in extract_tb(error.__traceback__)
             if frame.filename in own
         ]
+        last = extract_tb(error.__traceback__)[-1].filename
+        if not places and last.endswith(("lm_eval/api/metrics.py", "lm_eval/evaluator_utils.py")):
+            raise InvalidInput(
+                f"task {task.name}",
+                found=f"scores of documents that lm-eval cannot sum up: {type(error).__name__}: {error!s:.200}",
+                expected="a number of each document for a metric with aggregation: mean",
+                remedy="correct the task's process_results, or the aggregation of the metric",
+            ) from error
         if not places and not (task.definition and isinstance(error, TemplateError)):
             raise
         raise InvalidInput(

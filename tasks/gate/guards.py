@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tasks.evaluation import AskedHow
+from tasks.evaluation import AskedHow, MeanOver
 
 MARGIN_ABOVE_MAX_DROP = 1.0  # points
 CATASTROPHE = 11.0  # points that no task of a suite may fall, unless its guard says otherwise; see docs/gates.md
@@ -69,6 +69,12 @@ class Guard(AskedHow):
         description="Documents that belong together: 'task' (the subjects of a group), or a field of the document.",
     )
 
+    mean_over: MeanOver | None = Field(
+        default=None,
+        description="documents: of a group whose own score counts each task alike, the mean over its documents all the "
+        "same.",
+    )
+
     @field_validator("score_range")
     @classmethod
     def _is_a_range(cls, score_range: tuple[float, float]) -> tuple[float, float]:
@@ -86,8 +92,8 @@ class Guard(AskedHow):
         return self
 
     def content_key(self) -> object:
-        # How a task is asked is in the key of its scores; what judges them need not know.
-        apart = {*AskedHow.model_fields, "name"}
+        # How a task is asked is in the key of its scores, and what was seen to before has no part in a verdict.
+        apart = {*AskedHow.model_fields, "name", "mean_over"}
         return {name: getattr(self, name) for name in type(self).model_fields if name not in apart}
 
     @property

@@ -47,6 +47,11 @@ class EvaluateSettings(Scoring, GateRule):
         return tuple(task for task in every if not task.endswith((".yaml", ".yml")))
 
     @property
+    def asked_alone(self) -> dict[str, str]:
+        """What is said of how a task is asked that is not said of all, in a line, by the task."""
+        return {guard.name or guard.task: guard.own.described() for guard in self.tasks if guard.own}
+
+    @property
     def scoring(self) -> Scoring:
         """The part that decides scores."""
         return Scoring.model_validate({name: getattr(self, name) for name in Scoring.model_fields})

@@ -9,7 +9,15 @@ from typing import NamedTuple
 from merge_core.errors import InvalidInput, suggest
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
-from tasks.evaluation import EvalTask, Scoring, asking_of, require_effect, require_examples, require_supported
+from tasks.evaluation import (
+    EvalTask,
+    Scoring,
+    asking_of,
+    require_effect,
+    require_examples,
+    require_own_mean,
+    require_supported,
+)
 from tasks.gate import EvaluateSettings, GateRule, Guard, check_guards, comparable_parents, pin_tasks, with_anchor
 from tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
 from tasks.perplexity import DriftLimits, HeldOutText, PerplexitySettings, WindowSettings, pin_documents
@@ -78,6 +86,7 @@ def pin_evidence(
         for guard in evaluate.tasks:
             require_supported(guard.task, root)
             require_effect(guard.task, guard.own, root)
+            require_own_mean(guard.task, guard.mean_over, root)
         guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data)
         for task in tasks:
             require_examples(task, asking_of(task.asked, evaluate).num_fewshot)
