@@ -59,6 +59,14 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
         ),
         ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, Unsuited.NO_MEAN),  # in which direction?
         ({"metric_list": [{"metric": "mcc"}, *MEAN]}, None),
+        # Beside a metric that could judge: lm-eval fails all the same.
+        ({"metric_list": [*MEAN, {"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, Unsuited.NO_MEAN),
+        ({"metric_list": [*MEAN, {"metric": "likelihood"}]}, Unsuited.NO_MEAN),
+        ({"output_type": "generate_until"}, Unsuited.NO_MEAN),  # accuracy of a free answer
+        ({"output_type": "generate_until", "metric_list": [{**MEAN[0], "metric": "f1", "hf_evaluate": True}]}, None),
+        ({"metric_list": [{**MEAN[0], "metric": "bleu"}]}, Unsuited.NO_MEAN),  # choices have none
+        ({"metric_list": "acc"}, Unsuited.UNREADABLE),
+        ({"metric_list": ["acc"]}, Unsuited.UNREADABLE),
     ],
 )
 def test_a_task_is_supported_or_refused_by_its_configuration(said: dict[str, object], reason: Unsuited | None) -> None:
