@@ -79,10 +79,12 @@ def _declared(entry: Mapping[str, Any], config: Mapping[str, Any], kind: str) ->
 
 def _given(metric: str, kind: str, is_foreign: bool) -> _OfADocument:
     """What lm-eval has of a document for ``metric``, where the task has no function for its results."""
+    if kind not in _NUMBERS:
+        return _OfADocument.NUMBER  # which is for lm-eval to say
     if kind == "generate_until":  # one that lm-eval does not have comes from the library `evaluate`
         is_pair = not is_foreign and _is_known(metric) and metric not in _NUMBERS[kind]
         return _OfADocument.PAIR if is_pair else _OfADocument.NUMBER
-    if metric in _NUMBERS.get(kind, ()):
+    if metric in _NUMBERS[kind]:
         return _OfADocument.NUMBER
     return _OfADocument.PAIR if metric in _PAIRS.get(kind, ()) else _OfADocument.NOTHING
 

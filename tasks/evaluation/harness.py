@@ -240,13 +240,9 @@ def mistakes_of(task: EvalTask) -> Iterator[None]:
         raise
     except Exception as error:
         own = {str(file) for file in read_definition(task.definition).files} if task.definition else set()
-        places = [
-            f"{frame.filename}: line {frame.lineno}"
-            for frame in extract_tb(error.__traceback__)
-            if frame.filename in own
-        ]
-        last = extract_tb(error.__traceback__)[-1].filename
-        if not places and last.endswith(("lm_eval/api/metrics.py", "lm_eval/evaluator_utils.py")):
+        frames = extract_tb(error.__traceback__)
+        places = [f"{frame.filename}: line {frame.lineno}" for frame in frames if frame.filename in own]
+        if not places and any(frame.filename.endswith("lm_eval/api/metrics.py") for frame in frames):
             raise InvalidInput(
                 f"task {task.name}",
                 found=f"scores of documents that lm-eval cannot sum up: {type(error).__name__}: {error!s:.200}",

@@ -7,7 +7,7 @@ it; lm-eval 0.4.13 drops that key without a word, so here each of them is writte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,15 @@ class _Place:
 _OF_A_GROUP = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag", "task_list")
 
 
-def group_members(path: Path, config: Mapping[str, Any], data_root: Path) -> tuple[Definition, ...]:
+def group_members(
+    path: Path, config: Mapping[str, Any], data_root: Path, files: Sequence[Path]
+) -> tuple[Definition, ...]:
     """All tasks below the group, or in the list, that a file defines, each once.
 
     Args:
         config: Of the file, with what it includes.
         data_root: What its data paths are relative to.
+        files: That it is put together from.
 
     Raises:
         InvalidInput: naming the file and what is wrong with it.
@@ -56,7 +59,7 @@ def group_members(path: Path, config: Mapping[str, Any], data_root: Path) -> tup
                 remedy="a group draws in a list by the names of its tasks: task: [NAME, NAME]",
             )
         places = _places_in_list(path, config)
-        found = [_task_at(place, config, _data_root(place, data_root), {}, []) for place in places]
+        found = [_task_at(place, config, _data_root(place, data_root), {}, list(files)) for place in places]
     else:
         name = config["group"]
         if not isinstance(name, str):

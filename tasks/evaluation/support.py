@@ -86,16 +86,16 @@ def refusal_of(config: Mapping[str, Any], missing: tuple[str, ...] = ()) -> Refu
     if pair := next((one.name for one in metrics if one.averages_pairs), None):
         return Refusal(
             Unsuited.NO_MEAN,
-            f"a mean of {pair}, which in a task of {kind} hands on what was asked and answered: no number, of which "
-            "lm-eval itself computes no mean",
-            "say how lm-eval is to sum it up (aggregation: f1), and list a metric that is a mean beside it",
+            f"a mean of {pair}, of which lm-eval has no number for a document in a task of {kind}, and fails",
+            "say how it is summed up instead (aggregation: f1 for f1), with a metric that is a mean beside it",
         )
     if not any(one.is_mean for one in metrics):
         named = ", ".join(sorted({one.name for one in metrics})) or "none at all"
         return Refusal(
             Unsuited.NO_MEAN,
             f"no metric that is a mean over documents with a direction, only {named}",
-            "include it in a YAML file of your own with a metric_list that has one (docs/evaluation.md)",
+            "give it one under metric_list (aggregation: mean, higher_is_better: ...), in a YAML file of your own "
+            "(docs/evaluation.md)",
         )
     if missing:
         return Refusal(

@@ -125,7 +125,7 @@ def read_definition(path: Path) -> Definition:
         if not isinstance(name, str):
             raise InvalidInput(str(path), found="no name under 'task'", expected="one task with 'task: <name>'")
         return one_definition(path, name, config, data_root, files)
-    members = group_members(path, config, data_root)
+    members = group_members(path, config, data_root, files)
     every = dict.fromkeys([*files, *(file for member in members for file in member.files)])
     return Definition(path, str(config.get("group") or path.stem), config, tuple(every), "", None, members)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 from lm_eval_runs import prepare
 from pydantic import ValidationError
+from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
+from flows.cli.check import _print_examples
+from flows.preflight import TaskExample
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
 from merge_core.store.keys import digest
@@ -19,12 +23,15 @@ from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import unload
 from tasks.evaluation.arranging import require_known_generation
 from tasks.evaluation.asking import AskedHow, asking_of
+from tasks.evaluation.division import Division
 from tasks.evaluation.harness import count_documents, score_documents
+from tasks.evaluation.preview import TaskPreview, TokenizerPlace, _preview_there
 from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.support import require_effect
-from tasks.evaluation.task_definition import EvalTask
+from tasks.evaluation.task_definition import EvalTask, pin_task
 from tasks.gate.guards import Guard
 from tasks.gate.settings import EvaluateSettings, pin_tasks
+from tasks.sweep.evidence import SweepEvidence
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] }}:{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -150,6 +157,41 @@ def test_what_is_not_said_is_in_no_key_and_what_is_said_in_that_of_scores_alone(
     assert len({digest(each) for each in (plain, *asked)}) == 4
     guard = Guard(task="t", guarded_by="a")
     assert digest(guard) == digest(guard.model_copy(update={"num_fewshot": 5, "mean_over": "documents"}))
+
+
+def test_an_instruction_that_a_template_drops_is_found_before_the_night(root: Path, tmp_path: Path) -> None:
+    """lm-eval leaves a system message out where a template fails on it, and says so in a log at most."""
+    shutil.copytree(root / "model", tmp_path / "model")
+    _, (task,) = pinned(
+        root, {"task": "letters.yaml", "apply_chat_template": True, "system_instruction": "be  kind", "num_fewshot": 1}
+    )
+
+    def shown() -> TaskPreview:
+        place = TokenizerPlace(name="chatty", directory=tmp_path / "model", digest="0")
+        return _preview_there(task, Scoring(), place, lambda done, of: None)
+
+    assert shown().prompt.startswith("s:be  kind.u:")
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(no_system + TEMPLATE)
+    with pytest.raises(InvalidInput, match="a chat template of chatty that leaves it out"):
+        shown()
+
+
+def test_check_shows_how_a_task_is_asked() -> None:
+    asked = AskedHow(num_fewshot=2, apply_chat_template=True, gen_kwargs={"temperature": 0.5, "do_sample": True})
+    seen = TaskPreview(leaf="t", prompt="1 + 1?", answer="2", tokens=4)
+    console = Console(record=True, width=200)
+    _print_examples([TaskExample("t", "base", seen, asked.described())], console)
+    said = "task t (num_fewshot 2, chat template, gen_kwargs do_sample=True temperature=0.5), the first document"
+    assert said in console.export_text()
+
+
+def test_a_sweep_leaves_the_gate_other_documents_whatever_the_task_is_called(root: Path) -> None:
+    division = Division(search=4, confirmation=2)
+    task = pin_task("letters.yaml", root, HashMemo(root / "hashes.db"))
+    swept = SweepEvidence({"letters.yaml": "letters"}, (task,), {"letters": division}, None, division)
+    _, tasks = pinned(root, {"task": "letters.yaml", "name": "again", "num_fewshot": 1}, {"task": "letters.yaml"})
+    assert [each.only for each in swept.left_for_the_gate(tasks)] == [division.of("gate")] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Groups, tags and lists in local YAML files: which tasks they stand for, which mean they say, which of them can guard."""
+"""Groups, tags and lists in local YAML files: which tasks they stand for, which mean they say, which can guard."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def mean_of(root: Path, entries: object) -> str:
         ([{"metric": "acc"}], None),
         ({"metric": "acc", "weight_by_size": True, "aggregation": "mean"}, None),
         (
-            [{"metric": "acc", "weight_by_size": True}, {"metric": "acc_norm", "weight_by_size": False}],
+            [{"metric": "acc"}, {"metric": "acc_norm", "weight_by_size": False}],
             "each task alike",
         ),
         ([{"metric": "acc", "weight_by_size": "no"}], "weight_by_size: no"),
