@@ -119,6 +119,7 @@ def comparison_content(profile: Profile, models: Sequence[PinnedCheckpoint], mea
         models=(_reported(reference, "parent", measured), _reported(candidate, "merge", measured)),
         verdict=measured.verdict.value,
         scoring=profile.evaluate.scoring if profile.evaluate else None,
+        asked=profile.evaluate.asked_alone if profile.evaluate else {},
         windows=profile.perplexity.windows if profile.perplexity else None,
         files=(),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),

@@ -75,6 +75,7 @@ class TaskExample(NamedTuple):
     task: str
     parent: str
     preview: TaskPreview
+    asked: str = ""  # what the profile says of how this task is asked, and not of all
 
 
 @dataclass
@@ -228,7 +229,8 @@ def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: 
             for reader in readers:
                 with problems.noted():
                     found = preview.build(tasks[-1], evidence.scoring, reader, limit).value
-                    problems.examples.append(TaskExample(task.name, reader.name, found))
+                    asked = task.asked.described() if task.asked else ""
+                    problems.examples.append(TaskExample(task.name, reader.name, found, asked))
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
 
 

@@ -100,7 +100,8 @@ def _print_examples(examples: Sequence[TaskExample], console: Console) -> None:
     readers: dict[tuple[str, str, str], list[str]] = {}
     for one in examples:
         reader = f"{one.parent} ({one.preview.summary()})"
-        readers.setdefault((one.task, one.preview.prompt, one.preview.answer), []).append(reader)
+        task = f"{one.task} ({one.asked})" if one.asked else one.task
+        readers.setdefault((task, one.preview.prompt, one.preview.answer), []).append(reader)
     for (task, prompt, answer), who in readers.items():
         console.print(Text(f"\ntask {task}, the first document, as it is read by {', '.join(who)}", style="bold"))
         for text in shown(_cut(prompt)).split("\n"):

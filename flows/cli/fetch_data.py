@@ -29,8 +29,7 @@ def fetch_data(file: Path, console: Console, as_json: bool = False) -> list[Fetc
     root = (profile.root / profile.evaluate.data).absolute()
     asked: list[AskedDataset] = []
     for task in profile.asked_tasks():
-        if not is_file_name(task):
-            require_supported(task, code_allowed=task in profile.evaluate.allow_code)
+        require_supported(task, profile.root, code_allowed=task in profile.evaluate.allow_code)
         asked += named_data(task, (profile.root / task).absolute() if is_file_name(task) else None)
     found: list[FetchedDataset] = []
 

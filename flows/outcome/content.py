@@ -76,6 +76,7 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
         verdict=verdict,
         scoring=profile.evaluate.scoring if profile.evaluate else None,
+        asked=profile.evaluate.asked_alone if profile.evaluate else {},
         windows=profile.perplexity.windows if profile.perplexity else None,
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),

@@ -6,6 +6,7 @@ scores. Results that lm-eval has written itself are read here too.
 
 from tasks.evaluation.allowed_code import allow_code, require_evaluated
 from tasks.evaluation.asked_data import AskedDataset
+from tasks.evaluation.asking import AskedHow, Asking, asking_of
 from tasks.evaluation.backends import Backend, find_backend
 from tasks.evaluation.choice_probability import AnsweredChoice
 from tasks.evaluation.division import Division, DocumentSet, SetName, divide
@@ -19,6 +20,7 @@ from tasks.evaluation.document_scores import (
     write_document_scores,
 )
 from tasks.evaluation.fetching import FetchedDataset, fetch_datasets
+from tasks.evaluation.group_mean import MeanOver, require_own_mean
 from tasks.evaluation.lm_eval_results import (
     ResultsFile,
     TaskResults,
@@ -50,7 +52,7 @@ from tasks.evaluation.stage import (
     score_table,
     unknown_documents,
 )
-from tasks.evaluation.support import pin_sound_tasks, require_supported
+from tasks.evaluation.support import pin_sound_tasks, require_effect, require_examples, require_supported
 from tasks.evaluation.task_data import DataSource, TaskData
 from tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
 from tasks.evaluation.task_texts import document_texts
@@ -60,6 +62,8 @@ __all__ = [
     "AnsweredChoice",
     "AskedDataset",
     "AskedDocument",
+    "AskedHow",
+    "Asking",
     "Backend",
     "CountLimit",
     "DataSource",
@@ -69,6 +73,7 @@ __all__ = [
     "EvalTask",
     "FetchedDataset",
     "JudgedMetrics",
+    "MeanOver",
     "MetricSetting",
     "Paired",
     "PosedDocument",
@@ -85,6 +90,7 @@ __all__ = [
     "TokenizerPlace",
     "allow_code",
     "asked_of_document",
+    "asking_of",
     "by_task",
     "check_alike",
     "choose_known_metrics",
@@ -118,7 +124,10 @@ __all__ = [
     "read_definition",
     "read_document_scores",
     "read_task",
+    "require_effect",
     "require_evaluated",
+    "require_examples",
+    "require_own_mean",
     "require_supported",
     "score_of_sample",
     "score_table",

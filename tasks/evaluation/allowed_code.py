@@ -13,7 +13,8 @@ from typing import Any
 from merge_core.errors import InvalidInput, suggest
 from tasks.evaluation.code_runs import EVERY, runs_in_its_own_way
 from tasks.evaluation.shipped import shipped_leaves
-from tasks.evaluation.task_definition import Definition, EvalTask, Function, read_definition, texts_in
+from tasks.evaluation.task_definition import EvalTask, read_definition
+from tasks.evaluation.task_file import Definition, Function, texts_in
 from tasks.outside import ProgramLimits
 
 
@@ -85,7 +86,7 @@ def require_evaluated(allowed: Iterable[str], tasks: Collection[str]) -> None:
 def runs_code(task: EvalTask) -> bool:
     """Whether a task, or one below it, says that it runs what the model wrote."""
     if task.definition is None:
-        return any(leaf.config.get("unsafe_code") for leaf in shipped_leaves(task.name))
+        return any(leaf.config.get("unsafe_code") for leaf in shipped_leaves(task.in_lm_eval))
     return any(leaf.config.get("unsafe_code") for leaf in read_definition(task.definition).leaves)
 
 

@@ -12,11 +12,11 @@ import asyncio
 import hashlib
 import logging
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
@@ -30,6 +30,8 @@ from merge_core.errors import InvalidInput, MergegateError, suggest
 from merge_core.store import JournalPlace, open_journal
 from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import is_answer_record, journalled
+from tasks.evaluation.arranging import arrange
+from tasks.evaluation.asking import asking_of
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
 from tasks.evaluation.code_metric import bound_checks, code_bounded, code_labels, programs_told
@@ -48,18 +50,11 @@ from tasks.evaluation.task_data import (
     revision_now,
     sources_noted,
 )
-from tasks.evaluation.task_definition import (
-    Definition,
-    EvalTask,
-    function_dumper,
-    named_data,
-    read_definition,
-    still_as_pinned,
-)
+from tasks.evaluation.task_definition import EvalTask, named_data, read_definition, still_as_pinned
+from tasks.evaluation.task_file import Definition, function_dumper
 from tasks.evaluation.task_texts import asked_of
 from tasks.outside import ProgramLimits
 
-FEWSHOT_SEED = 1234  # lm-eval's own default: with ``seed: 0`` the prompts are those of its command line
 _READABLE = 64  # characters of a cluster's name
 _TEMPLATES = 1024  # that are kept compiled: a large group of tasks has a few of each
 
@@ -207,7 +202,8 @@ def ask_documents(
 ) -> ScoredDocuments:
     from lm_eval.evaluator import evaluate
 
-    leaves = arrange(loaded, documents, lm, scoring)
+    how = asking_of(task.asked, scoring)
+    leaves = arrange(loaded, documents, lm, how, scoring.seed)
     with mistakes_of(task):
         results = evaluate(
             lm=lm,
@@ -215,8 +211,9 @@ def ask_documents(
             samples=dict(documents),
             bootstrap_iters=0,  # errors are ours to compute, paired
             log_samples=True,
-            apply_chat_template=scoring.chat_template,
-            fewshot_as_multiturn=scoring.chat_template,
+            system_instruction=how.system_instruction,
+            apply_chat_template=how.is_chat,
+            fewshot_as_multiturn=how.is_multiturn,
             confirm_run_unsafe_code=task.code is not None,
         )
     outcomes: list[DocumentScore] = []
@@ -236,41 +233,10 @@ def ask_documents(
     return ScoredDocuments(tuple(outcomes))
 
 
-def arrange(loaded: LoadedTask, documents: Mapping[str, list[int]], lm: Any, scoring: Scoring) -> dict[str, Any]:
-    """lm-eval's own task objects for ``documents``, with the few-shot examples that ``scoring`` wants.
-
-    Args:
-        documents: Positions by task, ascending; they are then to be asked once, in that order.
-        lm: lm-eval's ``LM``, of which the tokenizer is looked at.
-
-    Raises:
-        InvalidInput: for a chat template that is not there, or more examples than there are.
-    """
-    import numpy as np
-    import torch
-
-    if scoring.chat_template and not lm.tokenizer.chat_template:
-        raise InvalidInput(
-            "evaluate.chat_template",
-            found=f"a tokenizer without one ({lm.tokenizer.name_or_path})",
-            remedy="chat_template: false",
-        )
-    leaves = {name: loaded.leaves[name] for name in documents}
-    random.seed(scoring.seed)
-    np.random.seed(scoring.seed)  # the global state, because lm-eval's tasks draw from it
-    torch.manual_seed(scoring.seed)
-    for name, leaf in leaves.items():
-        # A task that sets no examples at all keeps none, as on lm-eval's command line.
-        own = loaded.fewshot[name]
-        asked = scoring.num_fewshot if scoring.num_fewshot is not None and own != 0 else own
-        leaf.set_config(key="num_fewshot", value=asked or 0)
-        _fix_examples(loaded, name, documents[name], FEWSHOT_SEED + scoring.seed)
-    return leaves
-
-
 @contextmanager
 def mistakes_of(task: EvalTask) -> Iterator[None]:
-    """What the user's own functions and templates raise while documents are asked, said as a mistake in them."""
+    """What the user's own functions and templates raise while documents are asked, said as a mistake in them; and what
+    lm-eval raises where it is to sum up what they returned."""
     from jinja2 import TemplateError
 
     try:
@@ -279,11 +245,15 @@ def mistakes_of(task: EvalTask) -> Iterator[None]:
         raise
     except Exception as error:
         own = {str(file) for file in read_definition(task.definition).files} if task.definition else set()
-        places = [
-            f"{frame.filename}: line {frame.lineno}"
-            for frame in extract_tb(error.__traceback__)
-            if frame.filename in own
-        ]
+        frames = extract_tb(error.__traceback__)
+        places = [f"{frame.filename}: line {frame.lineno}" for frame in frames if frame.filename in own]
+        if not places and any(frame.filename.endswith("lm_eval/api/metrics.py") for frame in frames):
+            raise InvalidInput(
+                f"task {task.name}",
+                found=f"scores of documents that lm-eval cannot sum up: {type(error).__name__}: {error!s:.200}",
+                expected="a number of each document for a metric with aggregation: mean",
+                remedy="correct the task's process_results, or the aggregation of the metric",
+            ) from error
         if not places and not (task.definition and isinstance(error, TemplateError)):
             raise
         raise InvalidInput(
@@ -292,37 +262,6 @@ def mistakes_of(task: EvalTask) -> Iterator[None]:
             expected="an answer for every document",
             remedy="correct the task; `lm-eval run --tasks` with it shows the same",
         ) from error
-
-
-def _fix_examples(loaded: LoadedTask, name: str, documents: Sequence[int], seed: int) -> None:
-    """Give every document the few-shot examples that it has when all are asked, whatever part it is asked in.
-
-    lm-eval's sampler draws for one document after another from one stream, so that a document's prompt would hang on
-    which others are asked with it.
-    """
-    from lm_eval.api.samplers import ContextSampler
-
-    leaf = loaded.leaves[name]
-    leaf.set_fewshot_seed(seed=seed)
-    sampler: Any = getattr(leaf, "sampler", None)
-    n = leaf.get_config("num_fewshot")
-    if not n or type(sampler) is not ContextSampler:  # any other kind chooses without drawing, or is a task's own
-        return
-    if (name, n, seed) not in loaded.examples:
-        vars(sampler).pop("sample", None)  # of other settings
-        own = leaf.fewshot_cfg.split == leaf.config.test_split  # then a document must not be its own example
-        try:
-            drawn = [sampler.sample(n, eval_doc=document if own else None) for document in leaf.eval_docs]
-        except ValueError as error:
-            raise InvalidInput(
-                f"task {name}: num_fewshot",
-                found=f"{n} examples, more than there are to draw from",
-                remedy="a smaller evaluate.num_fewshot",
-            ) from error
-        loaded.examples[name, n, seed] = drawn
-    drawn = loaded.examples[name, n, seed]
-    queue = iter([drawn[position] for position in documents])
-    sampler.sample = lambda *_, **__: next(queue)  # lm-eval asks once a document, in ascending order
 
 
 def _scored(
@@ -387,10 +326,10 @@ def _check_leaves(task: EvalTask, leaves: Mapping[str, Any]) -> None:
     for name, leaf in leaves.items():
         if leaf.OUTPUT_TYPE == "loglikelihood_rolling":
             raise InvalidInput(
-                f"task {task.name}" if name == task.name else f"task {task.name}: {name}",
+                f"task {task.name}" if name == task.in_lm_eval else f"task {task.name}: {name}",
                 found="a perplexity task, which has no score of a single document",
                 remedy="name its documents under 'perplexity:'"
-                + ("" if name == task.name else ", and the other tasks of the group one by one"),
+                + ("" if name == task.in_lm_eval else ", and the other tasks of the group one by one"),
             )
 
 
@@ -417,6 +356,7 @@ class LoadedTask:
 
     leaves: Mapping[str, Any]
     fewshot: Mapping[str, int | None]
+    generation: Mapping[str, Mapping[str, Any] | None]  # settings of it; None where nothing is written
     scratch: Any  # the directory that local data were read into; deleted with this
     sources: tuple[DataSource, ...]  # that it was loaded from
     revisions: tuple[str | None, ...]  # of these, when they were loaded
@@ -447,8 +387,12 @@ def load_task(task: EvalTask) -> LoadedTask:
                 bound_checks(leaf, task.code)
         _check_leaves(task, leaves)
         fewshot = {name: leaf.get_config("num_fewshot") for name, leaf in leaves.items()}
+        generation = {
+            name: deepcopy(leaf.get_config("generation_kwargs") or {}) if leaf.OUTPUT_TYPE == "generate_until" else None
+            for name, leaf in leaves.items()
+        }
         revisions = () if task.is_local else _revisions(sources)
-        found = LoadedTask(leaves, fewshot, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
+        found = LoadedTask(leaves, fewshot, generation, scratch, tuple(sources), revisions, digest_of_leaves(leaves))
         _last_loaded = (wanted, found)
     if task.data_digest not in (None, _last_loaded[1].digest):
         _last_loaded = None
@@ -467,10 +411,12 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
 
     _keep_templates()
     try:
-        if task.definition is None and (task.mirror is None or _is_laid_over(task.name)):
+        if task.definition is None and (task.mirror is None or _is_laid_over(task.in_lm_eval)):
             with _from_mirror(task, _found_in_mirror(task).values(), scratch):
-                return dict(_shipped_tasks().load([task.name])["tasks"])
-        prepared = _prepare(task, task.definition, scratch) if task.definition else _prepare_shipped(task.name, scratch)
+                return dict(_shipped_tasks().load([task.in_lm_eval])["tasks"])
+        prepared = (
+            _prepare(task, task.definition, scratch) if task.definition else _prepare_shipped(task.in_lm_eval, scratch)
+        )
         found, manager = _found_in_mirror(task), TaskManager(include_defaults=False)
         loaded: dict[str, Any] = {}
         for name, path in prepared.items():  # one after another: each with the data that are its own
@@ -495,7 +441,7 @@ def _found_in_mirror(task: EvalTask) -> dict[str, FoundDataset]:
     """Where the data of each task below it lie, by name; none without ``evaluate.data``."""
     if task.mirror is None:
         return {}
-    return {each.asked.task: each for each in find_datasets(task.mirror, named_data(task.name, task.definition))}
+    return {each.asked.task: each for each in find_datasets(task.mirror, named_data(task.in_lm_eval, task.definition))}
 
 
 def _from_mirror(task: EvalTask, found: Iterable[FoundDataset], scratch: Path) -> AbstractContextManager[None]:

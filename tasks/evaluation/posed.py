@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput
 from tasks.checkpoints import LoadedModel
+from tasks.evaluation.arranging import arrange
+from tasks.evaluation.asking import Asking, asking_of
 from tasks.evaluation.backends.hf import BACKEND, wrapped
 from tasks.evaluation.choice_probability import choices_of
 from tasks.evaluation.harness import (
     LoadedTask,
-    arrange,
     ask_documents,
     counted_documents,
     load_task,
@@ -129,10 +130,11 @@ def pose(task: EvalTask, scoring: Scoring, loaded: LoadedModel, *, tokens: bool 
             by_leaf: dict[str, list[int]] = {}
             for leaf, document in sorted(order):
                 by_leaf.setdefault(leaf, []).append(document)
-            leaves = arrange(found, by_leaf, lm, scoring)
+            how = asking_of(task.asked, scoring)
+            leaves = arrange(found, by_leaf, lm, how, scoring.seed)
             with mistakes_of(task):
                 for name, leaf in leaves.items():
-                    documents |= _posed(name, leaf, by_leaf[name], lm, scoring)
+                    documents |= _posed(name, leaf, by_leaf[name], lm, how)
     return PosedTask(task, scoring, tuple(order), tuple(documents[one] for one in order if tokens), found)
 
 
@@ -141,16 +143,15 @@ def _no_bars(alive: Callable[[], None] = lambda: None) -> AbstractContextManager
     return progress_to(lambda done, of: alive(), BACKEND.draws_progress)
 
 
-def _posed(
-    name: str, leaf: Any, wanted: Sequence[int], lm: Any, scoring: Scoring
-) -> dict[tuple[str, int], PosedDocument]:
+def _posed(name: str, leaf: Any, wanted: Sequence[int], lm: Any, how: Asking) -> dict[tuple[str, int], PosedDocument]:
     """The documents ``wanted``, ascending, by (leaf, position)."""
     leaf.build_all_requests(
         samples=list(wanted),
-        apply_chat_template=scoring.chat_template,
-        fewshot_as_multiturn=scoring.chat_template,
-        chat_template=lm.apply_chat_template if scoring.chat_template else None,
-        tokenizer_name=lm.tokenizer_name if scoring.chat_template else "",
+        system_instruction=how.system_instruction,
+        apply_chat_template=how.is_chat,
+        fewshot_as_multiturn=how.is_multiturn,
+        chat_template=lm.apply_chat_template if how.is_chat else None,
+        tokenizer_name=lm.tokenizer_name if how.is_chat else "",
     )
     requests: dict[int, list[Any]] = {}
     for instance in leaf.instances:  # lm-eval counts those that are asked, not those that there are
@@ -158,7 +159,7 @@ def _posed(
     texts: list[tuple[str, str]] = []
     asked: list[tuple[int, int, frozenset[int], bool]] = []  # document, how many pairs, the right ones, choices?
     for document, instances in requests.items():
-        pairs, right, is_choice = _pairs(name, leaf, instances, scoring.chat_template)
+        pairs, right, is_choice = _pairs(name, leaf, instances, how.is_chat)
         texts += pairs
         asked.append((document, len(pairs), right, is_choice))
     encoded = iter(_encoded(lm, texts, name))

@@ -1,7 +1,7 @@
 """One document of a task as a model reads it, before anything is scored: for a person to look at, and to find out that
 a tokenizer cannot be loaded, or that a chat template or a task's own functions fail.
 
-All of it is lm-eval's: prompts, few-shot examples and templates as ``harness.arrange`` sets them up. Only the model is
+All of it is lm-eval's: prompts, few-shot examples and templates as ``arranging`` sets them up. Only the model is
 missing, of which nothing but the tokenizer is wanted::
 
     found = preview(task, scoring, TokenizerPlace(name="chat", directory=..., digest=...), limit).value
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from merge_core.errors import InvalidInput, MergegateError
 from merge_core.store import NotInKey
 from tasks.checkpoints import TellProgress
+from tasks.evaluation.asking import asking_of
 from tasks.evaluation.process import ask_about_task
 from tasks.evaluation.scoring import Scoring, ordered
 from tasks.evaluation.stage import CountLimit
@@ -70,7 +71,8 @@ def _preview_there(
     """In the process that holds models."""
     from lm_eval.models.huggingface import HFLM
 
-    from tasks.evaluation.harness import arrange, counted_documents, load_task, mistakes_of, quiet
+    from tasks.evaluation.arranging import arrange, require_known_generation
+    from tasks.evaluation.harness import counted_documents, load_task, mistakes_of, quiet
     from tasks.evaluation.task_texts import text_of
 
     with quiet():
@@ -82,22 +84,37 @@ def _preview_there(
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
         name, position = first
         reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={})  # as the backend leaves it
-        leaf = arrange(loaded, {name: [position]}, reader, scoring)[name]
+        how = asking_of(task.asked, scoring)
+        require_known_generation(how, scoring.backend, task.name)
+        leaf = arrange(loaded, {name: [position]}, reader, how, scoring.seed)[name]
         template = partial(HFLM.apply_chat_template, reader)
         with mistakes_of(task):
             leaf.build_all_requests(
                 samples=[position],
-                apply_chat_template=scoring.chat_template,
-                fewshot_as_multiturn=scoring.chat_template,
-                chat_template=_filled_in(template, tokenizer.name, task.name) if scoring.chat_template else None,
+                system_instruction=how.system_instruction,
+                apply_chat_template=how.is_chat,
+                fewshot_as_multiturn=how.is_multiturn,
+                chat_template=_filled_in(template, tokenizer.name, task.name) if how.is_chat else None,
             )
             context, *rest = leaf.instances[0].args
+            _require_instruction(how.system_instruction, str(context), tokenizer.name, task.name)
             answer = rest[0] if rest and isinstance(rest[0], str) else text_of(leaf, leaf.eval_docs[position]).target
         return TaskPreview(
             leaf=name,
             prompt=str(context)[:_LONGEST],
             answer=str(answer)[:_LONGEST],
             tokens=len(loaded_tokenizer(str(context))["input_ids"]),
+        )
+
+
+def _require_instruction(instruction: str | None, prompt: str, model: str, task: str) -> None:
+    """See that the template did not drop it: where one fails on a system message, lm-eval leaves that message out."""
+    if instruction and " ".join(instruction.split()) not in " ".join(prompt.split()):
+        raise InvalidInput(
+            f"evaluate.tasks: {task}: system_instruction",
+            found=f"a chat template of {model} that leaves it out",
+            expected="a template that takes a system message",
+            remedy="say chat_template in the recipe, or put it into the doc_to_text of a YAML file of your own",
         )
 
 

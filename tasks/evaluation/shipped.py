@@ -49,6 +49,16 @@ def shipped_leaves(name: str) -> tuple[LeafConfig, ...]:
     return tuple(found.values())
 
 
+def shipped_group(name: str) -> Mapping[str, Any]:
+    """What the file of a group of lm-eval says; empty for a task or a tag."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    names = _names()
+    if name in names.tasks or name not in names.groups:
+        return {}
+    return dict(load_yaml(names.groups[name], resolve_func=False))
+
+
 def _leaves(name: str, laid_over: Mapping[str, Any], depth: int) -> Iterator[LeafConfig]:
     from lm_eval.tasks._yaml_loader import load_yaml
 

@@ -21,17 +21,15 @@ from typing import Any
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
 from tasks.evaluation.allowed_code import allow_code, how_to_allow, way_of_shipped
+from tasks.evaluation.asking import AskedHow
+from tasks.evaluation.declared_metrics import declared_metrics
 from tasks.evaluation.mirror import check_examples, find_dataset
 from tasks.evaluation.shipped import LeafConfig, shipped_leaves
 from tasks.evaluation.task_code import imported_beside
-from tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, texts_in
+from tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
+from tasks.evaluation.task_file import Definition, Function, texts_in
 
 _SHIPPED = "lm_eval.tasks."
-_DEFAULT_METRICS = {  # lm-eval's, where a task lists none
-    "multiple_choice": ("acc", "acc_norm"),
-    "loglikelihood": ("perplexity", "acc"),
-    "generate_until": ("exact_match",),
-}
 
 
 class Unsuited(StrEnum):
@@ -91,13 +89,22 @@ def refusal_of(
         return Refusal(Unsuited.MADE_DATA, "documents that are made anew with settings of lm-eval's --metadata", _LEAVE)
     if not config.get("test_split") and not config.get("validation_split"):
         return Refusal(Unsuited.NO_DOCUMENTS, "neither 'test_split' nor 'validation_split'", _LEAVE)
-    metrics = tuple(_metrics(config, kind))
-    if not any(is_mean for _, is_mean in metrics):
-        named = ", ".join(sorted({name for name, _ in metrics})) or "none at all"
+    metrics = declared_metrics(config, kind)
+    if metrics is None:
+        return Refusal(Unsuited.UNREADABLE, "a metric_list that is no list of metrics, each with its name", _LEAVE)
+    if pair := next((one.name for one in metrics if one.averages_pairs), None):
+        return Refusal(
+            Unsuited.NO_MEAN,
+            f"a mean of {pair}, of which lm-eval has no number for a document in a task of {kind}, and fails",
+            "say how it is summed up instead (aggregation: f1 for f1), with a metric that is a mean beside it",
+        )
+    if not any(one.is_mean for one in metrics):
+        named = ", ".join(sorted({one.name for one in metrics})) or "none at all"
         return Refusal(
             Unsuited.NO_MEAN,
             f"no metric that is a mean over documents with a direction, only {named}",
-            "include it in a YAML file of your own with a metric_list that has one (docs/evaluation.md)",
+            "give it one under metric_list (aggregation: mean, higher_is_better: ...), in a YAML file of your own "
+            "(docs/evaluation.md)",
         )
     if missing:
         return Refusal(
@@ -121,7 +128,6 @@ def pin_sound_tasks(
     root: Path,
     hashes: HashMemo,
     data: Path | None,
-    num_fewshot: int | None,
     code_of: Collection[str] = (),
     where: str = "evaluate.tasks",
 ) -> dict[str, EvalTask]:
@@ -129,22 +135,74 @@ def pin_sound_tasks(
 
     Args:
         data: Directory with datasets, relative to ``root`` (``evaluate.data``); None: the Hub.
-        num_fewshot: Examples that the profile wants; None: as each task says.
         code_of: Tasks whose generated code may be run.
         where: What messages call the place that names them.
 
     Raises:
-        InvalidInput: as ``pin_task``, ``require_supported``, ``allow_code`` and ``require_examples``.
+        InvalidInput: as ``pin_task``, ``require_supported`` and ``allow_code``.
     """
     mirror = None if data is None else (root / data).absolute()
     every = tuple(dict.fromkeys(written))
     for task in every:
-        if not is_file_name(task):
-            require_supported(task, where, code_allowed=task in code_of)
-    pinned = {task: allow_code(pin_task(task, root, hashes, mirror), task, code_of) for task in every}
-    for one in pinned.values():
-        require_examples(one, num_fewshot)
-    return pinned
+        require_supported(task, root, where, code_allowed=task in code_of)
+    return {task: allow_code(pin_task(task, root, hashes, mirror), task, code_of) for task in every}
+
+
+def require_supported(
+    task: str, root: Path = Path(), where: str = "evaluate.tasks", *, code_allowed: bool = False
+) -> None:
+    """See that a task, group or tag that lm-eval ships, or a YAML file, can guard a release, with all tasks below it.
+
+    Args:
+        root: What a YAML file is relative to.
+        where: What messages call the place that names it.
+        code_allowed: Whether the profile names it under ``evaluate.allow_code``.
+
+    Raises:
+        InvalidInput: naming the first task that cannot, and why; or for a file that cannot be read.
+    """
+    whole, leaves = _leaves(task, root)
+    for name, config, missing in leaves:
+        refusal = refusal_of(config, missing, code_allowed=code_allowed)
+        if refusal is None:
+            continue
+        of_group = name != whole
+        place = f"{where}: {task}" + (f": {name}" if of_group else "")
+        if refusal.reason is Unsuited.CODE:
+            allowed = f"{task} under evaluate.allow_code"
+            raise InvalidInput(place, found=refusal.found, expected=allowed, remedy=how_to_allow(task))
+        raise InvalidInput(
+            place,
+            found=refusal.found,
+            expected="a task whose score is a mean over documents",
+            remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
+        )
+
+
+def require_effect(task: str, asked: AskedHow | None, root: Path = Path()) -> None:
+    """See that what a guard says of how its task is asked changes what is asked.
+
+    Raises:
+        InvalidInput: for few-shot examples of a task that has none for itself, settings of generation where nothing is
+            written.
+    """
+    if asked is None:
+        return
+    configs = [config for _, config, _ in _leaves(task, root)[1]]
+    if asked.num_fewshot and all(config.get("num_fewshot") == 0 for config in configs):
+        raise InvalidInput(
+            f"evaluate.tasks: {task}: num_fewshot",
+            found=f"{asked.num_fewshot}, of a task that says 0 itself",
+            expected="nothing: lm-eval keeps 0 where a task says so",
+            remedy="leave it out, or include the task in a YAML file of your own with num_fewshot",
+        )
+    if asked.gen_kwargs and not any(_writes(config) for config in configs):
+        raise InvalidInput(
+            f"evaluate.tasks: {task}: gen_kwargs",
+            found="settings of generation for a task that has nothing written out",
+            expected="a task with output_type: generate_until",
+            remedy="leave gen_kwargs out",
+        )
 
 
 def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
@@ -158,67 +216,31 @@ def require_examples(task: EvalTask, num_fewshot: int | None) -> None:
     """
     if task.mirror is None:
         return
-    for asked in named_data(task.name, task.definition):
+    for asked in named_data(task.in_lm_eval, task.definition):
         own = asked.num_fewshot
         if wanted := num_fewshot if num_fewshot is not None and own != 0 else own:
             check_examples(find_dataset(task.mirror, asked), int(wanted))
 
 
-def require_supported(task: str, where: str = "evaluate.tasks", *, code_allowed: bool = False) -> None:
-    """See that a task, group or tag that lm-eval ships can guard a release, with all tasks below it.
-
-    Args:
-        where: What messages call the place that names it.
-        code_allowed: Whether the profile names it under ``evaluate.allow_code``.
-
-    Raises:
-        InvalidInput: naming the first task that cannot, and why.
-    """
-    for leaf in shipped_leaves(task):
-        refusal = refusal_of_leaf(leaf, code_allowed=code_allowed)
-        if refusal:
-            of_group = leaf.name != task
-            raise InvalidInput(
-                f"{where}: {task}" + (f": {leaf.name}" if of_group else ""),
-                found=refusal.found,
-                expected=f"{task} under evaluate.allow_code"
-                if refusal.reason is Unsuited.CODE
-                else "a task whose score is a mean over documents",
-                remedy=how_to_allow(task)
-                if refusal.reason is Unsuited.CODE
-                else refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
-            )
+def _writes(config: Mapping[str, Any]) -> bool:
+    return (config.get("output_type") or "generate_until") == "generate_until"
 
 
-def _metrics(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, bool]]:
-    """Names of metrics, and whether each is a mean of numbers by document with a direction."""
-    listed = config.get("metric_list")
-    if listed is None:
-        listed = [{"metric": name} for name in _DEFAULT_METRICS.get(kind, ())]
-    for entry in listed:
-        said = str(entry.get("metric"))
-        own_mean, own_direction = _registered(said)
-        stated = entry.get("aggregation")
-        # A function is judged by its name, as when it is loaded; numpy's mean is one.
-        is_mean = own_mean if stated is None else str(stated).rpartition(".")[2] == "mean"
-        has_direction = own_direction if entry.get("higher_is_better") is None else True
-        # F1, BLEU and their like hand their inputs on, to be scored together: of those there is no mean.
-        hands_on = stated is not None and own_mean is False and not config.get("process_results")
-        yield said.rpartition(".")[2] or said, bool(is_mean and has_direction and not hands_on)
+def _leaves(task: str, root: Path) -> tuple[str, list[tuple[str, Mapping[str, Any], tuple[str, ...]]]]:
+    """What lm-eval calls a task; of each task below it the name, the configuration, packages that it lacks."""
+    if not is_file_name(task):
+        shipped = shipped_leaves(task)
+        return task, [(leaf.name, leaf.config, missing_packages(leaf.config)) for leaf in shipped]
+    definition = read_definition((root / task).absolute())
+    local = [(leaf.name, leaf.config, _missing_beside(leaf)) for leaf in definition.leaves]
+    return definition.name, local
 
 
-@lru_cache(maxsize=256)
-def _registered(metric: str) -> tuple[bool | None, bool]:
-    """Of a metric of lm-eval's own: whether it is averaged over documents (None: unknown), and has a direction."""
-    import lm_eval.api.metrics  # noqa: F401  # fills the registries
-    from lm_eval.api.registry import get_metric_aggregation, is_higher_better
-
-    if "/" in metric:  # a function of the task's own
-        return None, False
-    aggregation, direction = get_metric_aggregation(metric), is_higher_better(metric)
-    if aggregation is None:
-        return None, direction is not None
-    return getattr(aggregation, "__name__", "") == "mean", direction is not None
+def _missing_beside(leaf: Definition) -> tuple[str, ...]:
+    """As ``missing_packages``, of a task whose functions lie beside its YAML files."""
+    named = {text.file.as_posix() for text in texts_in(leaf.config) if isinstance(text, Function)}
+    files = [file for file in leaf.files if any(f"/{file.as_posix()}".endswith(f"/{name}") for name in named)]
+    return tuple(sorted({name for file in files for name in _missing_in(file)}))
 
 
 def missing_packages(config: Mapping[str, Any]) -> tuple[str, ...]:

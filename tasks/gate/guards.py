@@ -7,6 +7,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tasks.evaluation import AskedHow, MeanOver
+
 MARGIN_ABOVE_MAX_DROP = 1.0  # points
 CATASTROPHE = 11.0  # points that no task of a suite may fall, unless its guard says otherwise; see docs/gates.md
 
@@ -24,12 +26,16 @@ RELEASES = (CHAMPION, ANCHOR)
 FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 
 
-class Guard(BaseModel):
+class Guard(AskedHow):
     """One regression guard: on ``task`` the merge must not be worse than ``guarded_by`` by more than ``max_drop``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     task: str = Field(description="An lm-eval task by name, or a YAML file relative to the profile.")
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*$",
+        max_length=100,
+        description="What the task is called here, where a profile asks it in two ways; absent: as lm-eval calls it.",
+    )
     guarded_by: str = Field(
         description="What it is compared with: a parent by name, 'best parent', 'champion' (what is published now), or "
         "'anchor' (the release that the profile names)."
@@ -63,6 +69,12 @@ class Guard(BaseModel):
         description="Documents that belong together: 'task' (the subjects of a group), or a field of the document.",
     )
 
+    mean_over: MeanOver | None = Field(
+        default=None,
+        description="documents: of a group whose own score counts each task alike, the mean over its documents all the "
+        "same.",
+    )
+
     @field_validator("score_range")
     @classmethod
     def _is_a_range(cls, score_range: tuple[float, float]) -> tuple[float, float]:
@@ -78,6 +90,11 @@ class Guard(BaseModel):
         if self.limit is not None and self.limit < self.upper_limit:
             raise ValueError(f"limit ({self.limit:g}) must be at least the margin ({self.upper_limit:g})")
         return self
+
+    def content_key(self) -> object:
+        # How a task is asked is in the key of its scores, and what was seen to before has no part in a verdict.
+        apart = {*AskedHow.model_fields, "name", "mean_over"}
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in apart}
 
     @property
     def clustered_by(self) -> str | None:

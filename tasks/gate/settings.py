@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
-from tasks.evaluation import EvalTask, Scoring, pin_sound_tasks, require_evaluated
+from tasks.evaluation import EvalTask, Scoring, asking_of, pin_sound_tasks, require_evaluated
 from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
 
 
@@ -44,6 +44,18 @@ class EvaluateSettings(Scoring, GateRule):
             raise ValueError("guarded_by: anchor needs 'anchor: first', or a version")
         return self
 
+    @model_validator(mode="after")
+    def _turns_are_of_a_chat_here(self) -> Self:
+        for guard in self.tasks:
+            if guard.fewshot_as_multiturn is not None and not asking_of(guard.own, self).is_chat:
+                raise ValueError(f"{guard.task}: fewshot_as_multiturn is for a chat template, and there is none")
+        return self
+
+    @property
+    def asked_alone(self) -> dict[str, str]:
+        """What is said of how a task is asked that is not said of all, in a line, by the task."""
+        return {guard.name or guard.task: guard.own.described() for guard in self.tasks if guard.own}
+
     @property
     def scoring(self) -> Scoring:
         """The part that decides scores."""
@@ -60,33 +72,41 @@ def pin_tasks(
     root: Path,
     hashes: HashMemo,
     data: Path | None = None,
-    num_fewshot: int | None = None,
     code_of: Collection[str] = (),
 ) -> tuple[tuple[Guard, ...], tuple[EvalTask, ...]]:
-    """All tasks of the guards, each once, and the guards in terms of the names that lm-eval calls those tasks.
+    """All tasks of the guards, each once, and the guards in terms of the names of those tasks.
 
     Args:
         data: Directory with datasets, relative to ``root``; None: the Hub.
-        num_fewshot: Examples that the profile wants; None: as each task says.
         code_of: Tasks whose generated code may be run.
 
     Raises:
-        InvalidInput: as ``pin_sound_tasks``; when two definitions call themselves by one name, or two guards of a task
-            disagree on which of its documents belong together.
+        InvalidInput: as ``pin_sound_tasks``; when two definitions call themselves by one name, two guards of a task ask
+            it in different ways under one name, or disagree on which of its documents belong together.
     """
-    written = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, num_fewshot, code_of)
+    written = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, code_of)
+    asked = [_as_asked(written[guard.task], guard) for guard in guards]
     tasks: dict[str, EvalTask] = {}
-    for text, task in written.items():
-        if tasks.setdefault(task.name, task).digest != task.digest:
+    for guard, task in zip(guards, asked, strict=True):
+        known = tasks.setdefault(task.name, task)
+        if known.digest != task.digest:
             raise InvalidInput(
-                f"evaluate.tasks: {text}",
+                f"evaluate.tasks: {guard.task}",
                 found=f"calls itself {task.name!r}, as does another task of this profile",
                 expected="a name of its own under 'task'",
             )
-    for guard in guards:
+        if known.asked != task.asked:
+            ways = (each.asked.described() if each.asked else "as the profile says of all" for each in (known, task))
+            raise InvalidInput(
+                f"evaluate.tasks: {guard.task}",
+                found=f"asked in two ways as {task.name!r}: {' and '.join(ways)}",
+                expected="one way of asking under each name",
+                remedy=f"name: {task.name}-2 in one of them",
+            )
+    for guard, asked_task in zip(guards, asked, strict=True):
         if guard.cluster_by in (None, "task"):  # known of every document anyway
             continue
-        task = tasks[written[guard.task].name]
+        task = tasks[asked_task.name]
         if task.cluster_field not in (None, guard.cluster_by):
             raise InvalidInput(
                 f"evaluate.tasks: {guard.task}: cluster_by",
@@ -94,5 +114,14 @@ def pin_tasks(
                 expected="one field for all guards of a task",
             )
         tasks[task.name] = task.model_copy(update={"cluster_field": guard.cluster_by})
-    renamed = tuple(guard.model_copy(update={"task": written[guard.task].name}) for guard in guards)
+    renamed = tuple(
+        guard.model_copy(update={"task": task.name, "name": None}) for guard, task in zip(guards, asked, strict=True)
+    )
     return renamed, tuple(tasks.values())
+
+
+def _as_asked(task: EvalTask, guard: Guard) -> EvalTask:
+    """``task`` under the name that a guard gives it, asked as the guard says."""
+    if guard.name not in (None, task.name):
+        task = task.model_copy(update={"name": guard.name, "known_as": task.name})
+    return task.model_copy(update={"asked": guard.own}) if guard.own else task

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from merge_core.errors import InvalidInput, suggest
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
-from tasks.evaluation import EvalTask, Scoring
+from tasks.evaluation import EvalTask, Scoring, asking_of, require_effect, require_examples, require_own_mean
 from tasks.gate import EvaluateSettings, GateRule, Guard, check_guards, comparable_parents, pin_tasks, with_anchor
 from tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
 from tasks.perplexity import DriftLimits, HeldOutText, PerplexitySettings, WindowSettings, pin_documents
@@ -75,9 +75,12 @@ def pin_evidence(
     """
     evidence = Evidence()
     if evaluate:
-        guards, tasks = pin_tasks(
-            evaluate.tasks, root, hashes, evaluate.data, evaluate.num_fewshot, evaluate.allow_code
-        )
+        guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data, evaluate.allow_code)
+        for guard in evaluate.tasks:
+            require_effect(guard.task, guard.own, root)
+            require_own_mean(guard.task, guard.mean_over, root)
+        for task in tasks:
+            require_examples(task, asking_of(task.asked, evaluate).num_fewshot)
         evidence = evidence._replace(
             tasks=tasks, scoring=evaluate.scoring, guards=with_anchor(guards, evaluate.anchor), rule=evaluate.gate_rule
         )

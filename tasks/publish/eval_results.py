@@ -74,5 +74,7 @@ def _how(score: TaskScore, content: ReportContent) -> str:
         shots = "few-shot as the task says" if scoring.num_fewshot is None else f"{scoring.num_fewshot}-shot"
         template = "with" if scoring.chat_template else "without"
         parts.append(f"{shots}, {template} chat template, {scoring.dtype}, backend {scoring.backend}")
+    if how := content.asked.get(score.task):
+        parts.append(f"of this task: {how}")
     parts.append(f"standard error {100 * score.stderr:.2f}; measured by the publisher with mergegate before release")
     return "; ".join(parts)

@@ -124,6 +124,8 @@ class ReportContent(_Part):
     obligations: tuple[str, ...] = ()  # what it asks of a publisher, a sentence each
     verdict: GateVerdict
     scoring: Scoring | None = None  # how the models were scored
+    # By task, what is said of it alone: 'num_fewshot 5, chat template'.
+    asked: Annotated[dict[str, str], Field(exclude_if=lambda tasks: not tasks)] = Field(default_factory=dict)
     windows: WindowSettings | None = None  # how the held-out text was read
     files: tuple[MergedFile, ...]
     versions: tuple[Library, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ def render(content: ReportContent) -> str:
         bars=bars.score_bars(rows, models),
         per_byte=table.uses_bytes(content.models, verdict.drift),
         measured=[model for model in content.models if model.likelihoods is not None],
-        scored_how=_scored_how(content.scoring) if content.scoring else "",
+        scored_how=_scored_how(content.scoring, content.asked) if content.scoring else "",
         asked=wording.what_was_asked(verdict),
         read_how=_read_how(content.windows) if content.windows else "",
     )
@@ -89,7 +90,7 @@ def _breakable(text: str, every: int = 20) -> Markup:
     return Markup("<wbr>").join(pieces)
 
 
-def _scored_how(scoring: Scoring) -> str:
+def _scored_how(scoring: Scoring, asked: Mapping[str, str]) -> str:
     few = (
         "the tasks' own few-shot examples"
         if scoring.num_fewshot is None
@@ -106,7 +107,7 @@ def _scored_how(scoring: Scoring) -> str:
         f"batches of {scoring.batch_size}",
         *([f"at most {scoring.max_length} tokens"] if scoring.max_length else []),
     ]
-    return ", ".join(parts)
+    return "; ".join([", ".join(parts), *(f"{task} with {how}" for task, how in asked.items())])
 
 
 def _read_how(windows: WindowSettings) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
-from tasks.evaluation import Division, EvalTask, SetName, pin_data, pin_sound_tasks
+from tasks.evaluation import Division, EvalTask, SetName, pin_data, pin_sound_tasks, require_examples
 from tasks.perplexity import HeldOutText, WindowSettings, read_texts
 from tasks.sweep.settings import SweepSettings
 from tasks.sweep.trial import TrialSet
@@ -43,10 +43,12 @@ class SweepEvidence(NamedTuple):
     def left_for_the_gate(self, tasks: Sequence[EvalTask]) -> tuple[EvalTask, ...]:
         """``tasks`` without the documents that the sweep looks at."""
         searched = {task.name: task.digest for task in self.tasks}
-        return tuple(self._only(task, "gate") if searched.get(task.name) == task.digest else task for task in tasks)
+        return tuple(
+            self._only(task, "gate") if searched.get(task.in_lm_eval) == task.digest else task for task in tasks
+        )
 
     def _only(self, task: EvalTask, name: SetName) -> EvalTask:
-        return task.model_copy(update={"only": self.divisions[task.name].of(name), "data_digest": None})
+        return task.model_copy(update={"only": self.divisions[task.in_lm_eval].of(name), "data_digest": None})
 
 
 def trial_sets(evidence: SweepEvidence, windows: WindowSettings, time_limit: float | None) -> dict[AskedSet, TrialSet]:
@@ -117,7 +119,8 @@ def pin_sweep(
 
     names: dict[str, str] = {}
     tasks: dict[str, EvalTask] = {}
-    for written, task in pin_sound_tasks(together, root, hashes, data, num_fewshot, where="sweep").items():
+    for written, task in pin_sound_tasks(together, root, hashes, data, where="sweep").items():
+        require_examples(task, num_fewshot)
         if tasks.setdefault(task.name, task).digest != task.digest:
             raise InvalidInput(
                 f"sweep: {written}",

@@ -228,6 +228,7 @@ def graded(tmp_path: Path, deed: str) -> Path:
             "return {'other': 1.0}",
             "task own: no metric that is a mean over documents .*only acc, other",
         ),
+        ("return {'acc': (1, 0)}", "task g: scores of documents that lm-eval cannot sum up"),
         ("return {'acc': float('nan')}", r"model: task own: acc,none of document \d is nan(.|\n)*perplexity"),
         ("return {'acc': float('-inf')}", r"model: task own: acc,none of document \d is -inf"),
     ],

@@ -17,7 +17,7 @@ from tasks.evaluation.asked_data import AskedDataset
 from tasks.evaluation.mirror import find_dataset
 from tasks.evaluation.shipped import shipped_leaves, shipped_names
 from tasks.evaluation.support import Unsuited, refusal_of, refusal_of_leaf, require_examples, require_supported
-from tasks.evaluation.task_definition import EvalTask, pin_task
+from tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 
 PROJECT = Path(__file__).resolve().parents[2]
 MEAN = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
@@ -60,6 +60,14 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
         ),
         ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, Unsuited.NO_MEAN),  # in which direction?
         ({"metric_list": [{"metric": "mcc"}, *MEAN]}, None),
+        # Beside a metric that could judge: lm-eval fails all the same.
+        ({"metric_list": [*MEAN, {"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, Unsuited.NO_MEAN),
+        ({"metric_list": [*MEAN, {"metric": "likelihood"}]}, Unsuited.NO_MEAN),
+        ({"output_type": "generate_until"}, Unsuited.NO_MEAN),  # accuracy of a free answer
+        ({"output_type": "generate_until", "metric_list": [{**MEAN[0], "metric": "f1", "hf_evaluate": True}]}, None),
+        ({"metric_list": [{**MEAN[0], "metric": "bleu"}]}, Unsuited.NO_MEAN),  # choices have none
+        ({"metric_list": "acc"}, Unsuited.UNREADABLE),
+        ({"metric_list": ["acc"]}, Unsuited.UNREADABLE),
     ],
 )
 def test_a_task_is_supported_or_refused_by_its_configuration(said: dict[str, object], reason: Unsuited | None) -> None:
@@ -148,12 +156,21 @@ def test_the_page_says_what_a_profile_may_say(tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text(f"name: nightly\nrecipe: r.yaml\n{block}")
         load_profile(tmp_path / "p.yaml")
     own = [block for block in said if block.startswith("task:")]
+    (several,) = (block for block in said if "task_list:" in block)
     assert (len(sections), len(own)) == (7, 2)
-    write(tmp_path / "capitals.jsonl", {"country": "France", "capital": "Paris"})
+    for name in ("capitals", "old"):
+        write(tmp_path / f"{name}.jsonl", {"country": "France", "capital": "Paris"})
     (tmp_path / "scoring.py").write_text("def overlap(doc, results):\n    return {'overlap': 0.5}\n")
     for name, block in zip(("capitals", "named"), own, strict=True):
         (tmp_path / f"{name}.yaml").write_text(block)
         assert pin_task(f"{name}.yaml", tmp_path, HashMemo(tmp_path / "h.db")).name == name
+        require_supported(f"{name}.yaml", tmp_path)
+    (tmp_path / "several.yaml").write_text(several)
+    require_supported("several.yaml", tmp_path)
+    assert [leaf.name for leaf in read_definition(tmp_path / "several.yaml").leaves] == [
+        "capitals_of_old",
+        "capitals_told",
+    ]
 
 
 def test_five_tasks_by_name_score_as_lm_eval_scores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

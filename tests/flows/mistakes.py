@@ -90,6 +90,16 @@ TASK: dict[str, Any] = {
     "target_delimiter": "",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }
+F1: dict[str, Any] = {"metric": "f1", "aggregation": "mean", "higher_is_better": True}
+FREE: dict[str, Any] = {
+    "output_type": "generate_until",
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+GROUP: dict[str, Any] = {
+    "task": [TASK],
+    "group": "echoes",
+    "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}],
+}
 DATA = "".join(json.dumps({"prompt": f"say {word}:", "answer": word}) + "\n" for word in 100 * ("ab", "cd", "ef", "gh"))
 
 
@@ -428,6 +438,13 @@ MISTAKES: tuple[Mistake, ...] = (
     in_task("clusters by a field that there is not", guard={"cluster_by": "chapter"}),
     in_task("a kind of question that lm-eval does not know", output_type="essay"),
     in_task("perplexity as a task", output_type="loglikelihood_rolling"),
+    in_task("a mean of what is no number", output_type="multiple_choice", metric_list=[*TASK["metric_list"], F1]),
+    in_task("a group in which each task counts alike", **GROUP),
+    in_task("settings of generation where nothing is written", guard={"gen_kwargs": {"max_gen_toks": 8}}),
+    in_task("a setting of generation that there is not", guard={"gen_kwargs": {"temprature": 0.5}}, **FREE),
+    in_profile("a task in two ways", evaluate={"tasks": [GUARD, but(GUARD, guarded_by="shifter", num_fewshot=2)]}),
+    in_guard("a number of examples that is a word", num_fewshot="five"),
+    in_guard("turns without a chat template", fewshot_as_multiturn=True),
     to_target("a kind that there is not", to="ftp", path="releases"),
     to_target("a directory without path", to="directory"),
     to_target("a file in place of a directory", writes("releases", ""), to="directory", path="releases"),

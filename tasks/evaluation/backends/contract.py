@@ -70,6 +70,8 @@ class Backend:
             functions of a task see them as well.
         computes_in: Methods of its ``LM`` that compute one batch each. What is answered is kept batch by batch, so that
             a part that was killed goes on with the same batches. None: an answer does not depend on what else is asked.
+        generation_settings: Names of the settings of generation that it takes; None: whatever its engine takes, which
+            says so itself.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Backend:
     network: bool = False
     environment: tuple[str, ...] = ()
     computes_in: tuple[str, ...] = ()
+    generation_settings: Callable[[], frozenset[str]] | None = field(default=None, repr=False)
 
     def library_versions(self) -> dict[str, str]:
         """Of ``libraries``, as far as they are installed."""

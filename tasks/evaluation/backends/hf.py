@@ -35,6 +35,15 @@ def wrapped(loaded: LoadedModel, scoring: BackendScoring) -> Any:
     )
 
 
+def _generation_settings() -> frozenset[str]:
+    from transformers import GenerationConfig
+
+    # lm-eval takes these itself, the number of tokens under any of its names.
+    own = ("until", "max_gen_toks", "max_tokens", "max_completion_tokens")
+    known: dict[str, Any] = GenerationConfig().to_dict()  # type: ignore[no-untyped-call]
+    return frozenset([*known, *own])
+
+
 BACKEND = Backend(
     "hf",
     "transformers here",
@@ -42,4 +51,5 @@ BACKEND = Backend(
     loads_here=True,
     draws_progress=("lm_eval.models.huggingface",),
     computes_in=("_model_call", "_model_generate"),
+    generation_settings=_generation_settings,
 )
