@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
-from tiny_models import write_choices, write_jsonl
+from tiny_models import CPU, make_model, write_choices, write_jsonl
 
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.model_cache import unload
 from tasks.evaluation.group_mean import require_own_mean
-from tasks.evaluation.harness import open_tasks
+from tasks.evaluation.harness import open_tasks, score_documents
+from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.support import require_supported
 from tasks.evaluation.task_definition import pin_task, read_definition
 
@@ -179,3 +181,36 @@ def test_metrics_by_functions_of_ones_own_are_supported(root: Path) -> None:
         "  - {metric: !function own.overlap, aggregation: mean, higher_is_better: true}\n"
     )
     require_supported("w.yaml", root)
+
+
+@pytest.mark.parametrize("kind", ["multiple_choice", "loglikelihood", "generate_until"])
+def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_path: Path, kind: str) -> None:
+    """Every metric of lm-eval's own as a mean: what the configuration says beforehand is what asking a model shows."""
+    import lm_eval.api.metrics  # noqa: F401  # fills the registry
+    from lm_eval.api.registry import METRIC_REGISTRY
+
+    model = make_model(tmp_path / "model")
+    write_choices(tmp_path, 2).rename(tmp_path / "base.yaml")
+    extra = {"doc_to_choice": None, "doc_to_target": "{{choices[0]}}"} if kind != "multiple_choice" else {}
+    ends = {"generation_kwargs": {"until": ["."], "max_gen_toks": 2}} if kind == "generate_until" else {}
+    found = {}
+    for metric in METRIC_REGISTRY:
+        entry = {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+        text = {"include": "base.yaml", "task": "t", "output_type": kind, "metric_list": [entry], **extra, **ends}
+        (tmp_path / "t.yaml").write_text(yaml.safe_dump(text))
+        beforehand, asked = True, True
+        try:
+            require_supported("t.yaml", tmp_path)
+        except InvalidInput:
+            beforehand = False
+        task, part = pin_task("t.yaml", tmp_path, HashMemo(tmp_path / "h.db")), DocumentRange(first=0, last=2)
+        try:
+            rows = score_documents(model, task, Scoring(), part, CPU.device, lambda done, of: None).outcomes
+            asked = any(row.metric.partition(",")[0] == metric for row in rows)
+        except InvalidInput:
+            asked = False
+        found[metric] = (beforehand, asked)
+    unload()
+    found.pop("perplexity")  # a number of each document, of which lm-eval's perplexity is no mean
+    assert {metric for metric, (beforehand, asked) in found.items() if beforehand != asked} == set()
+    assert any(beforehand for beforehand, _ in found.values())
