@@ -8,6 +8,7 @@ way as any other would be.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,4 +63,4 @@ def _files(out: Path) -> dict[str, FileIdentity]:
 
 
 def _place(out: Path) -> Path:
-    return home() / "merges" / f"{digest(str(out.absolute()))[:16]}.json"
+    return home() / "merges" / f"{digest(os.fsencode(out.absolute()).hex())[:16]}.json"  # a name need not be text

@@ -46,6 +46,7 @@ def merge_to(
             healthy, or another merge into ``out`` is running.
     """
     remedy = "wait for it, name another directory, or start both with --share to divide the work"
+    out.absolute()  # A working directory that is gone is said before parents are missed in it.
     recipe, found = _cleared(recipe_file, console)
     of = made_of(recipe_file, found, seed, device)
     if not share and (told := recall(out, of)):

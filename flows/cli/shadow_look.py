@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ def print_look(told: Mapping[str, Any] | None, outcome: RunOutcome, console: Con
     """
     if told is not None:
         state = told_state(outcome.shadow) if outcome.shadow else {}
-        print(json.dumps({**told, **state}, indent=1))
+        stopped = [outcome.stopped_by] if outcome.stopped_by else []
+        print_answer(outcome.status, outcome.message, {**told, **state}, stopped)
         return
     console.print()
     if outcome.shadow is not None:

@@ -157,7 +157,7 @@ def test_the_page_says_what_a_profile_may_say(tmp_path: Path) -> None:
         load_profile(tmp_path / "p.yaml")
     own = [block for block in said if block.startswith("task:")]
     (several,) = (block for block in said if "task_list:" in block)
-    assert (len(sections), len(own)) == (7, 2)
+    assert (len(sections), len(own)) == (8, 2)
     for name in ("capitals", "old"):
         write(tmp_path / f"{name}.jsonl", {"country": "France", "capital": "Paris"})
     (tmp_path / "scoring.py").write_text("def overlap(doc, results):\n    return {'overlap': 0.5}\n")

@@ -14,7 +14,7 @@ from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
 from tasks.evaluation.asked_data import asked_dataset
 from tasks.evaluation.harness import look_at_data, open_tasks
-from tasks.evaluation.support import pin_sound_tasks
+from tasks.evaluation.support import pin_sound_tasks, require_examples
 from tasks.evaluation.task_definition import EvalTask, pin_task
 from tasks.preflight import Evidence
 
@@ -151,7 +151,8 @@ def test_examples_of_a_yaml_file_that_are_not_there_are_missed(tmp_path: Path) -
     rows(tmp_path / "mirror" / "own_test.jsonl", "a")
 
     def pin(num_fewshot: int | None) -> None:
-        pin_sound_tasks([task], tmp_path, HashMemo(tmp_path / "h.db"), Path("mirror"), num_fewshot)
+        pinned = pin_sound_tasks([task], tmp_path, HashMemo(tmp_path / "h.db"), Path("mirror"))
+        require_examples(pinned[task], num_fewshot)
 
     pin(0)
     with pytest.raises(InvalidInput, match="split 'train'") as refused:
@@ -176,5 +177,5 @@ def test_a_sweep_asks_the_mirror_too_and_leaves_the_gate_the_rest_of_the_same_ta
         rows(mirror / lacking, "a")
     swept = profile.pin_sweep(Evidence(), hashes)
     assert {task.name: task.mirror for task in swept.tasks} == dict.fromkeys(("letters", "more", "arc_easy"), mirror)
-    guarded = pin_sound_tasks(["letters.yaml"], tmp_path, hashes, profile.evaluate.data, None)["letters.yaml"]
+    guarded = pin_sound_tasks(["letters.yaml"], tmp_path, hashes, profile.evaluate.data)["letters.yaml"]
     assert [task.only for task in swept.left_for_the_gate([guarded])] != [None]

@@ -162,6 +162,7 @@ def test_names_tell_two_checkpoints_apart(
     monkeypatch.chdir(tmp_path)
     for place in (first, second):
         (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "config.json").touch()
     found = find_checkpoints(first, second)
     assert tuple(model.name for model in found) == names
     assert [model.ref for model in found] == [first, second]
