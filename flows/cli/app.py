@@ -316,13 +316,16 @@ def shadow_command(
     candidate: Annotated[
         str | None, typer.Option(help="The version that is watched.", show_default="what is released at the target")
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Watch it anew, though it was killed, rolled back or promoted.")
+    ] = False,
 ) -> None:
     """Stand before parent and candidate, answer users, and record both (also: mergegate shadow PROFILE)."""
     with _refusals(False):
         _prepare_environment()
         from flows.cli.shadow import serve_shadow
 
-        serve_shadow(profile, candidate, _console(False))
+        serve_shadow(profile, candidate, _console(False), again=again)
 
 
 @shadow_app.command("replay")

@@ -9,11 +9,13 @@ import typer.main
 
 
 class FirstIsProfile(typer.core.TyperGroup):
-    """Commands, of which the first may go without its name: ``mergegate shadow PROFILE``."""
+    """Commands, of which ``serve`` may go without its name: ``mergegate shadow PROFILE``."""
+
+    unnamed = "serve"
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names; where it names none, the first one, with that word."""
-        return super().resolve_command(ctx, args if args[0] in self.commands else [next(iter(self.commands)), *args])
+        """The command that the first word names; where it names none, the unnamed one, with that word."""
+        return super().resolve_command(ctx, args if args[0] in self.commands else [self.unnamed, *args])
 
 
 def command_line(app: typer.Typer) -> Any:

@@ -30,11 +30,12 @@ _STOP_S = 5
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection: else one is closed as it is used again
 
 
-def serve_shadow(profile: Path, candidate: str | None, console: Console) -> None:
+def serve_shadow(profile: Path, candidate: str | None, console: Console, *, again: bool = False) -> None:
     """Answer requests until somebody ends it.
 
     Args:
         candidate: The version that is watched; None: the one that the routing has, else what is released at the target.
+        again: Watch it from now on, whatever was decided of it before.
 
     Raises:
         InvalidInput: for a profile without ``shadow``, a key that is not set, an address that is taken.
@@ -45,7 +46,7 @@ def serve_shadow(profile: Path, candidate: str | None, console: Console) -> None
     settings = shadow_settings(read)
     url, file = records_url(read.name, settings), routing_file(read.name)
     redaction = open_redaction(settings.redact, settings.redact_with)
-    routing = _routing(read, settings, candidate, file)
+    routing = _routing(read, settings, candidate, file, again)
     _require_free(*settings.address)
     recorder = Recorder(
         lambda: open_records(url),
@@ -120,12 +121,12 @@ def shadow_settings(profile: Profile) -> ShadowSettings:
     return profile.shadow
 
 
-def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, file: Path) -> Routing:
+def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, file: Path, again: bool) -> Routing:
     """What is watched from now on: as it was left, or a candidate that is new."""
     before = read_routing(file)
     version = candidate or (before.candidate if before else None) or _released(profile) or "candidate"
     wanted = {"mode": settings.mode, "share": settings.share}
-    if before is not None and before.candidate == version:
+    if before is not None and before.candidate == version and not again:
         routing = before.model_copy(update=wanted)
     else:
         routing = Routing(candidate=version, since=time.time(), mode=settings.mode, share=settings.share)

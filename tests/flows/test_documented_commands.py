@@ -91,7 +91,7 @@ def test_each_command_takes_what_is_written(command: Documented) -> None:
     rest = list(command.words[1:])
     while hasattr(at, "commands") and rest and not rest[0].startswith("-"):
         if isinstance(at, FirstIsProfile) and rest[0] not in at.commands:
-            rest.insert(0, next(iter(at.commands)))
+            rest.insert(0, at.unnamed)
         assert rest[0] in at.commands, f"no command {rest[0]!r}"
         at = at.commands[rest.pop(0)]
     options = [one for one in at.params if one.param_type_name == "option"]
