@@ -1,4 +1,4 @@
-"""The whole way: users out of a file, the real proxy, real models of the demo family, a judge that can spell, a look."""
+"""The whole way: users out of a file, the real proxy, models of the demo family, a judge that can spell, a look."""
 
 from __future__ import annotations
 
