@@ -67,6 +67,7 @@ class ArmAnswer:
     Attributes:
         first_byte: Seconds until the body began.
         body: As much of it as is kept.
+        whole: Whether all of it came.
     """
 
     arm: Arm
@@ -76,6 +77,7 @@ class ArmAnswer:
     body: bytearray = field(default_factory=bytearray)
     error: str = ""
     fallback: bool = False
+    whole: bool = False
 
     def took(self) -> float:
         """Seconds until now."""

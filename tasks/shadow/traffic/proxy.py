@@ -42,9 +42,12 @@ from tasks.shadow.traffic.recorder import Recorder
 from tasks.shadow.traffic.upstream import Headers, Upstream, passed_on
 
 _COPY_S = 600.0
+# Nobody stands in for the parent, which may be busy; for the candidate the parent does.
+_PARENT_CONNECT_S, _CANDIDATE_CONNECT_S = 30.0, 2.0
 _LAST_COPIES_S = 2.0
 _SWITCH_EVERY_S = 1.0
 _FAULT = 500
+_LEFT = "client left"  # its own affair, and no error of a server
 
 
 class _Broken(Exception):  # no error of ours: how a connection is ended that a server ended
@@ -63,8 +66,8 @@ class ShadowProxy:
     def __init__(self, settings: ShadowSettings, routing: FollowedRouting, recorder: Recorder) -> None:
         self._settings, self._routing, self._recorder = settings, routing, recorder
         self._servers: dict[Arm, Upstream] = {
-            "parent": Upstream(settings.parent, settings.timeout),
-            "candidate": Upstream(settings.candidate, settings.timeout),
+            "parent": Upstream(settings.parent, settings.timeout, _PARENT_CONNECT_S),
+            "candidate": Upstream(settings.candidate, settings.timeout, _CANDIDATE_CONNECT_S),
         }
         self._in_flight = 0
         self._copies: set[asyncio.Task[None]] = set()
@@ -171,8 +174,8 @@ class ShadowProxy:
         leaving = asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait((passing, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not passing.done():
-                answer.error = "client left"
+            if not passing.done() and not answer.whole:
+                answer.error = _LEFT
                 passing.cancel()
             with suppress(asyncio.CancelledError, OSError):
                 await passing
@@ -192,6 +195,7 @@ class ShadowProxy:
         async for piece in reply.aiter_raw():
             answer.add(piece, most)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+        answer.whole = True  # Whoever hangs up from here on has all of it.
         await send({"type": "http.response.body", "body": b""})
 
     async def _no_answer(self, asked: AskedRequest, answer: ArmAnswer, send: Send) -> None:
@@ -245,12 +249,12 @@ class ShadowProxy:
             request=asked.body if role == "answer" and isinstance(asked.body, bytes) else b"",
             status=answer.status,
             response=bytes(answer.body),
-            error="" if answer.error == "client left" else answer.error,
+            error="" if answer.error == _LEFT else answer.error,
             fallback=answer.fallback,
             first_byte=answer.first_byte,
             seconds=answer.took(),
         )
-        if answer.error == "client left":
+        if answer.error == _LEFT:
             self._count("clients that left")
         self._recorder.put(record)
         self._last[answer.arm].append(record.row)

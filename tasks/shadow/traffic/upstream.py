@@ -16,7 +16,6 @@ from merge_core.errors import InvalidInput
 from tasks.shadow.settings import ShadowServer
 
 Headers = list[tuple[bytes, bytes]]
-_CONNECT_S = 2.0
 _IDLE_S = 2.0  # Servers close idle connections after five seconds: none is used again when that is near.
 _OF_ONE_CONNECTION = frozenset(
     (
@@ -33,15 +32,16 @@ class Upstream:
     Args:
         server: Where it is, and what it calls the model.
         timeout: Seconds that may pass without a byte.
+        connect: Seconds until there is a connection.
     """
 
-    def __init__(self, server: ShadowServer, timeout: float) -> None:
+    def __init__(self, server: ShadowServer, timeout: float, connect: float) -> None:
         self.server = server
         self._key = key_of(server)
         self._url = httpx.URL(server.url)
         self._client = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_S),
-            timeout=httpx.Timeout(timeout, connect=_CONNECT_S),
+            timeout=httpx.Timeout(timeout, connect=connect),
             trust_env=False,
         )
 
