@@ -177,7 +177,7 @@ def print_latency(site: Site, mode: str) -> None:
         print(f"  {'streamed, first byte' if stream else 'plain'}: {cells}; added {added:.1f}")
 
 
-async def _in_turns(site: Site, rate: float, *, stream: bool, pairs: int = 400) -> dict[str, list[float]]:
+async def _in_turns(site: Site, rate: float, *, stream: bool, pairs: int = 150) -> dict[str, list[float]]:
     took: dict[str, list[float]] = {"direct": [], "proxied": []}
     async with httpx.AsyncClient(timeout=60) as client:
         for number in range(2 * pairs):

@@ -105,7 +105,8 @@ class Watch:
     ) -> ShadowContent:
         """What the page says."""
         counts = self.records.counts(self.routing.candidate)
-        missed = {name: count for name, count in counts.items() if name.startswith(_LEFT_OUT) and count}
+        left = {name: count for name, count in counts.items() if name.startswith(_LEFT_OUT) and count}
+        missed = {name.removeprefix("not recorded: "): count for name, count in left.items()}
         name, settings = self.profile.name, self.settings
         judged = ledger.pairs
         return shadow_report(name, settings, routing, verdict, judged, sample, lost, not_recorded=missed, looked=looked)
