@@ -45,8 +45,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--latency", action="store_true")
+    parser.add_argument("--modes", default="mirror,split")
     options = parser.parse_args()
-    for mode in ("mirror", "split"):
+    for mode in options.modes.split(","):
         with tempfile.TemporaryDirectory(prefix="mergegate-shadow-") as place, watched(Path(place), mode) as site:
             if options.latency:
                 print_latency(site, mode)
@@ -81,6 +82,7 @@ shadow:
   mode: {mode}
   share: {SHARE}
   in_flight: 1000
+  switch: {{slower: 1000}}   # at saturation it would end the candidate, and move its users
   judge: {{model: judge, url: "http://127.0.0.1:9/v1"}}
 """
     )
