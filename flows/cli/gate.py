@@ -29,6 +29,7 @@ from tasks.evaluation import (
     TaskResults,
     check_alike,
     find_results,
+    is_file_name,
     join_parts,
     precision_differences,
     read_definition,
@@ -110,7 +111,7 @@ def _guards(written: Sequence[Guard], root: Path, where: str, places: Mapping[st
                 expected=f"{guard.guarded_by}=DIRECTORY, or {REFERENCE}=DIRECTORY alone for all guards",
                 remedy=suggest(guard.guarded_by, references),
             )
-        is_file = guard.task.endswith((".yaml", ".yml"))
+        is_file = is_file_name(guard.task)
         task = read_definition((root / guard.task).absolute()).name if is_file else guard.task
         reference = REFERENCE if alone else guard.guarded_by
         guards.append(guard.model_copy(update={"task": task, "guarded_by": reference}))

@@ -13,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from flows.cli.answer import print_answer
 from flows.cli.looks import short_path
 from flows.profile import Profile, load_profile
+from flows.watching import shadow_settings
 from merge_core.errors import InvalidInput
 from tasks.shadow import (
     FollowedRouting,
@@ -103,22 +104,6 @@ def replay_file(
         print_answer("replayed", message, {"sent": done.sent, "statuses": dict(done.statuses), "seconds": done.seconds})
     else:
         console.print(message)
-
-
-def shadow_settings(profile: Profile) -> ShadowSettings:
-    """What a profile says of its shadow.
-
-    Raises:
-        InvalidInput: It says nothing.
-    """
-    if profile.shadow is None:
-        raise InvalidInput(
-            f"profile {profile.name}",
-            found="no 'shadow'",
-            expected="two servers, and who judges their answers",
-            remedy="see docs/shadow.md; profiles/demo-shadow.yaml is an example",
-        )
-    return profile.shadow
 
 
 def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, file: Path, again: bool) -> Routing:

@@ -2,7 +2,7 @@
 
 from flows.watching.following import Followed, ended, followed, promoted, told_once
 from flows.watching.judging import judge_new, survey
-from flows.watching.watch import Watch, open_watch
+from flows.watching.watch import Watch, open_watch, shadow_settings
 
 __all__ = [
     "Followed",
@@ -12,6 +12,7 @@ __all__ = [
     "judge_new",
     "open_watch",
     "promoted",
+    "shadow_settings",
     "survey",
     "told_once",
 ]

@@ -136,6 +136,22 @@ class Watch:
         return max(back, self.routing.since) if self.is_open else back
 
 
+def shadow_settings(profile: Profile) -> ShadowSettings:
+    """What a profile says of its shadow.
+
+    Raises:
+        InvalidInput: It says nothing.
+    """
+    if profile.shadow is None:
+        raise InvalidInput(
+            f"profile {profile.name}",
+            found="no 'shadow'",
+            expected="two servers, and who judges their answers",
+            remedy="see docs/shadow.md; profiles/demo-shadow.yaml is an example",
+        )
+    return profile.shadow
+
+
 def open_watch(profile: Profile) -> Watch:
     """What is watched.
 
@@ -143,13 +159,7 @@ def open_watch(profile: Profile) -> Watch:
         InvalidInput: when the profile says nothing of it, or no proxy has begun.
         Refused: when the records cannot be reached.
     """
-    if (settings := profile.shadow) is None:
-        raise InvalidInput(
-            f"profile {profile.name}",
-            found="no 'shadow'",
-            expected="two servers, and a judge of their answers",
-            remedy="see docs/shadow.md",
-        )
+    settings = shadow_settings(profile)
     file = routing_file(profile.name)
     routing = read_routing(file)
     if routing is None:

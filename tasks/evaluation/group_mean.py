@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from merge_core.errors import InvalidInput
 from tasks.evaluation.shipped import shipped_group
-from tasks.evaluation.task_definition import read_definition
+from tasks.evaluation.task_definition import is_file_name, read_definition
 
 MeanOver = Literal["documents"]
 
@@ -29,7 +29,7 @@ def require_own_mean(task: str, mean_over: MeanOver | None, root: Path) -> None:
     Raises:
         InvalidInput: for a group in which each task counts alike; or a list that lm-eval does not take.
     """
-    is_file = task.endswith((".yaml", ".yml"))
+    is_file = is_file_name(task)
     config = read_definition((root / task).absolute()).config if is_file else shipped_group(task)
     if "group" not in config:
         return

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from merge_core.store import NotInKey
 from tasks.gate import MARGIN_ABOVE_MAX_DROP
+from tasks.outside import plain_address
 
 DIMENSIONS: Mapping[str, str] = {
     "correctness": "Facts, reasoning and results are right, and agree with the reference answer where there is one.",
@@ -94,12 +94,7 @@ class JudgeServer(BaseModel):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("no address such as http://localhost:8000/v1")
-        if parts.username or parts.password:
-            raise ValueError("holds credentials; name a variable under api_key_env instead")
-        return url
+        return plain_address(url)
 
 
 class JudgeSettings(Generation, Judging, JudgeRule, JudgeServer):

@@ -20,6 +20,7 @@ from tasks.outside.remote import (
     Unreachable,
     causes,
     is_transient,
+    plain_address,
     retrying,
     status_of,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "is_transient",
     "kernel_lines",
     "open_runner",
+    "plain_address",
     "require_linux",
     "retrying",
     "run_program",

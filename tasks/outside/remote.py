@@ -38,6 +38,20 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 _LONGEST_MESSAGE = 200  # characters
 
 
+def plain_address(url: str) -> str:
+    """``url``, if it is the address of a server and holds no secret; for validators of settings.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("no address such as http://localhost:8000/v1")
+    if parts.username or parts.password:
+        raise ValueError("holds credentials; name a variable under api_key_env instead")
+    return url
+
+
 class Unreachable(Exception):
     """No answer: nobody listens, the connection broke, or it took too long."""
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from merge_core.store import NotInKey
 from tasks.judge import JudgeServer, Judging
+from tasks.outside import plain_address
 from tasks.publish import ApprovalSettings
 from tasks.shadow.evidence import ShadowRule
 from tasks.shadow.switch import SwitchRule
@@ -33,12 +34,7 @@ class ShadowServer(BaseModel):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("no address such as http://localhost:8000/v1")
-        if parts.username or parts.password:
-            raise ValueError("holds credentials; name a variable under api_key_env instead")
-        return url.rstrip("/")
+        return plain_address(url).rstrip("/")
 
 
 class ShadowJudge(Judging, JudgeServer):

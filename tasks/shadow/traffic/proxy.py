@@ -119,7 +119,6 @@ class ShadowProxy:
         routing = self._routing.now()
         arm = self._arm(asked, routing)
         self._count("requests")
-        failed: ArmAnswer | None = None
         if arm == "candidate":
             answer, reply = await self._ask(asked, arm)
             if reply is not None and (answer.status < _FAULT or routing.serving == "promoted"):
@@ -131,16 +130,15 @@ class ShadowProxy:
                 await self._no_answer(asked, answer, send)
                 return
             answer.fallback = True
-            failed = answer
-            self._keep(asked, failed, "answer")
+            self._keep(asked, answer, "answer")
             self._count("fallbacks")
         answer, reply = await self._ask(asked, "parent")
-        answer.fallback = failed is not None
+        answer.fallback = arm == "candidate"
         if reply is None:
             await self._no_answer(asked, answer, send)
             return
         await self._pass_on(asked, answer, reply, receive, send)
-        if failed is None and routing.watching and routing.mode == "mirror" and asked.is_question and not answer.error:
+        if routing.watching and routing.mode == "mirror" and asked.is_question and not answer.error:
             self._copy(asked, routing)
 
     def _arm(self, asked: AskedRequest, routing: Routing) -> Arm:
