@@ -14,7 +14,7 @@ from flows.cli.answer import print_answer
 from flows.cli.looks import short_path
 from flows.profile import Profile, load_profile
 from flows.watching import shadow_settings
-from merge_core.errors import InvalidInput
+from merge_core.errors import InvalidInput, Refused
 from tasks.shadow import (
     FollowedRouting,
     Routing,
@@ -35,7 +35,8 @@ def serve_shadow(profile: Path, candidate: str | None, console: Console, *, agai
     """Answer requests until somebody ends it.
 
     Args:
-        candidate: The version that is watched; None: the one that the routing has, else what is released at the target.
+        candidate: The version that is watched; None: what is released at the target. Where that cannot be told, or
+            nothing is: the one that was watched last.
         again: Watch it from now on, whatever was decided of it before.
 
     Raises:
@@ -109,7 +110,7 @@ def replay_file(
 def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, file: Path, again: bool) -> Routing:
     """What is watched from now on: as it was left, or a candidate that is new."""
     before = read_routing(file)
-    version = candidate or (before.candidate if before else None) or _released(profile) or "candidate"
+    version = candidate or _released(profile) or (before.candidate if before else "candidate")
     wanted = {"mode": settings.mode, "share": settings.share}
     if before is not None and before.candidate == version and not again:
         routing = before.model_copy(update=wanted)
@@ -120,8 +121,11 @@ def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, 
 
 
 def _released(profile: Profile) -> str | None:
-    """The version that stands at the profile's target."""
-    current = profile.publish.current(profile.root) if profile.publish else None
+    """The version that stands at the profile's target; None also where the target is out of reach: users are answered."""
+    try:
+        current = profile.publish.current(profile.root) if profile.publish else None
+    except Refused:
+        return None
     return (current.version or current.directory.name) if current else None
 
 

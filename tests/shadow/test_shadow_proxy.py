@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,8 @@ def test_too_many_at_once_are_told_to_come_again(tmp_path: Path) -> None:
     with watched(tmp_path, parent="hang", in_flight=1) as one, httpx.Client(timeout=60) as other:
         with one.client.stream("GET", f"{one.url}/v1/models") as _:
             pass  # this one is answered: only questions hang
-        import threading
-
+        while one.status()["in_flight"]:
+            pass  # its client has all of it a moment before the proxy is done with it
         waiting = threading.Thread(target=lambda: other.post(one.url + CHAT, json=question()))
         waiting.start()
         while one.status()["in_flight"] == 0:
