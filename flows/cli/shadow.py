@@ -121,7 +121,7 @@ def _routing(profile: Profile, settings: ShadowSettings, candidate: str | None, 
 
 
 def _released(profile: Profile) -> str | None:
-    """The version that stands at the profile's target; None also where the target is out of reach: users are answered."""
+    """The version at the profile's target; None also where that is out of reach: users are answered all the same."""
     try:
         current = profile.publish.current(profile.root) if profile.publish else None
     except Refused:
