@@ -15,7 +15,7 @@ from flows.cli.new_directory import new_directory
 from flows.cli.recipe_parents import clear_recipe
 from merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from merge_core.architecture.experts import match_experts
-from merge_core.engine import start_or_resume
+from merge_core.engine import EngineSettings, start_or_resume
 from merge_core.store import FileIdentity
 from merge_core.wording import format_bytes
 from tasks.checkpoints import (
@@ -97,6 +97,7 @@ def _merge_to(
             place,
             seed=seed,
             device=device,
+            settings=EngineSettings(keep_output=False),  # Nobody here reads it next.
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
             before_sealing=lambda: require_same_files(looked),
         )

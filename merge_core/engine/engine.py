@@ -12,7 +12,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from merge_core.checkpoint import DerivedTensor
@@ -23,6 +23,7 @@ from merge_core.engine.execution import execute
 from merge_core.engine.health import judge_health
 from merge_core.engine.inputs import open_inputs, require_prepared
 from merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
+from merge_core.engine.pages import InputPages
 from merge_core.engine.settings import EngineSettings
 from merge_core.engine.writer import PARTIAL, name_shards, refusing_disk_errors
 from merge_core.errors import Finding, worst_first
@@ -121,6 +122,7 @@ def merge_weights(
     with SingleThreadedTorch() as torch, participating(out, check=check, prepare=prepare, tidy=tidy):
         if any(isinstance(item.tensor, DerivedTensor) for part in parts for job in part.jobs for item in job.inputs):
             torch.expect()
+        pages = InputPages(parts)
         for part in parts:
             place = out if part is plan else out / STEPS / str(part.recipe.name)
             with refusing_disk_errors(place):
@@ -131,8 +133,9 @@ def merge_weights(
                     place,
                     seed=seed,
                     devices=devices,
-                    settings=settings,
+                    settings=settings if part is plan else replace(settings, keep_output=True),  # They are read next.
                     files=files,
+                    pages=pages,
                     torch=torch,
                     on_progress=report,
                 )

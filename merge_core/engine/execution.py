@@ -22,6 +22,7 @@ from merge_core.engine import journal
 from merge_core.engine.blocks import BufferPool, read_ahead
 from merge_core.engine.devices import Devices, SingleThreadedTorch, own_stream
 from merge_core.engine.health import TensorHealth
+from merge_core.engine.pages import InputPages
 from merge_core.engine.settings import EngineSettings
 from merge_core.engine.tensor_run import RunContext, TensorRun
 from merge_core.engine.workers import Workers
@@ -58,6 +59,7 @@ def execute(
     devices: Devices,
     settings: EngineSettings,
     files: Mapping[Path, int],
+    pages: InputPages,
     torch: SingleThreadedTorch,
     on_progress: Callable[[int], None] | None,
 ) -> ExecutedPlan:
@@ -70,10 +72,11 @@ def execute(
         devices: Where to compute.
         settings: How to run.
         files: Open file descriptor of every input file.
+        pages: What is left of them in the page cache.
         torch: To be used before a block is computed with it.
         on_progress: Called in this thread with the output bytes done.
     """
-    return _Run(plan, place, seed, devices, settings, files, torch, on_progress).execute()
+    return _Run(plan, place, seed, devices, settings, files, pages, torch, on_progress).execute()
 
 
 def uses_fused_kernels(plan: MergePlan, devices: Devices, settings: EngineSettings) -> bool:
@@ -93,6 +96,7 @@ class _Run:
         devices: Devices,
         settings: EngineSettings,
         files: Mapping[Path, int],
+        pages: InputPages,
         torch: SingleThreadedTorch,
         on_progress: Callable[[int], None] | None,
     ) -> None:
@@ -100,6 +104,7 @@ class _Run:
         fused = uses_fused_kernels(plan, devices, settings)
         way = f"seed {seed}, {devices.kind}, {'fused' if fused else 'torch'}"
         self._identity = journal.merge_identity(plan, files, way)
+        self._pages = pages
         self._context = RunContext(
             method=plan.method,
             step=plan.recipe.name,
@@ -112,6 +117,7 @@ class _Run:
             submit=self._submit,
             write=self._write,
             finished=self._finished,
+            pages=pages,
         )
         self._jobs = {job.output.name: job for job in plan.jobs}
         self._at = {
@@ -125,7 +131,7 @@ class _Run:
         self._begun = self._tensors = 0
         self._failure: BaseException | None = None
         self._done = self._found = 0
-        self._output = ShardFiles(place)
+        self._output = ShardFiles(place, keep_pages=settings.keep_output)
         self._workers = Workers(settings.workers, self._fail)
 
     def execute(self) -> ExecutedPlan:
@@ -183,6 +189,7 @@ class _Run:
             device = min(self._load, key=lambda device: self._load[device])
             self._load[device] += job.nbytes_in
         run = TensorRun(self._context, job, device, order)
+        self._pages.admit(job, self._context.files)
         self._submit(run, run.begin)
         read_ahead(job, self._context.files)
 

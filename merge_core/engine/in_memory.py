@@ -165,6 +165,7 @@ class _Run:
             pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda"),
             submit=_at_once,
             write=self._write,
+            pages=None,
             finished=self._look_at,
             sampled=False,
         )

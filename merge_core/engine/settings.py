@@ -16,12 +16,14 @@ class EngineSettings:
         threads: Worker threads; None: two more than there are cores, so that some can wait for the disk.
         block_elements: Elements per block.
         tile_elements: Elements that an unfused CPU computation handles at once, so that they stay in the cache.
+        keep_output: Whether the result stays in the page cache, for whoever reads it next.
         kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU when there is enough to do.
     """
 
     threads: int | None = None
     block_elements: int = 1 << 20
     tile_elements: int = 1 << 15
+    keep_output: bool = True
     kernels: Literal["auto", "fused", "torch"] = "auto"
 
     @property

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import DerivedTensor, numbers, patterns
+from merge_core.checkpoint import DerivedTensor, StoredTensor, numbers, patterns
 from merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
 from merge_core.engine.devices import SingleThreadedTorch, device_type
 from merge_core.engine.finite import look_through, require_finite
 from merge_core.engine.health import TensorHealth, sampled
+from merge_core.engine.pages import InputPages
 from merge_core.engine.settings import EngineSettings
 from merge_core.methods import GRAIN, Fold, Map, Method, Steps, StoredBlock, combine, mask_key
 from merge_core.plan import TensorJob
@@ -41,6 +43,7 @@ class RunContext:
         submit: (tensor, work): has the work done by one of the threads, on the tensor's device.
         write: (tensor name, first byte, bytes, release): writes to the output, see :meth:`.writer.ShardFiles.write`.
         finished: Called with what was seen when all is written.
+        pages: What is left of the inputs in the page cache; None: all of it, for others read them too.
         sampled: Whether the size of the result is compared with that of its inputs, for a warning.
     """
 
@@ -55,6 +58,7 @@ class RunContext:
     submit: Callable[[TensorRun, Callable[[], None]], None]
     write: Callable[[str, int, memoryview, Callable[[], None] | None], None]
     finished: Callable[[TensorRun, TensorHealth], None]
+    pages: InputPages | None
     sampled: bool = True
 
 
@@ -122,6 +126,7 @@ class TensorRun:
         # On a GPU they are looked at there; integers are all finite.
         look = self.first_pass and self.job.mode != "equal" and self.device == "cpu"
         with self.inputs.load(number, look=look, fused=self.context.fused) as block:
+            self._leave_pages(block)
             if self.first_pass and not self._is_finite(block):
                 pass  # The merge will be refused, with the count of all blocks; nothing is computed from this one.
             elif isinstance(self.step, Fold):
@@ -143,6 +148,20 @@ class TensorRun:
             self._advance(self.step.combine([part for parts in self.parts for part in parts]))
         else:
             self._finish()
+
+    def _leave_pages(self, block: LoadedBlock) -> None:
+        """A block was read. Where its elements lie otherwise in the inputs than in the output, see :meth:`_finish`."""
+        pages, last = self.context.pages, block.start + block.length
+        if pages is None or not self._plain:
+            return
+        if isinstance(self.step, Map):
+            pages.read(self.job, self.context.files, block.start, last)
+        else:
+            pages.pass_over(self.job, self.context.files, block.start, last)
+
+    @cached_property
+    def _plain(self) -> bool:
+        return all(item.rows is None and isinstance(item.tensor, StoredTensor) for item in self.job.inputs)
 
     def _is_finite(self, block: LoadedBlock) -> bool:
         if self.device != "cpu" and self.job.mode != "equal":
@@ -240,6 +259,8 @@ class TensorRun:
             self.nonzero |= nonzero
 
     def _finish(self) -> None:
+        if self.context.pages is not None and not self._plain:
+            self.context.pages.read(self.job, self.context.files)
         zero = not self.nonzero and self.inputs.count > 0
         rms, *parents = np.sqrt(self.squares / max(self.sample_size, 1)).tolist()
         known = self.sample_size > 0

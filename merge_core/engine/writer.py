@@ -23,7 +23,7 @@ from typing import Literal
 
 from merge_core.plan import Shard
 from merge_core.store import disk_refusal
-from merge_core.system import read_at, reserve_space
+from merge_core.system import forget_cached, read_at, reserve_space
 
 PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20
@@ -61,10 +61,11 @@ class ShardFiles:
 
     Args:
         directory: Where they go; exists.
+        keep_pages: Whether what was written stays in the page cache when it is on the disk and hashed.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, *, keep_pages: bool = True) -> None:
+        self._directory, self._keep_pages = directory, keep_pages
         self._condition = threading.Condition()
         self._open: dict[str, _OpenShard] = {}
         self._queue: deque[_OpenShard] = deque()
@@ -204,6 +205,8 @@ class ShardFiles:
                 opened.hashed = run.end
         with refusing_disk_errors(self._directory / f"{opened.shard.name}{PARTIAL}"):
             os.fsync(opened.fd)
+        if not self._keep_pages:
+            forget_cached(opened.fd)
         opened.on_complete(digest.hexdigest())
         return True
 

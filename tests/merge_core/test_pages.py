@@ -1,0 +1,165 @@
+"""What a merge leaves in the page cache: nothing of its inputs that did not lie there before, and nothing too soon."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from family import merge_text, recipe_of
+
+from merge_core import merge_methods
+from merge_core.engine import blocks, pages, writer
+from merge_core.system import cached_bytes, forget_cached
+
+PART = 16384
+STEPS = """name: first
+merge_method: linear
+models: [{model: a}, {model: b}]
+parameters: {weight: 1}
+---
+merge_method: ties
+base_model: base
+models: [{model: first}, {model: a}]
+parameters: {weight: 1, density: 0.4}
+"""
+TWICE = """merge_method: passthrough
+slices:
+- sources: [{model: a, layer_range: [0, 3]}]
+- sources: [{model: a, layer_range: [1, 3]}]
+"""
+
+
+@dataclass
+class Watched:
+    """What is done with the pages of input files, in its order; a part is (name of the file, number)."""
+
+    root: Path
+    found: set[tuple[str, int]] = field(default_factory=set)
+    reads: list[tuple[str, int, int]] = field(default_factory=list)  # (file, part, how many had gone before)
+    gone: list[tuple[str, int]] = field(default_factory=list)
+
+    def name(self, fd: int) -> str:
+        return os.path.relpath(Path(f"/proc/self/fd/{fd}").readlink(), self.root)
+
+    def read(self, fd: int, start: int, count: int) -> None:
+        for part in range(start // PART, -(-(start + count) // PART)):
+            self.reads.append((self.name(fd), part, len(self.gone)))
+
+    def forget(self, fd: int, start: int = 0, count: int = 0) -> None:
+        if count:  # Else it is an output.
+            assert (start % PART, count) == (0, PART), "whole parts: pages at their edges would stay"
+            self.gone.append((self.name(fd), start // PART))
+
+    def cached(self, fd: int, start: int, count: int) -> int:
+        assert not [1 for name, part, _ in self.reads if (name, part) == (self.name(fd), start // PART)], (
+            "asked too late"
+        )
+        return count if (self.name(fd), start // PART) in self.found else 0
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """Every read and every part that goes is noted; parts are small, and each merge is worth it."""
+    seen = Watched(tmp_path)
+    real_into, real_at = blocks.read_into, blocks.read_at
+
+    def into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+        seen.read(fd, offset, len(buffer))
+        real_into(fd, buffer, offset, path)
+
+    def at(fd: int, buffer: memoryview, offset: int) -> int:
+        seen.read(fd, offset, len(buffer))
+        return real_at(fd, buffer, offset)
+
+    monkeypatch.setattr(blocks, "read_into", into)
+    monkeypatch.setattr(blocks, "read_at", at)
+    monkeypatch.setattr(pages, "forget_cached", seen.forget)
+    monkeypatch.setattr(pages, "cached_bytes", seen.cached)
+    monkeypatch.setattr(pages, "PART_BYTES", PART)
+    monkeypatch.setattr(pages, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(pages, "_is_quick", lambda _: True)
+    return seen
+
+
+def each_went_once_after_its_last_read(seen: Watched) -> None:
+    read = {(name, part) for name, part, _ in seen.reads}
+    assert Counter(seen.gone) == Counter(read - seen.found)
+    for name, part, before in seen.reads:
+        assert (name, part) not in seen.gone[:before], "read again after it had gone"
+
+
+@pytest.mark.parametrize("method", sorted(merge_methods()))
+def test_every_method_leaves_nothing_and_reads_nothing_that_is_gone(wide: Path, watched: Watched, method: str) -> None:
+    merge_text(recipe_of(method), wide, block_elements=16384, threads=3)
+    assert len(watched.gone) > 8, "the case under test needs several parts a file"
+    each_went_once_after_its_last_read(watched)
+
+
+@pytest.mark.parametrize("text", [STEPS, TWICE])
+def test_what_is_read_for_several_tensors_or_steps_goes_after_the_last(
+    family: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(f"{__name__}.PART", 512)
+    monkeypatch.setattr(pages, "PART_BYTES", 512)
+    merge_text(text, family, threads=2)
+    each_went_once_after_its_last_read(watched)
+
+
+def test_what_lay_there_before_stays(wide: Path, watched: Watched) -> None:
+    watched.found = {("a/model.safetensors", part) for part in range(3)}
+    merge_text(recipe_of("ties"), wide, block_elements=16384)
+    each_went_once_after_its_last_read(watched)
+    assert not watched.found & set(watched.gone)
+    assert ("a/model.safetensors", 3) in watched.gone
+
+
+def test_what_is_too_much_for_a_next_pass_goes_at_once_and_is_read_again(
+    wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_FOR_NEXT_PASS", 0)
+    monkeypatch.setattr(Watched, "forget", lambda self, fd, start=0, count=0: self.gone.append((self.name(fd), start)))
+    whole = merge_text(recipe_of("linear"), wide, "whole", block_elements=16384)
+    once = len(watched.gone)
+    watched.reads.clear()
+    again = merge_text(recipe_of("ties"), wide, block_elements=16384)
+    assert len(watched.gone) - once > 2 * once
+    assert whole.bytes_written == again.bytes_written
+
+
+def test_a_small_merge_or_a_slow_disk_leaves_all_for_the_next_one(
+    wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_is_quick", lambda _: False)
+    merge_text(recipe_of("ties"), wide, "slow")
+    monkeypatch.setattr(pages, "_is_quick", lambda _: True)
+    monkeypatch.setattr(pages, "_WORTH_BYTES", 1 << 30)
+    merge_text(recipe_of("ties"), wide, "small")
+    assert watched.gone == []
+
+
+def test_the_system_does_it(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real cache: where the file system lets go of anything at all."""
+    monkeypatch.setattr(pages, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(pages, "_QUICK", 0)
+    files = {name: wide / name / "model.safetensors" for name in ("base", "a", "b", "c")}
+
+    def cached(path: Path, *, evict: bool = False) -> int:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            if evict:
+                forget_cached(file.fileno())
+            return cached_bytes(file.fileno(), 0, path.stat().st_size) or 0
+
+    left = sum(cached(path, evict=True) for path in files.values())
+    files["a"].read_bytes()
+    if left or not (before := cached(files["a"])):
+        pytest.skip("files lie in memory here, or the system does not tell what does")
+    merge_text(recipe_of("ties"), wide, "kept")
+    assert {name: cached(path) for name, path in files.items()} == {"base": 0, "a": before, "b": 0, "c": 0}
+    assert cached(wide / "kept" / "model.safetensors") > 0
+    merge_text(recipe_of("ties"), wide, "left", keep_output=False)
+    assert cached(wide / "left" / "model.safetensors") == 0
+    assert writer.forget_cached is forget_cached
