@@ -120,7 +120,7 @@ def test_what_is_too_much_for_a_next_pass_goes_at_once_and_is_read_again(
     wide: Path, watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_FOR_NEXT_PASS", 0)
-    monkeypatch.setattr(Watched, "forget", lambda self, fd, start=0, count=0: self.gone.append((self.name(fd), start)))
+    monkeypatch.setattr(pages, "forget_cached", lambda fd, *_: watched.gone.append((watched.name(fd), 0)))
     whole = merge_text(recipe_of("linear"), wide, "whole", block_elements=16384)
     once = len(watched.gone)
     watched.reads.clear()
