@@ -6,9 +6,10 @@
     python benchmarks/bench.py --giant 4e9                      # one tensor of 4 GB: is memory independent of it?
 
 Every run is a process of its own, started as a user starts it: ``mergegate merge RECIPE OUT``, its start included. Runs
-of one method take turns (copy, ours, peer, copy, ...), the table shows medians; a first one of ours is not counted, it
-may compile kernels. Inputs are dropped from the page cache before each run unless ``--warm``. Checkpoints are made once
-and kept in ``--directory`` until ``--clean``.
+of one method take turns (copy, ours, peer, copy, ...); a ratio is that of one turn, and the table shows the median with
+the smallest and the largest. A first run of ours is not counted, it may compile kernels. Before each run the page
+cache is dropped, and free memory is left to the machine's host for a few seconds (``--pause``), unless ``--warm``.
+Checkpoints are made once and kept in ``--directory`` until ``--clean``.
 """
 
 from __future__ import annotations
@@ -23,14 +24,23 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from checkpoints import Family, ensure, giant_family, llama_family, weight_files
-from measure import Measurement, evict, measure
+from measure import Measurement, evict, give_memory_back, measure
 from recipes import METHODS, Case, case
 
 PROJECT = Path(__file__).resolve().parent.parent
 PEER = PROJECT / ".venv-peer" / "bin" / "mergekit-yaml"
 SIZES = {"small": 2e8}
+
+
+class Spread(NamedTuple):
+    """Median, smallest and largest of some turns."""
+
+    median: float
+    least: float
+    most: float
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,13 @@ class Row:
         copy: Seconds of the plain copy.
         ours: Seconds of our whole process.
         merge: Seconds that our merge itself took, without starting Python.
+        to_copy: Ours divided by the copy: median, smallest, largest of the turns.
         cpu: Processor seconds of our process.
+        system: The system's part of them.
+        copy_system: The system's part of the copy's.
         memory: Our peak anonymous memory.
         peer: Seconds of the peer's process, None when it was not run.
+        peer_to_ours: The peer divided by ours: median, smallest, largest of the turns.
         peer_memory: Its peak anonymous memory.
         vram: Our peak memory on the GPU.
         peer_vram: The peer's.
@@ -59,9 +73,13 @@ class Row:
     copy: float
     ours: float
     merge: float
+    to_copy: Spread
     cpu: float
+    system: float
+    copy_system: float
     memory: int
     peer: float | None
+    peer_to_ours: Spread | None
     peer_memory: int | None
     vram: int
     peer_vram: int | None
@@ -99,10 +117,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", default=1.24e9, type=lambda text: SIZES.get(text) or float(text))
     parser.add_argument("--giant", type=float, metavar="BYTES", help="one tensor of that size in place of --size")
     parser.add_argument("--methods", help="comma-separated; default: all")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--peer", action="store_true", help="also mergekit 0.1.5")
     parser.add_argument("--peer-repeat", type=int, default=1, help="its runs: it takes minutes where we take seconds")
     parser.add_argument("--warm", action="store_true", help="leave the inputs in the page cache")
+    parser.add_argument("--pause", type=float, default=5.0, help="seconds without anything before each run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path, help="write the table as docs/performance.md has it")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "mergegate-bench")
@@ -149,13 +168,14 @@ def _measure_method(
             _remove(out)
             if not options.warm:
                 evict(inputs)
+                give_memory_back(options.pause)
             runs[name].append(run())
     _remove(out)
 
     def median(name: str) -> float:
         return statistics.median(run.seconds for run in runs[name])
 
-    ours = runs["ours"]
+    ours, copies = runs["ours"], runs["copy"]
     written = sum(file.stat().st_size for file in weight_files(place / chosen.models[0]))
     return Row(
         method=chosen.method,
@@ -164,14 +184,24 @@ def _measure_method(
         copy=median("copy"),
         ours=median("ours"),
         merge=statistics.median(json.loads(run.output)["seconds"] for run in ours),
+        to_copy=_spread(ours, copies),
         cpu=statistics.median(run.cpu_seconds for run in ours),
+        system=statistics.median(run.system_seconds for run in ours),
+        copy_system=statistics.median(run.system_seconds for run in copies),
         memory=max(run.peak_anonymous for run in ours),
         peer=median("peer") if options.peer else None,
+        peer_to_ours=_spread(runs["peer"], ours) if options.peer else None,
         peer_memory=max(run.peak_anonymous for run in runs["peer"]) if options.peer else None,
         vram=max(run.peak_device for run in ours),
         peer_vram=max(run.peak_device for run in runs["peer"]) if options.peer else None,
         load=load,
     )
+
+
+def _spread(runs: Sequence[Measurement], others: Sequence[Measurement]) -> Spread:
+    """How many times the others' time each run took, turn by turn (the peer may have fewer of them)."""
+    ratios = [run.seconds / other.seconds for run, other in zip(runs, others, strict=False)]
+    return Spread(statistics.median(ratios), min(ratios), max(ratios))
 
 
 def _remove(out: Path) -> None:
@@ -187,20 +217,21 @@ def _headline(family: Family, warm: bool, device: str) -> str:
     return (
         f"{family.name}: {family.parameters / 1e6:,.0f} M parameters in bfloat16, "
         f"{family.nbytes / 1e9:.2f} GB a checkpoint; {os.cpu_count()} cores, {device}; {cache}\n"
-        f"{'method':17}{'models':>7}{'copy':>8}{'ours':>8}{'merge':>8}{'cpu':>8}{'GB/s':>7}{'memory':>9}"
-        f"{'x copy':>8}{'peer':>9}{'memory':>9}{'peer x':>8}{'load':>6}{vram}"
+        f"{'method':17}{'models':>7}{'copy':>8}{'system':>8}{'ours':>8}{'merge':>8}{'cpu':>8}{'system':>8}{'GB/s':>7}"
+        f"{'memory':>10}{'x copy':>22}{'peer':>9}{'memory':>10}{'peer x':>18}{'load':>6}{vram}"
     )
 
 
 def _line(row: Row) -> str:
-    peer = f"{'-':>9}{'-':>9}{'-':>8}"
-    if row.peer is not None and row.peer_memory is not None:
-        peer = f"{row.peer:7.1f} s{_gib(row.peer_memory)}{row.peer / row.ours:8.1f}"
+    peer = f"{'-':>9}{'-':>10}{'-':>18}"
+    if row.peer is not None and row.peer_memory is not None and row.peer_to_ours is not None:
+        peer = f"{row.peer:7.1f} s{_gib(row.peer_memory)}{_said(row.peer_to_ours, 1):>18}"
     vram = f"{_gib(row.vram)}{_gib(row.peer_vram) if row.peer_vram else '-':>10}" if row.vram else ""
     speed = row.moved / row.ours / 1e9
     return (
-        f"{row.method:17}{row.models:7}{row.copy:6.1f} s{row.ours:6.1f} s{row.merge:6.1f} s{row.cpu:6.1f} s"
-        f"{speed:7.2f}{_gib(row.memory)}{row.ours / row.copy:8.2f}{peer}{row.load:6.1f}{vram}"
+        f"{row.method:17}{row.models:7}{row.copy:6.1f} s{row.copy_system:6.1f} s{row.ours:6.1f} s{row.merge:6.1f} s"
+        f"{row.cpu:6.1f} s{row.system:6.1f} s{speed:7.2f}{_gib(row.memory)}{_said(row.to_copy, 2):>22}{peer}"
+        f"{row.load:6.1f}{vram}"
     )
 
 
@@ -208,22 +239,28 @@ def _markdown(rows: Sequence[Row]) -> str:
     with_peer = any(row.peer is not None for row in rows)
     peer_head = " mergekit | its memory | mergekit / ours |" if with_peer else ""
     lines = [
-        f"| method | checkpoints read | plain copy | ours | GB/s | ours / copy | memory |{peer_head} load |",
-        "|---|---|---|---|---|---|---|" + ("---|---|---|" if with_peer else "") + "---|",
+        "| method | checkpoints read | plain copy | of it system | ours | CPU | of it system | GB/s | ours / copy "
+        + f"| memory |{peer_head} load |",
+        "|---|" + "--:|" * (9 + 3 * with_peer + 1),
     ]
     for row in rows:
         peer = ""
-        if row.peer is not None and row.peer_memory is not None:
-            peer = f" {row.peer:.0f} s | {_gib(row.peer_memory).strip()} | {row.peer / row.ours:.1f} |"
+        if row.peer is not None and row.peer_memory is not None and row.peer_to_ours is not None:
+            peer = f" {row.peer:.0f} s | {_gib(row.peer_memory).strip()} | {_said(row.peer_to_ours, 1)} |"
         lines.append(
-            f"| {row.method} | {row.models} | {row.copy:.1f} s | {row.ours:.1f} s | {row.moved / row.ours / 1e9:.2f} "
-            f"| {row.ours / row.copy:.1f} | {_gib(row.memory).strip()} |{peer} {row.load:.1f} |"
+            f"| {row.method} | {row.models} | {row.copy:.1f} s | {row.copy_system:.1f} s | {row.ours:.1f} s "
+            f"| {row.cpu:.1f} s | {row.system:.1f} s | {row.moved / row.ours / 1e9:.2f} | {_said(row.to_copy, 2)} "
+            f"| {_gib(row.memory).strip()} |{peer} {row.load:.1f} |"
         )
     return "\n".join(lines) + "\n"
 
 
+def _said(spread: Spread, digits: int) -> str:
+    return f"{spread.median:.{digits}f} ({spread.least:.{digits}f} to {spread.most:.{digits}f})"
+
+
 def _gib(size: int) -> str:
-    return f"{size / 2**30:5.2f} GiB"
+    return f"{size / 2**30:6.2f} GiB"
 
 
 if __name__ == "__main__":

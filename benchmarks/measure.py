@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class Measurement:
     Args:
         seconds: Wall-clock time of the process, from its start to its end.
         cpu_seconds: Processor time of it and its children, user and system.
+        system_seconds: The system's part of that: reading and writing files, finding memory.
         peak_anonymous: Largest sum of anonymous memory seen, bytes.
         peak_device: Largest reading of the gauge, bytes; 0 without one.
         output: What it printed to standard output.
@@ -31,6 +33,7 @@ class Measurement:
 
     seconds: float
     cpu_seconds: float
+    system_seconds: float
     peak_anonymous: int
     peak_device: int
     output: str
@@ -71,8 +74,9 @@ def measure(
     if process.returncode != 0:
         tail = "\n".join((output + errors).splitlines()[-15:])
         raise SystemExit(f"exit code {process.returncode} of {' '.join(map(str, command))}\n{tail}")
-    cpu = (after.children_user - before.children_user) + (after.children_system - before.children_system)
-    return Measurement(seconds, cpu, peak, device, output)
+    system = after.children_system - before.children_system
+    cpu = after.children_user - before.children_user + system
+    return Measurement(seconds, cpu, system, peak, device, output)
 
 
 def evict(files: Iterable[Path]) -> None:
@@ -85,6 +89,21 @@ def evict(files: Iterable[Path]) -> None:
         fd = os.open(file, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
+
+
+def give_memory_back(pause: float) -> None:
+    """Drop what the page cache has of clean files, and wait until a virtual machine's host has taken the memory back.
+
+    So every run begins like the first one of a night: memory that is free, and has to be found. Where that is not
+    allowed (it takes an administrator), nothing happens.
+
+    Args:
+        pause: Seconds; Linux reports free pages to its host after two.
+    """
+    os.sync()
+    with suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        time.sleep(pause)
 
 
 def family(pid: int) -> list[int]:
