@@ -3,7 +3,7 @@
 Everything here treats files as a stranger's: lengths are checked before they are believed, and no pickle is run.
 """
 
-from merge_core.checkpoint.chat_template import FILE, chosen_template
+from merge_core.checkpoint.chat_template import FILE, TURN_ENDS, chosen_template
 from merge_core.checkpoint.checkpoint import (
     INDEX_NAME,
     PICKLED_INDEX_NAME,
@@ -38,6 +38,7 @@ __all__ = [
     "PICKLED_SINGLE_NAME",
     "RECIPE_NAMES",
     "SINGLE_NAME",
+    "TURN_ENDS",
     "AnyTensor",
     "Checkpoint",
     "DType",

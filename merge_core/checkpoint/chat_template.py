@@ -52,6 +52,9 @@ KNOWN = {
     ),
 }
 
+# What ends a turn in them, where it is not the tokenizer's own end of sequence.
+TURN_ENDS = {"chatml": "<|im_end|>", "exaone": "[|endofturn|]", "llama3": "<|eot_id|>"}
+
 
 def own_template(directory: Path) -> str | None:
     """The chat template of a checkpoint, from ``chat_template.jinja`` or its tokenizer's config.

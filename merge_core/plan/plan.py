@@ -35,6 +35,7 @@ from merge_core.plan.mixture import plan_mixture
 from merge_core.plan.outline import OutputSpec, outline
 from merge_core.plan.rows import RowMap
 from merge_core.plan.stacking import config_of_slices, differing_kinds
+from merge_core.plan.turn_ends import with_turn_ends
 from merge_core.recipe import Parameters, Recipe, Source, value_for
 
 # Prefix of the placeholder directory of a step's result, until it is written.
@@ -144,7 +145,7 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         problems += [*lost, *alignment.remarks]
         tokenizer = alignment.tokenizer
         rewritten = {**alignment.rewritten, **aligned_generation(alignment, checkpoints[name], name)}
-    return _laid_out(recipe, donor, tokenizer, jobs, config, rewritten, checkpoints)
+    return _laid_out(recipe, donor, tokenizer, jobs, config, rewritten, checkpoints, alignment)
 
 
 def _laid_out(
@@ -155,6 +156,7 @@ def _laid_out(
     config: Mapping[str, Any],
     rewritten: Mapping[str, bytes | None],
     checkpoints: Mapping[str, Checkpoint],
+    alignment: Alignment | None = None,
 ) -> MergePlan:
     """The plan of ``jobs``, each with its place in the output files."""
     shards = lay_out([job.output for job in jobs], donor)
@@ -163,8 +165,10 @@ def _laid_out(
     ordered = tuple(by_name[name].written_as(dtypes[name]) for shard in shards for name in shard.tensors)
     template = None
     if recipe.chat_template is not None:
-        parents = [checkpoints[str(ref)].chat_template for ref in recipe.own_references()]
-        template = chosen_template(recipe.chat_template, parents, f"{recipe.where}: chat_template")
+        parents = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
+        templates = [parent.chat_template for parent in parents.values()]
+        template = chosen_template(recipe.chat_template, templates, f"{recipe.where}: chat_template")
+        rewritten = with_turn_ends(rewritten, tokenizer, recipe.chat_template, template, parents, alignment)
     return MergePlan(
         recipe=recipe,
         donor=checkpoints[str(recipe.donor)],
