@@ -98,7 +98,7 @@ class CountLimit(BaseModel):
     seconds: Annotated[float | None, NotInKey] = None
 
 
-@stage("evaluate", version=4, subject="model", resumable=True, apart="part")
+@stage("evaluate", version=5, subject="model", resumable=True, apart="part")
 def evaluate(
     out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
 ) -> Scores:

@@ -17,6 +17,7 @@ from tasks.checkpoints.model_cache import unload
 from tasks.evaluation import harness
 from tasks.evaluation.answer_journal import journalled
 from tasks.evaluation.backends import find_backend
+from tasks.evaluation.backends.shared_prefix import shared_prefix_type
 from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.task_definition import pin_task
 
@@ -37,12 +38,11 @@ class Requested:
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """In bfloat16, where another batch gives other numbers."""
-    from lm_eval.models.huggingface import HFLM
-
     model = make_model(tmp_path_factory.mktemp("model"), dtype=torch.bfloat16)
     network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
-    return HFLM(pretrained=network, tokenizer=tokenizer, backend="causal", batch_size=3, max_length=48)
+    how = {"backend": "causal", "batch_size": 1, "max_length": 48}
+    return shared_prefix_type()(pretrained=network, tokenizer=tokenizer, **how)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def batches(lm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         compute = getattr(lm, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            ids = kwargs["context"] if "context" in kwargs else args[0]
+            ids = kwargs["context"] if "context" in kwargs else getattr(args[0], "tokens", args[0])
             if len(seen) == seen.limit:  # type: ignore[attr-defined]
                 raise Killed
             seen.append(ids.tolist())
@@ -162,8 +162,6 @@ def test_what_is_in_the_journal_is_not_asked_again(tmp_path: Path, lm: Any, batc
 
 def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the harness: the same outcomes, no batch computed twice, and progress that counts what was there."""
-    from lm_eval.models.huggingface import HFLM
-
     model = make_model(tmp_path / "model", dtype=torch.bfloat16)
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,17 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
+
+    def interrupt(self) -> int:
+        """Press Ctrl-C until it has ended, as people do; the exit code.
+
+        Python forgets one that comes between the question and the wait for its answer, until another key is pressed.
+        """
+        self.type(CTRL_C)
+        while not select.select([self.master], [], [], 5)[0] or self._read():
+            with suppress(OSError):  # Nobody has the other end any more.
+                self.type(CTRL_C)
+        return self.process.wait(HANG_S)
 
     def end(self) -> int:
         """Read to the end; the exit code."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from made_families import FAMILIES, write_family
-from terminal import CTRL_C, terminal
+from terminal import terminal
 from typer.testing import CliRunner
 
 from flows.cli.asking import ask
@@ -93,8 +93,7 @@ def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) 
             if question == last:
                 break
             screen.type("\n")
-        screen.type(CTRL_C)
-        assert screen.end() == 130, screen.shown
+        assert screen.interrupt() == 130, screen.shown
     assert "Traceback" not in screen.shown
     assert set(root.iterdir()) - before <= {root / ".mergegate"}
 

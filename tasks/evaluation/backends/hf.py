@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.checkpoints import load_model
 from tasks.evaluation.backends.contract import Backend, BackendScoring
+from tasks.evaluation.backends.shared_prefix import shared_prefix_type
 
 if TYPE_CHECKING:
     from tasks.checkpoints import LoadedModel, Model
@@ -22,9 +23,7 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
 
 def wrapped(loaded: LoadedModel, scoring: BackendScoring) -> Any:
     """lm-eval's ``LM`` of a model that is in memory."""
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM(
+    return shared_prefix_type()(
         pretrained=loaded.network,
         tokenizer=copy.deepcopy(loaded.tokenizer),  # it may be given a padding token, and others read with it, too
         backend="causal",
@@ -50,6 +49,6 @@ BACKEND = Backend(
     _opened,
     loads_here=True,
     draws_progress=("lm_eval.models.huggingface",),
-    computes_in=("_model_call", "_model_generate"),
+    computes_in=("answer_row", "_model_call", "_model_generate"),
     generation_settings=_generation_settings,
 )

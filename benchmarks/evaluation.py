@@ -1,0 +1,221 @@
+"""What scoring a model takes: ours beside lm-eval's own command, on the same documents, score by score.
+
+    python benchmarks/evaluation.py --data ../../shared/data                    # a table as docs/performance.md has it
+    python benchmarks/evaluation.py --data DATA --tasks piqa --documents 40     # a short one
+    python benchmarks/evaluation.py --data DATA --model SMOLLM2                 # a checkpoint that is there
+
+``DATA`` holds ``arc_easy_test.jsonl``, ``piqa_test.jsonl``, ``gsm8k_test.jsonl``, ``mmlu_hub/``. Without ``--model`` a
+Llama of the size and shape of SmolLM2-135M is made (30 layers of 576, 49,152 tokens) with random weights and a
+tokenizer of its own. Both sides are a process each, from its start to its end: theirs ``lm-eval run`` with YAML files
+that include the shipped ones and point to the same rows, ours what the process does that scores for a run. They take
+turns; the least of ``--repeat`` counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+import lm_eval_agreement as agreement
+import yaml
+
+PROJECT = Path(__file__).resolve().parent.parent
+# By task, examples in its prompt.
+TASKS = {"arc_easy": 0, "piqa": 0, "mmlu_anatomy": 5, "mmlu_philosophy": 5, "gsm8k": 2}
+BATCH = 16
+_ALIKE = 1e-3  # of a log-likelihood, relative: batches of other sizes move its last places
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one of them took, and what it said: by (document, metric or number of the answer)."""
+
+    seconds: float
+    cpu: float
+    scores: dict[tuple[int, str], float]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One task."""
+
+    task: str
+    documents: int
+    theirs: Side
+    ours: Side
+
+    @property
+    def differing(self) -> int:
+        """Scores of documents that are not the same."""
+        every = self.theirs.scores.keys() | self.ours.scores.keys()
+        return sum(not _alike(self.theirs.scores.get(one), self.ours.scores.get(one)) for one in every)
+
+
+def _alike(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and math.isclose(one, other, rel_tol=_ALIKE, abs_tol=_ALIKE)
+
+
+def make_model(place: Path, data: Path) -> Path:
+    """SmolLM2-135M's shape with random weights, and a byte-pair tokenizer of what the tasks are about."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    texts = [path.read_text() for path in (data / "arc_easy_test.jsonl", data / "gsm8k_test.jsonl")]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=16384, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    backend.train_from_iterator((line for text in texts for line in text.splitlines()), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+        initializer_range=0.05,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def theirs(task: str, model: Path, where: dict[str, Any], folder: Path, dtype: str) -> Side:
+    """lm-eval's command."""
+    own, out = folder / task, folder / f"{task}-out"
+    own.mkdir(parents=True, exist_ok=True)
+    leaf = agreement.shipped_leaves(task)[0]
+    shipped = {"include": str(leaf.path), **where, "task": f"{task}_here"}
+    (own / "task.yaml").write_text(yaml.safe_dump(shipped))
+    told = f"pretrained={model},dtype={dtype},softmax_dtype=float32"
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args", told, "--device", "cpu"]
+    command += ["--tasks", f"{task}_here", "--include_path", str(own), "--num_fewshot", str(TASKS[task])]
+    command += ["--batch_size", str(BATCH), "--log_samples", "--output_path", str(out)]
+    before = os.times()
+    began = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True, cwd=PROJECT)
+    seconds, cpu = time.monotonic() - began, _children(before)
+    lines = max(out.rglob("samples_*.jsonl"), key=lambda path: path.stat().st_mtime_ns).read_text().splitlines()
+    return Side(seconds, cpu, _scores([json.loads(line) for line in lines]))
+
+
+def ours(task: str, model: Path, mirror: Path, folder: Path, dtype: str) -> Side:
+    """What a run's process does for it: load the model, ask, score."""
+    out = folder / f"{task}-ours.json"
+    told = json.dumps([task, str(model), str(mirror), str(folder), str(out), dtype])
+    before = os.times()
+    began = time.monotonic()
+    subprocess.run([sys.executable, __file__, "--score", told], check=True, capture_output=True, cwd=PROJECT)
+    return Side(time.monotonic() - began, _children(before), _scores(json.loads(out.read_text())))
+
+
+def score(told: str) -> None:
+    """In a process of its own; what lm-eval logs of each document goes to a file."""
+    from lm_eval import evaluator
+
+    from merge_core.store import HashMemo
+    from tasks.checkpoints import Model
+    from tasks.evaluation import Scoring, pin_task
+    from tasks.evaluation.harness import count_documents, score_documents
+    from tasks.evaluation.scoring import DocumentRange
+
+    task, model, mirror, folder, out, dtype = json.loads(told)
+    logged: list[Any] = []
+    evaluate = evaluator.evaluate
+
+    def noted(*args: Any, **named: Any) -> Any:
+        results = evaluate(*args, **named)
+        logged.extend(results["samples"][task])
+        return results
+
+    evaluator.evaluate = noted
+    pinned = pin_task(task, Path(folder), HashMemo(Path(folder) / "hashes.db"), Path(mirror))
+    scoring = Scoring(num_fewshot=TASKS[task], batch_size=BATCH, dtype=dtype)
+    whole = DocumentRange(first=0, last=count_documents(pinned))
+    asked = Model(name="model", digest=model, directory=Path(model))
+    score_documents(asked, pinned, scoring, whole, "cpu", lambda done, total: None)
+    kept = ("doc_id", "filter", "metrics", "filtered_resps")
+    rows = [{**{key: row[key] for key in kept}, **{key: row[key] for key in row["metrics"]}} for row in logged]
+    Path(out).write_text(json.dumps(rows, default=float))
+
+
+def _scores(samples: list[dict[str, Any]]) -> dict[tuple[int, str], float]:
+    """Each metric of each document, and each log-likelihood; of what was written, whether it is the same."""
+    found: dict[tuple[int, str], float] = {}
+    for sample in samples:
+        for metric in sample["metrics"]:
+            found[sample["doc_id"], f"{metric},{sample['filter']}"] = float(sample[metric])
+        for number, answer in enumerate(sample["filtered_resps"]):
+            if not isinstance(answer, str):
+                found[sample["doc_id"], f"log-likelihood {number}"] = float(answer[0])
+    return found
+
+
+def _children(before: os.times_result) -> float:
+    after = os.times()
+    return after.children_user - before.children_user + after.children_system - before.children_system
+
+
+def table(compared: list[Compared]) -> str:
+    """As Markdown."""
+    lines = [
+        "| task | examples | documents | lm-eval, s | CPU, s | ours, s | CPU, s | lm-eval / ours | by CPU | scores | differing |",  # noqa: E501
+        "|---|" + "--:|" * 10,
+    ]
+    for one in compared:
+        lines.append(
+            f"| `{one.task}` | {TASKS[one.task]} | {one.documents} | {one.theirs.seconds:.1f} | {one.theirs.cpu:.1f} "
+            f"| {one.ours.seconds:.1f} | {one.ours.cpu:.1f} | {one.theirs.seconds / one.ours.seconds:.2f} "
+            f"| {one.theirs.cpu / one.ours.cpu:.2f} | {len(one.theirs.scores)} | {one.differing} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--documents", type=int, default=100)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--score", help=argparse.SUPPRESS)
+    said = parser.parse_args()
+    if said.score:
+        score(said.score)
+        return 0
+    if said.data is None:
+        parser.error("--data: where the documents lie")
+    agreement.DOCUMENTS = said.documents
+    compared = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, mirror = Path(scratch), Path(scratch) / "mirror"
+        model = said.model.resolve() if said.model else make_model(folder / "model", said.data)
+        for task in said.tasks:
+            where = agreement.lay_out(task, said.data, mirror, folder / "theirs")
+            turns = [
+                (theirs(task, model, where, folder, said.dtype), ours(task, model, mirror, folder, said.dtype))
+                for _ in range(said.repeat)
+            ]
+            best = [min(side, key=lambda one: one.seconds) for side in zip(*turns, strict=True)]
+            documents = len({document for document, _ in best[1].scores})
+            compared.append(Compared(task, documents, best[0], best[1]))
+            print(table(compared[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    print(table(compared))
+    return int(any(one.differing for one in compared))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""lm-eval's ``HFLM`` that reads what requests have in common once.
+
+Where lm-eval runs a model over question and answer for each answer anew, padded to the longest of a batch, and takes
+the log-softmax of every position: here requests are laid into rows (:mod:`.token_rows`), and only the positions whose
+next token is asked go through the head. The numbers are those of whole sequences but for the last places, which the
+size of a batch moves as well.
+
+That takes a network in which a token is seen by its position and by what may see it. Most attend to no more than that;
+those that keep a state from token to token (Mamba, RWKV), or that count positions themselves (BLOOM), do not. So each
+is tried before it is trusted: sequences in a row must have the logits that they have alone, whatever stands beside
+them. What a window of attention or a scaled rotation would treat otherwise goes on its own as before, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tasks.evaluation.backends.token_rows import SharedRow, token_rows
+
+if TYPE_CHECKING:
+    import torch
+
+# Tokens of a row, for each request that the profile has answered together: about what a short question takes.
+_TOKENS_A_REQUEST = 32
+# What a rotation that depends on the length of its batch is called.
+_BY_LENGTH = ("dynamic", "longrope")
+
+AskedTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
+
+
+@cache
+def shared_prefix_type() -> type[Any]:
+    """The class; lm-eval is imported with it."""
+    from lm_eval.models import huggingface
+
+    class SharedPrefixLM(huggingface.HFLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
+        """Answers ``loglikelihood`` by rows, where its network allows it."""
+
+        def _loglikelihood_tokens(
+            self, requests: list[AskedTokens], disable_tqdm: bool = False, override_bs: int | None = None
+        ) -> list[tuple[float, bool]]:
+            together = [number for number, request in enumerate(requests) if self._may_share(request)]
+            alone = sorted(set(range(len(requests))) - set(together))
+            answers: dict[int, tuple[float, bool]] = {}
+            if alone:
+                found = super()._loglikelihood_tokens([requests[number] for number in alone], disable_tqdm, override_bs)
+                answers.update(zip(alone, found, strict=True))
+            bar = huggingface.tqdm(total=len(requests), disable=disable_tqdm)
+            bar.update(len(alone))
+            chosen = [requests[number] for number in together]
+            for row in token_rows(
+                [context + continuation[:-1] for _, context, continuation in chosen], self.row_tokens
+            ):
+                of_row = self.answer_row(row, [chosen[number] for number in row.sequences])
+                for number, answer in zip(row.sequences, of_row, strict=True):
+                    answers[together[number]] = answer
+                    if (asked := chosen[number][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", asked, answer)
+                    bar.update(1)
+            bar.close()
+            return [answers[number] for number in range(len(requests))]
+
+        def answer_row(self, row: SharedRow, requests: Sequence[AskedTokens]) -> list[tuple[float, bool]]:
+            """One batch: log-probability in nats of each continuation, and whether it is what the model would say."""
+            import torch
+
+            wanted = [
+                path[-len(continuation) :] for path, (_, _, continuation) in zip(row.paths, requests, strict=True)
+            ]
+            places = np.unique(np.concatenate(wanted))
+            logits = self.row_logits(row, places)
+            found = []
+            for at, (_, _, continuation) in zip(wanted, requests, strict=True):
+                of_it = logits[torch.from_numpy(np.searchsorted(places, at)).to(logits.device)].float()
+                said = torch.tensor(continuation, device=logits.device)
+                likely = of_it.gather(1, said[:, None])[:, 0] - of_it.logsumexp(1)
+                found.append((float(likely.sum()), bool((of_it.argmax(1) == said).all())))
+            return found
+
+        def row_logits(self, row: SharedRow, places: Any) -> torch.Tensor:
+            """Logits after the tokens at ``places``, ``[places, vocabulary]``."""
+            import torch
+
+            dtype = next(self.model.parameters()).dtype
+            sees = torch.from_numpy(row.sees).to(self.device)
+            mask = torch.zeros(sees.shape, dtype=dtype, device=self.device).masked_fill_(~sees, torch.finfo(dtype).min)
+            kept = torch.from_numpy(places).to(self.device)
+            with torch.inference_mode():
+                out = self.model(
+                    input_ids=torch.from_numpy(row.tokens).to(self.device)[None],
+                    position_ids=torch.from_numpy(row.positions).to(self.device)[None],
+                    attention_mask=mask[None, None],
+                    use_cache=False,
+                    logits_to_keep=kept,
+                )
+            return out.logits[0]  # type: ignore[no-any-return]  # transformers' outputs are untyped here
+
+        @property
+        def row_tokens(self) -> int:
+            return int(self.batch_size) * _TOKENS_A_REQUEST
+
+        def _may_share(self, request: AskedTokens) -> bool:
+            _, context, continuation = request
+            length = len(context) + len(continuation) - 1
+            return length <= min(self.max_length, self._longest) and self._shares
+
+        @property
+        def _longest(self) -> int:
+            if not hasattr(self, "_longest_found"):
+                self._longest_found = longest_alike(self.model.config.to_dict())
+            return self._longest_found
+
+        @property
+        def _shares(self) -> bool:
+            if not hasattr(self, "_shares_found"):
+                self._shares_found = isinstance(self.batch_size, int) and shares_exactly(self)
+            return self._shares_found
+
+    return SharedPrefixLM
+
+
+def longest_alike(config: Mapping[str, Any]) -> int:
+    """Tokens up to which every layer of a network sees all that came before, and turns by its position alone."""
+    text = config.get("text_config") or config
+    limits = [text.get("sliding_window"), text.get("attention_chunk_size")]
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    if any((kind.get("rope_type") or kind.get("type")) in _BY_LENGTH for kind in kinds):
+        own = text.get("original_max_position_embeddings") or next(
+            (kind["original_max_position_embeddings"] for kind in kinds if "original_max_position_embeddings" in kind),
+            text.get("max_position_embeddings"),
+        )
+        limits.append(own)
+    return min((limit for limit in limits if type(limit) is int and limit > 0), default=1 << 31)
+
+
+def shares_exactly(lm: Any) -> bool:
+    """Whether sequences in one row have the logits that each has alone, whatever stands beside them."""
+    import torch
+
+    beginning, some, others = [5, 9, 6, 8, 7], [[10, 12, 11], [13, 9, 15, 8]], [[16, 5, 14], [13, 9, 15, 8]]
+    size = min(lm.model.config.get_text_config().vocab_size, 1 << 20)
+    if size <= 16:
+        return False
+    try:
+        (row,) = token_rows([beginning + end for end in some], 64)
+        (beside,) = token_rows([beginning + end for end in others], 64)
+        last = [path[-4:] for path in (row.paths[1], beside.paths[int(np.argmax(beside.sequences))])]
+        together, again = (lm.row_logits(one, at).float() for one, at in zip((row, beside), last, strict=True))
+        with torch.inference_mode():
+            whole = lm.model(torch.tensor([beginning + some[1]], device=lm.device), use_cache=False).logits[0]
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError):
+        return False  # It takes no such mask, no positions, no choice of logits.
+    if together.shape != (4, whole.shape[-1]):
+        return False
+    alone = whole[-4:].float()
+    # What the order of sums moves the last places by, through many layers; another position moves far more.
+    bound = math.sqrt(torch.finfo(whole.dtype).eps) * float(alone.std())
+    return bool((together - alone).abs().max() <= bound and (together - again).abs().max() <= bound)

@@ -1,0 +1,117 @@
+"""What requests share is read once: the answers are lm-eval's own, whatever the network and however they share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from lm_eval.models.huggingface import HFLM
+from tokenizers import Tokenizer, models
+
+from tasks.evaluation.backends.shared_prefix import AskedTokens, longest_alike, shared_prefix_type
+
+SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}
+LONGEST = 96
+# By family: its configuration, and whether its sequences may share.
+FAMILIES: dict[str, tuple[Callable[[], Any], bool]] = {
+    "llama": (lambda: tf.LlamaConfig(**MORE), True),
+    "qwen2": (lambda: tf.Qwen2Config(**MORE), True),
+    "qwen3": (lambda: tf.Qwen3Config(**MORE, head_dim=16), True),
+    "mistral": (lambda: tf.MistralConfig(**MORE, sliding_window=24), True),
+    "gemma2": (lambda: tf.Gemma2Config(**MORE, head_dim=16, sliding_window=24), True),
+    "mixtral": (lambda: tf.MixtralConfig(**MORE, num_local_experts=4), True),
+    "gpt2": (lambda: tf.GPT2Config(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=256), True),
+    "neox": (lambda: tf.GPTNeoXConfig(**SIZES, intermediate_size=96, max_position_embeddings=256), True),
+    "bloom": (lambda: tf.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4), False),
+    "mamba": (lambda: tf.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, state_size=8), False),
+}
+
+
+def drawn(seed: int, count: int) -> list[AskedTokens]:
+    """Questions with and without examples before them, answers of one token and of more, some too long to be read."""
+    rng = random.Random(seed)
+    words = range(128)
+    examples = rng.choices(words, k=20)
+    found: list[AskedTokens] = []
+    for number in range(count):
+        context = (examples if number % 2 else []) + rng.choices(words, k=rng.randrange(1, 15))
+        if number % 7 == 3:
+            context = context * 12  # longer than can be read: cut at its beginning
+        same = rng.choices(words, k=3)
+        for answer in range(rng.randrange(1, 5)):
+            continuation = (same if number % 3 else []) + rng.choices(words, k=rng.choice((1, 1, 2, 6)))
+            found.append(((f"question {number}", f"answer {answer}"), context, continuation))
+    return found + found[:3]  # what is asked twice is answered twice
+
+
+def tokenizer() -> Any:
+    backend = Tokenizer(models.WordLevel({f"t{number}": number for number in range(128)}, unk_token="t0"))
+    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="t0", eos_token="t1")
+
+
+def opened(kind: type[Any], network: Any, **otherwise: Any) -> Any:
+    how = {"backend": "causal", "softmax_dtype": "float32", "batch_size": 8, "max_length": LONGEST, **otherwise}
+    return kind(pretrained=network, tokenizer=tokenizer(), **how)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    make, may_share = FAMILIES[family]
+    network = tf.AutoModelForCausalLM.from_config(make()).to(dtype).eval()
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(3 if weight.dim() > 1 else 1)
+    requests = drawn(1, 40)
+    ours = opened(shared_prefix_type(), network)
+    found = ours._loglikelihood_tokens(requests, disable_tqdm=True)
+    whole = opened(HFLM, network)._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert ours._shares is may_share
+    bound = 1e-4 if dtype is torch.float32 else 0.1
+    assert max(abs(one[0] - other[0]) for one, other in zip(found, whole, strict=True)) < bound
+    if dtype is torch.float32:
+        assert [one[1] for one in found] == [other[1] for other in whole]
+    for one, other in zip(found[-3:], found[:3], strict=True):
+        assert one == pytest.approx(other, abs=bound)
+
+
+def test_what_is_shared_is_read_once() -> None:
+    network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]())
+    lm = opened(shared_prefix_type(), network)
+    assert lm._shares
+    read = 0
+
+    def counted(*_: Any, input_ids: torch.Tensor, **named: Any) -> Any:
+        nonlocal read
+        read += input_ids.numel()
+        return type(network).forward(network, input_ids=input_ids, **named)
+
+    network.forward = counted
+    examples, question = list(range(30, 60)), [1, 2, 3]
+    asked = [(("", ""), [*examples, first, *question], [4, 5, answer]) for first in (6, 7) for answer in (8, 9, 10)]
+    lm._loglikelihood_tokens(asked, disable_tqdm=True)
+    assert read == len(examples) + 2 * (1 + len(question) + 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({}, None),
+        ({"sliding_window": 4096}, 4096),
+        ({"sliding_window": None}, None),
+        ({"attention_chunk_size": 8192, "sliding_window": 100}, 100),
+        ({"text_config": {"sliding_window": 512}}, 512),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 64}, None),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64}, 64),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 32}}, 32),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}, "max_position_embeddings": 64}, 64),
+    ],
+)
+def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any], longest: int | None) -> None:
+    assert longest_alike(config) == (longest or 1 << 31)
