@@ -26,13 +26,12 @@ from typing import Any
 import numpy as np
 
 from merge_core.methods import mask_key, merge_methods
-from merge_core.methods.contract import REQUIRED, Block, Fold, Map, Method, StoredBlock, TensorTask
+from merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask
 
 BLOCK = 1 << 20
 SHAPES = {"rows": (8192, 512), "long": (256, 16384)}
 INPUTS = {"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1, "karcher": 3}
-REQUIRED_VALUES = {"weight": 0.5, "t": 0.5}
-CHOSEN = {"density": 0.5, "select_topk": 0.5}
+CHOSEN: dict[str, Any] = {"weight": 0.5, "t": 0.5, "density": 0.5, "select_topk": 0.5}
 # Whatever else a recipe may ask of a method whose passes depend on it.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -191,12 +190,7 @@ def stored(numbers: Numbers, dtype: np.dtype[Any]) -> Numbers:
 def task_of(method: Method, shape: tuple[int, ...], inputs: int, values: dict[str, Any]) -> TensorTask:
     """A task whose parameters are ``values`` where the method has them."""
     has_base = method.base == "required"
-    chosen = {
-        p.name: values.get(
-            p.name, CHOSEN.get(p.name, REQUIRED_VALUES.get(p.name) if p.default is REQUIRED else p.default)
-        )
-        for p in method.parameters
-    }
+    chosen = {p.name: p.default for p in method.parameters} | CHOSEN | values
     shared = {p.name: chosen[p.name] for p in method.parameters if p.scope == "shared"}
     own = {p.name: chosen[p.name] for p in method.parameters if p.scope != "shared"}
     each = [{**own, "weight": own["weight"] * (0.6 + 0.2 * n)} if "weight" in own else own for n in range(inputs)]
