@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.ranks import rank_scratch
 from merge_core.methods.kernels.sparsify import begin_grain, sparsify
 from merge_core.methods.kernels.tiles import LANES, add_sizes, lanes_sum, narrow, whole, widen
 
@@ -30,7 +31,7 @@ def kept_norms(
     count = len(rows) - 1
     base, delta = np.empty(tile, np.float32), np.zeros(whole(tile), np.float32)
     random = np.empty(tile + 2, np.uint32)
-    places, ranks = np.zeros((count, 2), np.int64), np.empty(tile, np.uint32)
+    places, scratch = np.zeros((count, 2), np.int64), rank_scratch(tile)
     lanes = np.zeros((2, count, LANES), np.float64)
     grains = (length + grain - 1) // grain
     result = np.zeros((grains, 2, count), np.float64)
@@ -48,7 +49,7 @@ def kept_norms(
                 add_sizes(delta, whole(m), lanes[0, i])
                 if first == g * grain:
                     begin_grain(places[i], cuts[i], before[i], start // grain + g)
-                sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, ranks)
+                sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, scratch)
                 add_sizes(delta, whole(m), lanes[1, i])
         for side in range(2):
             for i in range(count):
@@ -83,7 +84,7 @@ def task_vectors(
     elected = np.empty(tile, np.float32)
     weighted = np.empty((count, tile), np.float32)
     random = np.empty(tile + 2, np.uint32)
-    places, ranks = np.zeros((count, 2), np.int64), np.empty(tile, np.uint32)
+    places, scratch = np.zeros((count, 2), np.int64), rank_scratch(tile)
     zero, one = np.float32(0.0), np.float32(1.0)
     for first in range(0, length, tile):
         m = min(tile, length - first)
@@ -95,7 +96,7 @@ def task_vectors(
                 delta[j] -= base[j]
             if first % grain == 0:
                 begin_grain(places[i], cuts[i], before[i], (start + first) // grain)
-            sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, ranks)
+            sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, scratch)
             if factor != one:
                 for j in range(m):
                     delta[j] *= factor
