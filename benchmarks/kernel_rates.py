@@ -19,17 +19,17 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from merge_core.methods import mask_key, merge_methods
-from merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask
+from merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, TensorTask, glanced_at
 
 BLOCK = 1 << 20
-SHAPES = {"rows": (8192, 512), "long": (256, 16384)}
+SHAPES = {"rows": (16384, 512), "long": (512, 16384)}
 INPUTS = {"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1, "karcher": 3}
 CHOSEN: dict[str, Any] = {"weight": 0.5, "t": 0.5, "density": 0.5, "select_topk": 0.5}
 # Whatever else a recipe may ask of a method whose passes depend on it.
@@ -131,6 +131,9 @@ def carry_out(method: Method, task: TensorTask, inputs: Numbers, kind: str, repe
             step: Any = steps.send(result)  # type: ignore[arg-type]  # None starts a generator
         except StopIteration as stop:
             step = stop.value
+        if isinstance(step, Fold) and step.glance:
+            result = one_pass(step, list(glanced_blocks(inputs, kind, grain, step.glance)), merged)
+            continue
         least = float("inf")
         for _ in range(repeat):
             began = time.thread_time()
@@ -161,7 +164,18 @@ def one_pass(step: Fold | Map, blocks: list[StoredBlock], merged: Numbers) -> An
 def stored_blocks(inputs: Numbers, kind: str, grain: int) -> Iterator[StoredBlock]:
     """What the engine would hand to kernels."""
     size = max(1, BLOCK // grain) * grain
-    for start in range(0, inputs.shape[1], size):
+    return blocks_of(inputs, kind, grain, size, range(-(-inputs.shape[1] // size)))
+
+
+def glanced_blocks(inputs: Numbers, kind: str, grain: int, glance: int) -> Iterator[StoredBlock]:
+    """What the engine would hand to kernels for a glance."""
+    size, numbers = glanced_at(inputs.shape[1], grain, glance)
+    return blocks_of(inputs, kind, grain, size, numbers)
+
+
+def blocks_of(inputs: Numbers, kind: str, grain: int, size: int, numbers: Iterable[int]) -> Iterator[StoredBlock]:
+    """Blocks of ``size`` elements with these numbers."""
+    for start in (number * size for number in numbers):
         part = stored(inputs[:, start : start + size], np.dtype(np.uint16 if kind == "bfloat16" else np.float32))
         rows = np.arange(len(part), dtype=np.int64) * part.shape[1]
         yield StoredBlock(np.ascontiguousarray(part).reshape(-1), rows, part.shape[1], start, grain)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,11 +28,11 @@ class _Memory:
         self._left, self._lock = limit, threading.Lock()
 
     def take(self, models: int, size: int) -> Bits:
-        """``[models, size]``; ``[models, 0]`` when that is more than is left. Given back when nobody has it any more."""
+        """``[models, size]``, given back when nobody has it any more; ``[models, 0]`` if that is more than is left."""
         with self._lock:
             granted = models * size <= self._left
             self._left -= models * size if granted else 0
-        bits: Any = np.empty((models, size if granted else 0), np.uint8)
+        bits: Bits = np.empty((models, size if granted else 0), np.uint8)
         if granted:
             weakref.finalize(bits, self._give, models * size)
         return bits

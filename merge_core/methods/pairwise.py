@@ -76,7 +76,7 @@ def _fusion(task: TensorTask) -> Steps:
 
     ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
     scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, counters(stored_importance))
-    cuts = yield from select(scores, [Request(0, rank) for rank in ranks])
+    cuts = yield from select(scores, [Request(0, rank, numbered=False) for rank in ranks], task.numel)
     low, median, high = (value_of(cut, task.dtype) for cut in cuts)
     bound = median + 1.5 * (high - low)
 
@@ -124,7 +124,7 @@ METHODS = (
         steps=_fusion,
         grain=row_length,
         alone="copy",
-        costs=Costs(map=0.4, fold=5.2, folds=lambda task: 1 + select_passes(task.dtype)),
+        costs=Costs(map=0.4, fold=5.2, folds=lambda task: 1 + select_passes(task.dtype, task.numel, numbered=False)),
         traits=Traits(merges_base=True),
     ),
 )

@@ -155,7 +155,7 @@ def by_magnitude(task: TensorTask) -> Folds:
     partial = [model for model, density in enumerate(densities) if 0 < density < 1]
     cuts: list[Cut] = []
     if partial and task.numel:
-        cuts = yield from select(magnitudes(task), [Request(model, counts[model]) for model in partial])
+        cuts = yield from select(magnitudes(task), [Request(model, counts[model]) for model in partial], task.numel)
     rules = _plain_rules(densities)
     for model, cut in zip(partial, cuts, strict=False):
         rules[model] = MagnitudeWindow(cut)
@@ -181,7 +181,7 @@ def by_inner_magnitude(task: TensorTask) -> Folds:
         requests.append(Request(model, task.numel - smallest))
         if outliers:
             requests.append(Request(model, outliers))
-    cuts = (yield from select(magnitudes(task), requests)) if requests else []
+    cuts = (yield from select(magnitudes(task), requests, task.numel)) if requests else []
     for model, low, high in windows:
         rules[model] = MagnitudeWindow(cuts[low], None if high is None else cuts[high])
     return (yield from _rescaled(task, rules))
@@ -216,7 +216,7 @@ def folds_at_random(task: TensorTask) -> int:
 
 def folds_by_magnitude(task: TensorTask) -> int:
     """Most fold passes of the rules that select by magnitude."""
-    return select_passes(task.dtype) + folds_at_random(task) if _drops(task) else 0
+    return select_passes(task.dtype, task.numel) + folds_at_random(task) if _drops(task) else 0
 
 
 def _drops(task: TensorTask) -> bool:
@@ -225,6 +225,11 @@ def _drops(task: TensorTask) -> bool:
 
 def magnitudes(task: TensorTask) -> ScoreFunction:
     """``|x_i - b|`` of every model as scores for :func:`~.selection.select`."""
+
+    def sizes(block: Any) -> Any:
+        from merge_core.methods import kernels
+
+        return kernels.magnitudes(block.data, block.rows, block.length)
 
     def first(block: Any) -> Any:
         from merge_core.methods import kernels
@@ -241,7 +246,7 @@ def magnitudes(task: TensorTask) -> ScoreFunction:
 
         return kernels.ties(block.data, block.rows, block.length, block.grain, streams, keys)
 
-    return ScoreFunction(lambda block: block.deltas().abs(), task.dtype, Counters(first, later, ties))
+    return ScoreFunction(lambda block: block.deltas().abs(), task.dtype, Counters(sizes, first, later, ties))
 
 
 def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:

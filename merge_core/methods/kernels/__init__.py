@@ -17,6 +17,7 @@ from merge_core.methods.kernels.sce import energies, sce, variances
 from merge_core.methods.kernels.selection import (
     first_digit_of,
     first_digits,
+    magnitudes,
     next_digit_of,
     next_digits,
     ties,
@@ -25,6 +26,7 @@ from merge_core.methods.kernels.selection import (
 from merge_core.methods.kernels.sparsify import words
 from merge_core.methods.kernels.task_vectors import kept_norms, task_vectors
 from merge_core.methods.kernels.tiles import TILE, inspect
+from merge_core.methods.kernels.windows import look_into_windows
 
 __all__ = [
     "TILE",
@@ -39,6 +41,8 @@ __all__ = [
     "importances",
     "inspect",
     "kept_norms",
+    "look_into_windows",
+    "magnitudes",
     "nearswap",
     "next_digit_of",
     "next_digits",

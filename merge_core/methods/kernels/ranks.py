@@ -54,9 +54,9 @@ def keep_by_rank(delta: Any, m: int, random: Any, low: Any, high: Any, scratch: 
     for j in range(m):
         delta[j] = delta[j] if np.int64(random[j]) < to_word else zero
     for j in range(m):
-        word = np.int64(random[j])
+        drawn_here = np.int64(random[j])
         open_ones[number] = j
-        number += (word >= from_word) & (word < to_word) & (keys[j] != 0)
+        number += (drawn_here >= from_word) & (drawn_here < to_word) & (keys[j] != 0)
     if number == 0:
         return
     width = 8
@@ -126,7 +126,7 @@ def _count(keys: Any, m: int, largest: Any, width: int, places: Any, orders: Any
 
 
 @compiled
-def _rank_of(keys: Any, m: int, place: int) -> int:
+def _rank_of(keys: Any, m: int, place: int) -> Any:
     """Rank of one key among ``m``, equal ones in their order."""
     key, rank = keys[place], np.uint32(0)
     for j in range(place):
