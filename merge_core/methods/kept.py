@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Bits = NDArray[np.uint8]
 
-_LIMIT = 96 << 20
+_LIMIT = 128 << 20
 
 
 class _Memory:

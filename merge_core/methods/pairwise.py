@@ -97,8 +97,9 @@ def _divergence(block: Block) -> torch.Tensor:
     """Kullback-Leibler divergence of every row's softmax, model against base: ``[rows]`` float64, never negative."""
     import torch
 
-    base, other = (torch.softmax(row.double(), -1) + 1e-8 for row in block.grains(block.inputs))
-    return (other * (other / base).log()).sum(-1).clamp(min=0.0)
+    # In place: fresh memory for each step would cost more than some of the steps.
+    base, other = (torch.softmax(row.double(), -1).add_(1e-8) for row in block.grains(block.inputs))
+    return torch.div(other, base, out=base).log_().mul_(other).sum(-1).clamp_(min=0.0)
 
 
 METHODS = (

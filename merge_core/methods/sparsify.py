@@ -229,7 +229,7 @@ def magnitudes(task: TensorTask) -> ScoreFunction:
     def sizes(block: Any) -> Any:
         from merge_core.methods import kernels
 
-        return kernels.magnitudes(block.data, block.rows, block.length)
+        return kernels.sizes(block.data, block.rows, block.length)
 
     def first(block: Any) -> Any:
         from merge_core.methods import kernels

@@ -11,18 +11,18 @@ from merge_core.methods.kernels.tiles import SIZE, TILE, widen
 
 
 @compiled
-def magnitudes(data: Any, rows: Any, length: int) -> Any:
+def sizes(data: Any, rows: Any, length: int) -> Any:
     """``|x_i - b|``: ``[models, elements]``."""
-    base, sizes = np.empty(TILE, np.float32), np.empty((len(rows) - 1, length), np.float32)
+    base, result = np.empty(TILE, np.float32), np.empty((len(rows) - 1, length), np.float32)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
         widen(data, rows[0] + first, base[:m])
-        for i in range(len(sizes)):
-            part = sizes[i, first : first + m]
+        for i in range(len(result)):
+            part = result[i, first : first + m]
             widen(data, rows[i + 1] + first, part)
             for j in range(m):
                 part[j] = abs(part[j] - base[j])
-    return sizes
+    return result
 
 
 @compiled
