@@ -17,7 +17,7 @@ from merge_core.engine.finite import look_through, require_finite
 from merge_core.engine.health import TensorHealth, sampled
 from merge_core.engine.pages import InputPages
 from merge_core.engine.settings import EngineSettings
-from merge_core.methods import GRAIN, Fold, Map, Method, Steps, StoredBlock, combine, mask_key
+from merge_core.methods import GRAIN, Fold, Map, Method, Steps, StoredBlock, combine, glanced_at, mask_key
 from merge_core.plan import TensorJob
 
 if TYPE_CHECKING:
@@ -117,17 +117,29 @@ class TensorRun:
             self.step = self.steps.send(result)
         except StopIteration as stop:
             self.step = stop.value
-        self.parts = [None] * (1 if isinstance(self.step, Fold) and self.step.eager else self.inputs.count)
-        self.left = self.inputs.count
-        for number in range(self.inputs.count):
+        glance = self.step.glance if isinstance(self.step, Fold) else 0
+        self.seen, numbers = self._glanced_at(glance) if glance else (self.inputs, list(range(self.inputs.count)))
+        eager = isinstance(self.step, Fold) and self.step.eager
+        self.parts = [None] * (1 if eager else self.seen.count)
+        self.left = len(numbers)
+        for number in numbers:
             self.context.submit(self, lambda number=number: self._block(number))  # type: ignore[misc]  # binds the loop
 
+    def _glanced_at(self, glance: int) -> tuple[JobInputs, list[int]]:
+        """The inputs in small pieces, and the numbers of a few."""
+        inputs, context = self.inputs, self.context
+        piece, numbers = glanced_at(inputs.numel, inputs.grain, glance)
+        return JobInputs(self.job, context.files, block=piece, grain=inputs.grain, pool=context.pool), numbers
+
     def _block(self, number: int) -> None:
+        whole = self.seen is self.inputs
+        first_pass = self.first_pass and whole
         # On a GPU they are looked at there; integers are all finite.
-        look = self.first_pass and self.job.mode != "equal" and self.device == "cpu"
-        with self.inputs.load(number, look=look, fused=self.context.fused) as block:
-            self._leave_pages(block)
-            if self.first_pass and not self._is_finite(block):
+        look = first_pass and self.job.mode != "equal" and self.device == "cpu"
+        with self.seen.load(number, look=look, fused=self.context.fused) as block:
+            if whole:
+                self._leave_pages(block)
+            if first_pass and not self._is_finite(block):
                 pass  # The merge will be refused, with the count of all blocks; nothing is computed from this one.
             elif isinstance(self.step, Fold):
                 self._keep(self.step, number, self._fold(self.step, block))
@@ -143,9 +155,9 @@ class TensorRun:
         if not last:
             return
         require_finite(self.job, self.broken)
-        self.first_pass = False
+        self.first_pass &= not whole
         if isinstance(self.step, Fold):
-            self._advance(self.step.combine([part for parts in self.parts for part in parts]))
+            self._advance(self.step.combine([part for parts in self.parts if parts is not None for part in parts]))
         else:
             self._finish()
 

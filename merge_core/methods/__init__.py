@@ -23,6 +23,7 @@ from merge_core.methods.contract import (
     fold_counts,
     fold_grains,
     fold_sums,
+    glanced_at,
     row_length,
 )
 from merge_core.methods.masks import mask_key
@@ -51,6 +52,7 @@ __all__ = [
     "fold_counts",
     "fold_grains",
     "fold_sums",
+    "glanced_at",
     "mask_key",
     "merge_methods",
     "row_length",

@@ -183,12 +183,25 @@ class Fold:
         combine: Partial results in block order → result of the pass.
         eager: Whether partial results may be combined as they come, in any order, so that few are held.
         fused: Counterpart of ``of`` for stored numbers on the CPU.
+        glance: Not a whole pass, but a look at so many pieces (see :func:`glanced_at`), spread over the tensor. For
+            guesses, on which no result may depend.
     """
 
     of: Callable[[Block], torch.Tensor]
     combine: Callable[[Sequence[Array]], Array]
     fused: Callable[[StoredBlock], Array] | None = None
     eager: bool = False
+    glance: int = 0
+
+
+def glanced_at(numel: int, grain: int, glance: int) -> tuple[int, list[int]]:
+    """Elements of a piece, all whole grains, and the numbers of the pieces that a glance is at.
+
+    The tensor has one whole piece at least.
+    """
+    piece = max(1, GRAIN // grain) * grain
+    whole = numel // piece
+    return piece, sorted({(2 * place + 1) * whole // (2 * glance) for place in range(glance)})
 
 
 @dataclass(frozen=True)

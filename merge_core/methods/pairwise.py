@@ -76,7 +76,7 @@ def _fusion(task: TensorTask) -> Steps:
 
     ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
     scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, counters(stored_importance))
-    cuts = yield from select(scores, [Request(0, rank) for rank in ranks])
+    cuts = yield from select(scores, [Request(0, rank, numbered=False) for rank in ranks], task.numel)
     low, median, high = (value_of(cut, task.dtype) for cut in cuts)
     bound = median + 1.5 * (high - low)
 
@@ -97,8 +97,9 @@ def _divergence(block: Block) -> torch.Tensor:
     """Kullback-Leibler divergence of every row's softmax, model against base: ``[rows]`` float64, never negative."""
     import torch
 
-    base, other = (torch.softmax(row.double(), -1) + 1e-8 for row in block.grains(block.inputs))
-    return (other * (other / base).log()).sum(-1).clamp(min=0.0)
+    # In place: fresh memory for each step would cost more than some of the steps.
+    base, other = (torch.softmax(row.double(), -1).add_(1e-8) for row in block.grains(block.inputs))
+    return torch.div(other, base, out=base).log_().mul_(other).sum(-1).clamp_(min=0.0)
 
 
 METHODS = (
@@ -124,7 +125,7 @@ METHODS = (
         steps=_fusion,
         grain=row_length,
         alone="copy",
-        costs=Costs(map=0.4, fold=5.2, folds=lambda task: 1 + select_passes(task.dtype)),
+        costs=Costs(map=0.4, fold=5.2, folds=lambda task: 1 + select_passes(task.dtype, task.numel, numbered=False)),
         traits=Traits(merges_base=True),
     ),
 )

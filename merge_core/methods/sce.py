@@ -20,10 +20,20 @@ from merge_core.methods.contract import (
     Steps,
     StoredBlock,
     TensorTask,
-    fold_counts,
     fold_sums,
 )
-from merge_core.methods.selection import Cut, Request, ScoreFunction, bits, counters, select, select_passes, taken
+from merge_core.methods.selection import (
+    NOTHING,
+    Cut,
+    Request,
+    ScoreFunction,
+    bits,
+    counters,
+    select,
+    select_passes,
+    taken,
+)
+from merge_core.methods.windows import LARGE
 
 if TYPE_CHECKING:
     import torch
@@ -36,19 +46,11 @@ _LEAST_DIVISOR = 1e-6
 def _steps(task: TensorTask) -> Steps:
     share = float(task.shared["select_topk"])
     cut: Cut | None = None
-    empty = False
     if share < 1:
-        varying = yield fold_counts(
-            lambda block: (_variance(block) > 0).sum().reshape(1),
-            lambda block: np.count_nonzero(_stored_variance(block), axis=1),
-        )
-        k = int(int(varying[0]) * share)
-        empty = k <= 0
-        if not empty:
-            scores = ScoreFunction(lambda block: _variance(block).unsqueeze(0), task.dtype, counters(_stored_variance))
-            (cut,) = yield from select(scores, [Request(0, k)])
-    if empty:
-        return Map(lambda block: block.base)
+        scores = ScoreFunction(lambda block: _variance(block).unsqueeze(0), task.dtype, counters(_stored_variance))
+        (cut,) = yield from select(scores, [Request(0, None, of_positive=share)], task.numel)
+        if cut is NOTHING:
+            return Map(lambda block: block.base)
 
     def selected(block: Block) -> torch.Tensor:
         import torch
@@ -115,7 +117,9 @@ def _stored_variance(block: StoredBlock) -> Any:
 
 def _folds(task: TensorTask) -> int:
     """Which elements vary, the selection among them, and the energy of each model."""
-    return 1 + (1 + select_passes(task.dtype) if task.shared["select_topk"] < 1 else 0)
+    if task.shared["select_topk"] >= 1:
+        return 1
+    return 1 + select_passes(task.dtype, task.numel) + (task.numel < LARGE)
 
 
 METHODS = (

@@ -1,8 +1,9 @@
 """The k largest of many scores, exactly, without sorting and without holding them: a radix select over blocks.
 
-Non-negative floats compare like their bit patterns. One pass counts the leading 16 bits of every score; the bin in
-which the k-th largest falls is then counted by its next bits in another pass, until the k-th largest score itself is
-known (two passes in float32, four in float64).
+Of large tensors one pass is enough, where :mod:`.windows` guesses well. Else digits are counted: non-negative floats
+compare like their bit patterns. One pass counts the leading 16 bits of every score; the bin in which the k-th largest
+falls is then counted by its next bits in another pass, until the k-th largest score itself is known (two passes in
+float32, four in float64).
 
 Among scores equal to the k-th largest only some may be taken so that exactly k remain; differences of bfloat16
 weights are tied in masses, so taking all of them, or the first ones, would be neither k nor even over the tensor. They
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from merge_core.methods.contract import Block, Fold, StoredBlock, fold_counts, fold_grains
+from merge_core.methods.windows import LARGE, glance, look, placed
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +37,19 @@ DIGITS = {
 
 @dataclass(frozen=True)
 class Request:
-    """The ``k`` largest scores of stream ``stream`` (1 <= k <= number of scores)."""
+    """The ``k`` largest scores of stream ``stream``.
+
+    Args:
+        stream: Number of the stream.
+        k: From 1 to the number of scores; None: so many that they are the part ``of_positive`` of those above zero.
+        of_positive: See ``k``; rounded down.
+        numbered: Whether equal scores need numbers. Without, only the k-th largest score itself is asked for.
+    """
 
     stream: int
-    k: int
+    k: int | None
+    of_positive: float = 0.0
+    numbered: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,16 +80,21 @@ class Cut:
 _GROUP = 256  # bins
 
 
+NOTHING = Cut(2**31, 0, 0, np.empty(0, np.int64))
+
+
 @dataclass(frozen=True)
 class Counters:
     """Fused counterparts of the passes: counts from stored blocks.
 
     Args:
+        scores: Float32 ``[streams, elements]``.
         first: Leading digit → ``[streams, bins]``.
         later: (block, streams, prefixes, shift, width): next digit → ``[requests, bins]``.
         ties: (block, streams, keys): equal scores → ``[grains, requests]``.
     """
 
+    scores: Callable[[StoredBlock], Array]
     first: Callable[[StoredBlock], Array]
     later: Callable[[StoredBlock, Array, Array, int, int], Array]
     ties: Callable[[StoredBlock, Array, Array], Array]
@@ -112,7 +128,7 @@ def counters(scores: Callable[[StoredBlock], Array]) -> Counters:
 
         return np.asarray(kernels.ties_of(scores(block), block.grain, streams, keys))
 
-    return Counters(first, later, ties)
+    return Counters(scores, first, later, ties)
 
 
 def bits(scores: torch.Tensor) -> torch.Tensor:
@@ -124,11 +140,54 @@ def bits(scores: torch.Tensor) -> torch.Tensor:
     return (scores + 0.0).contiguous().view(whole).long()
 
 
-def select(scores: ScoreFunction, requests: Sequence[Request]) -> Generator[Fold, Any, list[Cut]]:
-    """Fold passes that answer ``requests``; use with ``yield from``."""
+def select(scores: ScoreFunction, requests: Sequence[Request], numel: int) -> Generator[Fold, Any, list[Cut]]:
+    """Fold passes that answer ``requests`` about ``numel`` scores; use with ``yield from``.
+
+    A request for a part of the positive scores that comes to none is answered with :data:`NOTHING`.
+    """
+    if numel >= LARGE:
+        cuts = yield from _by_windows(scores, requests, numel)
+        if cuts is not None:
+            return cuts
+    if any(request.k is None for request in requests):
+        positive = yield _positive(scores)
+        requests = [replace(request, k=_wanted(request, positive[request.stream])) for request in requests]
+    asked = [request for request in requests if request.k]
+    found = iter((yield from _by_digits(scores, asked)) if asked else [])
+    return [next(found) if request.k else NOTHING for request in requests]
+
+
+def _wanted(request: Request, positive: int) -> int:
+    return int(int(positive) * request.of_positive) if request.k is None else request.k
+
+
+def _by_windows(
+    scores: ScoreFunction, requests: Sequence[Request], numel: int
+) -> Generator[Fold, Any, list[Cut] | None]:
+    """None when the answers were not where a glance has made look for them."""
+    windows = yield from glance(scores, requests, numel)
+    found = (yield from look(scores, windows)) if windows else []
+    if not found:
+        return None
+    cuts = []
+    for request, window, seen in zip(requests, windows, found, strict=True):
+        k = _wanted(request, seen.positive)
+        place = placed(seen, window, k) if k else None
+        if k and place is None:
+            return None
+        cuts.append(_cut(*place) if place else NOTHING)
+    return cuts
+
+
+def _cut(key: int, wanted: int, tied: int, per_grain: Array) -> Cut:
+    all_of_them = wanted == tied
+    return Cut(key, wanted, tied, np.empty(0, np.int64) if all_of_them else np.cumsum(per_grain) - per_grain)
+
+
+def _by_digits(scores: ScoreFunction, requests: Sequence[Request]) -> Generator[Fold, Any, list[Cut]]:
     (shift, width), *rest = DIGITS[scores.dtype]
     histogram = yield _first_digit(scores, shift, width)
-    state = [_descend(histogram[request.stream], request.k) for request in requests]
+    state = [_descend(histogram[request.stream], request.k or 0) for request in requests]
     for shift, width in rest:
         streams = np.array([request.stream for request in requests], np.int64)
         prefixes = np.array([key for key, _, _ in state], np.int64)
@@ -139,7 +198,7 @@ def select(scores: ScoreFunction, requests: Sequence[Request]) -> Generator[Fold
             for digit, wanted, tied in [_descend(row, missing)]
         ]
     before = [np.empty(0, np.int64)] * len(state)
-    partial = [index for index, (_, wanted, tied) in enumerate(state) if wanted < tied]
+    partial = [n for n, (_, wanted, tied) in enumerate(state) if wanted < tied and requests[n].numbered]
     if partial:
         streams = np.array([requests[index].stream for index in partial], np.int64)
         keys = np.array([state[index][0] for index in partial], np.int64)
@@ -149,9 +208,12 @@ def select(scores: ScoreFunction, requests: Sequence[Request]) -> Generator[Fold
     return [Cut(*numbers, ties) for numbers, ties in zip(state, before, strict=True)]
 
 
-def select_passes(dtype: Literal["float32", "float64"]) -> int:
-    """Most fold passes that :func:`select` makes: one a digit, and one that numbers equal scores."""
-    return len(DIGITS[dtype]) + 1
+def select_passes(dtype: Literal["float32", "float64"], numel: int, *, numbered: bool = True) -> int:
+    """Fold passes that :func:`select` makes for given numbers ``k``: one where a glance tells where to look.
+
+    Else one a digit, and one that numbers equal scores.
+    """
+    return 1 if numel >= LARGE else len(DIGITS[dtype]) + numbered
 
 
 def taken(cut: Cut, keys: torch.Tensor, block: Block) -> torch.Tensor:
@@ -172,6 +234,14 @@ def value_of(cut: Cut, dtype: str) -> float:
     """The k-th largest score itself."""
     whole = np.int32 if dtype == "float32" else np.int64
     return float(np.array(cut.key, whole).view(dtype))
+
+
+def _positive(scores: ScoreFunction) -> Fold:
+    def fused(block: StoredBlock) -> Any:
+        assert scores.fused is not None
+        return np.count_nonzero(scores.fused.scores(block), axis=1)
+
+    return fold_counts(lambda block: (scores.of(block) > 0).sum(-1), fused if scores.fused else None)
 
 
 def _first_digit(scores: ScoreFunction, shift: int, width: int) -> Fold:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from merge_core.methods.contract import Block, Fold, TensorTask, fold_sums
+from merge_core.methods.kept import KeptNotes
 from merge_core.methods.masks import threshold, words
 from merge_core.methods.selection import Counters, Cut, Request, ScoreFunction, bits, select, select_passes, taken
 
@@ -66,10 +67,11 @@ SparsifyRule: TypeAlias = KeepAll | KeepNone | MagnitudeWindow | KeepAtRandom | 
 
 @dataclass(frozen=True)
 class Sparsifier:
-    """One rule and one factor per model."""
+    """One rule and one factor per model; what is known of blocks already."""
 
     rules: tuple[SparsifyRule, ...]
     scales: tuple[float, ...]
+    notes: KeptNotes
 
     def of(self, block: Block) -> torch.Tensor:
         """Sparsified task vectors ``[models, elements]``."""
@@ -142,7 +144,7 @@ def kept(rule: SparsifyRule, delta: torch.Tensor, block: Block) -> torch.Tensor:
 def dense(task: TensorTask) -> Folds:
     """Every element is kept, whatever ``density`` says."""
     count = len(task.column("weight"))
-    return Sparsifier((KeepAll(),) * count, (1.0,) * count)
+    return Sparsifier((KeepAll(),) * count, (1.0,) * count, KeptNotes(count))
     yield  # A generator without a fold.
 
 
@@ -153,7 +155,7 @@ def by_magnitude(task: TensorTask) -> Folds:
     partial = [model for model, density in enumerate(densities) if 0 < density < 1]
     cuts: list[Cut] = []
     if partial and task.numel:
-        cuts = yield from select(magnitudes(task), [Request(model, counts[model]) for model in partial])
+        cuts = yield from select(magnitudes(task), [Request(model, counts[model]) for model in partial], task.numel)
     rules = _plain_rules(densities)
     for model, cut in zip(partial, cuts, strict=False):
         rules[model] = MagnitudeWindow(cut)
@@ -179,7 +181,7 @@ def by_inner_magnitude(task: TensorTask) -> Folds:
         requests.append(Request(model, task.numel - smallest))
         if outliers:
             requests.append(Request(model, outliers))
-    cuts = (yield from select(magnitudes(task), requests)) if requests else []
+    cuts = (yield from select(magnitudes(task), requests, task.numel)) if requests else []
     for model, low, high in windows:
         rules[model] = MagnitudeWindow(cuts[low], None if high is None else cuts[high])
     return (yield from _rescaled(task, rules))
@@ -214,7 +216,7 @@ def folds_at_random(task: TensorTask) -> int:
 
 def folds_by_magnitude(task: TensorTask) -> int:
     """Most fold passes of the rules that select by magnitude."""
-    return select_passes(task.dtype) + folds_at_random(task) if _drops(task) else 0
+    return select_passes(task.dtype, task.numel) + folds_at_random(task) if _drops(task) else 0
 
 
 def _drops(task: TensorTask) -> bool:
@@ -223,6 +225,11 @@ def _drops(task: TensorTask) -> bool:
 
 def magnitudes(task: TensorTask) -> ScoreFunction:
     """``|x_i - b|`` of every model as scores for :func:`~.selection.select`."""
+
+    def sizes(block: Any) -> Any:
+        from merge_core.methods import kernels
+
+        return kernels.sizes(block.data, block.rows, block.length)
 
     def first(block: Any) -> Any:
         from merge_core.methods import kernels
@@ -239,7 +246,7 @@ def magnitudes(task: TensorTask) -> ScoreFunction:
 
         return kernels.ties(block.data, block.rows, block.length, block.grain, streams, keys)
 
-    return ScoreFunction(lambda block: block.deltas().abs(), task.dtype, Counters(first, later, ties))
+    return ScoreFunction(lambda block: block.deltas().abs(), task.dtype, Counters(sizes, first, later, ties))
 
 
 def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:
@@ -249,32 +256,36 @@ def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:
 def _rescaled(task: TensorTask, rules: Sequence[SparsifyRule]) -> Folds:
     """The rules with their factors, measured in one more pass when ``rescale`` asks for the L1 norm."""
     mode, densities = task.shared["rescale"], task.column("density")
-    plain = Sparsifier(tuple(rules), (1.0,) * len(rules))
+    notes = KeptNotes(len(rules))
+    plain = Sparsifier(tuple(rules), (1.0,) * len(rules), notes)
     sparse = any(not isinstance(rule, (KeepAll, KeepNone)) for rule in rules)
     if mode is False or not sparse:
         return plain
     if mode == "density":
         scales = [1 / density if 0 < density < 1 else 1.0 for density in densities]
-        return Sparsifier(plain.rules, tuple(scales))
+        return Sparsifier(plain.rules, tuple(scales), notes)
 
     def of(block: Block) -> torch.Tensor:
         import torch
 
         return block.grain_sums(torch.stack((block.deltas().abs(), plain.of(block).abs())))
 
+    tables = plain.tables()
+
     def fused(block: Any) -> Any:
         from merge_core.methods import kernels
 
-        tables = plain.tables()
         tile = kernel_tile(plain.rules, block.grain)
-        return kernels.kept_norms(block.data, block.rows, block.length, block.start, block.grain, tile, *tables)
+        noted = notes.begin(block.start, block.length, tile)
+        kernel: Any = kernels.kept_norms
+        return kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *tables, noted)
 
     norms = yield fold_sums(of, fused)
     scales = [
         float(whole / rest) if whole >= _NO_NORM and rest >= _NO_NORM else 1.0
         for whole, rest in zip(*norms, strict=True)
     ]
-    return Sparsifier(plain.rules, tuple(scales))
+    return Sparsifier(plain.rules, tuple(scales), notes)
 
 
 def _row_ranks(sizes: torch.Tensor, block: Block) -> torch.Tensor:

@@ -136,7 +136,8 @@ def _fused(mixing: Mixing, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any
 
         kernel: Any = kernels.task_vectors
         tile = kernel_tile(sparsifier.rules, block.grain)
-        kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *arguments, out)
+        noted = sparsifier.notes.take(block.start)
+        kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *arguments, noted, out)
 
     return fused
 

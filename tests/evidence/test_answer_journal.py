@@ -18,6 +18,7 @@ from tasks.evaluation import harness
 from tasks.evaluation.answer_journal import journalled
 from tasks.evaluation.backends import find_backend
 from tasks.evaluation.backends.shared_prefix import shared_prefix_type
+from tasks.evaluation.backends.token_rows import SharedRow
 from tasks.evaluation.scoring import DocumentRange, Scoring
 from tasks.evaluation.task_definition import pin_task
 
@@ -165,15 +166,16 @@ def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatc
     model = make_model(tmp_path / "model", dtype=torch.bfloat16)
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
-    compute, seen, limit = HFLM._model_call, list[Any](), -1
+    kind, seen, limit = shared_prefix_type(), list[Any](), -1
+    compute = kind.answer_row
 
-    def watched(self: HFLM, ids: Any, **how: Any) -> Any:
+    def watched(self: Any, row: SharedRow, requests: Any) -> Any:
         if len(seen) == limit:
             raise Killed
-        seen.append(ids.tolist())
-        return compute(self, ids, **how)
+        seen.append(row.tokens.tolist())
+        return compute(self, row, requests)
 
-    monkeypatch.setattr(HFLM, "_model_call", watched)
+    monkeypatch.setattr(kind, "answer_row", watched)
     told: list[tuple[int, int]] = []
 
     def score(place: JournalPlace | None) -> harness.ScoredDocuments:

@@ -19,12 +19,14 @@ from merge_core.methods.kernels.selection import (
     first_digits,
     next_digit_of,
     next_digits,
+    sizes,
     ties,
     ties_of,
 )
 from merge_core.methods.kernels.sparsify import words
 from merge_core.methods.kernels.task_vectors import kept_norms, task_vectors
 from merge_core.methods.kernels.tiles import TILE, inspect
+from merge_core.methods.kernels.windows import look_into_windows
 
 __all__ = [
     "TILE",
@@ -39,12 +41,14 @@ __all__ = [
     "importances",
     "inspect",
     "kept_norms",
+    "look_into_windows",
     "nearswap",
     "next_digit_of",
     "next_digits",
     "oppositions",
     "ram",
     "sce",
+    "sizes",
     "squares",
     "task_vectors",
     "ties",

@@ -11,6 +11,21 @@ from merge_core.methods.kernels.tiles import SIZE, TILE, widen
 
 
 @compiled
+def sizes(data: Any, rows: Any, length: int) -> Any:
+    """``|x_i - b|``: ``[models, elements]``."""
+    base, result = np.empty(TILE, np.float32), np.empty((len(rows) - 1, length), np.float32)
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        widen(data, rows[0] + first, base[:m])
+        for i in range(len(result)):
+            part = result[i, first : first + m]
+            widen(data, rows[i + 1] + first, part)
+            for j in range(m):
+                part[j] = abs(part[j] - base[j])
+    return result
+
+
+@compiled
 def first_digits(data: Any, rows: Any, length: int) -> Any:
     """Counts of the leading 16 bits of ``|x_i - b|``: ``[models, 65536]``; the first pass of ``select``."""
     count = len(rows) - 1

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.ranks import keep_by_rank
 from merge_core.methods.kernels.tiles import SIZE
 from merge_core.methods.masks import MULTIPLIER, ROUNDS, WEYL
 
@@ -24,7 +25,7 @@ def sparsify(
     span: Any,
     places: Any,
     random: Any,
-    ranks: Any,
+    scratch: Any,
 ) -> None:
     """Set dropped elements to zero. Kinds as in :meth:`.sparsify.Sparsifier.tables`."""
     zero = np.float32(0.0)
@@ -53,13 +54,7 @@ def sparsify(
             delta[j] = delta[j] if random[j + shift] < limit else zero
     elif kind == 4:
         words(chance[1], chance[2], index, m, random)
-        shift = index % 2
-        _rank(delta.view(np.uint32), m, ranks)
-        steps = np.float64(m - 1)
-        for j in range(m):
-            share = np.float64(ranks[j]) / steps if m > 1 else 0.5
-            limit_here = (span[0] + (span[1] - span[0]) * share) * 4294967296.0
-            delta[j] = delta[j] if np.float64(random[j + shift]) < limit_here else zero
+        keep_by_rank(delta, m, random[index % 2 :], span[0], span[1], scratch)
 
 
 @compiled
@@ -69,34 +64,6 @@ def begin_grain(places: Any, cuts: Any, before: Any, grain: int) -> None:
         wanted, tied, stride = cuts[side, 1], cuts[side, 2], cuts[side, 3]
         if 0 < wanted < tied:
             places[side] = before[side, grain] * stride % tied
-
-
-@compiled
-def _rank(patterns: Any, m: int, ranks: Any) -> None:
-    """Rank of every size among ``m``, equal ones in their order: a radix sort by 11 bits."""
-    items, spare = np.empty(m, np.uint64), np.empty(m, np.uint64)
-    table, mask = np.zeros((3, 2048), np.uint32), np.uint64(2047)
-    for j in range(m):
-        size = np.uint64(patterns[j] & SIZE)
-        items[j] = size << np.uint64(32) | np.uint64(j)
-        for digit in range(3):
-            table[digit, size >> np.uint64(11 * digit) & mask] += np.uint32(1)
-    for digit in range(3):
-        places, shift = table[digit], np.uint64(32 + 11 * digit)
-        if places[items[0] >> shift & mask] == m:
-            continue  # All have the same; the low bits of what was bfloat16 are mostly zero.
-        before = np.uint32(0)
-        for d in range(2048):
-            count = places[d]
-            places[d] = before
-            before += count
-        for j in range(m):
-            d = items[j] >> shift & mask
-            spare[places[d]] = items[j]
-            places[d] += np.uint32(1)
-        items, spare = spare, items
-    for j in range(m):
-        ranks[items[j] & _WORD] = j
 
 
 @compiled

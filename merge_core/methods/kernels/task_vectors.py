@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.kept import drop_again, note_kept
+from merge_core.methods.kernels.ranks import rank_scratch
 from merge_core.methods.kernels.sparsify import begin_grain, sparsify
 from merge_core.methods.kernels.tiles import LANES, add_sizes, lanes_sum, narrow, whole, widen
 
@@ -25,14 +27,19 @@ def kept_norms(
     chances: Any,
     spans: Any,
     scales: Any,
+    noted: Any,
 ) -> Any:
-    """``sum|d|`` and ``sum|kept d|`` per grain: ``[grains, 2, models]``."""
+    """``sum|d|`` and ``sum|kept d|`` per grain: ``[grains, 2, models]``; what is kept, into ``noted``.
+
+    Args:
+        noted: ``[models, bytes]``, an eighth of each tile after the other (see :mod:`.kept`); none if it is empty.
+    """
     count = len(rows) - 1
     base, delta = np.empty(tile, np.float32), np.zeros(whole(tile), np.float32)
     random = np.empty(tile + 2, np.uint32)
-    places, ranks = np.zeros((count, 2), np.int64), np.empty(tile, np.uint32)
+    places, scratch = np.zeros((count, 2), np.int64), rank_scratch(tile)
     lanes = np.zeros((2, count, LANES), np.float64)
-    grains = (length + grain - 1) // grain
+    grains, eighth = (length + grain - 1) // grain, (tile + 7) // 8
     result = np.zeros((grains, 2, count), np.float64)
     for g in range(grains):
         lanes[:] = 0.0
@@ -48,8 +55,10 @@ def kept_norms(
                 add_sizes(delta, whole(m), lanes[0, i])
                 if first == g * grain:
                     begin_grain(places[i], cuts[i], before[i], start // grain + g)
-                sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, ranks)
+                sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, scratch)
                 add_sizes(delta, whole(m), lanes[1, i])
+                if noted.shape[1]:
+                    note_kept(delta, m, noted[i, first // tile * eighth :][: (m + 7) // 8])
         for side in range(2):
             for i in range(count):
                 result[g, side, i] = lanes_sum(lanes[side, i])
@@ -75,16 +84,20 @@ def task_vectors(
     chances: Any,
     spans: Any,
     scales: Any,
+    noted: Any,
     out: Any,
 ) -> None:
-    """Sparsify, weight, agree, add to the base; see :func:`.task_vectors.mix`. ``vote``: 0 none, 1 sum, 2 count."""
+    """Sparsify, weight, agree, add to the base; see :func:`.task_vectors.mix`. ``vote``: 0 none, 1 sum, 2 count.
+
+    ``noted``: what :func:`kept_norms` found to be kept; empty where it is to be found out here.
+    """
     count = len(rows) - 1
     base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)
     elected = np.empty(tile, np.float32)
     weighted = np.empty((count, tile), np.float32)
     random = np.empty(tile + 2, np.uint32)
-    places, ranks = np.zeros((count, 2), np.int64), np.empty(tile, np.uint32)
-    zero, one = np.float32(0.0), np.float32(1.0)
+    places, scratch = np.zeros((count, 2), np.int64), rank_scratch(tile)
+    zero, one, eighth = np.float32(0.0), np.float32(1.0), (tile + 7) // 8
     for first in range(0, length, tile):
         m = min(tile, length - first)
         widen(data, rows[0] + first, base[:m])
@@ -93,9 +106,12 @@ def task_vectors(
             widen(data, rows[i + 1] + first, delta[:m])
             for j in range(m):
                 delta[j] -= base[j]
-            if first % grain == 0:
-                begin_grain(places[i], cuts[i], before[i], (start + first) // grain)
-            sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, ranks)
+            if noted.shape[1]:
+                drop_again(delta, m, noted[i, first // tile * eighth :][: (m + 7) // 8])
+            else:
+                if first % grain == 0:
+                    begin_grain(places[i], cuts[i], before[i], (start + first) // grain)
+                sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, scratch)
             if factor != one:
                 for j in range(m):
                     delta[j] *= factor

@@ -1,0 +1,68 @@
+"""Scores above and inside narrow windows. Counterpart of the pass in :mod:`merge_core.methods.windows`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.tiles import SIZE, TILE
+
+
+@compiled
+def look_into_windows(
+    scores: Any, windows: Any, common: Any, grain: int, above: Any, positive: Any, counts: Any, keys: Any, filled: Any
+) -> None:
+    """Add what one part of a block has to what the parts before it had.
+
+    Args:
+        scores: ``[streams, elements]``, non-negative.
+        windows: ``[requests, 3]``: stream, first key, the key after the last.
+        common: ``[requests, n]``: keys inside that are only counted; those that are not needed are 2**32 - 1.
+        grain: Elements per grain.
+        above: ``[requests]``, how many are above the window.
+        positive: ``[streams]``, how many are above zero.
+        counts: ``[grains of this part, requests, n + 1]``: of each common key, then of all others inside.
+        keys: ``[requests, room]``: the others, in their order.
+        filled: ``[requests]``: how many there are; more than there is room for when they did not fit.
+    """
+    inside, room, several = np.empty(TILE, np.uint32), keys.shape[1], common.shape[1]
+    for s in range(len(scores)):
+        patterns, number = scores[s].view(np.uint32), np.int64(0)
+        for j in range(len(patterns)):
+            number += np.int64(patterns[j] & SIZE != 0)
+        positive[s] += number
+    for r in range(len(windows)):
+        patterns = scores[windows[r, 0]].view(np.uint32)
+        low, high, length = np.uint32(windows[r, 1]), np.uint32(windows[r, 2]), len(patterns)
+        for first in range(0, length, TILE):
+            tile = patterns[first : min(first + TILE, length)]
+            over, n = np.uint32(0), 0
+            for j in range(len(tile)):
+                over += np.uint32((tile[j] & SIZE) >= high)
+            above[r] += over
+            for j in range(len(tile)):
+                key = tile[j] & SIZE
+                inside[n] = key
+                n += (key >= low) & (key < high)
+            here, others = counts[first // grain, r], np.int64(n)
+            for c in range(several):
+                same, wanted = np.uint32(0), common[r, c]
+                for j in range(n):
+                    same += np.uint32(inside[j] == wanted)
+                here[c] += same
+                others -= np.int64(same)
+            here[several] += others
+            if filled[r] + others > room:
+                filled[r] = room + 1
+            elif others:
+                place = filled[r]
+                for j in range(n):
+                    known = False
+                    for c in range(several):
+                        known |= inside[j] == common[r, c]
+                    if not known:
+                        keys[r, place] = inside[j]
+                        place += 1
+                filled[r] = place
