@@ -19,7 +19,7 @@ from merge_core.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, DType, Si
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OutputTensor(SizedTensor):
     """Name, format and shape of a tensor that will be written: alone, or as a part of one of a file."""
 
