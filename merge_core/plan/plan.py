@@ -104,10 +104,10 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
     directory = Path(f"{_STEP}{plan.recipe.name}")
     tensors: dict[str, AnyTensor] = {}
     for shard in plan.shards:
-        begins = dict(zip(shard.tensors, shard.offsets, strict=True))
+        file, begins = directory / shard.name, dict(zip(shard.tensors, shard.offsets, strict=True))
         for tensor in shard.stored:
             offset = begins[tensor.pieces[0]]
-            tensors[tensor.name] = StoredTensor(tensor.name, directory / shard.name, tensor.dtype, tensor.shape, offset)
+            tensors[tensor.name] = StoredTensor(tensor.name, file, tensor.dtype, tensor.shape, offset)
     template = plan.chat_template or plan.tokenizer.chat_template
     files = plan.tokenizer
     return by_expert(
