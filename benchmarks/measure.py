@@ -64,7 +64,7 @@ def measure(
         peak = device = 0
         while process.poll() is None:
             device = max(device, gauge() if gauge else 0)
-            peak = max(peak, sum(_anonymous(pid) for pid in family(process.pid)))
+            peak = max(peak, sum(anonymous_memory(pid) for pid in family(process.pid)))
             time.sleep(_INTERVAL)
         seconds = time.monotonic() - began
         after = os.times()
@@ -120,7 +120,8 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def _anonymous(pid: int) -> int:
+def anonymous_memory(pid: int) -> int:
+    """Bytes of anonymous memory of a process; 0 when it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -752,6 +752,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+    # Tables of tensors are trees of a million objects, made in a second: looked through for cycles every 700 objects,
+    # that would be two.
+    gc.set_threshold(100_000, 20, 20)
     try:
         command_line(app)()
     finally:

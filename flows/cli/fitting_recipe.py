@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from flows.cli.draft import RecipeDraft, recipe_drafts, with_template
 from flows.cli.recipe_parents import clear_recipe
-from merge_core import load_recipe
+from merge_core import Checkpoint, load_recipe
 from merge_core.errors import MergegateError
 from merge_core.recipe import expanded
-from tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, open_parent
+from tasks.checkpoints import ResolvedCheckpoint, find_checkpoint
 
 
 def named_model(text: str, base: str) -> ResolvedCheckpoint:
@@ -58,29 +58,29 @@ def fitting_recipe(
     for draft in recipe_drafts(base, models, method):
         recipe = replace(load_recipe(dict(draft.recipe), where=f"the recipe of {name}"), directory=out)
         try:
-            parents, findings = clear_recipe(recipe)
+            cleared = clear_recipe(recipe)
         except MergegateError as error:
             problems.append(error)
             continue
-        loses_template = any(finding.where.endswith(": chat template") for finding in findings)
-        if loses_template and _has_one_template(parents):
+        loses_template = any(finding.where.endswith(": chat template") for finding in cleared.findings)
+        if loses_template and _has_one_template(cleared.opened.values()):
             draft = with_template(draft)
-        return draft, _dtype(parents), parents
+        return draft, _dtype(cleared.opened.values()), cleared.found
     raise problems[0]
 
 
-def _has_one_template(parents: Sequence[ResolvedCheckpoint]) -> bool:
+def _has_one_template(parents: Iterable[Checkpoint]) -> bool:
     """Whether one chat template leads among them: a base mostly has none, and its fine-tunes share one."""
-    found = Counter(template for parent in parents if (template := open_parent(parent).chat_template) is not None)
+    found = Counter(template for parent in parents if (template := parent.chat_template) is not None)
     leading = [count for _, count in found.most_common(2)]
     return len(leading) == 1 or (len(leading) == 2 and leading[0] > leading[1])
 
 
-def _dtype(parents: Sequence[ResolvedCheckpoint]) -> str:
+def _dtype(parents: Iterable[Checkpoint]) -> str:
     """That of most bytes, of those that a recipe can name; float32 where none is."""
     sizes: Counter[str] = Counter()
     for parent in parents:
-        for tensor in open_parent(parent).tensors.values():
+        for tensor in parent.tensors.values():
             if tensor.dtype.torch_name in ("bfloat16", "float16", "float32"):
                 sizes[tensor.dtype.torch_name] += tensor.nbytes
     return sizes.most_common(1)[0][0] if sizes else "float32"

@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from merge_core.store import FileIdentity, digest, file_identity, read_state, state_directory, write_state
-from tasks.checkpoints import ResolvedCheckpoint, identify_parents
 from tasks.merge import MergeSettings, numerics
 from tasks.stage import home
 
 _SCHEMA = 1
 
 
-def made_of(recipe_file: Path, found: Sequence[ResolvedCheckpoint], seed: int, device: str) -> str:
+def made_of(recipe_file: Path, looked: Mapping[Path, FileIdentity], seed: int, device: str) -> str:
     """A digest of all that decides a merge: the recipe's text, the parents' files as they lie there, numerics.
 
     Args:
-        found: The parents, which are here.
+        looked: The files of the parents, which are here.
     """
     return digest(
         {
             "schema": _SCHEMA,
             "recipe": recipe_file.read_text(encoding="utf-8"),
-            "parents": {str(path): list(identity) for path, identity in identify_parents(found).items()},
+            "parents": {str(path): list(identity) for path, identity in looked.items()},
             "numerics": numerics(MergeSettings(seed=seed, device=device)),
         }
     )

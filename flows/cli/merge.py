@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from flows.cli.made_before import made_of, recall, remember
 from flows.cli.new_directory import new_directory
-from flows.cli.recipe_parents import clear_recipe
+from flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from merge_core.architecture.experts import match_experts
 from merge_core.engine import EngineSettings, start_or_resume
@@ -47,31 +47,31 @@ def merge_to(
     """
     remedy = "wait for it, name another directory, or start both with --share to divide the work"
     out.absolute()  # A working directory that is gone is said before parents are missed in it.
-    recipe, found = _cleared(recipe_file, console)
-    of = made_of(recipe_file, found, seed, device)
+    cleared = _cleared(recipe_file, console)
+    looked = cleared.looked or identify_parents(cleared.found)
+    of = made_of(recipe_file, looked, seed, device)
     if not share and (told := recall(out, of)):
         console.print(f"nothing new: {out} was made of this recipe and these parents, and is as it was")
         return {**told, "out": str(out), "new": False}
     with nullcontext(out) if share else new_directory(out, by="merge into it", remedy=remedy) as place:
-        made = _merge_to(recipe, found, place, out, seed=seed, device=device, share=share, console=console)
+        made = _merge_to(cleared, looked, place, out, seed=seed, device=device, share=share, console=console)
     if not share:
         remember(out, of, made)
     return {**made, "new": True}
 
 
-def _cleared(recipe_file: Path, console: Console) -> tuple[Recipe, tuple[ResolvedCheckpoint, ...]]:
+def _cleared(recipe_file: Path, console: Console) -> ClearedRecipe:
     """A recipe that may be carried out, and its parents, whose weights are here."""
-    recipe = load_recipe(recipe_file)
-    found, findings = clear_recipe(recipe)
-    for finding in findings:
+    cleared = clear_recipe(load_recipe(recipe_file))
+    for finding in cleared.findings:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
-    _fetch([one for parent in found for one in parent.snapshots], console)
-    return recipe, found
+    _fetch([one for parent in cleared.found for one in parent.snapshots], console)
+    return cleared
 
 
 def _merge_to(
-    recipe: Recipe,
-    found: Sequence[ResolvedCheckpoint],
+    cleared: ClearedRecipe,
+    looked: Mapping[Path, FileIdentity],
     place: Path,
     out: Path,
     *,
@@ -81,13 +81,25 @@ def _merge_to(
     console: Console,
 ) -> dict[str, object]:
     """Merge into ``place``, which is called ``out`` to people."""
+    found = cleared.found
     by_ref = {parent.ref: parent for parent in found}
-    recipe = with_gates(recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
-    looked = identify_parents(found)
+    recipe = with_gates(cleared.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     if recipe.output:
         return _combine(recipe, found, looked, place, out, seed=seed, console=console)
-    matched = match_experts(recipe, {parent.ref: open_parent(parent) for parent in found})
-    plan = plan_merge(matched.recipe, matched.checkpoints)
+    # Headers from afar are read again where they came to lie.
+    opened = cleared.opened if cleared.looked else {parent.ref: open_parent(parent) for parent in found}
+    # Comparing experts reads samples of all weights: before the merge only where it decides what is merged with what.
+    matched = match_experts(recipe, opened) if recipe.align_experts else None
+    if matched:
+        plan = plan_merge(matched.recipe, matched.checkpoints)
+    else:
+        plan = cleared.plan if opened is cleared.opened and recipe is cleared.recipe else plan_merge(recipe, opened)
+
+    def before_sealing() -> None:
+        nonlocal matched
+        matched = matched or match_experts(recipe, opened)
+        require_same_files(looked)
+
     if not share:
         start_or_resume(place, plan)
     with _bar(recipe.summary(), console) as bar:
@@ -99,11 +111,11 @@ def _merge_to(
             device=device,
             settings=EngineSettings(keep_output=False),  # Nobody here reads it next.
             on_progress=lambda done, total: bar.update(job, completed=done, total=total),
-            before_sealing=lambda: require_same_files(looked),
+            before_sealing=before_sealing,
         )
     if record.note:
         console.print(record.note)
-    odd = (*matched.findings, *record.findings)
+    odd = (*(matched.findings if matched else ()), *record.findings)
     for finding in odd:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
         if finding.severity == "block":

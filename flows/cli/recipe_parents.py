@@ -4,10 +4,16 @@
 
 from __future__ import annotations
 
-from merge_core import Finding, MergePlan, Recipe, plan_merge, plan_with_findings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from merge_core import Checkpoint, Finding, MergePlan, Recipe, plan_merge, plan_with_findings
+from merge_core.store import FileIdentity
 from tasks.checkpoints import (
     ResolvedCheckpoint,
     adapter_remarks,
+    identify_parents,
     open_parent,
     require_combinable,
     resolve_all_parents,
@@ -25,8 +31,29 @@ def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePl
     return found, plan_merge(recipe, {parent.ref: open_parent(parent) for parent in found})
 
 
-def clear_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[Finding, ...]]:
-    """The parents of a recipe that may be merged, and what is odd about them.
+@dataclass(frozen=True)
+class ClearedRecipe:
+    """A recipe that may be merged.
+
+    Args:
+        recipe: Itself.
+        found: Its parents.
+        looked: What the files of the parents were before they were opened; empty where some may not be here yet.
+        opened: Their headers, by reference.
+        plan: What will be done.
+        findings: What is odd.
+    """
+
+    recipe: Recipe
+    found: tuple[ResolvedCheckpoint, ...]
+    looked: Mapping[Path, FileIdentity]
+    opened: Mapping[str, Checkpoint]
+    plan: MergePlan
+    findings: tuple[Finding, ...]
+
+
+def clear_recipe(recipe: Recipe) -> ClearedRecipe:
+    """The parents of a recipe that may be merged, opened, with the plan and what is odd.
 
     Raises:
         InvalidInput: for parents that are not there, or cannot be checkpoints.
@@ -34,7 +61,9 @@ def clear_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[
     """
     (found,) = resolve_all_parents([recipe])
     require_combinable(recipe, found)
-    planned = plan_with_findings(recipe, {parent.ref: open_parent(parent) for parent in found})
+    looked = {} if any(parent.snapshots for parent in found) else identify_parents(found)
+    opened = {parent.ref: open_parent(parent) for parent in found}
+    planned = plan_with_findings(recipe, opened)
     findings = planned.findings
     if planned.cut_pairs:  # Asking tokenizers takes a process, and only where they differ.
         from tasks.preflight import with_shares
@@ -42,4 +71,5 @@ def clear_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], tuple[
         findings = with_shares(planned)
     if blocking := [finding for finding in findings if finding.severity == "block"]:
         raise blocking[0].refusal()
-    return found, (*findings, *adapter_remarks(found))
+    assert planned.plan is not None  # else something blocks
+    return ClearedRecipe(recipe, found, looked, opened, planned.plan, (*findings, *adapter_remarks(found)))

@@ -10,9 +10,11 @@ from typing import Any
 from merge_core.architecture.families import text_part
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType
 
-_HEAD = re.compile(r"^(?:.*\.)?(?:lm_head|embed_out)\.weight$")
-_EMBEDDING = re.compile(
-    r"^(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|(?:backbone|model)\.embeddings)\.weight$"
+# Ends of names, after a dot: a plan asks of every tensor, and an end is told in a tenth of the time of a pattern.
+_HEADS = (".lm_head.weight", ".embed_out.weight")
+_EMBEDDINGS = (
+    *(f".{word}.weight" for word in ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")),
+    *(f".{word}.embeddings.weight" for word in ("backbone", "model")),
 )
 # Further tensors with a row for each token: biases of heads, heads of encoders, and T5's table, which is no embedding
 # that could stand for a head: where T5's head is tied, it is scaled.
@@ -21,19 +23,19 @@ _TOKEN_ROWS = re.compile(
     r"|(?:lm_head|predictions)\.decoder\.weight)$|^shared\.weight$|^generator_lm_head\.bias$"
 )
 # Buffers that some versions of a library stored and others compute.
-_BUFFER = re.compile(r"(?:rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias)$")
+_BUFFERS = ("rotary_emb.inv_freq", "position_ids", "masked_bias", "attn.bias")
 
 LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def is_head(name: str) -> bool:
     """Whether the tensor is the output projection onto the vocabulary."""
-    return bool(_HEAD.match(name))
+    return f".{name}".endswith(_HEADS)
 
 
 def is_embedding(name: str) -> bool:
     """Whether the tensor is the table of token embeddings."""
-    return bool(_EMBEDDING.match(name))
+    return f".{name}".endswith(_EMBEDDINGS)
 
 
 def has_vocabulary_rows(name: str) -> bool:
@@ -43,7 +45,7 @@ def has_vocabulary_rows(name: str) -> bool:
 
 def is_optional(name: str) -> bool:
     """Whether checkpoints of one architecture may differ in having the tensor."""
-    return is_head(name) or bool(_BUFFER.search(name))
+    return name.endswith(_BUFFERS) or is_head(name)
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool | None:

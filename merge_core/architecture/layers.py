@@ -7,6 +7,7 @@ table of architectures is needed. Only the first numbered container counts: expe
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +16,7 @@ _NUMBERED = re.compile(r"^((?:[^.]+\.)*?(?:layers|layer|h|blocks|block))\.([0-9]
 _FIRST = re.compile(r"embed|wte|wpe|patch|tok_emb", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LayerPlace:
     """``stack`` (``model.layers``), ``index`` (3) and ``part`` (``mlp.up_proj.weight``)."""
 
@@ -29,7 +30,8 @@ class LayerPlace:
 def layer_place(name: str) -> LayerPlace | None:
     """Place of a tensor in a stack of layers; None for embeddings, final norm, heads."""
     match = _NUMBERED.match(name)
-    return LayerPlace(match[1], int(match[2]), match[3]) if match else None
+    # The same few words for all layers: each is kept once.
+    return LayerPlace(sys.intern(match[1]), int(match[2]), sys.intern(match[3])) if match else None
 
 
 def stacks(names: Iterable[str]) -> dict[str, int]:
@@ -37,8 +39,8 @@ def stacks(names: Iterable[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
         at = layer_place(name)
-        if at is not None:
-            counts[at.stack] = max(counts.get(at.stack, 0), at.index + 1)
+        if at is not None and at.index >= counts.get(at.stack, 0):
+            counts[at.stack] = at.index + 1
     return counts
 
 

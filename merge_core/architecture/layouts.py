@@ -21,8 +21,10 @@ def in_layout_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
     donor that all models of an architecture have.
     """
     family = find_family(donor.config)
+    if family is None or donor.tensors.keys() <= other.tensors.keys():
+        return other
     needed = {name for name in donor.tensors if not is_optional(name)}
-    if family is None or needed <= other.tensors.keys():
+    if needed <= other.tensors.keys():
         return other
     for layout in family.layouts:
         for pairs in (layout, [(new, old) for old, new in layout]):

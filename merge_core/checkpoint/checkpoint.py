@@ -166,7 +166,10 @@ def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, Stor
     weight_map = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InvalidInput(str(index), found="no 'weight_map'", expected="tensor name → file name")
+    inside: set[str] = set()
     for name, file in weight_map.items():
+        if isinstance(file, str) and file in inside:
+            continue
         path = PurePosixPath(file) if isinstance(file, str) and "\0" not in file else PurePosixPath("/")
         if path.is_absolute() or ".." in path.parts or "\\" in str(file) or not path.parts:
             raise InvalidInput(
@@ -175,6 +178,7 @@ def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, Stor
                 expected="a file name inside the checkpoint",
                 remedy="do not use this checkpoint: its index reaches outside its directory",
             )
+        inside.add(file)
     tensors: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(weight_map.values()):
         for tensor in _header(directory / file, directory, elsewhere):

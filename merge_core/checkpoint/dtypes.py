@@ -34,6 +34,8 @@ class DType:
 class SizedTensor:
     """What has a format and a shape has a size, wherever it lies."""
 
+    __slots__ = ()
+
     dtype: DType
     shape: tuple[int, ...]
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,12 @@ MAX_HEADER_BYTES = 32_000_000
 MAX_TENSORS = 200_000
 _BOUNDS = JsonBounds(size=MAX_HEADER_BYTES, values=8 * MAX_TENSORS, depth=8)
 _MAX_DIMENSIONS = 64
+_KEYS = {"dtype", "shape", "data_offsets"}
 _DAMAGED = "download or copy the file again; it is damaged or was not written by safetensors"
 
 
-@dataclass(frozen=True)
+# With slots: of a very large model there are 50,000, for each parent.
+@dataclass(frozen=True, slots=True)
 class StoredTensor(SizedTensor):
     """Where one tensor lies.
 
@@ -101,34 +105,37 @@ def parse_header(text: bytes, *, file_size: int, path: Path) -> tuple[StoredTens
         InvalidInput: Not JSON, duplicate names, unknown formats, or offsets that do not tile the data exactly.
     """
     data_start = 8 + len(text)
-    tensors: list[StoredTensor] = []
+    # With where each begins and how long it is.
+    found: list[tuple[int, int, StoredTensor]] = []
     for name, entry in _json_object(text, path).items():
         if name == "__metadata__":
             if not isinstance(entry, dict) or not all(isinstance(value, str) for value in entry.values()):
                 raise InvalidInput(f"{path}: __metadata__", found=f"{entry!r:.80}", expected="text keys and values")
             continue
-        dtype, shape, start, stop = _entry(entry, f"{path}: {name}")
-        tensor = StoredTensor(name, path, dtype, shape, data_start + start)
-        if stop - start != tensor.nbytes:
+        dtype, shape, start, stop = _entry(entry, path, name)
+        # Parents have the same names: each is kept once.
+        tensor = StoredTensor(sys.intern(name), path, dtype, shape, data_start + start)
+        nbytes = tensor.nbytes
+        if stop - start != nbytes:
             raise InvalidInput(
                 f"{path}: {name}",
                 found=f"{stop - start} bytes for shape {list(shape)} of {dtype.code}",
-                expected=f"{tensor.nbytes} bytes",
+                expected=f"{nbytes} bytes",
                 remedy=_DAMAGED,
             )
-        tensors.append(tensor)
+        found.append((tensor.offset, nbytes, tensor))
     # Empty tensors share their offset with the next one, so they must sort before it.
-    tensors.sort(key=lambda tensor: (tensor.offset, tensor.nbytes))
+    found.sort(key=itemgetter(0, 1))
     end = data_start
-    for tensor in tensors:
-        if tensor.offset != end:
-            kind = "overlaps the tensor before it" if tensor.offset < end else "leaves a gap before it"
+    for offset, nbytes, tensor in found:
+        if offset != end:
+            kind = "overlaps the tensor before it" if offset < end else "leaves a gap before it"
             raise InvalidInput(f"{path}: {tensor.name}", found=kind, expected="tensors side by side", remedy=_DAMAGED)
-        end += tensor.nbytes
+        end += nbytes
     if end != file_size:
         kind = "truncated" if end > file_size else "longer than its header says"
         raise InvalidInput(str(path), found=f"{kind}: {file_size} bytes", expected=f"{end} bytes", remedy=_DAMAGED)
-    return tuple(tensors)
+    return tuple(tensor for _, _, tensor in found)
 
 
 def read_into(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
@@ -178,11 +185,11 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
         objects += 1
         if objects > MAX_TENSORS + 2:  # the header itself, and its metadata
             raise InvalidInput(str(path), found=f"over {MAX_TENSORS} tensors", expected="fewer in one file")
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                raise InvalidInput(f"{path}: {key}", found="named twice in the header", remedy=_DAMAGED)
-            result[key] = value
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+            raise InvalidInput(f"{path}: {twice}", found="named twice in the header", remedy=_DAMAGED)
         return result
 
     header = parse_json(text, f"{path}: header", bounds=_BOUNDS, pairs=unique, expected="JSON, as in safetensors")
@@ -191,16 +198,18 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
     return header
 
 
-def _entry(entry: Any, where: str) -> tuple[DType, tuple[int, ...], int, int]:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+def _entry(entry: Any, path: Path, name: str) -> tuple[DType, tuple[int, ...], int, int]:
+    if not isinstance(entry, dict) or entry.keys() != _KEYS:
+        where = f"{path}: {name}"
         raise InvalidInput(where, found=f"{entry!r:.80}", expected="dtype, shape and data_offsets", remedy=_DAMAGED)
     dtype = BY_CODE.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
+        where = f"{path}: {name}"
         raise InvalidInput(where, found=f"dtype {entry['dtype']!r:.40}", expected=f"one of {', '.join(BY_CODE)}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise InvalidInput(
-            where,
+            f"{path}: {name}",
             found=f"shape {shape!r:.60}, data_offsets {offsets!r:.60}",
             expected="whole numbers from 0, offsets ascending",
             remedy=_DAMAGED,
@@ -210,8 +219,9 @@ def _entry(entry: Any, where: str) -> tuple[DType, tuple[int, ...], int, int]:
 
 def _naturals(value: Any) -> bool:
     # 2**63 bounds both what a file can hold and the arithmetic that follows; bool is an int in Python, not in JSON.
-    return (
-        isinstance(value, list)
-        and len(value) <= _MAX_DIMENSIONS
-        and all(type(item) is int and 0 <= item < 2**63 for item in value)
-    )
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        return False
+    for item in value:  # noqa: SIM110  # twice as fast, for half a million numbers
+        if type(item) is not int or not 0 <= item < 2**63:
+            return False
+    return True

@@ -34,6 +34,9 @@ _FUSE_FROM_BYTES = 256 << 20
 _PROGRESS_SECONDS = 0.1
 # Blocks in work, and results that wait for being hashed.
 _POOL_BYTES = 128 << 20
+# Inputs of tensors that have been begun, at least: of small ones many are, so that whoever begins them is woken once
+# for hundreds.
+_BEGUN_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,8 @@ class _Run:
 
     def _admit(self, job: TensorJob) -> None:
         """Begin a tensor as soon as few are in work: enough that no thread waits while one of them ends."""
-        self._wait(lambda: self._tensors < 2 * self._settings.workers)
+        if not self._has_room(_BEGUN_BYTES):
+            self._wait(lambda: self._has_room(_BEGUN_BYTES // 2))
         with self._condition:
             order = self._begun
             self._begun += 1
@@ -218,7 +222,13 @@ class _Run:
         with self._condition:
             self._tensors -= 1
             self._load[run.device] -= run.job.nbytes_in
-            self._condition.notify_all()
+            if self._has_room(_BEGUN_BYTES // 2):
+                self._condition.notify_all()
+
+    def _has_room(self, least: int) -> bool:
+        """Whether another tensor may be begun while those that are have ``least`` bytes of input or more."""
+        with self._condition:
+            return self._tensors < 2 * self._settings.workers or sum(self._load.values()) < least
 
     def _wait(self, until: Callable[[], bool]) -> None:
         while True:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 # A root mean square this many times above all parents', or below, is not what merging relatives gives.
 _FAR = 4.0
-# Of tensors above the first size, a run of so many elements out of every period is looked at: enough for a norm.
-_WHOLE, _PERIOD, _RUN = 1 << 18, 16384, 256
+# Of tensors above a size, a run of so many elements out of every period is looked at: a thousand are enough for a norm.
+# The single experts of a mixture are of the middle kind, and looking at all of them takes longer than merging them.
+_RUN = 256
+_PERIODS = ((1 << 18, 64 * _RUN), (1 << 13, 8 * _RUN))
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class TensorHealth:
 
 def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
     """The elements that are looked at of ``values``, which begin at index ``start`` of a tensor of ``numel``."""
-    if numel <= _WHOLE:
+    period = next((period for above, period in _PERIODS if numel > above), 0)
+    if not period:
         return values
-    rest = values[-start % _PERIOD :]
-    return rest[: len(rest) // _PERIOD * _PERIOD].reshape(-1, _PERIOD)[:, :_RUN]
+    rest = values[-start % period :]
+    return rest[: len(rest) // period * period].reshape(-1, period)[:, :_RUN]
 
 
 def judge_health(tensors: Sequence[TensorHealth], *, may_zero: bool = False) -> tuple[Finding, ...]:

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from merge_core.checkpoint import FILE
+from merge_core.checkpoint import FILE, INDEX_NAME
 from merge_core.engine.writer import PARTIAL, refusing_disk_errors
 from merge_core.errors import InvalidInput
 from merge_core.parsing import parse_json_object, read_plain
-from merge_core.plan import MergePlan, index_text
+from merge_core.plan import MergePlan, index_text, needs_index
 from merge_core.store import fsync
 
 CONFIG = "config.json"
@@ -58,9 +58,8 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
         InvalidInput: A companion that is no plain file inside its checkpoint any more.
     """
     contents: dict[str, bytes] = {}
-    index = index_text(plan.shards)
-    if index is not None:
-        contents[index[0]] = index[1].encode()
+    if needs_index(plan.shards):
+        contents[INDEX_NAME] = index_text(plan.shards).encode()
     for name in plan.donor.companions:
         if name in plan.rewritten:
             continue
@@ -110,13 +109,12 @@ def _set_chat_template(contents: dict[str, bytes], template: str) -> None:
 
 def file_names(plan: MergePlan) -> set[str]:
     """Names of all files that a merge writes."""
-    index = index_text(plan.shards)
     return {
         *(shard.name for shard in plan.shards),
         *plan.donor.companions,
         *plan.tokenizer.companions,
         *(name for name, content in plan.rewritten.items() if content is not None),
-        *([index[0]] if index else []),
+        *([INDEX_NAME] if needs_index(plan.shards) else []),
         CONFIG,
         FILE,
     }

@@ -5,7 +5,7 @@ A plan fixes names, shapes, dtypes and offsets of every output byte; the engine 
 
 from merge_core.plan.compatibility import PlannedMerge, plan_with_findings, preflight
 from merge_core.plan.jobs import Input, MergePlan, TensorJob
-from merge_core.plan.layout import OutputTensor, Shard, index_text
+from merge_core.plan.layout import OutputTensor, Shard, index_text, needs_index
 from merge_core.plan.plan import plan_merge, step_of
 from merge_core.plan.rows import MEAN, SEVERAL, ZERO, RowMap
 from merge_core.plan.tokenizers import CutPair
@@ -24,6 +24,7 @@ __all__ = [
     "Shard",
     "TensorJob",
     "index_text",
+    "needs_index",
     "plan_merge",
     "plan_transplant",
     "plan_with_findings",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 from merge_core.architecture import (
     in_layout_of,
@@ -24,9 +25,9 @@ from merge_core.plan.jobs import MergePlan
 
 # What GPTQ and AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8 call what they pack weights into.
 _PACKED = re.compile(
-    r"\.(?:qweight|qzeros|g_idx|absmax|nested_absmax|quant_map|nested_quant_map|SCB|weight_packed|weight_shape"
+    r"^(?:qweight|qzeros|g_idx|absmax|nested_absmax|quant_map|nested_quant_map|SCB|weight_packed|weight_shape"
     r"|weight_scale|weight_scale_inv|weight_scale_2|weight_global_scale|weight_zero_point|weight_format|input_scale"
-    r"|W_q)$|\.quant_state\.|_proj(?:_weight)?_(?:blocks|scales|scale_inv)$"
+    r"|W_q)$|_proj(?:_weight)?_(?:blocks|scales|scale_inv)$"
 )
 # Bytes are never weights: whole numbers of a network (positions, counters) are of 64 bits, or of one dimension.
 _BYTES = ("U8", "I8")
@@ -75,7 +76,7 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else "unknown"
             where, found = f"config.json: {key}quantization_config", f"a quantised model ({method})"
     packed = next(
-        (disk_name(one) for one in checkpoint.tensors.values() if _PACKED.search(one.name) or _is_bytes(one)), None
+        (disk_name(one) for one in checkpoint.tensors.values() if _is_packed(one.name) or _is_bytes(one)), None
     )
     if packed and not where:
         where, found = packed, "a tensor of a quantised model"
@@ -87,6 +88,16 @@ def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             expected="unquantised weights",
             remedy="dequantise it, or merge the unquantised models; then quantise the result",
         )
+
+
+def _is_packed(name: str) -> bool:
+    return _is_packed_word(name.rpartition(".")[2]) or ".quant_state." in name
+
+
+# A handful of last words in a table of 50,000 names.
+@lru_cache(maxsize=1024)
+def _is_packed_word(word: str) -> bool:
+    return bool(_PACKED.search(word))
 
 
 def _is_bytes(tensor: AnyTensor) -> bool:

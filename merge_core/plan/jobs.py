@@ -14,7 +14,8 @@ from merge_core.plan.rows import RowMap
 from merge_core.recipe import Recipe
 
 
-@dataclass(frozen=True)
+# These, and OutputTensor, with slots: of a very large model there are 50,000 jobs.
+@dataclass(frozen=True, slots=True)
 class Input:
     """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are."""
 
@@ -23,7 +24,7 @@ class Input:
     rows: RowMap | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorJob:
     """One output tensor.
 

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from merge_core.architecture.experts import DiskTensor, disk_name, on_disk
-from merge_core.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, DType, SizedTensor, render_header
+from merge_core.checkpoint import SINGLE_NAME, Checkpoint, DType, SizedTensor, render_header
 
 # Hugging Face's long-standing default, used when the donor is a single file and the result needs several.
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OutputTensor(SizedTensor):
     """Name, format and shape of a tensor that will be written: alone, or as a part of one of a file."""
 
@@ -73,14 +73,17 @@ def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, 
     return tuple(_shard(name, group) for name, group in zip(names, groups.values(), strict=True))
 
 
-def index_text(shards: Sequence[Shard]) -> tuple[str, str] | None:
-    """Name and content of the index, None when a single file needs none."""
-    if len(shards) == 1:
-        return None
+def needs_index(shards: Sequence[Shard]) -> bool:
+    """Whether a reader cannot do without :data:`merge_core.checkpoint.INDEX_NAME`: a single file needs none."""
+    return len(shards) > 1
+
+
+def index_text(shards: Sequence[Shard]) -> str:
+    """Content of the index."""
     weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.stored}
     total = sum(shard.size - len(shard.header) for shard in shards)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return INDEX_NAME, json.dumps(content, indent=2) + "\n"
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _shard(name: str, tensors: Sequence[DiskTensor]) -> Shard:

@@ -34,7 +34,7 @@ _ALSO_CALLED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OutputSpec:
     """An output tensor before its inputs are matched.
 

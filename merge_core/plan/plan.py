@@ -6,6 +6,7 @@ Pure: nothing is read here. :func:`assemble` collects every problem on the way, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,8 @@ from merge_core.architecture import (
     with_dtype,
 )
 from merge_core.architecture.experts import by_expert
-from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
+from merge_core.checkpoint import BY_CODE, AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
 from merge_core.errors import Finding, InvalidInput
-from merge_core.methods import REQUIRED
 from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
 from merge_core.plan.causes import different_size, different_vocabulary
 from merge_core.plan.consistency import self_consistency, unused_tensors
@@ -36,7 +36,8 @@ from merge_core.plan.outline import OutputSpec, outline
 from merge_core.plan.rows import RowMap
 from merge_core.plan.stacking import config_of_slices, differing_kinds
 from merge_core.plan.turn_ends import with_turn_ends
-from merge_core.recipe import Parameters, Recipe, Source, value_for
+from merge_core.plan.values import ValueTable
+from merge_core.recipe import Recipe, Source
 
 # Prefix of the placeholder directory of a step's result, until it is written.
 _STEP = "step:"
@@ -104,10 +105,10 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
     directory = Path(f"{_STEP}{plan.recipe.name}")
     tensors: dict[str, AnyTensor] = {}
     for shard in plan.shards:
-        begins = dict(zip(shard.tensors, shard.offsets, strict=True))
+        file, begins = directory / shard.name, dict(zip(shard.tensors, shard.offsets, strict=True))
         for tensor in shard.stored:
             offset = begins[tensor.pieces[0]]
-            tensors[tensor.name] = StoredTensor(tensor.name, directory / shard.name, tensor.dtype, tensor.shape, offset)
+            tensors[tensor.name] = StoredTensor(tensor.name, file, tensor.dtype, tensor.shape, offset)
     template = plan.chat_template or plan.tokenizer.chat_template
     files = plan.tokenizer
     return by_expert(
@@ -136,7 +137,8 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     problems += lost_heads(recipe, donor, checkpoints)
     structure = _structure(recipe, donor, checkpoints, problems)
     specs = outline(recipe, donor, checkpoints)
-    jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, problems)) is not None]
+    values = ValueTable(recipe)
+    jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, values, problems)) is not None]
     problems += lost_filters(recipe, jobs)
     config = with_dtype(structure, _bulk_dtype(jobs))
     tokenizer, rewritten = checkpoints[name], dict(donor.rewritten)
@@ -188,9 +190,10 @@ def _job(
     spec: OutputSpec,
     alignment: Alignment | None,
     checkpoints: Mapping[str, Checkpoint],
+    values: ValueTable,
     problems: list[Finding],
 ) -> TensorJob | None:
-    method, cut = recipe.method, spec.cut
+    method, cut = values.method, spec.cut
     found: list[tuple[Source, AnyTensor]] = []
     for source, name in zip(cut.sources, spec.source_names, strict=True):
         tensor = find_tensor(checkpoints[str(source.model)], name)
@@ -239,16 +242,14 @@ def _job(
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
     low, _ = method.models
     alone = len(found) == 1 and method.alone == "copy" and low > 1
-    shared, per_input = _values(recipe, spec, found, has_base)
-    if not alone:
-        method.check(shared, per_input, f"{cut.where}: {spec.name}")
+    own = values.of(spec, found, has_base=has_base, checked=not alone)
     mode: Literal["merge", "copy", "equal"] = "copy" if alone else "merge"
     return TensorJob(
         output=OutputTensor(spec.name, dtype, shape),
         inputs=tuple(Input(str(source.model), tensor, maps.get(str(source.model))) for source, tensor in found),
         has_base=has_base,
-        shared=shared,
-        per_input=per_input,
+        shared=own.shared,
+        per_input=own.per_input,
         mode="equal" if dtype.kind == "exact" else mode,
     )
 
@@ -256,6 +257,9 @@ def _job(
 def _output_dtype(
     recipe: Recipe, name: str, found: Sequence[tuple[Source, AnyTensor]], problems: list[Finding]
 ) -> DType | None:
+    first = found[0][1].dtype
+    if first.kind == "float" and all(tensor.dtype is first for _, tensor in found):
+        return recipe.out_dtype or recipe.dtype or first
     dtypes = {tensor.dtype for _, tensor in found}
     kinds = {dtype.kind for dtype in dtypes}
     if kinds == {"float"}:
@@ -314,49 +318,13 @@ def _same_shape(name: str, found: Sequence[tuple[Source, AnyTensor]], problems: 
     return same
 
 
-def _values(
-    recipe: Recipe,
-    spec: OutputSpec,
-    found: Sequence[tuple[Source, AnyTensor]],
-    has_base: bool,
-) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
-    method = recipe.method
-    wider = (spec.cut.parameters, spec.module.parameters, recipe.parameters)
-    shared = {}
-    per_input: list[dict[str, Any]] = [{} for _ in found]
-    for parameter in method.parameters:
-        if parameter.scope == "shared":
-            shared[parameter.name] = _required(
-                value_for(parameter, wider, spec.name, spec.t), parameter.name, spec, spec.name
-            )
-            continue
-        for index, (source, tensor) in enumerate(found):
-            if parameter.scope == "non_base" and has_base and index == 0:
-                continue
-            scopes: tuple[Parameters, ...] = (source.parameters, *wider)
-            value = value_for(parameter, scopes, tensor.name, spec.t)
-            per_input[index][parameter.name] = _required(value, parameter.name, spec, f"{source.model}: {tensor.name}")
-    return shared, tuple(per_input)
-
-
-def _required(value: Any, parameter: str, spec: OutputSpec, what: str) -> Any:
-    if value is REQUIRED:
-        raise InvalidInput(
-            f"{spec.cut.where}: {parameter}",
-            found=f"no value for {what}: no filter matches it",
-            expected="a value for every tensor",
-            remedy="end the list with a value without filter",
-        )
-    return value
-
-
 def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
     """The format that holds most of the weights: what the config should name."""
-    sizes: dict[DType, int] = {}
+    sizes: Counter[str] = Counter()
     for job in jobs:
         if job.output.dtype.kind == "float":
-            sizes[job.output.dtype] = sizes.get(job.output.dtype, 0) + job.output.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+            sizes[job.output.dtype.code] += job.output.nbytes
+    return BY_CODE[max(sizes, key=lambda code: sizes[code])] if sizes else None
 
 
 def _structure(

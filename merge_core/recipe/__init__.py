@@ -6,7 +6,7 @@ A recipe is parsed once, strictly; after that nothing is validated again.
 from merge_core.recipe.adapter_output import AdapterOutput
 from merge_core.recipe.mixture import Expert, GateRows, Mixture
 from merge_core.recipe.overrides import apply_overrides, fit_to_method
-from merge_core.recipe.parameters import Parameters, value_for
+from merge_core.recipe.parameters import Condition, Parameters, value_for
 from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
 from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
 from merge_core.recipe.schema import recipe_schema
@@ -15,6 +15,7 @@ from merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, Token
 __all__ = [
     "AdapterOutput",
     "CheckpointRef",
+    "Condition",
     "Expert",
     "GateRows",
     "Mixture",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from merge_core.errors import InvalidInput
@@ -28,6 +29,10 @@ class CheckpointRef:
         return PurePosixPath(self.path).name or self.path
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property  # A plan asks for every input of every tensor.
+    def _text(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
         adapter = f"+{self.adapter}" if self.adapter else ""
         return f"{self.path}{revision}{adapter}"

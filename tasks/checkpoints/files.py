@@ -42,9 +42,8 @@ def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
         index, single = PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME
         loose = [name for name in names if re.fullmatch(r"pytorch_model[^/]*\.bin", name)]
     if index in names:
-        named = read_json(directory / index, bounds=_INDEX_BOUNDS).get("weight_map")
         # What an index says is a stranger's word: only files that there are count.
-        return tuple(sorted(set(map(str, named.values())) & set(names))) if isinstance(named, dict) else ()
+        return tuple(sorted(_named_by(directory / index) & set(names)))
     return (single,) if single in names else tuple(sorted(loose))
 
 
@@ -131,13 +130,18 @@ def files_in(directory: Path) -> tuple[str, ...]:
     check_entries(directory, sorted(name for name in there if _is_read(PurePosixPath(name))))
     found = {name for name in there if (directory / name).is_file()}
     for index in {INDEX_NAME, PICKLED_INDEX_NAME} & found:  # its shards may lie deeper
-        named = read_json(directory / index, bounds=_INDEX_BOUNDS).get("weight_map")
-        names = {PurePosixPath(str(name)) for name in named.values()} if isinstance(named, dict) else set()
+        names = map(PurePosixPath, _named_by(directory / index))
         inside = [name for name in names if not name.is_absolute() and ".." not in name.parts]
         named_files = {name.as_posix() for name in inside if "\0" not in str(name)}
         check_entries(directory, sorted(named_files))
         found |= {name for name in named_files if (directory / name).is_file()}
     return tuple(sorted(found))
+
+
+def _named_by(index: Path) -> set[str]:
+    """What an index calls files: of 50,000 tensors they are a few hundred."""
+    named = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
+    return set(map(str, named.values())) if isinstance(named, dict) else set()
 
 
 def _is_read(name: PurePosixPath) -> bool:

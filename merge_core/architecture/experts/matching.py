@@ -22,6 +22,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -349,20 +350,22 @@ class _Samples:
 
     def _rows(self, tensor: AnyTensor) -> Floats:
         rows, width = tensor.shape
-        return np.stack([self._read(tensor, row * width, min(width, _ROW)) for row in range(rows)])
+        count = min(width, _ROW)
+        return self._read(tensor, [row * width for row in range(rows)], count).reshape(rows, count)
 
     def _sample(self, tensor: AnyTensor) -> Floats:
         if tensor.numel <= _RUNS * _RUN:
-            return self._read(tensor, 0, tensor.numel)
+            return self._read(tensor, [0], tensor.numel)
         starts = np.linspace(0, tensor.numel - _RUN, _RUNS).astype(int)
-        return np.concatenate([self._read(tensor, int(start), _RUN) for start in starts])
+        return self._read(tensor, starts.tolist(), _RUN)
 
-    def _read(self, tensor: AnyTensor, first: int, count: int) -> Floats:
-        into = np.empty(count * tensor.dtype.size, np.uint8)
-        if isinstance(tensor, DerivedTensor):
-            tensor.open(self._stored)(first, into)
-        else:
-            self._stored(tensor, first, into)
+    def _read(self, tensor: AnyTensor, starts: Sequence[int], count: int) -> Floats:
+        """``count`` elements from each of ``starts``, one after the other."""
+        size = count * tensor.dtype.size
+        into = np.empty(len(starts) * size, np.uint8)
+        elements = tensor.open(self._stored) if isinstance(tensor, DerivedTensor) else partial(self._stored, tensor)
+        for number, first in enumerate(starts):
+            elements(first, into[number * size : (number + 1) * size])
         return numbers(patterns(into, tensor.dtype), tensor.dtype).astype(np.float64)
 
     def _stored(self, tensor: StoredTensor, first: int, into: NDArray[np.uint8]) -> None:

@@ -63,7 +63,7 @@ class DiskPlace:
     form: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredPiece(StoredTensor):
     """A run of a stored tensor under a name of its own."""
 
@@ -144,6 +144,8 @@ def _split(name: str) -> tuple[str, str] | None:
 
 def _fused_modules(tensors: Mapping[str, AnyTensor]) -> dict[str, _Module]:
     """Modules whose experts are fused: all their tensors of three dimensions have one and the same first."""
+    if not any(len(tensor.shape) == 3 for tensor in tensors.values()):
+        return {}
     found: dict[str, dict[str, AnyTensor]] = {}
     for name, tensor in tensors.items():
         if (at := _split(name)) is not None:
@@ -224,7 +226,7 @@ def _hidden_size(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DiskTensor(SizedTensor):
     """A tensor of an output file.
 
@@ -257,7 +259,7 @@ def on_disk(outputs: Mapping[str, tuple[DType, tuple[int, ...]]], donor: Checkpo
     for name, (dtype, shape) in outputs.items():
         if name in done:
             continue
-        form = forms.get(_key(name))
+        form = forms.get(_key(name)) if forms else None
         disk = _fused(name, form, outputs) if form else None
         found.append(disk := disk or DiskTensor(name, dtype, shape, (name,)))
         done.update(disk.pieces)

@@ -13,6 +13,7 @@ the disk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,13 +145,13 @@ def needs_of(plan: MergePlan, settings: EngineSettings, *, cores: int, device: s
     """
     kind = device.partition(":")[0]
     parts = (*plan.steps, plan)
-    jobs = [(part, job, _work(part, job)) for part in parts for job in part.jobs]
-    again = [(job, work) for _, job, work in jobs if work.passes > 1]
-    gone = [(job, work) for job, work in again if job.nbytes_in > _CACHED_BYTES]
+    kinds = [kind for part in parts for kind in _kinds(part)]
+    again = [kind for kind in kinds if kind.work.passes > 1]
+    gone = [kind for kind in again if kind.job.nbytes_in > _CACHED_BYTES]
     threads = settings.workers_on(cores)
-    block = max((_block_bytes(part, job, settings, 0) for part, job, _ in jobs), default=0)
-    gpu = max((_block_bytes(part, job, settings, 4 * _GPU_TEMPORARIES) for part, job, _ in jobs), default=0)
-    tensors, written = len(jobs), sum(part.bytes_written for part in parts)
+    block = max((_block_bytes(kind, settings, 0) for kind in kinds), default=0)
+    gpu = max((_block_bytes(kind, settings, 4 * _GPU_TEMPORARIES) for kind in kinds), default=0)
+    tensors, written = sum(kind.count for kind in kinds), sum(part.bytes_written for part in parts)
     return Needs(
         device=kind,
         tensors=tensors,
@@ -158,19 +159,19 @@ def needs_of(plan: MergePlan, settings: EngineSettings, *, cores: int, device: s
         input_files=len(input_files(plan)),
         shards=sum(len(part.shards) for part in parts),
         bytes_read=sum(part.bytes_read for part in parts),
-        bytes_read_again=sum(job.nbytes_in * work.folds for job, work in again),
-        bytes_from_disk_again=sum(job.nbytes_in * work.folds for job, work in gone),
-        bytes_passed=sum(job.nbytes_in * work.passes for _, job, work in jobs),
+        bytes_read_again=sum(kind.nbytes_in * kind.work.folds for kind in again),
+        bytes_from_disk_again=sum(kind.nbytes_in * kind.work.folds for kind in gone),
+        bytes_passed=sum(kind.nbytes_in * kind.work.passes for kind in kinds),
         bytes_written=written,
-        passes=max((work.passes for _, _, work in jobs), default=0),
-        read_again=len(gone),
-        units=sum(job.output.numel * len(job.inputs) * work.units for _, job, work in jobs),
+        passes=max((kind.work.passes for kind in kinds), default=0),
+        read_again=sum(kind.count for kind in gone),
+        units=sum(kind.count * kind.job.output.numel * len(kind.job.inputs) * kind.work.units for kind in kinds),
         block=block,
         gpu_block=gpu,
         memory=peak_memory(block, threads=threads, device=kind),
         gpu_memory=threads * gpu if kind == "cuda" else 0,
         disk=written + companion_bytes + _JOURNAL_BYTES_PER_TENSOR * tensors,
-        assumed_cost=tuple(sorted({part.recipe.merge_method for part, _, work in jobs if not work.known})),
+        assumed_cost=tuple(sorted({kind.plan.recipe.merge_method for kind in kinds if not kind.work.known})),
     )
 
 
@@ -212,15 +213,49 @@ def input_files(plan: MergePlan) -> list[Path]:
     return [file for file in named if step_of(file) is None]
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """Jobs that differ in names and places alone: a mixture has tens of thousands, of a few kinds.
+
+    Args:
+        plan: Theirs.
+        job: One of them.
+        work: Of each.
+        count: How many there are.
+    """
+
+    plan: MergePlan
+    job: TensorJob
+    work: Work
+    count: int
+
+    @property
+    def nbytes_in(self) -> int:
+        """Bytes of the inputs of all of them."""
+        return self.count * self.job.nbytes_in
+
+
+def _kinds(plan: MergePlan) -> Iterator[_Kind]:
+    found: dict[tuple[object, ...], list[TensorJob]] = {}
+    for job in plan.jobs:
+        # Values by identity: equal ones are mostly the same object (see ``plan.values``), and else a kind more.
+        inputs = tuple((item.tensor.dtype.code, item.tensor.shape) for item in job.inputs)
+        output, values = (job.output.dtype.code, job.output.shape), (id(job.shared), id(job.per_input))
+        found.setdefault((output, inputs, values, job.mode, job.has_base), []).append(job)
+    for alike in found.values():
+        yield _Kind(plan, alike[0], _work(plan, alike[0]), len(alike))
+
+
 def _work(plan: MergePlan, job: TensorJob) -> Work:
     if job.mode != "merge":
         return COPY
     return work_of(plan.method, job.task(seeds=((0, 0),) * len(job.inputs)))  # No number of passes hangs on chance.
 
 
-def _block_bytes(plan: MergePlan, job: TensorJob, settings: EngineSettings, further: int) -> int:
+def _block_bytes(kind: _Kind, settings: EngineSettings, further: int) -> int:
     """Bytes of one block of a job: its inputs, its output, and ``further`` bytes per input element."""
-    grain = plan.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
+    job = kind.job
+    grain = kind.plan.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
     elements = min(max(1, settings.block_elements // grain) * grain, job.output.numel)
     inputs = sum(item.tensor.dtype.size + further for item in job.inputs)
     return elements * (inputs + 4 + job.output.dtype.size)
