@@ -85,7 +85,7 @@ def ask(lm: Any, kind: str, requests: list[Requested], place: JournalPlace | Non
 def choices() -> list[Requested]:
     """Prompts with choices of one letter (answered by one forward pass together) and of several; some of them equal."""
     rng = random.Random(1)
-    prompts = [*words(10, 3), *words(4, 3)]
+    prompts = [*words(20, 3), *words(8, 3)]
     found = [Requested(prompt, letter) for prompt in prompts for letter in ("a", "b", "cde")]
     rng.shuffle(found)
     return found
@@ -179,7 +179,7 @@ def test_a_part_of_a_task_goes_on_where_it_was_killed(tmp_path: Path, monkeypatc
     told: list[tuple[int, int]] = []
 
     def score(place: JournalPlace | None) -> harness.ScoredDocuments:
-        part, settings = DocumentRange(first=0, last=40), Scoring(batch_size=6)
+        part, settings = DocumentRange(first=0, last=40), Scoring(batch_size=2)
         return harness.score_documents(model, task, settings, part, "cpu", lambda *far: told.append(far), place)
 
     try:
