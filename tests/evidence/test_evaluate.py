@@ -117,8 +117,10 @@ def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
         return said
 
     def watch(self: LlamaForCausalLM, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        output = forward(self, input_ids, **kwargs)
-        logits_of[tuple(input_ids[0].tolist())] = output.logits[0].detach().clone()
+        output = forward(self, input_ids=input_ids, **kwargs)
+        if (sees := kwargs.get("attention_mask")) is not None:  # a row: each position that is kept has its own past
+            for place, logits in zip(kwargs["logits_to_keep"].tolist(), output.logits[0], strict=True):
+                logits_of[tuple(input_ids[0][sees[0, 0, place] == 0].tolist())] = logits.detach().clone()
         return output
 
     monkeypatch.setattr(HFLM, "loglikelihood", listen)
@@ -134,9 +136,10 @@ def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
         prompt = [1, *tokenizer(document["word"], add_special_tokens=False).input_ids]
         logits = logits_of[tuple(prompt)]  # with one begin of text, and no other prompt was asked
         assert logits.dtype == torch.bfloat16
-        log_p = torch.log_softmax(logits[-1].double(), -1)
+        log_p = torch.log_softmax(logits.double(), -1)
         wanted += [float(log_p[tokenizer.convert_tokens_to_ids(choice)]) for choice in document["choices"]]
-    assert len(logits_of) == len({document["word"] for document in chosen})
+    asked = [prompt for prompt in logits_of if prompt[0] == 1]  # the others are the look at what the network takes
+    assert len(asked) == len({document["word"] for document in chosen})
     assert [loglik for loglik, _ in said] == pytest.approx(wanted, abs=1e-4)  # bf16 steps here are 0.01 and more
     plain = [loglik for document in chosen for loglik in reference_choices(model, document, 1)]
     assert wanted == pytest.approx(plain, abs=2**-5)  # two bfloat16 steps of a logit between 2 and 4
