@@ -23,7 +23,7 @@ from merge_core.engine.execution import execute
 from merge_core.engine.health import judge_health
 from merge_core.engine.inputs import open_inputs, require_prepared
 from merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
-from merge_core.engine.pages import InputPages
+from merge_core.engine.pages import input_pages
 from merge_core.engine.settings import EngineSettings
 from merge_core.engine.writer import PARTIAL, name_shards, refusing_disk_errors
 from merge_core.errors import Finding, worst_first
@@ -122,7 +122,7 @@ def merge_weights(
     with SingleThreadedTorch() as torch, participating(out, check=check, prepare=prepare, tidy=tidy):
         if any(isinstance(item.tensor, DerivedTensor) for part in parts for job in part.jobs for item in job.inputs):
             torch.expect()
-        pages = InputPages(parts)
+        pages = input_pages(parts)
         for part in parts:
             place = out if part is plan else out / STEPS / str(part.recipe.name)
             with refusing_disk_errors(place):

@@ -62,7 +62,7 @@ def execute(
     devices: Devices,
     settings: EngineSettings,
     files: Mapping[Path, int],
-    pages: InputPages,
+    pages: InputPages | None,
     torch: SingleThreadedTorch,
     on_progress: Callable[[int], None] | None,
 ) -> ExecutedPlan:
@@ -75,7 +75,7 @@ def execute(
         devices: Where to compute.
         settings: How to run.
         files: Open file descriptor of every input file.
-        pages: What is left of them in the page cache.
+        pages: What is left of them in the page cache; None: all of it.
         torch: To be used before a block is computed with it.
         on_progress: Called in this thread with the output bytes done.
     """
@@ -99,7 +99,7 @@ class _Run:
         devices: Devices,
         settings: EngineSettings,
         files: Mapping[Path, int],
-        pages: InputPages,
+        pages: InputPages | None,
         torch: SingleThreadedTorch,
         on_progress: Callable[[int], None] | None,
     ) -> None:
@@ -107,7 +107,6 @@ class _Run:
         fused = uses_fused_kernels(plan, devices, settings)
         way = f"seed {seed}, {devices.kind}, {'fused' if fused else 'torch'}"
         self._identity = journal.merge_identity(plan, files, way)
-        self._pages = pages
         self._context = RunContext(
             method=plan.method,
             step=plan.recipe.name,
@@ -193,7 +192,8 @@ class _Run:
             device = min(self._load, key=lambda device: self._load[device])
             self._load[device] += job.nbytes_in
         run = TensorRun(self._context, job, device, order)
-        self._pages.admit(job, self._context.files)
+        if self._context.pages is not None:
+            self._context.pages.admit(job, self._context.files)
         self._submit(run, run.begin)
         read_ahead(job, self._context.files)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,7 +11,7 @@ from merge_core.checkpoint import FILE, INDEX_NAME
 from merge_core.engine.writer import PARTIAL, refusing_disk_errors
 from merge_core.errors import InvalidInput
 from merge_core.parsing import parse_json_object, read_plain
-from merge_core.plan import MergePlan, index_text, needs_index
+from merge_core.plan import MergePlan, config_bytes, index_text, needs_index
 from merge_core.store import fsync
 
 CONFIG = "config.json"
@@ -77,7 +76,7 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
             contents[name] = content
     if plan.chat_template is not None:
         _set_chat_template(contents, plan.chat_template)
-    contents[CONFIG] = (json.dumps(dict(plan.config), indent=2, ensure_ascii=False) + "\n").encode()
+    contents[CONFIG] = config_bytes(dict(plan.config))
     when_read()
     for name, content in contents.items():  # The config is the last one.
         _write(out / name, content)
@@ -104,7 +103,7 @@ def _set_chat_template(contents: dict[str, bytes], template: str) -> None:
         return
     config = parse_json_object(contents["tokenizer_config.json"], "tokenizer_config.json")
     config["chat_template"] = template
-    contents["tokenizer_config.json"] = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    contents["tokenizer_config.json"] = config_bytes(config)
 
 
 def file_names(plan: MergePlan) -> set[str]:

@@ -27,6 +27,8 @@ from merge_core.system import available_memory, cached_bytes, forget_cached, ope
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from merge_core.checkpoint import StoredTensor
+
 # Parts of files that go at once: large, because a call looks after all processors; whole pages of any system.
 PART_BYTES = 16 << 20
 # Below this much input, nothing is worth a look.
@@ -38,25 +40,30 @@ _LOOKS, _LOOK_BYTES = 4, 1 << 20
 _FOR_NEXT_PASS = 0.25
 
 
+def input_pages(plans: Sequence[MergePlan]) -> InputPages | None:
+    """The pages of what ``plans`` read; None where all of them stay: there is little to read, or the disk is slow."""
+    if sum(plan.bytes_read for plan in plans) < _WORTH_BYTES:
+        return None
+    largest = max((tensor for plan in plans for job in plan.jobs for tensor in job.stored), key=lambda one: one.nbytes)
+    return InputPages(plans) if _is_quick(largest) else None
+
+
 class InputPages:
-    """The pages of the files that a merge reads. Safe for its threads.
+    """The pages of the files that a merge reads, which it leaves. Safe for its threads.
 
     Args:
         plans: All that is read, in any order: a part that several of them want goes after the last.
-        leave: Whether pages go at all; None: where there is much to read, and the disk is quick.
     """
 
-    def __init__(self, plans: Sequence[MergePlan], *, leave: bool | None = None) -> None:
+    def __init__(self, plans: Sequence[MergePlan]) -> None:
         self._lock = threading.Lock()
         self._left = _bytes_wanted(plans)
         self._found: dict[Path, dict[int, bool]] = {path: {} for path in self._left}  # Whether a part lay there before.
-        read = sum(plan.bytes_read for plan in plans)
-        self._leave = leave if leave is not None else read >= _WORTH_BYTES and _is_quick(self._left)
         self._for_next_pass = int(available_memory() * _FOR_NEXT_PASS)
 
     def admit(self, job: TensorJob, files: Mapping[Path, int]) -> None:
         """Note what already lies there of the inputs of ``job``; before anything of it is read."""
-        for tensor in job.stored if self._leave else ():
+        for tensor in job.stored:
             found, fd = self._found[tensor.file], files[tensor.file]
             size = os.fstat(fd).st_size
             for part in _parts(tensor.offset, tensor.nbytes):
@@ -73,7 +80,7 @@ class InputPages:
             first: From 0.
             last: The one behind them; None: to the end of each.
         """
-        for tensor in job.stored if self._leave else ():
+        for tensor in job.stored:
             size = tensor.dtype.size
             end = tensor.nbytes if last is None else min(last * size, tensor.nbytes)
             for part in self._finished(tensor.file, tensor.offset + first * size, end - first * size):
@@ -81,7 +88,7 @@ class InputPages:
 
     def pass_over(self, job: TensorJob, files: Mapping[Path, int], first: int, last: int) -> None:
         """The same elements will be read again; where that is too much to lie in memory until then, they go now."""
-        if self._leave and last * sum(tensor.dtype.size for tensor in job.stored) > self._for_next_pass:
+        if last * sum(tensor.dtype.size for tensor in job.stored) > self._for_next_pass:
             for tensor in job.stored:
                 start, count = tensor.offset + first * tensor.dtype.size, (last - first) * tensor.dtype.size
                 if not any(self._found[tensor.file].get(part) for part in _parts(start, count)):
@@ -99,15 +106,14 @@ class InputPages:
         return done
 
 
-def _is_quick(left: Mapping[Path, NDArray[np.int64]]) -> bool:
-    """Whether the disk is, with the largest of the files: the best of a few reads past the cache."""
-    largest = max(left, key=lambda path: len(left[path]))
+def _is_quick(tensor: StoredTensor) -> bool:
+    """Whether the disk that it lies on is: the best of a few reads past the cache, over its length."""
     place, spent = mmap.mmap(-1, _LOOK_BYTES), []
     try:
-        fd = open_uncached(largest)
+        fd = open_uncached(tensor.file)
         try:
             for look in range(_LOOKS):
-                at = (look * (len(left[largest]) - 2) // _LOOKS) * PART_BYTES
+                at = (tensor.offset + look * tensor.nbytes // _LOOKS) // PART_BYTES * PART_BYTES
                 began = time.perf_counter()
                 count = read_at(fd, memoryview(place), at)
                 spent.append((time.perf_counter() - began) / max(count, 1))
@@ -125,13 +131,22 @@ def _bytes_wanted(plans: Sequence[MergePlan]) -> dict[Path, NDArray[np.int64]]:
         for job in plan.jobs:
             for tensor in job.stored:
                 wanted.setdefault(tensor.file, []).append((tensor.offset, tensor.nbytes))
-    left = {}
-    for path, ranges in wanted.items():
-        left[path] = np.zeros(-(-max(start + count for start, count in ranges) // PART_BYTES) + 1, np.int64)
-        for start, count in ranges:
-            for part in _parts(start, count):
-                left[path][part] += _overlap(part, start, count)
-    return left
+    return {path: _in_parts(np.array(ranges, np.int64)) for path, ranges in wanted.items()}
+
+
+def _in_parts(ranges: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Bytes of each part of a file that ranges ``[ranges, (start, count)]`` cover, as often as they do."""
+    starts, ends = np.sort(ranges[:, 0]), np.sort(ranges.sum(1))
+    edges = np.arange(-(-ends[-1] // PART_BYTES) + 1) * PART_BYTES
+
+    def beyond(places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of each edge, its distances from all sorted places before it, together."""
+        before = np.searchsorted(places, edges)
+        distances: NDArray[np.int64] = before * edges - np.concatenate(([0], np.cumsum(places)))[before]
+        return distances
+
+    covered: NDArray[np.int64] = np.diff(beyond(starts) - beyond(ends))
+    return covered
 
 
 def _parts(start: int, count: int) -> range:

@@ -43,7 +43,7 @@ class RunContext:
         submit: (tensor, work): has the work done by one of the threads, on the tensor's device.
         write: (tensor name, first byte, bytes, release): writes to the output, see :meth:`.writer.ShardFiles.write`.
         finished: Called with what was seen when all is written.
-        pages: What is left of the inputs in the page cache; None: all of it, for others read them too.
+        pages: What is left of the inputs in the page cache; None: all of it.
         sampled: Whether the size of the result is compared with that of its inputs, for a warning.
     """
 

@@ -8,6 +8,7 @@ from merge_core.plan.jobs import Input, MergePlan, TensorJob
 from merge_core.plan.layout import OutputTensor, Shard, index_text, needs_index
 from merge_core.plan.plan import plan_merge, step_of
 from merge_core.plan.rows import MEAN, SEVERAL, ZERO, RowMap
+from merge_core.plan.special_ids import config_bytes
 from merge_core.plan.tokenizers import CutPair
 from merge_core.plan.transplant import plan_transplant
 
@@ -23,6 +24,7 @@ __all__ = [
     "RowMap",
     "Shard",
     "TensorJob",
+    "config_bytes",
     "index_text",
     "needs_index",
     "plan_merge",

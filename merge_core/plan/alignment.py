@@ -10,7 +10,6 @@ the model that gives the tokenizer, and where there is none either (the table gr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,13 +28,12 @@ from merge_core.checkpoint.vocabulary import (
 from merge_core.errors import Finding, InvalidInput
 from merge_core.parsing import read_json
 from merge_core.plan.rows import MEAN, ZERO, RowMap, map_rows
-from merge_core.plan.special_ids import follow_tokens
+from merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
 from merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_GENERATION = "generation_config.json"
 _MARKS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NEW_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
@@ -191,16 +189,16 @@ def aligned_config(
 
 def aligned_generation(alignment: Alignment, donor: Checkpoint, donor_name: str) -> dict[str, bytes | None]:
     """``generation_config.json`` of a donor, where the model that gives the tokenizer has none: its ids moved along."""
-    if donor_name == alignment.wanted or _GENERATION in alignment.tokenizer.companions:
+    if donor_name == alignment.wanted or GENERATION in alignment.tokenizer.companions:
         return {}
-    if _GENERATION not in donor.companions:
+    if GENERATION not in donor.companions:
         return {}
     before = {number: token for token, number in alignment.vocabularies[donor_name].ids.items()}
-    moved, _ = follow_tokens(read_json(donor.directory / _GENERATION), before, alignment.ids)
+    moved, _ = follow_tokens(read_json(donor.directory / GENERATION), before, alignment.ids)
     for key in _MARKS:
         if key in alignment.tokenizer.config:
             moved[key] = alignment.tokenizer.config[key]
-    return {_GENERATION: (json.dumps(moved, indent=2, ensure_ascii=False) + "\n").encode()}
+    return {GENERATION: config_bytes(moved)}
 
 
 def _joined(

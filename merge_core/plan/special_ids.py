@@ -7,10 +7,12 @@ now. One rule for ``config.json``, its parts, and ``generation_config.json``.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+GENERATION = "generation_config.json"
 _IDS = re.compile(r"(^|_)token_(id|ids|index)$|^(begin_)?suppress_tokens$|^bad_words_ids$")
 _PAIRS = "forced_decoder_ids"  # [position, id]
 
@@ -58,6 +60,11 @@ def follow_tokens(
         return found
 
     return part(config, ""), tuple(dict.fromkeys(lost))
+
+
+def config_bytes(config: Mapping[str, Any]) -> bytes:
+    """A configuration as its file holds it."""
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _is_pair(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,10 +13,9 @@ from merge_core.methods import PASSTHROUGH
 from merge_core.parsing import read_json
 from merge_core.plan.jobs import MergePlan
 from merge_core.plan.plan import plan_merge
-from merge_core.plan.special_ids import follow_tokens
+from merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
 from merge_core.recipe import load_recipe
 
-_GENERATION = "generation_config.json"
 _MARKS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -55,10 +53,10 @@ def plan_transplant(
     plan = plan_merge(load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "model"}]}), {"model": view})
     rewritten: dict[str, bytes | None] = {}
     for checkpoint in (model, donor):
-        if _GENERATION in checkpoint.companions:
-            marks = read_json(donor.directory / _GENERATION) if _GENERATION in donor.companions else donor.config
-            content = read_json(checkpoint.directory / _GENERATION)
+        if GENERATION in checkpoint.companions:
+            marks = read_json(donor.directory / GENERATION) if GENERATION in donor.companions else donor.config
+            content = read_json(checkpoint.directory / GENERATION)
             new = {**content, **marks} if checkpoint is donor else followed(content, marks)
-            rewritten[_GENERATION] = (json.dumps(new, indent=2, ensure_ascii=False) + "\n").encode()
+            rewritten[GENERATION] = config_bytes(new)
             break
     return replace(plan, tokenizer=donor, rewritten=rewritten)

@@ -8,15 +8,16 @@ added to those that the result has.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from merge_core.checkpoint import TURN_ENDS, Checkpoint
 from merge_core.checkpoint.vocabulary import read_vocabulary
 from merge_core.parsing import read_json
 from merge_core.plan.alignment import Alignment
+from merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
 
-_GENERATION, _END = "generation_config.json", "eos_token_id"
+_END = "eos_token_id"
 
 
 def with_turn_ends(
@@ -39,8 +40,8 @@ def with_turn_ends(
     """
     own = _generation(rewritten, tokenizer)
     ends = _numbers(own.get(_END) if own.get(_END) is not None else tokenizer.config.get(_END))
-    if alignment is not None and _GENERATION not in rewritten:  # the model's own ids, before rows moved
-        ends = list(_moved(ends, _reference_of(tokenizer, parents), alignment))
+    if alignment is not None and GENERATION not in rewritten:  # the model's own ids, before rows moved
+        ends = _moved(ends, _reference_of(tokenizer, parents), alignment)
     more = [
         *_known_end(wanted, tokenizer, alignment),
         *(
@@ -53,15 +54,15 @@ def with_turn_ends(
     if not ends or set(more) <= set(ends):  # Without any there is nothing that one could add to.
         return dict(rewritten)
     content = {**own, _END: list(dict.fromkeys((*ends, *more)))}
-    return {**rewritten, _GENERATION: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()}
+    return {**rewritten, GENERATION: config_bytes(content)}
 
 
 def _generation(rewritten: Mapping[str, bytes | None], checkpoint: Checkpoint) -> Mapping[str, Any]:
-    if content := rewritten.get(_GENERATION):
+    if content := rewritten.get(GENERATION):
         return dict(json.loads(content))
-    if _GENERATION in rewritten or _GENERATION not in checkpoint.companions:
+    if GENERATION in rewritten or GENERATION not in checkpoint.companions:
         return {}
-    return read_json(checkpoint.directory / _GENERATION)
+    return read_json(checkpoint.directory / GENERATION)
 
 
 def _ends_of(parent: Checkpoint) -> Sequence[int]:
@@ -69,13 +70,13 @@ def _ends_of(parent: Checkpoint) -> Sequence[int]:
     return found or _numbers(parent.config.get(_END))
 
 
-def _moved(ends: Iterable[int], name: str | None, alignment: Alignment | None) -> Iterator[int]:
+def _moved(ends: Sequence[int], name: str | None, alignment: Alignment | None) -> list[int]:
     """Each end as the id that its token has in the result."""
     if alignment is None or name is None:
-        yield from ends
-        return
-    tokens = {number: token for token, number in alignment.vocabularies[name].ids.items()}
-    yield from (alignment.ids[tokens[end]] for end in ends if tokens.get(end) in alignment.ids)
+        return list(ends)
+    before = {number: token for token, number in alignment.vocabularies[name].ids.items()}
+    moved, _ = follow_tokens({_END: list(ends)}, before, alignment.ids)
+    return _numbers(moved[_END])
 
 
 def _reference_of(tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> str | None:

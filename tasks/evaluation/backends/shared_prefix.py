@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _TOKENS_A_REQUEST = 32
 # What a rotation that depends on the length of its batch is called.
 _BY_LENGTH = ("dynamic", "longrope")
+# Tokens that begin every sequence with which a network is tried.
+TRIED_WITH = (5, 9, 6, 8, 7)
 
 AskedTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
 
@@ -44,8 +46,10 @@ def shared_prefix_type() -> type[Any]:
         def _loglikelihood_tokens(
             self, requests: list[AskedTokens], disable_tqdm: bool = False, override_bs: int | None = None
         ) -> list[tuple[float, bool]]:
-            together = [number for number, request in enumerate(requests) if self._may_share(request)]
-            alone = sorted(set(range(len(requests))) - set(together))
+            together: list[int] = []
+            alone: list[int] = []
+            for number, request in enumerate(requests):
+                (together if self._may_share(request) else alone).append(number)
             answers: dict[int, tuple[float, bool]] = {}
             if alone:
                 found = super()._loglikelihood_tokens([requests[number] for number in alone], disable_tqdm, override_bs)
@@ -109,17 +113,13 @@ def shared_prefix_type() -> type[Any]:
             length = len(context) + len(continuation) - 1
             return length <= min(self.max_length, self._longest) and self._shares
 
-        @property
+        @cached_property
         def _longest(self) -> int:
-            if not hasattr(self, "_longest_found"):
-                self._longest_found = longest_alike(self.model.config.to_dict())
-            return self._longest_found
+            return longest_alike(self.model.config.to_dict())
 
-        @property
+        @cached_property
         def _shares(self) -> bool:
-            if not hasattr(self, "_shares_found"):
-                self._shares_found = isinstance(self.batch_size, int) and shares_exactly(self)
-            return self._shares_found
+            return shares_exactly(self)
 
     return SharedPrefixLM
 
@@ -143,19 +143,20 @@ def shares_exactly(lm: Any) -> bool:
     """Whether sequences in one row have the logits that each has alone, whatever stands beside them."""
     import torch
 
-    beginning, some, others = [5, 9, 6, 8, 7], [[10, 12, 11], [13, 9, 15, 8]], [[16, 5, 14], [13, 9, 15, 8]]
-    size = min(lm.model.config.get_text_config().vocab_size, 1 << 20)
-    if size <= 16:
+    if lm.model.config.get_text_config().vocab_size <= 16:
         return False
+    one, *others = ([*TRIED_WITH, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [16, 5, 14]))
+    seen = []
     try:
-        (row,) = token_rows([beginning + end for end in some], 64)
-        (beside,) = token_rows([beginning + end for end in others], 64)
-        last = [path[-4:] for path in (row.paths[1], beside.paths[int(np.argmax(beside.sequences))])]
-        together, again = (lm.row_logits(one, at).float() for one, at in zip((row, beside), last, strict=True))
+        for other in others:
+            (row,) = token_rows([one, other], 64)
+            path = row.paths[row.sequences.index(0)]
+            seen.append(lm.row_logits(row, path[-4:]).float())
         with torch.inference_mode():
-            whole = lm.model(torch.tensor([beginning + some[1]], device=lm.device), use_cache=False).logits[0]
+            whole = lm.model(torch.tensor([one], device=lm.device), use_cache=False).logits[0]
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError):
         return False  # It takes no such mask, no positions, no choice of logits.
+    together, again = seen
     if together.shape != (4, whole.shape[-1]):
         return False
     alone = whole[-4:].float()
