@@ -60,8 +60,9 @@ from tasks.stage import also_forget, home, memory_of_child, store
 
 # As Python, torch and C++ say it where a limit, not the system, is in the way.
 _NO_MEMORY = re.compile(
-    r"MemoryError|can't allocate memory|bad_alloc|[Cc]annot allocate memory|can't start new thread"
-    r"|failed to map segment|OutOfMemory"
+    r"MemoryError|can't allocate memory|bad_alloc|[Cc]annot allocate|can't start new thread|OutOfMemory"
+    # The linker, which loads the libraries of what is imported.
+    r"|failed to map segment|cannot map zero-fill pages|cannot create (shared object|search path|cache for)"
     # The interpreter itself, where what it calls found none while an import was under way.
     r"|SystemError: .*without (setting an exception|exception set)"
 )
@@ -419,9 +420,9 @@ def _starved(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
         seen.append(cause)
-        said = f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}".rstrip(": ")
+        said = f"{type(cause).__name__}: {' '.join(str(cause).split())}".rstrip(": ")
         if isinstance(cause, MemoryError) or (not isinstance(cause, MergegateError) and _NO_MEMORY.search(said)):
-            return said
+            return said[:300]
         cause = cause.__cause__ or cause.__context__
     return ""
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,15 +37,17 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def interrupt(self) -> int:
-        """Press Ctrl-C until it has ended, as people do; the exit code.
+        """Press Ctrl-C, and again whenever nothing happens for a while, as people do; the exit code.
 
         Python forgets one that comes between the question and the wait for its answer, until another key is pressed.
+        One that comes while it ends would kill it on its way out, so what it shows is read before the next.
         """
         self.type(CTRL_C)
-        while not select.select([self.master], [], [], 5)[0] or self._read():
-            with suppress(OSError):  # Nobody has the other end any more.
+        while True:
+            if not select.select([self.master], [], [], 5)[0]:
                 self.type(CTRL_C)
-        return self.process.wait(HANG_S)
+            elif not self._read():
+                return self.process.wait(HANG_S)
 
     def end(self) -> int:
         """Read to the end; the exit code."""

@@ -142,6 +142,8 @@ class TestMemoryOfAChild:
             RuntimeError("can't start new thread"),
             OSError(12, "Cannot allocate memory"),
             ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            ImportError("libnothing.so: cannot map zero-fill pages"),
+            ImportError(f"{'a long introduction. ' * 30}liblarge.so: failed to map segment from shared object"),
             SystemError("<function _find_and_load at 0x7f9166e37ce0> returned NULL without setting an exception"),
             SystemError("error return without exception set"),
         ],
@@ -155,7 +157,7 @@ class TestMemoryOfAChild:
 
         kind, *said = answer_question(unused_asker(), loads, ())
         assert kind == "starved"
-        assert str(error) in said[0]
+        assert str(error)[:200] in said[0]
 
     def test_another_fault_of_the_input_stays_one(self) -> None:
         def loads(on_progress: object) -> None:
