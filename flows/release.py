@@ -35,6 +35,7 @@ from flows.outcome import (
     RunOutcome,
     already_released,
     concluded,
+    found_by_looking,
     in_time,
     name_run,
     profile_name,
@@ -50,7 +51,7 @@ from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loa
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
 from tasks.merge import merge, merged_model, numerics, router_rows, with_gates
-from tasks.outside import Runner, open_runner
+from tasks.outside import Runner, RunnerSettings, open_runner
 from tasks.preflight import Evidence
 from tasks.publish import ReleaseParts, pending_release, publish
 from tasks.publish.releases import find_anchor, find_champion
@@ -83,6 +84,19 @@ def release(
     return concluded(
         lambda: in_time(make, load_profile(profile, overrides).remedied(remedy)), profile_name(profile), overrides
     )
+
+
+def quiet_release(
+    profile: Path, overrides: tuple[str, ...], publish: bool, remedy: RemedyChoice | None
+) -> RunOutcome | None:
+    """What :func:`release` would come to, told by the same story, if it had nothing to do; else None. In a second, and
+    without Prefect: a quiet night costs nothing."""
+
+    def make() -> RunOutcome:
+        read = load_profile(profile, overrides).remedied(remedy)
+        return make_release(read.model_copy(update={"runner": RunnerSettings()}), publishing=publish)
+
+    return found_by_looking(make, "release", profile_name(profile), overrides)
 
 
 def make_release(

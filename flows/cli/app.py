@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
@@ -123,15 +123,22 @@ def run_command(
             read = load_profile(profile, otherwise).remedied(remedy.value if remedy else None)
             read = read if publish else read.model_copy(update={"publish": None})
             raise typer.Exit(dry_run(read, _console(as_json), as_json, tuple(price or ())))
-        from flows.release import release
+        from flows.release import quiet_release, release
 
         console = _console(as_json or events)
         read = _read_profile(profile, "release", otherwise)
         # Prefect keeps what a flow is given: the name of the file, not what stands in it.
-        choice = remedy.value if remedy else None
-        flow = partial(release, profile, otherwise, publish, choice, return_state=True)
+        choice: Any = remedy.value if remedy else None
+        told = (profile, otherwise, publish, choice)
         outcome = _watched(
-            flow, read.remedied(choice).headline(), profile, console, approve=approve, events=events, verbose=verbose
+            partial(release, *told, return_state=True),
+            read.remedied(choice).headline(),
+            profile,
+            console,
+            look=partial(quiet_release, *told),
+            approve=approve,
+            events=events,
+            verbose=verbose,
         )
         if events:
             from flows.cli.events import print_event
@@ -807,24 +814,37 @@ def _watched(
     profile: Path,
     console: Any,
     *,
+    look: Callable[[], Any] = lambda: None,
     approve: bool = False,
     events: bool = False,
     verbose: bool = False,
 ) -> Any:
-    """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs."""
+    """The outcome of a flow, whose stages a person watches; Prefect's API is there for as long as it runs.
+
+    Args:
+        look: The outcome without the flow, where nothing is to be done; else None.
+    """
     from flows.cli.approve import TerminalApproval
     from flows.cli.events import EventLines
     from flows.cli.progress import TerminalProgress
     from flows.outcome import RunOutcome, outcome_of
-    from flows.prefect_api import asked_by, local_api, require_writable
+    from flows.prefect_api import asked_by, has_server, local_api, require_writable
 
     progress = TerminalProgress(console, verbose=verbose)
+    lines = EventLines()
+
+    def watching() -> AbstractContextManager[None]:
+        return lines.watching(verbose=verbose) if events else progress.watching()
+
     progress.headline(headline, f"profile {profile}")
+    if not has_server():
+        with watching():
+            if (found := look()) is not None:
+                return found
     with ExitStack() as stack:
         with console.status("starting Prefect's API"):
             stack.enter_context(local_api())
-        watching = EventLines().watching(verbose=verbose) if events else progress.watching()
-        with watching, asked_by(TerminalApproval(progress, console, beforehand=approve)):
+        with watching(), asked_by(TerminalApproval(progress, console, beforehand=approve)):
             try:
                 state = flow()
             except Exception as failure:

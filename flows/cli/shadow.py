@@ -126,7 +126,7 @@ def _released(profile: Profile) -> str | None:
         current = profile.publish.current(profile.root) if profile.publish else None
     except Refused:
         return None
-    return (current.version or current.directory.name) if current else None
+    return current.name if current else None
 
 
 def _where(url: str) -> str:

@@ -19,12 +19,14 @@ from flows.outcome.flow_state import StoppedRun, concluded, in_time, outcome_of,
 from flows.outcome.keeping import keep_refusal
 from flows.outcome.naming import name_run, profile_name, run_name
 from flows.outcome.watched import shadow_report
+from flows.outcome.without_work import found_by_looking
 
 __all__ = [
     "RunOutcome",
     "StoppedRun",
     "already_released",
     "concluded",
+    "found_by_looking",
     "in_time",
     "keep_refusal",
     "keep_shadow",

@@ -17,7 +17,7 @@ from flows.prefect_api.deployments import (
     make_pool,
     wanted_deployments,
 )
-from flows.prefect_api.embedded import configure, local_api, require_writable
+from flows.prefect_api.embedded import configure, has_server, local_api, require_writable
 from flows.prefect_api.missed import made_up_for_by
 from flows.prefect_api.nights import NIGHTS, Nights, load_nights
 from flows.prefect_api.rearming import rearm_when_served
@@ -59,6 +59,7 @@ __all__ = [
     "find_deployment",
     "find_site",
     "follow_run",
+    "has_server",
     "keep_deployments",
     "keep_rules",
     "load_nights",

@@ -95,6 +95,13 @@ def configure(home: Path) -> None:
             ) from None
 
 
+def has_server() -> bool:
+    """Whether runs are recorded by a server that somebody has configured: other people look there."""
+    from prefect.settings import get_current_settings
+
+    return bool(get_current_settings().api.url)
+
+
 @contextmanager
 def local_api() -> Iterator[None]:
     """Serve Prefect's API on a free loopback port for as long as the block runs, unless a server is configured.

@@ -92,16 +92,18 @@ class HashMemo:
 
     Args:
         database: Where the table lives; created on first use.
+        about_to_read: Told of a file before it is read, which may take minutes; what it raises is let through.
     """
 
-    def __init__(self, database: Path) -> None:
-        self._database = database
+    def __init__(self, database: Path, about_to_read: Callable[[Path], None] = lambda path: None) -> None:
+        self._database, self._about_to_read = database, about_to_read
 
     def sha256(self, path: Path, *, trust: bool = True) -> str:
         """sha256 of ``path``; from memory when the file is the one that was hashed before and ``trust`` allows it."""
         identity = file_identity(path)
         if trust and (known := self._recall(identity)):
             return known
+        self._about_to_read(path)
         _wait_for_tick(identity)
         identity = file_identity(path)
         sha256 = sha256_file(path)

@@ -89,11 +89,17 @@ class Store:
 
     Args:
         shared: Asked for what is not here, and told what was made here.
+        about_to_read: As of ``HashMemo``.
     """
 
-    def __init__(self, root: Path, shared: SharedStore | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        shared: SharedStore | None = None,
+        about_to_read: Callable[[Path], None] = lambda path: None,
+    ) -> None:
         self.root, self.shared = root, shared
-        self.hashes = HashMemo(root / HASHES)
+        self.hashes = HashMemo(root / HASHES, about_to_read)
 
     def directory(self, stage: str, key: str) -> Path:
         """Where the artifact stands, or would stand."""

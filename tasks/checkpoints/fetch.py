@@ -59,6 +59,10 @@ def _called(parent: ResolvedCheckpoint, snapshot: Snapshot) -> str:
     return snapshot.repo.rpartition("/")[2] if parent.adapter else parent.name
 
 
-@step("fetch")
+def _are_here(names: tuple[str, ...], snapshots: Sequence[Snapshot], hashes: HashMemo) -> bool:
+    return not any(one.missing() for one in snapshots)
+
+
+@step("fetch", is_done=_are_here)
 def _fetch(names: tuple[str, ...], snapshots: Sequence[Snapshot], hashes: HashMemo) -> FetchedWeights:
     return FetchedWeights(download_snapshots(snapshots, hashes, lambda done, total: advance(done, total, "B")), names)

@@ -100,7 +100,8 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
     """What ``write_document_scores`` stored."""
     import pyarrow.parquet as pq
 
-    columns = pq.read_table(path).to_pydict()
+    with pq.ParquetFile(path) as file:  # read_table would import pandas
+        columns = file.read().to_pydict()
     columns.setdefault("answer", [""] * len(columns["task"]))  # a table from before they were kept
     columns.setdefault("cluster", [""] * len(columns["task"]))  # a table from before there were clusters
     columns.setdefault("higher_is_better", [True] * len(columns["task"]))

@@ -196,7 +196,8 @@ def read_documents(directory: Path) -> tuple[DocumentLikelihood, ...]:
     """The documents of an artifact of this stage."""
     import pyarrow.parquet as pq
 
-    columns = pq.read_table(directory / FILE).to_pydict()
+    with pq.ParquetFile(directory / FILE) as file:  # read_table would import pandas
+        columns = file.read().to_pydict()
     return tuple(
         DocumentLikelihood(*row) for row in zip(*(columns[n] for n in DocumentLikelihood._fields), strict=True)
     )

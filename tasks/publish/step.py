@@ -48,7 +48,19 @@ class ReleaseParts(NamedTuple):
     report: Artifact[Report]
 
 
-@step("publish")
+def _stands(
+    target: PublishTarget,
+    root: Path,
+    parts: ReleaseParts,
+    expected_head: str | None = None,
+    approved: str | None = None,
+) -> bool:
+    current = target.current(root) if target.shows_itself else None
+    pending = pending_release(target, root, parts) if current else None
+    return bool(current and pending and pending.stands and pending.version == current.name)
+
+
+@step("publish", is_done=_stands)
 def publish(
     target: PublishTarget,
     root: Path,

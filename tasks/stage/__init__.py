@@ -7,6 +7,7 @@ from tasks.stage.combined import report_together
 from tasks.stage.environment import Runtime, device_kind, runtime, versions
 from tasks.stage.limits import Limits, TimeSpan, limited, memory_of_child
 from tasks.stage.logs import logged_for_machines
+from tasks.stage.looking import WorkToDo, about_to, looking
 from tasks.stage.progress import (
     HeldProgress,
     NotedProgress,
@@ -65,6 +66,8 @@ __all__ = [
     "TimeSpan",
     "ValueStage",
     "Verdict",
+    "WorkToDo",
+    "about_to",
     "advance",
     "also_forget",
     "announce",
@@ -77,6 +80,7 @@ __all__ = [
     "keep_quota",
     "limited",
     "logged_for_machines",
+    "looking",
     "memory_of_child",
     "nearest",
     "note_stage",

@@ -19,7 +19,7 @@ meaning of a stage changes: what it made before is then rebuilt. The store is th
 It shows each run as ``Made``, ``Cached`` or ``Rebuilt`` (there was an artifact, and it was damaged), or as a failed
 ``Refused`` or ``Invalid``, with what the stage says of it; and which stage waited for which, found by the digests that
 stand in its inputs. What a stage reads is looked at before and after (``tasks.stage.reading``); how long it may take
-is in ``tasks.stage.limits``.
+is in ``tasks.stage.limits``; what all of it comes to where nothing may be done, in ``tasks.stage.looking``.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from merge_core.store import (
 )
 from merge_core.wording import detail, wants_details
 from tasks.stage.limits import declare_stage, within_limit
+from tasks.stage.looking import WorkToDo, about_to, is_looking
 from tasks.stage.progress import StageStatus, report_stage
 from tasks.stage.project import home
 from tasks.stage.reading import pinned_inputs, read_pinned, require_pinned
@@ -91,7 +92,7 @@ class StageValue(BaseModel):
 def store() -> Store:
     """The artifact store of this project."""
     root = home() / "store"
-    return Store(root, shared_store(root))
+    return Store(root, shared_store(root), lambda path: about_to(f"read {path} for its hash"))
 
 
 class StageCall:
@@ -138,6 +139,7 @@ class DeclaredStage(Generic[P, V, A]):
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> StageFuture[A]:
         """Begin on the flow's task runner, beside what was submitted before. Call inside a flow."""
         call = self._bind(args, kwargs)
+        about_to(f"submit {call.label}")
         return StageFuture(self.task.submit(call, wait_for=_upstream(call.inputs.arguments)))
 
     def build(self, *args: P.args, **kwargs: P.kwargs) -> A:
@@ -146,7 +148,12 @@ class DeclaredStage(Generic[P, V, A]):
 
     def find(self, *args: P.args, **kwargs: P.kwargs) -> A | None:
         """What the store has of these inputs, if that can be believed. Makes nothing."""
-        raise NotImplementedError
+        call = self._bind(args, kwargs)
+        note_stage(call.name, call.key, call.subject, in_run_only=True)
+        try:
+            return self._open(call)
+        except StoreMiss:
+            return None
 
     def key(self, *args: P.args, **kwargs: P.kwargs) -> str:
         """Under which the store has, or would have, the artifact of these inputs."""
@@ -175,6 +182,8 @@ class DeclaredStage(Generic[P, V, A]):
 
     def _called(self, earlier: Sequence[StoredValue[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> A:
         call = self._bind(args, kwargs)
+        if is_looking():
+            return self._reported(call)[0]
         waited = _upstream({**call.inputs.arguments, "": earlier})
         return cast(A, _settled(self.task(call, return_state=True, wait_for=waited or None)))
 
@@ -194,28 +203,51 @@ class DeclaredStage(Generic[P, V, A]):
         from prefect.states import Completed, Failed
 
         try:
-            report_here = report_stage(self.name, call.subject, call.key)
-            with report_here as report, refusing_disk(home()), within_limit(self.name):
-                artifact, status = self._noted(call)
-                report.summary = artifact.value.summary()
-                report.status = "refused" if artifact.value.refuses() else status
-                if (refusal := artifact.value.refusal()) is not None:
-                    raise refusal
+            with refusing_disk(home()), within_limit(self.name):
+                artifact, status, summary = self._reported(call)
         except MergegateError as error:
             return Failed(name=state_name(error.status), message=str(error), data=error)
         if status != "cached":
-            _show(call, artifact, report.summary)
-        return Completed(name=status.title(), message=report.summary, data=artifact)
+            _show(call, artifact, summary)
+        return Completed(name=status.title(), message=summary, data=artifact)
+
+    def _reported(self, call: StageCall) -> tuple[A, StageStatus, str]:
+        """The artifact, how we came by it, and what it says of itself; whoever watches is told.
+
+        Raises:
+            Refused: when the value says that the flow must not go on.
+        """
+        with report_stage(self.name, call.subject, call.key) as report:
+            artifact, status = self._noted(call)
+            report.summary = artifact.value.summary()
+            report.status = "refused" if artifact.value.refuses() else status
+            if (refusal := artifact.value.refusal()) is not None:
+                raise refusal
+        return artifact, status, report.summary
 
     def _noted(self, call: StageCall) -> tuple[A, StageStatus]:
         """From the store or made now, and noted as used: by a note before, by its time after."""
         note_stage(call.name, call.key, call.subject)
         _tell_key(call, self.version)
-        artifact, status = self._build(call)
+        artifact, status = self._found(call) if is_looking() else self._build(call)
         if status != "cached" and isinstance(artifact, Artifact):
             note_artifact(size_of(artifact.directory))
         store().mark_used(call.name, call.key)
         return artifact, status
+
+    def _found(self, call: StageCall) -> tuple[A, StageStatus]:
+        """What the store has, where nothing may be made.
+
+        Raises:
+            WorkToDo: when that is nothing, or cannot be believed.
+        """
+        try:
+            return self._open(call), "cached"
+        except StoreMiss as miss:
+            raise WorkToDo(f"{call.label}: {miss}") from None
+
+    def _open(self, call: StageCall) -> A:
+        raise NotImplementedError
 
     def _build(self, call: StageCall) -> tuple[A, StageStatus]:
         raise NotImplementedError
@@ -250,13 +282,8 @@ class Stage(DeclaredStage[P, V, Artifact[V]]):
         super().__init__(work, 1, **declared)
         self._hashes_of, self._resumable, self._apart = hashes_of, resumable, apart
 
-    def find(self, *args: P.args, **kwargs: P.kwargs) -> Artifact[V] | None:
-        call = self._bind(args, kwargs)
-        note_stage(call.name, call.key, call.subject, in_run_only=True)
-        try:
-            return store().open(self.name, call.key, self.value_type)
-        except StoreMiss:
-            return None
+    def _open(self, call: StageCall) -> Artifact[V]:
+        return store().open(self.name, call.key, self.value_type)
 
     def family(self, **others: object) -> tuple[Artifact[V], ...]:
         """What the store has of this stage with these inputs, whatever ``apart`` is: artifacts that can be believed.
@@ -338,13 +365,8 @@ class ValueStage(DeclaredStage[P, V, StoredValue[V]]):
         )
         return found, _status(made, damage)
 
-    def find(self, *args: P.args, **kwargs: P.kwargs) -> StoredValue[V] | None:
-        call = self._bind(args, kwargs)
-        note_stage(call.name, call.key, call.subject, in_run_only=True)
-        try:
-            return store().open_value(self.name, call.key, self.value_type)
-        except StoreMiss:
-            return None
+    def _open(self, call: StageCall) -> StoredValue[V]:
+        return store().open_value(self.name, call.key, self.value_type)
 
 
 class StageFuture(Generic[A]):
@@ -411,11 +433,15 @@ class StepValue(Protocol):
 S = TypeVar("S", bound=StepValue)
 
 
-def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[P, S]]:
+def step(name: str, *, is_done: Callable[P, bool], retries: int = 0) -> Callable[[Callable[P, S]], Callable[P, S]]:
     """Declare a step that is never cached because it looks at the world outside the store, or changes it.
 
     Running it again must be harmless: a step is idempotent by its own means. Pinned inputs are looked at before it;
     what it has done when they change meanwhile cannot be taken back, so it checks itself what it takes out of them.
+
+    Args:
+        is_done: Told the same arguments, whether all that it does is done, as far as that can be seen without doing it;
+            when in doubt, no.
     """
 
     declare_stage(name)
@@ -427,13 +453,18 @@ def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[
             from prefect.states import Completed, Failed
 
             try:
-                with report_stage(name, "") as report, refusing_disk(home()), within_limit(name):
-                    require_pinned(tuple(pinned_inputs(call.inputs.arguments.values())), store().hashes)
-                    value = work(*call.inputs.args, **call.inputs.kwargs)
-                    report.status, report.summary = ("made" if value.new else "cached"), value.summary()
+                with refusing_disk(home()), within_limit(name):
+                    value = reported(call)
             except MergegateError as error:
                 return Failed(name=state_name(error.status), message=str(error), data=error)
-            return Completed(name="Made" if value.new else "Unchanged", message=report.summary, data=value)
+            return Completed(name="Made" if value.new else "Unchanged", message=value.summary(), data=value)
+
+        def reported(call: StageCall) -> S:
+            with report_stage(name, "") as report:
+                require_pinned(tuple(pinned_inputs(call.inputs.arguments.values())), store().hashes)
+                value = work(*call.inputs.args, **call.inputs.kwargs)
+                report.status, report.summary = ("made" if value.new else "cached"), value.summary()
+            return value
 
         @functools.cache
         def task() -> Task[..., Any]:
@@ -450,13 +481,17 @@ def step(name: str, *, retries: int = 0) -> Callable[[Callable[P, S]], Callable[
             )
 
         @functools.wraps(work)
-        def call(*args: P.args, **kwargs: P.kwargs) -> S:
-            inputs = signature.bind(*args, **kwargs)
-            waited = _upstream(inputs.arguments)
-            state = task()(StageCall(name, "", "", inputs), return_state=True, wait_for=waited or None)
+        def called(*args: P.args, **kwargs: P.kwargs) -> S:
+            call = StageCall(name, "", "", signature.bind(*args, **kwargs))
+            if is_looking():
+                if not is_done(*args, **kwargs):
+                    raise WorkToDo(name)
+                return reported(call)
+            waited = _upstream(call.inputs.arguments)
+            state = task()(call, return_state=True, wait_for=waited or None)
             return cast(S, _settled(state))
 
-        return call
+        return called
 
     return declare
 

@@ -76,7 +76,7 @@ def _released(current: CurrentRelease, name: str, merge: Model, hashes: HashMemo
         digest=digest,
         directory=current.directory,
         head=current.head,
-        version=current.version or current.directory.name,
+        version=current.name,
         location=current.location or current.directory,
         complete=current.complete,
         files=tuple(sorted(files.items())),

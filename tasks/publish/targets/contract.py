@@ -74,6 +74,11 @@ class CurrentRelease:
     location: Path | str | None = None
     complete: bool = True
 
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return self.version or self.directory.name
+
 
 class PublishedRelease(Protocol):
     """A release that can be looked at. ``version`` is the name that others know it by, if that is a content hash."""
@@ -93,6 +98,9 @@ class PublishTarget(BaseModel, ABC):
 
     known_as: ClassVar[str]
     """How a person names a release there, for messages: 'the directory of a release'."""
+
+    shows_itself: ClassVar[bool] = False
+    """Whether ``current`` is a look at what lies here anyway. Elsewhere it may be a download."""
 
     version: str | None = Field(
         default=None,

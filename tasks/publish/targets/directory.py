@@ -40,6 +40,7 @@ class DirectoryTarget(PublishTarget):
     """A directory that holds every version of the release and a link to the latest one."""
 
     known_as: ClassVar[str] = "the directory of a release"
+    shows_itself: ClassVar[bool] = True
 
     to: Literal["directory"] = "directory"
     path: Path

@@ -1,0 +1,42 @@
+"""The end of a run that has nothing to do: found by a look, without Prefect's API and its records.
+
+The story is told as a run tells it, over the same inputs and by the same code, but for looking only
+(``tasks.stage.looking``). If it comes to its end, that is the end of the run, and its page, its line in the history and
+in the log for machines are kept like any other's; if not, whatever the reason, the run itself begins and says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flows.outcome.ending import RunOutcome
+from flows.outcome.keeping import RunClock, keep_outcome
+from merge_core.wording import detail
+from tasks.stage import HeldProgress, WorkToDo, logged_for_machines, looking, retell, store_quota, watched_by
+
+
+def found_by_looking(
+    make: Callable[[], RunOutcome], flow: str, name: str, overrides: Sequence[str] = ()
+) -> RunOutcome | None:
+    """What ``make`` comes to where everything is done already; None where something is to be done, or in the way.
+
+    Args:
+        make: The story of the flow. Whoever watches is told of its stages when it has come to its end.
+        flow: Its name.
+        name: Of the profile.
+        overrides: What the run is told otherwise, to be kept with what came of it.
+    """
+    clock, held = RunClock(), HeldProgress()
+    try:
+        store_quota()  # a setting that means nothing is for the run to refuse
+        with watched_by(held), looking():
+            outcome = make()
+    except (Exception, WorkToDo) as reason:
+        detail("a look does not suffice: %s", " ".join(str(reason).split()))
+        return None
+    with logged_for_machines({"flow": flow, "profile": name}, HeldProgress) as say:
+        retell(held.stages)
+        outcome = outcome.model_copy(update={"overrides": tuple(overrides)})
+        outcome = keep_outcome(outcome, name, clock, held.stages, flow)
+        say("run ended", status=outcome.status, message=outcome.in_words, seconds=clock.seconds())
+    return outcome

@@ -1,0 +1,254 @@
+"""A night with nothing new is found by a look, and the look is as strict as the run: over every kind of change."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from demo_project import Printed, Project
+
+from flows import release
+from flows.outcome import RunOutcome
+from merge_core.store import HashMemo
+from tasks.report import read_history
+from tasks.stage import WorkToDo, about_to, looking, stages
+
+PROFILE = "profiles/demo.yaml"
+Released = tuple[Project, Printed]
+
+
+class Answer(NamedTuple):
+    """What a person would have been told."""
+
+    status: str
+    version: str | None
+    message: str
+
+
+@pytest.fixture(scope="module")
+def own(released: Released) -> Project:
+    """The released demo with a family of its own, all of whose files may be changed; nothing of it is to be done."""
+    project, _ = released
+    family = project.root / "profiles" / "demo"
+    source = family.resolve()
+    family.unlink()
+    shutil.copytree(source, family)
+    assert project.mergegate("run", PROFILE).exit_code == 0
+    return project
+
+
+def looked(project: Project, *, overrides: tuple[str, ...] = (), publish: bool = True) -> Answer | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project.root)
+        patch.setenv("MERGEGATE_HOME", str(project.home))
+        return _answer(release.quiet_release(Path(PROFILE), overrides, publish, None))
+
+
+def run(project: Project, monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """The long way."""
+    with monkeypatch.context() as patch:
+        patch.setattr(release, "quiet_release", lambda *_: None)
+        printed = project.mergegate("run", PROFILE, "--json")
+    said = json.loads(printed.stdout)
+    return Answer(said["status"], said.get("version"), said["message"])
+
+
+def _answer(outcome: RunOutcome | None) -> Answer | None:
+    return outcome and Answer(outcome.status, outcome.version, outcome.message)
+
+
+# Every kind of change: what is done to the project, and whether there is something to do then.
+
+Change = Callable[[Project], None]
+
+
+def edited(file: str, old: str, new: str) -> Change:
+    def change(project: Project) -> None:
+        path = project.root / file
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new, 1))
+
+    return change
+
+
+def flipped(file: str, at: int = -1) -> Change:
+    """A byte is another one; the size stays."""
+
+    def change(project: Project) -> None:
+        path = project.root / file
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1
+        path.chmod(0o644)
+        path.write_bytes(content)
+
+    return change
+
+
+def removed(pattern: str) -> Change:
+    def change(project: Project) -> None:
+        found = sorted(project.root.glob(pattern))
+        assert found
+        for path in found:
+            path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+
+    return change
+
+
+def damaged(pattern: str) -> Change:
+    """Of the first file that is found the last byte is another one."""
+
+    def change(project: Project) -> None:
+        flipped(str(min(project.root.glob(pattern)).relative_to(project.root)))(project)
+
+    return change
+
+
+def led_elsewhere(project: Project) -> None:
+    latest = project.latest
+    other = latest.resolve().with_name("0123456789ab")
+    shutil.copytree(latest.resolve(), other)
+    latest.unlink()
+    latest.symlink_to(other.name)
+
+
+def touched(project: Project) -> None:
+    for path in (project.root / "profiles" / "demo").rglob("*.safetensors"):
+        path.touch()
+
+
+MODELS, STORE = "profiles/demo/models", ".mergegate/store"
+CHANGES: dict[str, tuple[Change, bool]] = {
+    "nothing": (lambda project: None, False),
+    "a comment in the profile": (edited(PROFILE, "name: demo", "name: demo  # of two skills"), False),
+    "another threshold": (edited(PROFILE, "max_drop: 3", "max_drop: 2"), True),
+    "a looser drift": (edited(PROFILE, "5%", "6%"), True),
+    "another purpose": (edited(PROFILE, "purpose: commercial", "purpose: research"), True),
+    "another target": (edited(PROFILE, "../releases/demo", "../releases/elsewhere"), True),
+    "another version": (edited(PROFILE, "to: directory", "to: directory, version: v2"), True),
+    "another recipe": (edited(PROFILE, "recipes/ties.yaml", "recipes/dare_ties.yaml"), True),
+    "another number in the recipe": (edited("profiles/demo/recipes/ties.yaml", "density: ", "density: 0.7  # "), True),
+    "a profile that means nothing": (edited(PROFILE, "recipe:", "recipes:"), True),
+    "a recipe that is gone": (removed("profiles/demo/recipes/ties.yaml"), True),
+    "a bit of a weight": (flipped(f"{MODELS}/reverser/model.safetensors"), True),
+    "weights that were touched": (touched, True),
+    "a header": (flipped(f"{MODELS}/base/model.safetensors", 40), True),
+    "a parent that is gone": (removed(f"{MODELS}/shifter"), True),
+    "a configuration": (edited(f"{MODELS}/base/config.json", "{", '{"of": "ours", '), True),
+    "a tokenizer": (edited(f"{MODELS}/base/tokenizer.json", "{", "{ "), True),
+    "a licence": (edited(f"{MODELS}/reverser/README.md", "apache-2.0", "cc-by-nc-4.0"), True),
+    "a document of a task": (edited("profiles/demo/data/copy.jsonl", '"', ' "'), True),
+    "how a task is asked": (edited("profiles/demo/tasks/copy.yaml", "doc_to_text: ", "doc_to_text: 'say ' "), True),
+    "a held-out document": (edited("profiles/demo/data/held-out.jsonl", "a", "b"), True),
+    "a release that is gone": (removed("releases/demo/*"), True),
+    "latest that is gone": (removed("releases/demo/latest"), True),
+    "latest that leads elsewhere": (led_elsewhere, True),
+    "a file of the release that is gone": (removed("releases/demo/latest/README.md"), True),
+    "a bit of the release": (damaged("releases/demo/latest/*.safetensors"), True),
+    **{
+        f"the store without its {stage}": (removed(f"{STORE}/{stage}"), True)
+        for stage in ("merge", "perplexity", "evaluate", "gate", "explain", "report", "compat", "licenses")
+    },
+    "a bit of the merge": (damaged(f"{STORE}/merge/*/*.safetensors"), True),
+    "a bit of the scores": (damaged(f"{STORE}/evaluate/*/*.parquet"), True),
+    "hashes that nobody remembers": (removed(f"{STORE}/hashes.sqlite"), True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_look_says_what_the_run_would_say_or_nothing(
+    own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    project = Project(tmp_path / "project")
+    shutil.copytree(own.root, project.root, symlinks=True)
+    run(project, monkeypatch)  # these are other files: they are hashed
+    assert looked(project) is not None
+    change, is_work = CHANGES[kind]
+    change(project)
+    os.utime(project.root / PROFILE)  # of one that is the same nothing is read again by the same process
+    found = looked(project)
+    assert (found is None) == is_work
+    said = run(project, monkeypatch)
+    assert found in (None, said)
+
+
+def test_nothing_new_is_said_without_prefect_and_kept_like_any_run(
+    own: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = len(read_history(own.home / "reports").records)
+    log = own.root / "machines.jsonl"
+    monkeypatch.setenv("MERGEGATE_LOG", str(log))
+    monkeypatch.setattr("flows.prefect_api.has_server", lambda: False)
+    monkeypatch.setattr("flows.prefect_api.local_api", None)  # whoever calls it fails
+    printed = own.mergegate("run", PROFILE)
+    assert printed.exit_code == 0, printed.output
+    assert "nothing new" in printed.output
+    assert "= evaluate" in printed.output
+    *_, last = read_history(own.home / "reports").records
+    assert (len(read_history(own.home / "reports").records), last.status, last.flow) == (
+        before + 1,
+        "nothing new",
+        "release",
+    )
+    assert (own.home / "reports" / last.report).is_file()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert lines[-1] | {"event": "run ended", "status": "nothing new", "profile": "demo"} == lines[-1]
+    assert {"merge", "gate", "publish"} <= {one["stage"] for one in lines[:-1]}
+
+
+def test_a_run_that_was_not_published_has_something_to_do_when_it_may(own: Project) -> None:
+    own.mergegate("run", PROFILE, "--no-publish")
+    said = looked(own, publish=False)
+    assert said is not None
+    assert said.status == "passed"
+    assert looked(own, overrides=("publish.path=../releases/new",)) is None
+
+
+def test_what_other_people_look_at_is_told_to_their_server(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.prefect_api.has_server", lambda: True)
+    before = looked(own)
+    monkeypatch.setattr(release, "quiet_release", lambda *_: pytest.fail("nobody is to look"))
+    printed = own.mergegate("run", PROFILE, "--json")
+    assert before is not None
+    assert json.loads(printed.stdout)["status"] == "nothing new"
+
+
+def test_a_setting_that_means_nothing_is_refused_as_by_the_run(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERGEGATE_QUOTA", "much")
+    assert looked(own) is None
+    assert own.mergegate("run", PROFILE).exit_code == 2
+
+
+def test_newer_libraries_or_a_newer_stage_are_something_to_do(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tasks.gate import gate
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gate, "version", gate.version + 1)
+        assert looked(own) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "versions", None, raising=False)
+        patch.setattr("tasks.stage.environment._installed", lambda name: "99")
+        assert looked(own) is None
+    assert looked(own) is not None
+
+
+def test_nothing_is_read_for_its_hash_and_nobody_takes_the_interrupt_for_his_own(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"much to read")
+    memo = HashMemo(tmp_path / "hashes.sqlite", lambda path: about_to(f"read {path}"))
+
+    def careless() -> None:
+        try:
+            memo.sha256(tmp_path / "file")
+        except Exception:
+            pytest.fail("taken for an error")
+
+    with looking(), pytest.raises(WorkToDo, match="file"):
+        careless()
+    known = memo.sha256(tmp_path / "file")
+    with looking():
+        assert memo.sha256(tmp_path / "file") == known
