@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -16,6 +17,7 @@ from pathlib import Path
 from patience import HANG_S
 
 CTRL_C = "\x03"
+_A_WHILE_S = 5.0
 
 
 @dataclass
@@ -43,11 +45,15 @@ class Terminal:
         One that comes while it ends would kill it on its way out, so what it shows is read before the next.
         """
         self.type(CTRL_C)
+        pressed = 1
         while True:
-            if not select.select([self.master], [], [], 5)[0]:
+            if select.select([self.master], [], [], _A_WHILE_S)[0]:
+                if not self._read():
+                    return self.process.wait(HANG_S)
+            else:
+                assert pressed * _A_WHILE_S < HANG_S, f"Ctrl-C does not end it:\n{self.shown}"
                 self.type(CTRL_C)
-            elif not self._read():
-                return self.process.wait(HANG_S)
+                pressed += 1
 
     def end(self) -> int:
         """Read to the end; the exit code."""
@@ -66,6 +72,13 @@ class Terminal:
         return bool(more)
 
 
+def _sit_down() -> None:
+    """In the child: Ctrl-C comes from a controlling terminal, and is heard also where what runs the tests is deaf to
+    it, as whatever a script has started in the background."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def terminal(root: Path, *arguments: str) -> Iterator[Terminal]:
     """``mergegate`` with ``arguments`` in ``root``, with a terminal that is its own; ended with the block."""
@@ -82,7 +95,7 @@ def terminal(root: Path, *arguments: str) -> Iterator[Terminal]:
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C comes from a controlling terminal
+        preexec_fn=_sit_down,
     )
     os.close(slave)
     try:
