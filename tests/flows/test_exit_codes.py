@@ -74,7 +74,13 @@ def test_ctrl_c_ends_any_other_command_with_a_line(tmp_path: Path, monkeypatch: 
 def test_ctrl_c_in_the_middle_leaves_nothing_half_made_and_the_next_run_goes_on(project: Project) -> None:
     command = [MERGEGATE, "run", "profiles/demo.yaml"]
     run = subprocess.Popen(
-        command, cwd=project.root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=project.root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests themselves may be deaf to it
     )
     assert run.stdout is not None
     said = ""
