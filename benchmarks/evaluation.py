@@ -33,7 +33,7 @@ import yaml
 
 PROJECT = Path(__file__).resolve().parent.parent
 # By task, examples in its prompt.
-TASKS = {"arc_easy": 0, "piqa": 0, "mmlu_anatomy": 5, "mmlu_philosophy": 5, "gsm8k": 2}
+TASKS = {"arc_easy": 0, "piqa": 0, "mmlu_anatomy": 5, "mmlu_philosophy": 5, "gsm8k": 5, "gsm8k_cot": 8, "wikitext": 0}
 BATCH = 16
 _ALIKE = 1e-3  # of a log-likelihood, relative: batches of other sizes move its last places
 
@@ -117,7 +117,7 @@ def ours(task: str, model: Path, mirror: Path, folder: Path, dtype: str) -> Side
     told = json.dumps([task, str(model), str(mirror), str(folder), str(out), dtype])
     before = os.times()
     began = time.monotonic()
-    subprocess.run([sys.executable, __file__, "--score", told], check=True, capture_output=True, cwd=PROJECT)
+    subprocess.run([sys.executable, __file__, "--score", told], check=True, cwd=PROJECT)
     return Side(time.monotonic() - began, _children(before), _scores(json.loads(out.read_text())))
 
 
@@ -132,6 +132,9 @@ def score(told: str) -> None:
     from tasks.evaluation.scoring import DocumentRange
 
     task, model, mirror, folder, out, dtype = json.loads(told)
+    if task == "wikitext":
+        Path(out).write_text(json.dumps(read_text(Path(model), Path(folder), dtype)))
+        return
     logged: list[Any] = []
     evaluate = evaluator.evaluate
 
@@ -151,15 +154,43 @@ def score(told: str) -> None:
     Path(out).write_text(json.dumps(rows, default=float))
 
 
+def read_text(model: Path, folder: Path, dtype: str) -> list[dict[str, Any]]:
+    """What ours has for a task of lm-eval's that reads texts: the perplexity of a profile, of the same texts."""
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    from merge_core.store import JournalPlace, sha256_file
+    from tasks.checkpoints import Model
+    from tasks.perplexity import HeldOutText, WindowSettings
+    from tasks.perplexity.measuring import measure
+
+    rows = [json.loads(line) for line in (folder / "theirs/data/wikitext-test.jsonl").read_text().splitlines()]
+    texts = folder / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": wikitext_detokenizer(row)}) + "\n" for row in rows))
+    found = measure(
+        Model(name="model", digest=str(model), directory=model),
+        HeldOutText(path=texts, sha256=sha256_file(texts)),
+        WindowSettings(max_length=2048, dtype=dtype, batch_size=BATCH),
+        "cpu",
+        JournalPlace(folder / "journal", str(os.getpid())),
+        lambda done, total: None,
+    )
+    return [
+        {"doc_id": row.doc_id, "filter": "none", "metrics": [], "filtered_resps": [row.loglik]} for row in found.rows
+    ]
+
+
 def _scores(samples: list[dict[str, Any]]) -> dict[tuple[int, str], float]:
     """Each metric of each document, and each log-likelihood; of what was written, whether it is the same."""
     found: dict[tuple[int, str], float] = {}
     for sample in samples:
         for metric in sample["metrics"]:
+            if isinstance(sample[metric], list | tuple):  # of a text: what its log-likelihood says, too
+                continue
             found[sample["doc_id"], f"{metric},{sample['filter']}"] = float(sample[metric])
         for number, answer in enumerate(sample["filtered_resps"]):
-            if not isinstance(answer, str):
-                found[sample["doc_id"], f"log-likelihood {number}"] = float(answer[0])
+            if not isinstance(answer, str) or "word_perplexity" in sample["metrics"]:
+                likely = answer[0] if isinstance(answer, list | tuple) else answer
+                found[sample["doc_id"], f"log-likelihood {number}"] = float(likely)
     return found
 
 

@@ -144,6 +144,7 @@ SUBJECTS = [
     "virology",
 ]
 OF_DATA = ("arc_easy", "arc_challenge", "piqa", "gsm8k")
+_FILES = {"gsm8k_cot": "gsm8k_test.jsonl", "wikitext": "wikitext2_test_docs.jsonl"}  # otherwise named than their task
 
 
 def made_rows(task: str) -> dict[str, list[Row]]:
@@ -163,7 +164,7 @@ def _splits(task: str) -> tuple[str, str]:
 def rows_of_data(task: str, data: Path) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
     """Documents and examples of a task in ``OF_DATA``: as they lie, and in the fields of the real dataset."""
     evaluated, drawn = _splits(task)
-    rows = _read(data / f"{task}_test.jsonl")
+    rows = _read(data / _FILES.get(task, f"{task}_test.jsonl"))
     plain = {evaluated: rows[:DOCUMENTS], drawn: rows[DOCUMENTS : 2 * DOCUMENTS]}
     return plain, {split: [_as_on_the_hub(task, row) for row in those] for split, those in plain.items()}
 
@@ -189,7 +190,7 @@ def lay_out(task: str, data: Path | None, mirror: Path, theirs: Path) -> dict[st
         rows = {split: _read(data / "mmlu_hub" / subject / f"{split}.jsonl")[:DOCUMENTS] for split in ("test", "dev")}
         for split, those in rows.items():
             _write(mirror / "cais" / "mmlu" / subject / f"{split}.jsonl", those)
-    elif task in OF_DATA:
+    elif task in OF_DATA or task in _FILES:
         assert data is not None
         lying, rows = rows_of_data(task, data)
         for split, those in lying.items():

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tasks.evaluation.backends import shared_prefix
+from tasks.evaluation.backends.common_start import common_start, padded_behind, read_once
 from tasks.evaluation.backends.shared_prefix import AskedTokens, longest_alike, shared_prefix_type
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -50,8 +53,9 @@ def drawn(seed: int, count: int) -> list[AskedTokens]:
 
 
 def tokenizer() -> Any:
-    backend = Tokenizer(models.WordLevel({f"t{number}": number for number in range(128)}, unk_token="t0"))
-    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="t0", eos_token="t1")
+    backend = Tokenizer(models.WordLevel({f"w{number:03}": number for number in range(128)}, unk_token="w000"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w000", eos_token="w001")
 
 
 def opened(kind: type[Any], network: Any, **otherwise: Any) -> Any:
@@ -97,6 +101,58 @@ def test_what_is_shared_is_read_once() -> None:
     asked = [(("", ""), [*examples, first, *question], [4, 5, answer]) for first in (6, 7) for answer in (8, 9, 10)]
     lm._loglikelihood_tokens(asked, disable_tqdm=True)
     assert read == len(examples) + 2 * (1 + len(question) + 2)
+
+
+def prompts(seed: int, count: int, **how: Any) -> list[Instance]:
+    """With the same examples before all of them, questions of one to twelve words; some stop early."""
+    rng = random.Random(seed)
+    examples = [f"w{number:03}" for number in rng.choices(range(2, 128), k=24)]
+    found = []
+    for number in range(count):
+        question = [f"w{word:03}" for word in rng.choices(range(2, 128), k=rng.randrange(1, 13))]
+        settings = {"until": ["w007", "w019 w020"], "max_gen_toks": 12, **how}
+        found.append(Instance("generate_until", {}, (" ".join(examples + question), settings), number))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    make, may_share = FAMILIES[family]
+    config = make()
+    config.tie_word_embeddings = False  # else what was said is said again
+    network = tf.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(8 if weight.dim() > 1 else 1)
+    asked = prompts(2, 21)
+    theirs = opened(HFLM, network).generate_until(asked, disable_tqdm=True)
+    assert len(set(theirs)) > 6  # or there would be nothing to compare
+    begun: list[int] = []
+    monkeypatch.setattr(shared_prefix, "read_once", lambda *told: begun.append(len(told[1])) or read_once(*told))
+    ours = opened(shared_prefix_type(), network)
+    assert ours.generate_until(asked, disable_tqdm=True) == theirs
+    windowed = getattr(network.config, "sliding_window", None)
+    assert begun == ([24, 24, 24] if may_share and not windowed else [])  # batches of 8, 8 and 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_padding_goes_behind_what_all_begin_with(seed: int) -> None:
+    rng = random.Random(seed)
+    start = [rng.randrange(2, 9) for _ in range(rng.choice((0, 3, 16, 30)))]
+    rows = [start + [rng.randrange(2, 9) for _ in range(rng.randrange(1, 9))] for _ in range(rng.randrange(1, 6))]
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    found = common_start(tokens, mask)
+    assert found == 0 or (found >= len(start) and all(row[:found] == rows[0][:found] for row in rows))
+    assert found == 0 or all(len(row) > found for row in rows)
+    assert (len(start) >= 16 and len(rows) > 1) <= (found > 0)
+    moved, seen = padded_behind(tokens, mask, found)
+    assert moved.shape == seen.shape == tokens.shape
+    assert seen[:, :found].all()
+    for row, ids, own in zip(rows, moved, seen, strict=True):
+        assert ids[own.bool()].tolist() == row
 
 
 @pytest.mark.parametrize(

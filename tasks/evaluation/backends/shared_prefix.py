@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tasks.evaluation.backends.common_start import common_start, padded_behind, read_once
 from tasks.evaluation.backends.token_rows import SharedRow, token_rows
 
 if TYPE_CHECKING:
     import torch
 
 # Tokens of a row, for each request that the profile has answered together: about what a short question takes.
-_TOKENS_A_REQUEST = 32
+_TOKENS_A_REQUEST = 24
 # What a rotation that depends on the length of its batch is called.
 _BY_LENGTH = ("dynamic", "longrope")
 # Tokens that begin every sequence with which a network is tried.
@@ -41,7 +42,8 @@ def shared_prefix_type() -> type[Any]:
     from lm_eval.models import huggingface
 
     class SharedPrefixLM(huggingface.HFLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
-        """Answers ``loglikelihood`` by rows, where its network allows it."""
+        """Answers ``loglikelihood`` by rows, and writes after a beginning that was read once, where its network allows
+        it."""
 
         def _loglikelihood_tokens(
             self, requests: list[AskedTokens], disable_tqdm: bool = False, override_bs: int | None = None
@@ -90,19 +92,39 @@ def shared_prefix_type() -> type[Any]:
             """Logits after the tokens at ``places``, ``[places, vocabulary]``."""
             import torch
 
-            dtype = next(self.model.parameters()).dtype
-            sees = torch.from_numpy(row.sees).to(self.device)
-            mask = torch.zeros(sees.shape, dtype=dtype, device=self.device).masked_fill_(~sees, torch.finfo(dtype).min)
+            mask = None  # of a sequence alone: what networks are quickest at
+            if len(row.sequences) > 1:
+                dtype = next(self.model.parameters()).dtype
+                sees = torch.from_numpy(row.sees).to(self.device)
+                mask = torch.zeros((1, 1, *sees.shape), dtype=dtype, device=self.device)
+                mask.masked_fill_(~sees, torch.finfo(dtype).min)
             kept = torch.from_numpy(places).to(self.device)
             with torch.inference_mode():
                 out = self.model(
                     input_ids=torch.from_numpy(row.tokens).to(self.device)[None],
                     position_ids=torch.from_numpy(row.positions).to(self.device)[None],
-                    attention_mask=mask[None, None],
+                    attention_mask=mask,
                     use_cache=False,
                     logits_to_keep=kept,
                 )
             return out.logits[0]  # type: ignore[no-any-return]  # transformers' outputs are untyped here
+
+        def _model_generate(
+            self,
+            context: torch.Tensor,
+            max_length: int,
+            stop: list[str],
+            attention_mask: torch.Tensor | None = None,
+            **how: Any,
+        ) -> torch.Tensor:
+            greedy = not {name for name, value in how.items() if value} - {"use_cache"}
+            alike = greedy and max_length <= min(self.max_length, self._longest) and self._shares
+            if alike and attention_mask is not None and (start := common_start(context, attention_mask)):
+                context, attention_mask = padded_behind(context, attention_mask, start)
+                how["past_key_values"] = read_once(self.model, context[0, :start], len(context))
+            return super()._model_generate(  # type: ignore[no-any-return]
+                context, max_length=max_length, stop=stop, attention_mask=attention_mask, **how
+            )
 
         @property
         def row_tokens(self) -> int:
