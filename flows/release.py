@@ -57,7 +57,7 @@ from tasks.publish import ReleaseParts, pending_release, publish
 from tasks.publish.releases import find_anchor, find_champion
 from tasks.publish.targets import Target
 from tasks.report import Report, ReportContent, write_report
-from tasks.stage import announce, store
+from tasks.stage import about_to, announce, store
 
 # What else is asked of a merge that passed the gate, in this order, each while nothing before it says no. A judge costs
 # money and a server minutes: only for what would otherwise be published.
@@ -94,7 +94,10 @@ def quiet_release(
 
     def make() -> RunOutcome:
         read = load_profile(profile, overrides).remedied(remedy)
-        return make_release(read.model_copy(update={"runner": RunnerSettings()}), publishing=publish)
+        if read.runner.kind != "local":
+            about_to("ask a cluster")
+        here = read.model_copy(update={"runner": RunnerSettings()})
+        return in_time(partial(make_release, publishing=publish), here)
 
     return found_by_looking(make, "release", profile_name(profile), overrides)
 

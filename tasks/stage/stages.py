@@ -203,8 +203,7 @@ class DeclaredStage(Generic[P, V, A]):
         from prefect.states import Completed, Failed
 
         try:
-            with refusing_disk(home()), within_limit(self.name):
-                artifact, status, summary = self._reported(call)
+            artifact, status, summary = self._reported(call)
         except MergegateError as error:
             return Failed(name=state_name(error.status), message=str(error), data=error)
         if status != "cached":
@@ -217,7 +216,8 @@ class DeclaredStage(Generic[P, V, A]):
         Raises:
             Refused: when the value says that the flow must not go on.
         """
-        with report_stage(self.name, call.subject, call.key) as report:
+        report_here = report_stage(self.name, call.subject, call.key)
+        with report_here as report, refusing_disk(home()), within_limit(self.name):
             artifact, status = self._noted(call)
             report.summary = artifact.value.summary()
             report.status = "refused" if artifact.value.refuses() else status
@@ -453,14 +453,13 @@ def step(name: str, *, is_done: Callable[P, bool], retries: int = 0) -> Callable
             from prefect.states import Completed, Failed
 
             try:
-                with refusing_disk(home()), within_limit(name):
-                    value = reported(call)
+                value = reported(call)
             except MergegateError as error:
                 return Failed(name=state_name(error.status), message=str(error), data=error)
             return Completed(name="Made" if value.new else "Unchanged", message=value.summary(), data=value)
 
         def reported(call: StageCall) -> S:
-            with report_stage(name, "") as report:
+            with report_stage(name, "") as report, refusing_disk(home()), within_limit(name):
                 require_pinned(tuple(pinned_inputs(call.inputs.arguments.values())), store().hashes)
                 value = work(*call.inputs.args, **call.inputs.kwargs)
                 report.status, report.summary = ("made" if value.new else "cached"), value.summary()

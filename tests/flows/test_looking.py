@@ -132,6 +132,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
     "another version": (edited(PROFILE, "to: directory", "to: directory, version: v2"), True),
     "another recipe": (edited(PROFILE, "recipes/ties.yaml", "recipes/dare_ties.yaml"), True),
     "another number in the recipe": (edited("profiles/demo/recipes/ties.yaml", "density: ", "density: 0.7  # "), True),
+    "a limit of no stage": (edited(PROFILE, "recipe:", "limits: {stages: {merg: 1 h}}\nrecipe:"), True),
     "a profile that means nothing": (edited(PROFILE, "recipe:", "recipes:"), True),
     "a recipe that is gone": (removed("profiles/demo/recipes/ties.yaml"), True),
     "a bit of a weight": (flipped(f"{MODELS}/reverser/model.safetensors"), True),
