@@ -433,7 +433,9 @@ class StepValue(Protocol):
 S = TypeVar("S", bound=StepValue)
 
 
-def step(name: str, *, is_done: Callable[P, bool], retries: int = 0) -> Callable[[Callable[P, S]], Callable[P, S]]:
+def step(
+    name: str, *, is_done: Callable[P, bool] | None = None, retries: int = 0
+) -> Callable[[Callable[P, S]], Callable[P, S]]:
     """Declare a step that is never cached because it looks at the world outside the store, or changes it.
 
     Running it again must be harmless: a step is idempotent by its own means. Pinned inputs are looked at before it;
@@ -441,7 +443,7 @@ def step(name: str, *, is_done: Callable[P, bool], retries: int = 0) -> Callable
 
     Args:
         is_done: Told the same arguments, whether all that it does is done, as far as that can be seen without doing it;
-            when in doubt, no.
+            when in doubt, no. Absent: nobody can tell, so there is always something to do.
     """
 
     declare_stage(name)
@@ -483,7 +485,7 @@ def step(name: str, *, is_done: Callable[P, bool], retries: int = 0) -> Callable
         def called(*args: P.args, **kwargs: P.kwargs) -> S:
             call = StageCall(name, "", "", signature.bind(*args, **kwargs))
             if is_looking():
-                if not is_done(*args, **kwargs):
+                if is_done is None or not is_done(*args, **kwargs):
                     raise WorkToDo(name)
                 return reported(call)
             waited = _upstream(call.inputs.arguments)

@@ -19,6 +19,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from merge_core.errors import InvalidInput, Refused
 from merge_core.store.store import Artifact, StoredValue
 from tasks.checkpoints.model import Model
+from tasks.stage.looking import WorkToDo, looking
 from tasks.stage.progress import StageStatus, advance, watched_by
 from tasks.stage.stages import StageValue, stage, step, store, value_stage
 
@@ -171,6 +172,28 @@ def test_a_step_is_never_cached() -> None:
 
     twice(return_state=True)
     assert len(done) == 2
+
+
+def test_a_look_does_no_step_that_is_not_done() -> None:
+    done: list[str] = []
+
+    class Done:
+        new = False
+
+        def summary(self) -> str:
+            return "there"
+
+    def work(place: str) -> Done:
+        done.append(place)
+        return Done()
+
+    told, silent = step("publish", is_done=lambda place: place == "there")(work), step("publish")(work)
+    with looking():
+        assert told("there").summary() == "there"
+        for one, place in ((told, "elsewhere"), (silent, "there")):
+            with pytest.raises(WorkToDo, match="publish"):
+                one(place)
+    assert done == ["there"]
 
 
 @value_stage("double", version=1)
