@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from flows.candidates import AUTO, MOST_PROPOSED, Candidate, SearchedRecipe, Written, candidate_recipes, searched_recipe
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
-from merge_core.store import HashMemo
+from merge_core.store import FileIdentity, HashMemo, file_identity
 from tasks.checkpoints import ResolvedCheckpoint
 from tasks.evaluation import find_backend
 from tasks.gate import EvaluateSettings
@@ -159,8 +159,23 @@ class Profile(ProfileSection):
         """
         return self._candidates
 
+    @property
+    def is_as_read(self) -> bool:
+        """Whether the recipes that it names are what was read of them, if they were."""
+        return "_recipes_read" not in self.__dict__ or self._recipes_read == self._recipe_files()
+
+    @cached_property
+    def _recipes_read(self) -> dict[Path, FileIdentity | None]:
+        """The files of recipes as they were before they were read."""
+        return self._recipe_files()
+
+    def _recipe_files(self) -> dict[Path, FileIdentity | None]:
+        files = [self.root / one for one in (self.recipe, *self.remedies) if isinstance(one, Path)]
+        return {file: file_identity(file) if file.is_file() else None for file in files}
+
     @cached_property
     def _candidates(self) -> tuple[Candidate, ...]:
+        _ = self._recipes_read
         own: Written | SearchedRecipe = self.recipe
         if self.sweep:
             searched = self.searched_recipe()
@@ -178,6 +193,7 @@ class Profile(ProfileSection):
 
     @cached_property
     def _searched_recipe(self) -> SearchedRecipe:
+        _ = self._recipes_read
         return searched_recipe(self.recipe, self.root, f"profile {self.name}")
 
     def check_references(self, parents: Sequence[ResolvedCheckpoint]) -> None:
@@ -254,6 +270,10 @@ def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profi
     except OSError:  # whoever reads it says what is wrong with it
         return _read_profile(source, tuple(overrides))
     identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+    profile = _profile_once(source.absolute(), source, tuple(overrides), identity)
+    if profile.is_as_read:
+        return profile
+    _profile_once.cache_clear()
     return _profile_once(source.absolute(), source, tuple(overrides), identity)
 
 

@@ -32,6 +32,22 @@ def test_every_shipped_profile_is_valid_and_what_it_names_is_there(file: Path, t
     assert evidence.documents is not None
 
 
+def test_it_is_read_once_as_long_as_neither_it_nor_its_recipes_change(tmp_path: Path) -> None:
+    file, recipe = tmp_path / "profile.yaml", tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({**GOOD, "remedies": ["recipe.yaml"]}))
+    recipe.write_text("merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n")
+    first = load_profile(file)
+    assert "linear" in first.candidates()[0].text
+    assert load_profile(file) is first
+    recipe.write_text("merge_method: nearswap\nmodels: [{model: a}]\nbase_model: b\nparameters: {t: 0.5}\n")
+    second = load_profile(file)
+    assert "nearswap" in second.candidates()[0].text
+    assert load_profile(file) is second
+    recipe.unlink()
+    with pytest.raises(InvalidInput, match="recipe"):
+        load_profile(file).candidates()
+
+
 def test_defaults_are_those_of_a_careful_publisher() -> None:
     profile = parse_profile(GOOD, "profile.yaml")
     assert profile.evaluate is not None
