@@ -33,7 +33,7 @@ import yaml
 
 PROJECT = Path(__file__).resolve().parent.parent
 # By task, examples in its prompt.
-TASKS = {"arc_easy": 0, "piqa": 0, "mmlu_anatomy": 5, "mmlu_philosophy": 5, "gsm8k": 5, "gsm8k_cot": 8, "wikitext": 0}
+TASKS = {"arc_easy": 0, "piqa": 0, "mmlu_anatomy": 5, "mmlu_philosophy": 5, "gsm8k": 2, "gsm8k_cot": 8, "wikitext": 0}
 BATCH = 16
 _ALIKE = 1e-3  # of a log-likelihood, relative: batches of other sizes move its last places
 

@@ -97,9 +97,13 @@ def configure(home: Path) -> None:
 
 def has_server() -> bool:
     """Whether runs are recorded by a server that somebody has configured: other people look there."""
+    return bool(_configured_url())
+
+
+def _configured_url() -> str | None:
     from prefect.settings import get_current_settings
 
-    return bool(get_current_settings().api.url)
+    return get_current_settings().api.url
 
 
 @contextmanager
@@ -122,7 +126,7 @@ def local_api() -> Iterator[None]:
         temporary_settings,
     )
 
-    if url := get_current_settings().api.url:
+    if url := _configured_url():
         _require_answer(url)
         yield
         return

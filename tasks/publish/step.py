@@ -55,9 +55,10 @@ def _stands(
     expected_head: str | None = None,
     approved: str | None = None,
 ) -> bool:
-    current = target.current(root) if target.shows_itself else None
-    pending = pending_release(target, root, parts) if current else None
-    return bool(current and pending and pending.stands and pending.version == current.name)
+    if not target.shows_itself or (current := target.current(root)) is None:
+        return False
+    pending = pending_release(target, root, parts)
+    return pending.stands and pending.version == current.name
 
 
 @step("publish", is_done=_stands)
