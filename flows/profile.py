@@ -171,7 +171,7 @@ class Profile(ProfileSection):
 
     def _recipe_files(self) -> dict[Path, FileIdentity | None]:
         files = [self.root / one for one in (self.recipe, *self.remedies) if isinstance(one, Path)]
-        return {file: file_identity(file) if file.is_file() else None for file in files}
+        return {file: _identity_of(file) for file in files}
 
     @cached_property
     def _candidates(self) -> tuple[Candidate, ...]:
@@ -302,6 +302,14 @@ def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
     said = with_overrides({"root": source.absolute().parent, **data}, overrides)
     where = " ".join([str(source), *(f"--set {one}" for one in overrides)])
     return parse_profile({**said, "overrides": overrides}, where)
+
+
+def _identity_of(file: Path) -> FileIdentity | None:
+    """None where no file can be: whoever reads it says why."""
+    try:
+        return file_identity(file)
+    except (OSError, ValueError):
+        return None
 
 
 def profile_schema() -> dict[str, Any]:

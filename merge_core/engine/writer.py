@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import os
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -229,9 +230,16 @@ def name_shards(directory: Path, shards: Sequence[Shard]) -> None:
 
 
 def final_or_partial(directory: Path, shard: Shard) -> Path | None:
-    """The file of a shard, under whichever name, if it has its size."""
-    for path in (directory / shard.name, directory / f"{shard.name}{PARTIAL}"):
-        if path.is_file() and path.stat().st_size == shard.size:
+    """The file of a shard, under whichever name, if it has its size.
+
+    The final name is looked at last: another participant may give it between the two looks.
+    """
+    for path in (directory / f"{shard.name}{PARTIAL}", directory / shard.name):
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if stat.S_ISREG(status.st_mode) and status.st_size == shard.size:
             return path
     return None
 

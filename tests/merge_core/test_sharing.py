@@ -14,7 +14,9 @@ from family import merge_text, random_tensors, save_checkpoint
 from patience import HANG_S
 
 from merge_core.engine import journal
+from merge_core.engine.writer import PARTIAL, final_or_partial
 from merge_core.errors import InvalidInput
+from merge_core.plan import Shard
 
 STEPS = """
 merge_method: dare_ties
@@ -151,6 +153,26 @@ def test_who_comes_when_all_is_done_is_told_so(parents: Path) -> None:
     with pytest.raises(InvalidInput, match="not empty"):
         merge_text(STEPS, parents, kernels="torch")
     assert {path.name: path.stat().st_mtime_ns for path in (parents / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("look", range(1, 5))
+def test_a_shard_is_found_while_another_participant_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: int
+) -> None:
+    """Not found, a complete shard would be written again while others read it already."""
+    shard, stat, looks = Shard("shard", b"1234", (), (), 4, ()), os.stat, 0
+    partial = tmp_path / f"shard{PARTIAL}"
+    partial.write_bytes(bytes(shard.size))
+
+    def after_naming(*args: Any, **options: Any) -> os.stat_result:
+        nonlocal looks
+        looks += 1
+        if looks == look:
+            partial.rename(tmp_path / "shard")
+        return stat(*args, **options)
+
+    monkeypatch.setattr(os, "stat", after_naming)
+    assert final_or_partial(tmp_path, shard) is not None
 
 
 def test_a_file_system_without_locks_serves_one_process(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
