@@ -11,7 +11,7 @@ checkpoint is not measured again. Every guard of the profile compares B with A. 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -34,7 +34,7 @@ from tasks.checkpoints import (
 from tasks.evaluation import join_parts, pin_data
 from tasks.gate import distinct_guards
 from tasks.outside import open_runner
-from tasks.preflight import Evidence
+from tasks.preflight import Evidence, stored_dtypes
 from tasks.report import Library, ReportContent, ReportedModel, write_report
 from tasks.stage import store, versions
 
@@ -58,7 +58,7 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
     """The story of a release without merge and publication. Raises what is wrong with its input."""
     found = find_checkpoints(reference, candidate)
     against, judged_one = (model.name for model in found)
-    evidence = pin_against(profile, found[0])
+    evidence = pin_against(profile, found[0], stored_dtypes(found))
     fetch_weights(found, store().hashes)
     models = loadable(pin_checkpoints(found, store().hashes))
 
@@ -87,8 +87,11 @@ def find_checkpoints(reference: str, candidate: str) -> tuple[ResolvedCheckpoint
     return found[0], found[1]
 
 
-def pin_against(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
+def pin_against(profile: Profile, reference: ResolvedCheckpoint, stored: Collection[str]) -> Evidence:
     """The profile's evidence by content, with every guard compared with ``reference``.
+
+    Args:
+        stored: Formats of the two models.
 
     Raises:
         InvalidInput: for a profile without evidence, or a task or file that is not there.
@@ -101,7 +104,7 @@ def pin_against(profile: Profile, reference: ResolvedCheckpoint) -> Evidence:
         guards = (guard.model_copy(update={"guarded_by": reference.name}) for guard in profile.evaluate.tasks)
         tasks = distinct_guards(guards)  # guards that differed in their reference alone are one now
         profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
-    evidence = profile.pin_evidence((reference,), store().hashes)
+    evidence = profile.pin_evidence((reference,), store().hashes, stored)
     return evidence._replace(tasks=tuple(pin_data(task, evidence.scoring.time_limit) for task in evidence.tasks))
 
 
@@ -118,9 +121,10 @@ def comparison_content(profile: Profile, models: Sequence[PinnedCheckpoint], mea
         method=f"compared by profile {profile.name}",
         models=(_reported(reference, "parent", measured), _reported(candidate, "merge", measured)),
         verdict=measured.verdict.value,
-        scoring=profile.evaluate.scoring if profile.evaluate else None,
+        scoring=measured.evidence.scoring if profile.evaluate else None,
         asked=profile.evaluate.asked_alone if profile.evaluate else {},
-        windows=profile.perplexity.windows if profile.perplexity else None,
+        windows=measured.evidence.windows,
+        computed=measured.evidence.computed,
         files=(),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
         reproduce=(f"mergegate compare {reference.ref} {candidate.ref} --profile PROFILE",),

@@ -173,7 +173,9 @@ def preflight_profile(
     if _is_whole(candidates[0].recipe, parents[0]):
         with problems.noted():
             evidence = profile.pin_evidence(parents[0], store().hashes)
-    rules = _Rules.of(profile)
+    if evidence and evidence.computed:
+        problems.summary.append(evidence.computed)
+    rules = _Rules.of(profile, evidence)
     cleared = []
     for candidate, found in zip(every, parents, strict=True):
         with problems.noted():
@@ -305,9 +307,11 @@ class _Rules:
     remedy: str = ""  # of a licence that forbids a use which was only assumed: a warning
 
     @staticmethod
-    def of(profile: Profile) -> _Rules:
-        settings, root = profile.checks.license, profile.root
-        table, dtypes, checks = license_table(settings, root), profile.dtypes_to_evaluate(), profile.checks
+    def of(profile: Profile, evidence: Evidence | None = None) -> _Rules:
+        settings, root, checks = profile.checks.license, profile.root, profile.checks
+        table, dtypes = license_table(settings, root), profile.dtypes_to_evaluate()
+        if evidence and evidence.computed:
+            dtypes = ("float32",)
         return _Rules(
             settings,
             table,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,13 +29,21 @@ from tasks.judge import JudgeSettings
 from tasks.merge import MergeSettings
 from tasks.outside import RunnerSettings
 from tasks.perplexity import PerplexitySettings
-from tasks.preflight import CodeSettings, Evidence, TokenizerSettings, check_references, pin_evidence
+from tasks.preflight import (
+    CodeSettings,
+    Evidence,
+    TokenizerSettings,
+    check_references,
+    in_computed_dtype,
+    pin_evidence,
+    stored_dtypes,
+)
 from tasks.preflight.licenses import LicenseSettings
 from tasks.publish import ApprovalSettings
 from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
 from tasks.shadow import ShadowSettings
-from tasks.stage import Limits
+from tasks.stage import Limits, device_kind, formats_without_units
 from tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -204,14 +212,24 @@ class Profile(ProfileSection):
         """
         check_references(self.evaluate, self.perplexity, self.judge, parents)
 
-    def pin_evidence(self, parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Evidence:
-        """Tasks and documents by content, after seeing that every guard names a parent.
+    def pin_evidence(
+        self, parents: Sequence[ResolvedCheckpoint], hashes: HashMemo, made: Collection[str] | None = None
+    ) -> Evidence:
+        """Tasks and documents by content, after seeing that every guard names a parent; and in which format models are
+        computed on this machine.
+
+        Args:
+            made: Formats of what is measured beside the parents; None: those that the recipes ask for.
 
         Raises:
             InvalidInput: for a guard, a task or a file that is not there.
         """
         self.check_references(parents)
         evidence = pin_evidence(self.evaluate, self.perplexity, self.judge, self.root, hashes)
+        if without_units := formats_without_units(device_kind()):
+            written = (one.recipe.out_dtype or one.recipe.dtype for one in self.candidates()) if made is None else ()
+            made = [dtype.torch_name for dtype in written if dtype] if made is None else made
+            evidence = in_computed_dtype(evidence, {*stored_dtypes(parents), *made}, without_units)
         if self.sweep is None:
             return evidence
         swept = self.pin_sweep(evidence, hashes)
@@ -246,7 +264,7 @@ class Profile(ProfileSection):
         return tuple(dict.fromkeys([*guarded, *(self.sweep.asked_tasks if self.sweep else ())]))
 
     def dtypes_to_evaluate(self) -> tuple[str, ...]:
-        """In which the models will be loaded on this machine to be measured."""
+        """In which the models will be loaded on this machine to be measured, as it is written."""
         found = [str(self.perplexity.dtype)] if self.perplexity else []
         if self.evaluate and find_backend(self.evaluate.scoring.backend).loads_here:
             found.append(self.evaluate.scoring.dtype)

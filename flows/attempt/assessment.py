@@ -58,6 +58,7 @@ class Assessment(NamedTuple):
     scores: AllScores  # of a task as many parts as were evaluated
     likelihoods: dict[str, Artifact[Likelihoods]]  # by model
     verdict: StoredValue[GateVerdict]
+    evidence: Evidence  # on what, and how, all of it was measured
 
 
 def assess_merge(
@@ -112,7 +113,7 @@ def assess_merge(
         if not (looked_at := undecided_tasks(verdict.value)):
             if anchor and anchor_refused(verdict.value):
                 note_refusal(anchor.digest, merge.digest)
-            return Assessment(scores, likelihoods, verdict)
+            return Assessment(scores, likelihoods, verdict, evidence)
         look |= {task: next(end for end in plan[task] if end > look[task]) for task in looked_at}
 
 

@@ -4,6 +4,7 @@ What single families do is data, in ``families/``; everything else holds for all
 """
 
 from merge_core.architecture.architecture import (
+    dtype_in,
     find_tensor,
     has_own_head,
     has_vocabulary_rows,
@@ -31,6 +32,7 @@ __all__ = [
     "TensorKind",
     "before_layers",
     "described_families",
+    "dtype_in",
     "find_family",
     "find_tensor",
     "has_own_head",

@@ -99,6 +99,13 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
     return changed
 
 
+def dtype_in(config: Mapping[str, Any]) -> str:
+    """Format of most of the weights (``bfloat16``) as a configuration names it, and a loader takes it; else empty."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    named = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return next((name.removeprefix("torch.") for name in named if isinstance(name, str)), "")
+
+
 def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
     """``config`` for ``size`` embedding rows, in every part that names their number."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))

@@ -36,7 +36,9 @@ class Scoring(BaseModel):
         "installed package adds.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        default="auto", description="auto: as the checkpoint is stored, which is how it will be used."
+        default="auto",
+        description="auto: as the checkpoint is stored, which is how it will be used; float32 on a processor without "
+        "units for that format.",
     )
     batch_size: int = Field(default=16, ge=1)
     max_length: int | None = Field(default=None, ge=1, description="Tokens; absent: what the model was made for.")

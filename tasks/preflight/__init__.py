@@ -13,7 +13,14 @@ from tasks.preflight.compat import (
 )
 from tasks.preflight.custom_code import CodeSettings, custom_code_findings
 from tasks.preflight.duration import AROUND, STARTING, AskedTexts, NetworkSize, asking_seconds, merging_seconds
-from tasks.preflight.evidence import Evidence, JudgeQuestions, check_references, pin_evidence
+from tasks.preflight.evidence import (
+    Evidence,
+    JudgeQuestions,
+    check_references,
+    in_computed_dtype,
+    pin_evidence,
+    stored_dtypes,
+)
 from tasks.preflight.foresight import night_power, planned_looks, planned_tasks
 from tasks.preflight.machine import machine_findings, this_machine
 from tasks.preflight.sample_text import SAMPLE
@@ -38,6 +45,7 @@ __all__ = [
     "custom_code_findings",
     "cut_shares",
     "header_digests",
+    "in_computed_dtype",
     "machine_findings",
     "merging_seconds",
     "night_power",
@@ -46,6 +54,7 @@ __all__ = [
     "plan_once",
     "planned_looks",
     "planned_tasks",
+    "stored_dtypes",
     "this_machine",
     "with_shares",
 ]

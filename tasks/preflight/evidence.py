@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from merge_core.errors import InvalidInput, suggest
+from merge_core.architecture import dtype_in
+from merge_core.errors import InvalidInput, MergegateError, suggest
+from merge_core.parsing import read_json
 from merge_core.store import HashMemo
 from tasks.checkpoints import ResolvedCheckpoint
-from tasks.evaluation import EvalTask, Scoring, asking_of, require_effect, require_examples, require_own_mean
+from tasks.evaluation import (
+    EvalTask,
+    Scoring,
+    asking_of,
+    find_backend,
+    require_effect,
+    require_examples,
+    require_own_mean,
+)
 from tasks.gate import EvaluateSettings, GateRule, Guard, check_guards, comparable_parents, pin_tasks, with_anchor
 from tasks.judge import JudgePrompts, JudgeSettings, pin_prompts
 from tasks.perplexity import DriftLimits, HeldOutText, PerplexitySettings, WindowSettings, pin_documents
@@ -34,6 +45,7 @@ class Evidence(NamedTuple):
     limits: DriftLimits | None = None
     ensemble: bool = False
     answers: JudgeQuestions | None = None
+    computed: str = ""  # why models are computed in another format than they are stored in; empty where they are not
 
 
 def check_references(
@@ -94,3 +106,37 @@ def pin_evidence(
     if judge:
         evidence = evidence._replace(answers=JudgeQuestions(pin_prompts(judge, root, hashes), judge))
     return evidence
+
+
+def in_computed_dtype(evidence: Evidence, stored: Collection[str], without_units: Collection[str]) -> Evidence:
+    """``evidence`` with ``auto`` meaning float32, for all models alike, where one of them is stored in a format that
+    this machine cannot compute in. What is loaded elsewhere, by a server, is as it was.
+
+    Args:
+        stored: Formats of the models that are measured.
+        without_units: Formats that are converted here for each sum: slower than float32, and no more precise.
+    """
+    slow = sorted(set(stored) & set(without_units))
+    if not slow:
+        return evidence
+    scoring, windows, answers = evidence.scoring, evidence.windows, evidence.answers
+    wide: dict[str, str] = {"dtype": "float32"}
+    changed: dict[str, Any] = {}
+    if scoring.dtype == "auto" and find_backend(scoring.backend).loads_here:
+        changed["scoring"] = scoring.model_copy(update=wide)
+    if windows and windows.dtype == "auto":
+        changed["windows"] = windows.model_copy(update=wide)
+    if answers and answers.settings.dtype == "auto":
+        changed["answers"] = answers._replace(settings=answers.settings.model_copy(update=wide))
+    why = f"computed in float32: this processor has no units for {' and '.join(slow)}, in which models are stored"
+    is_asked = "scoring" not in changed or evidence.tasks or len(changed) > 1
+    return evidence._replace(**changed, computed=why if changed and is_asked else "")
+
+
+def stored_dtypes(models: Sequence[ResolvedCheckpoint]) -> frozenset[str]:
+    """Formats of models, as a loader takes them from their configurations; of one that has none nothing is said."""
+    found = set()
+    for model in models:
+        with suppress(MergegateError):  # whoever loads it says what is wrong with it
+            found.add(dtype_in(read_json(model.directory / "config.json")))
+    return frozenset(found - {""})

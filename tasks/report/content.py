@@ -127,6 +127,8 @@ class ReportContent(_Part):
     # By task, what is said of it alone: 'num_fewshot 5, chat template'.
     asked: Annotated[dict[str, str], Field(exclude_if=lambda tasks: not tasks)] = Field(default_factory=dict)
     windows: WindowSettings | None = None  # how the held-out text was read
+    # Why models were computed in another format than they are stored in.
+    computed: Annotated[str, Field(exclude_if=lambda why: not why)] = ""
     files: tuple[MergedFile, ...]
     versions: tuple[Library, ...]
     reproduce: tuple[str, ...]  # shell commands

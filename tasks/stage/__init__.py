@@ -4,7 +4,7 @@ Declare a stage with ``@stage``, an uncached step with ``@step``. A judgement re
 """
 
 from tasks.stage.combined import report_together
-from tasks.stage.environment import Runtime, device_kind, runtime, versions
+from tasks.stage.environment import Runtime, device_kind, formats_without_units, runtime, versions
 from tasks.stage.limits import Limits, TimeSpan, limited, memory_of_child
 from tasks.stage.logs import logged_for_machines
 from tasks.stage.looking import WorkToDo, about_to, looking
@@ -74,6 +74,7 @@ __all__ = [
     "bytes_made",
     "combined",
     "device_kind",
+    "formats_without_units",
     "home",
     "is_watched",
     "joint_status",

@@ -1,0 +1,146 @@
+"""In which format models are computed where they are measured: as they are stored, unless this machine only converts
+that format for each sum."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from demo_project import PROFILES, make_project
+
+from flows.profile import load_profile, parse_profile
+from merge_core.store.hashing import HashMemo
+from tasks.checkpoints.pin import resolve_parents
+from tasks.preflight import Evidence, in_computed_dtype
+from tasks.stage import formats_without_units
+
+X86 = "flags\t\t: fpu sse2 avx2 fma {}\n"
+ARM = "Features\t: fp asimd {}\n"
+
+
+@pytest.mark.parametrize(
+    ("processor", "lacking"),
+    [
+        (X86.format(""), "bfloat16 float16"),
+        (X86.format("avx512f avx512bw avx512_vnni"), "float16"),
+        (X86.format("avx512f avx512_bf16"), "float16"),
+        (X86.format("avx512_bf16 amx_bf16 avx512_fp16"), ""),
+        (ARM.format("evtstrm aes"), "bfloat16 float16"),
+        (ARM.format("fphp asimdhp"), "bfloat16"),
+        (ARM.format("asimdhp i8mm bf16"), ""),
+        ("vendor_id : IBM/S390\nfeatures\t: esan3 zarch\n", ""),
+        ("", ""),
+    ],
+)
+def test_what_a_processor_lacks_is_read_from_its_own_description(processor: str, lacking: str) -> None:
+    assert formats_without_units("cpu", "processor\t: 0\n" + processor) == set(lacking.split())
+    assert formats_without_units("cuda", processor) == set()
+
+
+ASKED = {
+    "name": "small",
+    "recipe": {
+        "merge_method": "linear",
+        "models": [{"model": str(PROFILES / "demo/models/base"), "parameters": {"weight": 1}}],
+    },
+    "evaluate": {"tasks": [{"task": "demo/tasks/copy.yaml", "guarded_by": "base", "max_drop": 3}]},
+    "perplexity": {"documents": "demo/data/held-out.jsonl"},
+}
+JUDGED = {"guarded_by": "base", "model": "m", "url": "http://127.0.0.1:1/v1"}
+
+
+def evidence(tmp_path: Path, profile: dict[str, object], recipe_dtype: str | None = None) -> Evidence:
+    recipe = {**ASKED["recipe"], **({"dtype": recipe_dtype} if recipe_dtype else {})}  # type: ignore[dict-item]
+    asked = parse_profile({**ASKED, **profile, "recipe": recipe, "root": PROFILES}, "profile")
+    return asked.pin_evidence(resolve_parents(asked.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite"))
+
+
+def dtypes(found: Evidence) -> dict[str, str]:
+    how = {"tasks": found.scoring, "text": found.windows, "answers": found.answers and found.answers.settings}
+    return {part: settings.dtype for part, settings in how.items() if settings}
+
+
+def test_auto_means_float32_where_the_stored_format_has_no_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"bfloat16"})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n' * 4)
+    found = evidence(tmp_path, {"judge": {**JUDGED, "prompts": str(prompts)}})
+    assert dtypes(found) == {"tasks": "float32", "text": "float32", "answers": "float32"}
+    assert found.computed.endswith("no units for bfloat16, in which models are stored")
+
+
+def test_what_is_merged_counts_as_well_as_what_it_is_merged_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"float16"})
+    assert dtypes(evidence(tmp_path, {})) == {"tasks": "auto", "text": "auto"}
+    assert dtypes(evidence(tmp_path, {}, "float16")) == {"tasks": "float32", "text": "float32"}
+
+
+@pytest.mark.parametrize("written", ["bfloat16", "float16", "float32"])
+def test_what_the_profile_says_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
+    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"bfloat16", "float16"})
+    said = {part: {**ASKED[part], "dtype": written} for part in ("evaluate", "perplexity")}  # type: ignore[dict-item]
+    found = evidence(tmp_path, dict(said))
+    assert dtypes(found) == {"tasks": written, "text": written}
+    assert found.computed == ""
+
+
+def test_what_a_server_loads_is_its_own_business(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"bfloat16"})
+    served = {"backend": "served", "server": {"url": "http://127.0.0.1:1/v1"}}
+    found = evidence(tmp_path, {"evaluate": {**ASKED["evaluate"], **served}, "perplexity": None})  # type: ignore[dict-item]
+    assert dtypes(found) == {"tasks": "auto"}
+    assert found.computed == ""
+
+
+@pytest.mark.parametrize("without_units", [set(), {"float16"}, {"bfloat16", "float16"}])
+def test_models_in_float32_are_computed_as_ever(tmp_path: Path, without_units: set[str]) -> None:
+    found = evidence(tmp_path, {})
+    assert in_computed_dtype(found, {"float32"}, without_units) == found
+    assert in_computed_dtype(found, set(), without_units) == found
+
+
+def test_it_is_told_and_is_measured_as_if_float32_had_been_written(
+    tmp_path: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project(tmp_path)
+    small = "max_documents: 20, max_increase: 50%"
+    profile = (
+        "name: small\nrecipe: demo/recipes/ties.yaml\n"
+        f"perplexity: {{documents: demo/data/held-out.jsonl, {small}}}\n"
+        "evaluate:\n  documents: 40\n  tasks: [{task: demo/tasks/copy.yaml, guarded_by: base, max_drop: 3}]\n"
+    )
+    (project.root / "profiles/small.yaml").write_text(profile)
+    wide = profile.replace(small, f"{small}, dtype: float32").replace(
+        "documents: 40", "documents: 40\n  dtype: float32"
+    )
+    (project.root / "profiles/wide.yaml").write_text(wide)
+    models = [str(PROFILES / "demo/models" / name) for name in ("base", "reverser")]
+    stages = ("perplexity", "evaluate")
+
+    written = project.mergegate("compare", *models, "--profile", "profiles/wide.yaml", "--json")
+    made = {stage: project.artifacts(stage) for stage in stages}
+    monkeypatch.setattr("flows.profile.formats_without_units", lambda device: {"bfloat16"})
+    chosen = project.mergegate("compare", *models, "--profile", "profiles/small.yaml", "--json")
+    assert {stage: project.artifacts(stage) for stage in stages} == made
+    assert all(made.values())
+
+    contents = [json.loads(done.stdout)["content"] for done in (written, chosen)]
+    assert "computed" not in contents[0]
+    assert [content["models"] for content in contents[:1]] == [contents[1]["models"]]
+    assert contents[1]["scoring"]["dtype"] == contents[1]["windows"]["dtype"] == "float32"
+    page = Path(json.loads(chosen.stdout)["report"]).read_text()
+    assert "Models were computed in float32: this processor has no units for bfloat16" in " ".join(page.split())
+
+    checked = project.mergegate("check", "profiles/small.yaml")
+    assert "no units for bfloat16" in " ".join(checked.stdout.split())
+
+
+def test_the_shipped_profiles_leave_it_to_the_machine() -> None:
+    for file in PROFILES.glob("*.yaml"):
+        profile = load_profile(file)
+        assert {"auto"} >= set(profile.dtypes_to_evaluate()), file
