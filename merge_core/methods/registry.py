@@ -11,11 +11,21 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 
 from merge_core.errors import InvalidInput, suggest
-from merge_core.methods import combination, model_stock, pairwise, ram, sce, spherical, task_vectors
+from merge_core.methods import (
+    agreement,
+    combination,
+    model_stock,
+    pairwise,
+    ram,
+    robust,
+    sce,
+    spherical,
+    task_vectors,
+)
 from merge_core.methods.contract import Method
 
 GROUP = "mergegate.methods"
-_FAMILIES = (combination, spherical, task_vectors, model_stock, sce, ram, pairwise)
+_FAMILIES = (combination, spherical, task_vectors, agreement, robust, model_stock, sce, ram, pairwise)
 _BUILT_IN = tuple(method for family in _FAMILIES for method in family.METHODS)
 
 

@@ -1,7 +1,8 @@
 """Methods on task vectors (differences to a base): sparsify each, weight it, agree on signs, add to the base.
 
 For every model ``i`` with weight ``w_i``: ``d_i = x_i - b``, sparsified (see :mod:`.sparsify`), and ``v_i = w_i d_i``.
-With a sign consensus an element's sign is elected and only contributions of that sign count. Then
+With a sign consensus an element's sign is elected and only contributions of that sign count; what is stitched counts
+where anything was kept of it. Then
 
     out = b + lambda * sum v_i / divisor
 
@@ -49,6 +50,8 @@ from merge_core.methods.sparsify import (
 if TYPE_CHECKING:
     import torch
 
+# Of a vote: what the recipe says.
+_AS_SAID = "consensus"
 # Below this a sum of weights is no divisor.
 _NO_DIVISOR = 1e-8
 
@@ -60,7 +63,7 @@ class Mixing:
     Args:
         weights: One per model.
         vote: ``sum``: the sign of the weighted sum; ``count``: of the number of positive and negative contributions;
-            None: no consensus.
+            ``kept``: nobody votes, every element that is not zero counts; None: no consensus, zeros count too.
         normalize: Divide by the weights that counted.
         scale: ``lambda``.
     """
@@ -85,10 +88,12 @@ def mix(mixing: Mixing, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tenso
     if mixing.vote is None:
         total = _add(weighted) / mixing.divisor
     else:
-        votes = weighted if mixing.vote == "sum" else [torch.sign(value) for value in weighted]
-        positive = _add(votes) >= 0
         # Zeros have no sign: they neither vote nor count.
-        counted = [torch.where(positive, value > 0, value < 0) for value in weighted]
+        counted = [value != 0 for value in weighted]
+        if mixing.vote != "kept":
+            votes = weighted if mixing.vote == "sum" else [torch.sign(value) for value in weighted]
+            positive = _add(votes) >= 0
+            counted = [torch.where(positive, value > 0, value < 0) for value in weighted]
         total = _add([torch.where(counts, value, 0.0) for counts, value in zip(counted, weighted, strict=True)])
         if mixing.normalize:
             # Widened first: a truth value times a number is float32 in torch, whatever the number's own precision.
@@ -107,12 +112,12 @@ def _add(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _steps(sparsify: Callable[[TensorTask], Folds], *, vote: bool) -> Callable[[TensorTask], Steps]:
+def _steps(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callable[[TensorTask], Steps]:
     def steps(task: TensorTask) -> Steps:
         sparsifier: Sparsifier = yield from sparsify(task)
         mixing = Mixing(
             weights=tuple(task.column("weight")),
-            vote=str(task.shared["consensus"]) if vote else None,
+            vote=str(task.shared["consensus"]) if vote == _AS_SAID else vote,
             normalize=bool(task.shared["normalize"]),
             scale=float(task.shared["lambda"]),
         )
@@ -124,7 +129,7 @@ def _steps(sparsify: Callable[[TensorTask], Folds], *, vote: bool) -> Callable[[
 def _fused(mixing: Mixing, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any], None]:
     arguments = (
         np.asarray(mixing.weights, np.float32),
-        (None, "sum", "count").index(mixing.vote),
+        (None, "sum", "count", "kept").index(mixing.vote),
         mixing.normalize,
         np.float32(mixing.divisor),
         np.float32(mixing.scale),
@@ -155,13 +160,20 @@ def _check_weights(shared: Values, per_input: Sequence[Values], where: str) -> N
 
 
 def _parameters(
-    *, normalize: bool, rescale: bool, vote: bool = False, density: bool = True, extra: Sequence[Parameter] = ()
+    *,
+    normalize: bool,
+    rescale: bool,
+    vote: str | None = None,
+    density: float | None = 1.0,
+    extra: Sequence[Parameter] = (),
 ) -> tuple[Parameter, ...]:
     kept = "share of each task vector's elements that is kept"
     ignored = "accepted for compatibility, has no effect"
     parameters = [
         Parameter("weight", "float", "non_base", REQUIRED, "factor of each task vector"),
-        Parameter("density", "float", "non_base", 1.0, kept if density else ignored, 0.0, 1.0),
+        Parameter(
+            "density", "float", "non_base", 1.0 if density is None else density, kept if density else ignored, 0.0, 1.0
+        ),
         *extra,
         Parameter("normalize", "bool", "shared", normalize, "divide by the weights that count"),
         Parameter(
@@ -175,7 +187,7 @@ def _parameters(
         Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector"),
         Parameter("int8_mask", "bool", "shared", False, ignored),
     ]
-    if vote:
+    if vote == _AS_SAID:
         parameters.append(
             Parameter(
                 "consensus",
@@ -205,7 +217,7 @@ def _method(
     summary: str,
     paper: str,
     sparsify: Callable[[TensorTask], Folds],
-    vote: bool,
+    vote: str | None,
     costs: Costs,
     traits: Traits,
     by_rows: bool = False,
@@ -218,7 +230,7 @@ def _method(
         base="required",
         models=(1, None),
         parameters=_parameters(vote=vote, **switches),
-        steps=_steps(sparsify, vote=vote),
+        steps=_steps(sparsify, vote),
         grain=row_length if by_rows else lambda shape, shared: GRAIN,
         check=_check_weights,
         costs=costs,
@@ -232,19 +244,19 @@ METHODS = (
         "The base plus a weighted sum of task vectors",
         _ARITHMETIC,
         dense,
-        False,
+        None,
         Costs(map=1.5),
         Traits(adapters="sum", adds_up=True),
         normalize=False,
         rescale=False,
-        density=False,
+        density=None,
     ),
     _method(
         "ties",
         "Keep the largest elements of each task vector, elect signs, average what agrees",
         _TIES,
         by_magnitude,
-        True,
+        _AS_SAID,
         Costs(map=2.6, fold=1.2, folds=folds_by_magnitude),
         Traits(
             adapters="products",
@@ -264,7 +276,7 @@ METHODS = (
         "Drop random elements of each task vector, rescale the rest, add up",
         _DARE,
         at_random,
-        False,
+        None,
         Costs(map=2.6, fold=2.3, folds=folds_at_random),
         Traits(adapters="products", adds_up=True, sparse=True),
         normalize=False,
@@ -275,7 +287,7 @@ METHODS = (
         "Drop random elements of each task vector, rescale the rest, elect signs, add up what agrees",
         _DARE,
         at_random,
-        True,
+        _AS_SAID,
         Costs(map=2.7, fold=2.3, folds=folds_at_random),
         Traits(adapters="products", sparse=True),
         normalize=False,
@@ -286,7 +298,7 @@ METHODS = (
         "Drop the smallest elements and the outliers of each task vector, add up the rest",
         _BREADCRUMBS,
         by_inner_magnitude,
-        False,
+        None,
         Costs(map=2.8, fold=1.5, folds=folds_by_magnitude),
         Traits(adapters="products", adds_up=True, sparse=True),
         normalize=False,
@@ -298,7 +310,7 @@ METHODS = (
         "Drop the smallest elements and the outliers of each task vector, elect signs, add up what agrees",
         _BREADCRUMBS,
         by_inner_magnitude,
-        True,
+        _AS_SAID,
         Costs(map=2.8, fold=1.5, folds=folds_by_magnitude),
         Traits(adapters="products", sparse=True),
         normalize=False,
@@ -310,7 +322,7 @@ METHODS = (
         "Drop elements at random, the small ones more often, rescale, elect signs, average what agrees",
         _DELLA,
         ranked_random,
-        True,
+        _AS_SAID,
         Costs(map=14.8, fold=14.0, folds=folds_at_random),
         Traits(adapters="products", sparse=True),
         normalize=True,
@@ -323,12 +335,24 @@ METHODS = (
         "Drop elements at random, the small ones more often, rescale, add up",
         _DELLA,
         ranked_random,
-        False,
+        None,
         Costs(map=14.8, fold=14.0, folds=folds_at_random),
         Traits(adapters="products", adds_up=True, sparse=True),
         normalize=False,
         rescale=True,
         extra=_EPSILON,
         by_rows=True,
+    ),
+    _method(
+        "localize_and_stitch",
+        "Keep the largest elements of each task vector, average where they overlap, leave the rest as the base has it",
+        "Localize-and-Stitch (without data), He et al. 2024, https://arxiv.org/abs/2408.13656",
+        by_magnitude,
+        "kept",
+        Costs(map=2.6, fold=1.2, folds=folds_by_magnitude),
+        Traits(adapters="products", sparse=True),
+        density=0.1,
+        normalize=True,
+        rescale=False,
     ),
 )

@@ -6,8 +6,9 @@ Who asks keeps what was said, in its own way: a stage in its artifact, the shado
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from itertools import islice
 from typing import NamedTuple
 
 from tasks.judge.comparison import ORDERS, Judgement, Order, Winner
@@ -48,6 +49,9 @@ def ask_judge(
     """What the judge says to each, in the order in which it answers. Where nobody is asked, the server need not be
     there; who stops listening stops the asking.
 
+    No more is ever asked beyond what has been heard than ``server.concurrency``, however slowly somebody listens: that
+    is what is lost, and asked once more, when this process is killed.
+
     Raises:
         InvalidInput: when the server cannot be asked.
     """
@@ -57,9 +61,17 @@ def ask_judge(
         connection = stack.enter_context(ChatServer(server))
         pool = ThreadPoolExecutor(server.concurrency, thread_name_prefix="judge")
         stack.callback(pool.shutdown, cancel_futures=True)
-        futures = [pool.submit(_ask, connection, question, judging, instructions) for question in questions]
-        for done in as_completed(futures):
-            yield done.result()
+
+        def begin(count: int) -> set[Future[Judgement]]:
+            return {pool.submit(_ask, connection, question, judging, instructions) for question in islice(left, count)}
+
+        left = iter(questions)
+        waiting = begin(server.concurrency)
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for one in done:
+                yield one.result()
+                waiting |= begin(1)
 
 
 def _ask(connection: ChatServer, question: Question, judging: Judging, instructions: str) -> Judgement:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _LOGGERS = ("distributed", "distributed.worker", "distributed.nanny", "distributed.scheduler", "distributed.core")
 _PATIENCE_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 class DaskCluster:
@@ -129,7 +130,11 @@ class DaskCluster:
         if not self._ours:
             with suppress(Exception):  # theirs goes on; what their workers keep for us need not
                 self._client.run(end_slot, 0)
-        self._held.close()
+        try:
+            self._held.close()
+        except Exception as error:
+            # Of its own account of workers that are gone already: all that was asked of it is done.
+            _log.info("Dask's cluster did not end quietly: %r", error)
 
 
 def _hush() -> None:

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from merge_core import EngineSettings, MergeRecord, load_recipe, merge_weights, open_checkpoint, plan_merge
+from merge_core import (
+    EngineSettings,
+    MergeRecord,
+    load_recipe,
+    merge_methods,
+    merge_weights,
+    open_checkpoint,
+    plan_merge,
+)
 
 LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
 
@@ -100,11 +108,10 @@ def recipe_of(method: str) -> str:
         "nearswap": "t: 0.0005",
         "ramplus_tl": "epsilon: 0.0001",
         "sce": "select_topk: 0.3",
-        "model_stock": "{}",
-        **dict.fromkeys(("karcher", "arcee_fusion", "passthrough", "ram"), "{}"),
     }
-    weights = "weight: 0.5" + ("" if method in ("linear", "nuslerp", "multislerp") else ", density: 0.4")
+    usual = {"weight": 0.5, "density": 0.4}
+    taken = {name: value for name, value in usual.items() if merge_methods()[method].parameter(name)}
     chosen = ", ".join(f"{{model: {name}}}" for name in models.get(method, "a, b, c").split(", "))
     base = "" if method in ("linear", "slerp", "karcher", "passthrough") else "base_model: base\n"
-    values = parameters.get(method, weights).removeprefix("{}")
+    values = parameters.get(method, ", ".join(f"{name}: {value}" for name, value in taken.items()))
     return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{values}}}\ndtype: bfloat16\n"

@@ -92,6 +92,45 @@ def ties(
     return mix(base, kept, weight=weight, consensus=consensus, normalize=normalize, scale=scale)
 
 
+def localize_and_stitch(
+    base: Array,
+    models: list[Array],
+    *,
+    weight: list[float],
+    density: list[float],
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> Array:
+    kept = [keep_largest(x - base, share) for x, share in zip(models, density, strict=True)]
+    total = sum(w * one for w, one in zip(weight, kept, strict=True))
+    shares = sum(w * (one != 0) for w, one in zip(weight, kept, strict=True))
+    return base + scale * (np.divide(total, shares, out=np.zeros_like(base), where=shares != 0) if normalize else total)
+
+
+def consensus_ta(
+    base: Array,
+    models: list[Array],
+    *,
+    weight: list[float],
+    threshold: list[float],
+    agreement: int = 2,
+    scale: float = 1.0,
+) -> Array:
+    vectors = np.stack([w * (x - base) for w, x in zip(weight, models, strict=True)])
+    total = vectors.sum(0)
+    masks = [abs(v) > limit * abs(total - v) for v, limit in zip(vectors, threshold, strict=True)]
+    return base + scale * np.where(np.sum(masks, 0) >= agreement, total, 0)
+
+
+def median(base: Array, models: list[Array], *, scale: float = 1.0) -> Array:
+    return base + scale * np.median([x - base for x in models], 0)
+
+
+def trimmed_mean(base: Array, models: list[Array], *, left_out: int, scale: float = 1.0) -> Array:
+    ordered = np.sort([x - base for x in models], 0)
+    return base + scale * ordered[left_out : len(models) - left_out].mean(0)
+
+
 def slerp_chain(base: Array | None, models: list[Array], *, t: float) -> Array:
     result = models[0]
     for model in models[1:]:

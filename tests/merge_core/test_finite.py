@@ -28,13 +28,8 @@ CONFIG = {"num_hidden_layers": 0, "tie_word_embeddings": True}
 # What the methods ask for: models beside the base, and parameters that must be given.
 MODELS = {"slerp": "ab", "nuslerp": "ab", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
 WITHOUT_BASE = ("linear", "slerp", "karcher", "passthrough")
-PARAMETERS = {
-    "slerp": "t: 0.4",
-    "nearswap": "t: 0.0005",
-    "sce": "select_topk: 0.3",
-    **dict.fromkeys(("linear", "nuslerp", "multislerp"), "weight: 0.5"),
-    **dict.fromkeys(("karcher", "arcee_fusion", "passthrough", "ram", "ramplus_tl", "model_stock"), ""),
-}
+PARAMETERS = {"slerp": "t: 0.4", "nearswap": "t: 0.0005", "sce": "select_topk: 0.3"}
+USUAL = {"weight": 0.5, "density": 0.4}
 # Further passes, and rows in place of grains.
 VARIANTS = {
     "nuslerp": ["weight: 0.5, nuslerp_flatten: false, nuslerp_row_wise: true"],
@@ -44,10 +39,16 @@ VARIANTS = {
     "linear": ["weight: 0, normalize: false"],
     "task_arithmetic": ["weight: 0, lambda: 0"],
 }
+
+
+def usual_parameters(method: str) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in USUAL.items() if merge_methods()[method].parameter(name))
+
+
 CASES = [
     (method, parameters)
     for method in sorted(merge_methods())
-    for parameters in [PARAMETERS.get(method, "weight: 0.5, density: 0.4"), *VARIANTS.get(method, [])]
+    for parameters in [PARAMETERS.get(method, usual_parameters(method)), *VARIANTS.get(method, [])]
 ]
 
 
@@ -134,7 +135,7 @@ def test_a_tensor_that_is_nothing_else_is_counted_whole(
     model = models_of(method)[-1]
     everything = dict.fromkeys(range(TOKENS * HIDDEN), BAD[0])
     spoil(family, "bfloat16", tmp_path, {model: everything})
-    text = recipe_of(method, PARAMETERS.get(method, "weight: 0.5, density: 0.4"))
+    text = recipe_of(method, PARAMETERS.get(method, usual_parameters(method)))
     refused(text, tmp_path, model, TOKENS * HIDDEN, kernels=kernels, block_elements=4096, threads=3)
 
 
@@ -239,7 +240,7 @@ def test_nothing_is_read_once_more_for_it(
 
     monkeypatch.setattr(blocks, "read_into", counted)
     spoil(family, "bfloat16", tmp_path, {})
-    text = recipe_of(method, PARAMETERS.get(method, "weight: 0.5, density: 0.4"))
+    text = recipe_of(method, PARAMETERS.get(method, usual_parameters(method)))
     merge_text(text, tmp_path, "with")
     with_rule, read[:] = sum(read), []
     monkeypatch.setattr(blocks, "count_non_finite", lambda *_, **__: 0)

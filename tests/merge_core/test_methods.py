@@ -63,6 +63,42 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
             "scale": 1.2,
         },
     ),
+    "localize_and_stitch": (
+        "merge_method: localize_and_stitch" + MODELS + "parameters: {lambda: 1.1}",
+        oracle.localize_and_stitch,
+        {"weight": WEIGHTS, "density": DENSITIES, "scale": 1.1},
+    ),
+    "localize_and_stitch, added up": (
+        "merge_method: localize_and_stitch" + THREE + "parameters: {weight: 0.4, density: 0.3, normalize: false}",
+        oracle.localize_and_stitch,
+        {"weight": [0.4] * 3, "density": [0.3] * 3, "normalize": False},
+    ),
+    "consensus_ta": (
+        "merge_method: consensus_ta" + THREE + "parameters: {weight: 0.6, lambda: 0.8}",
+        oracle.consensus_ta,
+        {"weight": [0.6] * 3, "threshold": [0.4] * 3, "scale": 0.8},
+    ),
+    "consensus_ta of all, each with its own threshold": (
+        "merge_method: consensus_ta\nbase_model: base\nmodels:\n"
+        "  - {model: a, parameters: {weight: 0.7, threshold: 0.1}}\n"
+        "  - {model: b, parameters: {weight: 0.5, threshold: 0.3}}\n"
+        "  - {model: c, parameters: {weight: -0.3, threshold: 0.05}}\n"
+        "parameters: {agreement: 3}",
+        oracle.consensus_ta,
+        {"weight": WEIGHTS, "threshold": [0.1, 0.3, 0.05], "agreement": 3},
+    ),
+    "median": ("merge_method: median" + THREE, oracle.median, {}),
+    "median of two": (
+        "merge_method: median\nbase_model: base\nmodels: [{model: a}, {model: b}]\nparameters: {lambda: 0.5}",
+        oracle.median,
+        {"scale": 0.5},
+    ),
+    "trimmed_mean": (
+        "merge_method: trimmed_mean" + THREE + "parameters: {trim: 0.34, lambda: 1.3}",
+        oracle.trimmed_mean,
+        {"left_out": 1, "scale": 1.3},
+    ),
+    "trimmed_mean of few": ("merge_method: trimmed_mean" + THREE, oracle.trimmed_mean, {"left_out": 0}),
     "slerp of three, one after the other": (
         "merge_method: slerp\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\nparameters: {t: 0.3}",
         oracle.slerp_chain,

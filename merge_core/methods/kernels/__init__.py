@@ -8,11 +8,13 @@ sums have explicit lanes. Compiled once per machine, see :mod:`.compiled`.
 Stored numbers are uint16 (bit patterns of bfloat16) or float32; arithmetic is float32, long sums are float64.
 """
 
+from merge_core.methods.kernels.agreement import consensus
 from merge_core.methods.kernels.change import add_change
 from merge_core.methods.kernels.combination import combine, gram
 from merge_core.methods.kernels.interference import oppositions, squares
 from merge_core.methods.kernels.pairwise import fuse, importances, nearswap
 from merge_core.methods.kernels.ram import changes, ram
+from merge_core.methods.kernels.robust import middle
 from merge_core.methods.kernels.sce import energies, sce, variances
 from merge_core.methods.kernels.selection import (
     first_digit_of,
@@ -33,6 +35,7 @@ __all__ = [
     "add_change",
     "changes",
     "combine",
+    "consensus",
     "energies",
     "first_digit_of",
     "first_digits",
@@ -42,6 +45,7 @@ __all__ = [
     "inspect",
     "kept_norms",
     "look_into_windows",
+    "middle",
     "nearswap",
     "next_digit_of",
     "next_digits",

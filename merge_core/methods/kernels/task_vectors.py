@@ -87,7 +87,9 @@ def task_vectors(
     noted: Any,
     out: Any,
 ) -> None:
-    """Sparsify, weight, agree, add to the base; see :func:`.task_vectors.mix`. ``vote``: 0 none, 1 sum, 2 count.
+    """Sparsify, weight, agree, add to the base; see :func:`.task_vectors.mix`.
+
+    ``vote``: 0 none, 1 sum, 2 count, 3 kept.
 
     ``noted``: what :func:`kept_norms` found to be kept; empty where it is to be found out here.
     """
@@ -125,13 +127,14 @@ def task_vectors(
             for j in range(m):
                 total[j] /= divisor
         else:
-            _elect(weighted, m, vote, elected)
+            if vote != 3:
+                _elect(weighted, m, vote, elected)
             total[:m] = zero
             shares[:m] = zero
             for i in range(count):
                 weight = weights[i]
                 for j in range(m):
-                    counts = weighted[i, j] * elected[j] > zero
+                    counts = weighted[i, j] != zero if vote == 3 else weighted[i, j] * elected[j] > zero
                     total[j] += weighted[i, j] if counts else zero
                     shares[j] += weight if counts else zero
             if normalize:

@@ -1,0 +1,84 @@
+"""Task vectors added up only where several of them matter.
+
+Consensus Task Arithmetic: with ``v_i = w_i (x_i - b)`` and ``T = sum v_i``, model i needs an element when
+
+    |v_i| > threshold * |T - v_i|
+
+An element that fewer than ``agreement`` models need is left as the base has it: what one model alone needs it often
+does without, and what none needs is noise. Wang et al. 2024, https://arxiv.org/abs/2405.07813
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.methods.contract import (
+    REQUIRED,
+    Block,
+    Costs,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    StoredBlock,
+    TensorTask,
+    Traits,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _consensus(task: TensorTask) -> Steps:
+    weights, thresholds = task.column("weight"), task.column("threshold")
+    agreement, scale = int(task.shared["agreement"]), float(task.shared["lambda"])
+
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        weighted = [delta * weight for delta, weight in zip(block.deltas(), weights, strict=True)]
+        total = weighted[0]
+        for vector in weighted[1:]:  # Left to right: the order of additions is part of the result.
+            total = total + vector
+        needed = torch.zeros(total.shape, dtype=torch.int32, device=total.device)
+        for vector, threshold in zip(weighted, thresholds, strict=True):
+            needed += vector.abs() > (total - vector).abs() * threshold
+        return block.base + torch.where(needed >= agreement, total, 0.0) * scale
+
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.methods import kernels
+
+        arguments = (np.asarray(weights, np.float32), np.asarray(thresholds, np.float32), agreement, np.float32(scale))
+        kernels.consensus(block.data, block.rows, block.length, *arguments, out)
+
+    return Map(of, fused)
+    yield  # A generator without a fold.
+
+
+METHODS = (
+    Method(
+        name="consensus_ta",
+        summary="Add up task vectors where at least two models need the element, leave the rest as the base has it",
+        paper="Consensus Task Arithmetic (TALL masks), Wang et al. 2024, https://arxiv.org/abs/2405.07813",
+        base="required",
+        models=(1, None),
+        parameters=(
+            Parameter("weight", "float", "non_base", REQUIRED, "factor of each task vector"),
+            Parameter(
+                "threshold",
+                "float",
+                "non_base",
+                0.4,
+                "how large an element of a model must be, in those of all others together, to be needed by it",
+                0.0,
+            ),
+            Parameter("agreement", "int", "shared", 2, "models that must need an element", 1),
+            Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector"),
+        ),
+        steps=_consensus,
+        costs=Costs(map=2.0),
+        traits=Traits(adapters="products"),
+    ),
+)

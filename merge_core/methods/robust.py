@@ -1,0 +1,86 @@
+"""What most of the models say, element by element: their median, or their mean without the extremes.
+
+A mean follows one model as far as that one likes to go; these do not. Of the task vectors ``d_i = x_i - b``, sorted by
+value in each element, those in the middle are averaged:
+
+    out = b + lambda * mean(d_(k), ..., d_(n - 1 - k))
+
+The trimmed mean leaves out ``k = floor(trim * n)`` on each side; the median as many as leave one, or two. Sign, size
+and place of what is left out do not matter, so fewer than half of the models cannot carry the result away. Where they
+differ honestly (each has its own skill), what only a few have is lost with the rest.
+
+Yin et al. 2018, https://arxiv.org/abs/1803.01498
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, StoredBlock, TensorTask, Traits
+
+if TYPE_CHECKING:
+    import torch
+
+_PAPER = "Byzantine-robust distributed learning, Yin et al. 2018, https://arxiv.org/abs/1803.01498"
+_LAMBDA = Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector")
+_TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models that is left out on each side", 0.0, 0.49)
+
+
+def _middle(skipped: int, scale: float) -> Map:
+    """Average what lies between the ``skipped`` lowest and highest task vectors of each element, and add it."""
+
+    def of(block: Block) -> torch.Tensor:
+        ordered = block.deltas().sort(0).values
+        kept = ordered[skipped : len(ordered) - skipped]
+        total = kept[0]
+        for value in kept[1:]:  # From low to high, not torch.sum: the order of additions is part of the result.
+            total = total + value
+        return block.base + total / len(kept) * scale
+
+    def fused(block: StoredBlock, out: Any) -> None:
+        from merge_core.methods import kernels
+
+        kernels.middle(block.data, block.rows, block.length, skipped, np.float32(scale), out)
+
+    return Map(of, fused)
+
+
+def _median(task: TensorTask) -> Steps:
+    return _middle((len(task.per_input) - 2) // 2, float(task.shared["lambda"]))
+    yield  # A generator without a fold.
+
+
+def _trimmed(task: TensorTask) -> Steps:
+    # A share like 0.2 of five models is one, whatever floating point makes of the product.
+    skipped = math.floor(float(task.shared["trim"]) * (len(task.per_input) - 1) + 1e-9)
+    return _middle(skipped, float(task.shared["lambda"]))
+    yield  # A generator without a fold.
+
+
+METHODS = (
+    Method(
+        name="median",
+        summary="The base plus the median of the task vectors, element by element",
+        paper=_PAPER,
+        base="required",
+        models=(1, None),
+        parameters=(_LAMBDA,),
+        steps=_median,
+        costs=Costs(map=2.0),
+        traits=Traits(adapters="products"),
+    ),
+    Method(
+        name="trimmed_mean",
+        summary="The base plus the mean of the task vectors without the extremes of each element",
+        paper=_PAPER,
+        base="required",
+        models=(1, None),
+        parameters=(_TRIM, _LAMBDA),
+        steps=_trimmed,
+        costs=Costs(map=2.0),
+        traits=Traits(adapters="products"),
+    ),
+)

@@ -1,0 +1,45 @@
+"""Asking many things at a time of a judge that somebody listens to slowly."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from judge_server import Response, completion, serving
+
+from tasks.judge.asking import ask_judge, both_orders
+from tasks.judge.prompts import Prompt
+from tasks.judge.settings import JudgeServer, Judging
+
+MOST = 3
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_what_was_asked_and_not_heard_is_never_more_than_is_asked_at_a_time() -> None:
+    lock, beyond = threading.Lock(), 0
+    asked = heard = 0
+
+    def answer(body: dict[str, Any]) -> Response:
+        nonlocal asked, beyond
+        with lock:
+            asked += 1
+            beyond = max(beyond, asked - heard)
+        return completion('{"reasoning": "", "verdict": "tie"}')
+
+    prompts = [Prompt(id=str(number), turns=("which?",), references=(None,)) for number in range(60)]
+    questions = [one for prompt in prompts for one in both_orders(prompt, 0, ["this"], ["that"])]
+    said = []
+    with serving(answer) as judge:
+        server = JudgeServer(url=judge.url, concurrency=MOST)
+        for judgement in ask_judge(questions, Judging(model="judge", dimensions={"clarity": "Clear."}), server, ""):
+            said.append((judgement.prompt, judgement.turn, judgement.order))
+            with lock:
+                heard += 1
+    assert sorted(said) == sorted(question.key for question in questions)
+    assert 1 < beyond <= MOST
