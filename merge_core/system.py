@@ -1,4 +1,5 @@
-"""What only Linux has, asked for in one place: each call with what is done where it is not there.
+"""What only Linux has, asked for in one place: each call with what is done where it is not there; and what its kernel
+says of the machine.
 
 Merging needs none of it to be right. Where a call is absent (macOS, the BSDs), reading is less far ahead, a full disk
 is found while writing, a step of a chain lies in a temporary file instead of memory. What needs Linux and has no other
@@ -13,14 +14,16 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from merge_core.errors import Refused
 
 _CACHESTAT = 451  # of every processor but one
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")  # absent elsewhere
 
 
 def require_posix(kind: str) -> None:
@@ -87,10 +90,66 @@ def cached_bytes(fd: int, start: int, count: int) -> int | None:
 
 
 def available_memory() -> int:
-    """Bytes that could be had without swapping; elsewhere, half of what there is."""
-    with suppress(OSError, StopIteration), Path("/proc/meminfo").open() as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Bytes that could be had without swapping; where the system does not say, half of what there is."""
+    memory = system_memory()
+    return memory.available if memory else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bytes of one kind of memory."""
+
+    total: int
+    available: int
+
+
+def system_memory() -> Capacity | None:
+    """Of this system, or of what a container or a service leaves of it to this process; None where the system does not
+    say."""
+    if not (lines := kernel_lines("meminfo")):
+        return None
+    sizes = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+    found = Capacity(sizes["MemTotal"], sizes.get("MemAvailable", sizes["MemFree"]))
+    for group in filter(None, map(control_group, control_groups())):
+        found = Capacity(min(found.total, group.total), min(found.available, group.available))
+    return found
+
+
+def control_groups(place: Path = _CONTROL_GROUPS, own: Sequence[str] | None = None) -> tuple[Path, ...]:
+    """The control groups (cgroup version 2) that this process is in, from its own to the outermost: each has a limit of
+    its own, or none.
+
+    Args:
+        place: Where the system shows them; a container sees its own as the outermost.
+        own: Lines of ``/proc/self/cgroup``; None: read there.
+    """
+    lines = kernel_lines("self/cgroup") if own is None else own
+    inside = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    parts = Path(inside).parts
+    if ".." in parts:  # Of a process that was begun outside of what is shown here.
+        parts = ()
+    return tuple(place.joinpath(*parts[:count]) for count in range(len(parts), -1, -1))
+
+
+def control_group(place: Path) -> Capacity | None:
+    """The limit of one; None without."""
+    try:
+        limit = int((place / "memory.max").read_text())
+        used = int((place / "memory.current").read_text())
+        numbers = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such limit, or "max"
+        return None
+    # Cached files count as used, and go when memory is asked for.
+    cached = int(numbers.get("inactive_file", 0)) + int(numbers.get("active_file", 0))
+    return Capacity(limit, max(0, min(limit, limit - used + cached)))
+
+
+def kernel_lines(name: str) -> list[str]:
+    """What the kernel says under ``/proc``: ``meminfo``, ``cpuinfo``. None elsewhere."""
+    try:
+        return (Path("/proc") / name).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 @cache

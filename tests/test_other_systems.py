@@ -24,8 +24,7 @@ FLOORS = ("merge_core", "tasks", "flows")
 
 # Where what only Linux has may be asked for, and why there.
 LINUX = {
-    "merge_core/system.py": "what merging takes of it, each with what stands in for it",
-    "tasks/outside/linux.py": "what the other floors read of its kernel; who needs it is refused there",
+    "merge_core/system.py": "what merging takes of it, each with what stands in for it; what its kernel says",
     "tasks/outside/supervised.py": "run by path with a bare interpreter; refused elsewhere before it is started",
     "tasks/outside/confinement.py": "loaded by path, by that",
     "tasks/outside/program_child.py": "run by path in a confined process",

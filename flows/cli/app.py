@@ -197,6 +197,30 @@ def sweep_command(
     raise typer.Exit(outcome.exit_code)
 
 
+@app.command("tune")
+def tune_command(
+    profile: Annotated[Path, typer.Argument(help="A profile whose recipe has a 'lambda', and tasks.")],
+    trials: Annotated[int, typer.Option(min=2, help="Scales that are tried.")] = 16,
+    search: Annotated[int, typer.Option(min=10, help="Documents of each task that the search looks at.")] = 50,
+    confirmation: Annotated[int, typer.Option(min=20, help="Others, that the one found is confirmed on.")] = 100,
+    release: Annotated[bool, typer.Option("--release/--no-release", help="Whether it is released then.")] = False,
+    verbose: Verbose = False,
+    as_json: Json = False,
+) -> None:
+    """Find the scale ('lambda') at which a merge is surest of what it says; right answers are not needed."""
+    with _refusals(as_json):
+        _prepare_environment()
+        from flows.cli.tune import tuned_profile
+        from flows.sweep import sweep
+
+        read = tuned_profile(_read_profile(profile, "sweep"), trials=trials, search=search, confirmation=confirmation)
+        console = _console(as_json)
+        flow = partial(sweep, read, release=release, return_state=True)
+        outcome = _watched(flow, read.headline(), profile, console, verbose=verbose)
+        _print_outcome(console, outcome, as_json)
+    raise typer.Exit(outcome.exit_code)
+
+
 @shadow_app.command("look")
 def shadow_look_command(
     profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],

@@ -11,6 +11,7 @@ from rich.text import Text
 from flows.cli.looks import short_path
 from flows.cli.score_table import print_scores, print_table
 from flows.cli.sweep_summary import sweep_summary
+from flows.cli.tune import has_a_scale
 from flows.outcome import RunOutcome
 from tasks.report import CostTable, costs, final_table
 from tasks.stage import Section
@@ -76,6 +77,8 @@ def what_next(outcome: RunOutcome, profile: Path) -> str:
         return f"mergegate run {profile}, which also publishes it where the profile says 'publish'"
     if outcome.status == "refused" and outcome.content is not None:
         offer = "add what is under 'to try' to the profile, then run again; " if outcome.to_try else ""
+        if outcome.content.scoring and has_a_scale(outcome.content.recipe):
+            offer += f"mergegate tune {profile} looks for the scale of this merge that is best; "
         return f"{offer}mergegate open {outcome.content.name} shows the report"
     return f"mergegate check {profile}"
 

@@ -8,7 +8,7 @@ from tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
 from tasks.checkpoints.applied import loadable, loadable_alone, loadable_before
 from tasks.checkpoints.fetch import fetch_weights
 from tasks.checkpoints.files import deciding_files, identify_files, require_same_files
-from tasks.checkpoints.memory import Capacity, gpu_memory, system_memory
+from tasks.checkpoints.memory import gpu_memory
 from tasks.checkpoints.model import Model, files_state
 from tasks.checkpoints.model_cache import (
     LoadedModel,
@@ -42,7 +42,6 @@ from tasks.checkpoints.pin import (
 )
 
 __all__ = [
-    "Capacity",
     "LoadedModel",
     "Model",
     "PinnedAdapter",
@@ -81,7 +80,6 @@ __all__ = [
     "resolve_parents",
     "search_parents",
     "size_of_adapter",
-    "system_memory",
     "tokenizer_digest",
     "unload",
 ]

@@ -21,7 +21,8 @@ from typing import Any
 
 from merge_core.errors import InvalidInput
 from merge_core.store import digest
-from tasks.checkpoints.memory import gpu_memory, system_memory
+from merge_core.system import system_memory
+from tasks.checkpoints.memory import gpu_memory
 from tasks.checkpoints.model import Model
 
 SMALLER = "a smaller batch_size or max_length, or dtype: bfloat16"  # the remedy where memory does not suffice

@@ -41,8 +41,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 from merge_core.engine import has_cuda_driver
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from merge_core.store import refusing_disk, state_directory
+from merge_core.system import system_memory
 from merge_core.wording import detail
-from tasks.checkpoints.memory import system_memory
 from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload

@@ -11,7 +11,7 @@ host (``gpu_lock``). ``require_linux`` says what needs it (``linux``).
 
 from tasks.outside.confinement import Confinement, environment_of_child
 from tasks.outside.gpu_lock import HeldGpus, hold_gpus, take_gpus
-from tasks.outside.linux import CONTROL_GROUPS, kernel_lines, require_linux
+from tasks.outside.linux import require_linux
 from tasks.outside.programs import ProgramEnd, ProgramLimits, run_program
 from tasks.outside.remote import (
     TRANSIENT_STATUSES,
@@ -29,7 +29,6 @@ from tasks.outside.slots import GivenUp, Slot, also_end, at_slot, current_slot, 
 from tasks.outside.supervised import Gpus, NotStarted, ProcessEnd, SupervisedProcess
 
 __all__ = [
-    "CONTROL_GROUPS",
     "TRANSIENT_STATUSES",
     "Answer",
     "Confinement",
@@ -55,7 +54,6 @@ __all__ = [
     "here",
     "hold_gpus",
     "is_transient",
-    "kernel_lines",
     "open_runner",
     "plain_address",
     "require_linux",

@@ -9,19 +9,8 @@ GPU, and foreign code would reach the network, so no model and no task is run el
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from merge_core.errors import Refused
-
-CONTROL_GROUPS = Path("/sys/fs/cgroup")  # absent elsewhere
-
-
-def kernel_lines(name: str) -> list[str]:
-    """What the kernel says under ``/proc``: ``meminfo``, ``cpuinfo``. None elsewhere."""
-    try:
-        return (Path("/proc") / name).read_text(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def require_linux(system: str = sys.platform) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merge_core.errors import Finding
+from merge_core.system import Capacity, system_memory
 from merge_core.wording import format_bytes
-from tasks.checkpoints import Capacity, ResolvedCheckpoint, gpu_memory, system_memory
+from tasks.checkpoints import ResolvedCheckpoint, gpu_memory
 from tasks.preflight.compat import Compatibility
 from tasks.stage import home, nearest
 

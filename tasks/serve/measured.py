@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.engine import usable_cores
+from merge_core.system import kernel_lines
 from merge_core.wording import format_bytes, format_short_time
-from tasks.outside import kernel_lines
 
 
 class ServingCost(BaseModel):

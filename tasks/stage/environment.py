@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.engine import has_cuda_driver
+from merge_core.system import kernel_lines
 
-# The units of x86 and of Arm with which a product in a half format is no slower than in float32, as Linux names them.
-# In AVX-512 oneDNN widens bfloat16 on the way (measured: docs/performance.md).
+# The units of x86 and of Arm with which a product in a half format is quicker than in float32, or nearly as quick, as
+# Linux names them. In AVX-512 oneDNN widens bfloat16 on the way (measured: docs/performance.md).
 _UNITS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "avx512bw", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
@@ -47,22 +46,18 @@ def device_kind() -> Literal["cpu", "cuda"]:
 
 
 def formats_without_units(device: str, processor: str | None = None) -> frozenset[str]:
-    """Half formats (bfloat16, float16) that ``device`` can only convert, not compute in: a matrix product takes two to
-    four times as long in them as in float32 (docs/performance.md).
+    """Half formats (bfloat16, float16) that ``device`` can only convert, not compute in: a matrix product takes three
+    to four times as long in them as in float32 (docs/performance.md).
 
     Args:
         processor: As Linux describes it; None: this one. Of a processor that nobody describes nothing is said.
     """
-    if device != "cpu":
+    lines = kernel_lines("cpuinfo") if processor is None else processor.splitlines()
+    described = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    units = set(described.partition(":")[2].split())
+    if device != "cpu" or not units:
         return frozenset()
-    if processor is None:
-        try:
-            processor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return frozenset()
-    described = re.search(r"^(?:flags|Features)\s*:(.*)$", processor, re.MULTILINE)
-    units = set(described[1].split()) if described else None
-    return frozenset(name for name, any_of in _UNITS.items() if units is not None and not units & any_of)
+    return frozenset(name for name, any_of in _UNITS.items() if not units & any_of)
 
 
 def versions(*distributions: str) -> dict[str, str]:

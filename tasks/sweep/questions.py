@@ -1,11 +1,14 @@
 """What every trial of a study is asked, as batches of tokens; and how a network in memory answers. In the child only.
 
 Built once for a tokenizer and a set of documents, then asked of one candidate after another. A document is asked for
-the log-likelihood of its answers, so one forward pass a document gives three measures:
+the log-likelihood of its answers, so one forward pass a document gives four measures:
 
 * ``log_likelihood``: ``log p(answer | prompt) / tokens of the answer``, of the best right answer. Nats a token, <= 0.
 * ``probability``: of choices ``p(right) / p(all choices)``, else ``p(answer | prompt)``. In [0, 1].
 * ``exact``: 1 where the greedy answer is the right one token by token; of choices, where the likeliest is a right one.
+* ``entropy``: minus the entropy of what the model expects: of choices that of ``p(choice) / p(all choices)``, nats;
+  else that of the next token, mean over the positions of the answers, nats a token. It does not look at which answer
+  is right. Entropy of predictions is what AdaMerging minimises (Yang et al. 2024, https://arxiv.org/abs/2310.02575).
 
 ``metric`` has answers written out, by lm-eval; held-out text is read in the windows of ``tasks.perplexity``.
 
@@ -21,7 +24,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -99,6 +102,7 @@ class Questions:
         looks: Sequence[float],
     ) -> None:
         self._asked, self._tasks, self._text = tuple(asked), tasks, text
+        self._asks_entropy = any(one.measure == "entropy" for one in asked)
         sizes = {name: len(task.order) for name, task in tasks.items()} | (
             {TEXT: len(text.documents)} if text is not None else {}
         )
@@ -154,17 +158,15 @@ class Questions:
             yield {asked: np.array(numbers, np.float64) for asked, numbers in found.items()}
 
     def _answers(self, loaded: LoadedModel, look: _Look, alive: Callable[[], None]) -> dict[Asked, list[float]]:
-        sums, greedy = answer_likelihoods(loaded.network, look.batches, look.answers, alive)
-        measured: dict[str, dict[str, list[float]]] = {}
+        read = measure_answers(loaded.network, look.batches, look.answers, alive, entropy=self._asks_entropy)
+        measured: dict[str, list[_Measures]] = {}
         answer = 0
         for name in dict.fromkeys(asked.task for asked in self._asked if _is_likelihood(asked)):
-            by_measure = measured.setdefault(name, {"log_likelihood": [], "probability": [], "exact": []})
+            measured[name] = []
             for position in look.parts[name]:
                 document = self._tasks[name].documents[position]
                 end = answer + len(document.pairs)
-                numbers = _measures(document, sums[answer:end], greedy[answer:end], look.lengths[answer:end])
-                for measure, number in zip(by_measure, numbers, strict=True):
-                    by_measure[measure].append(number)
+                measured[name].append(_measures(document, read.part(answer, end), look.lengths[answer:end]))
                 answer = end
         found: dict[Asked, list[float]] = {}
         for asked in self._asked:
@@ -175,30 +177,58 @@ class Questions:
             elif asked.measure == "metric":
                 found[asked] = self._tasks[asked.task].outcomes(loaded, asked.metric, part, alive) if part else []
             else:
-                found[asked] = measured[asked.task][asked.measure]
+                found[asked] = [getattr(one, asked.measure) for one in measured[asked.task]]
         return found
+
+
+class _AnswersRead(NamedTuple):
+    """What was seen of answers, each in its place: log-likelihood in nats, whether it is what greedy decoding gives,
+    and the sum of the entropies where its tokens are predicted, nats (zeros where nobody asks)."""
+
+    sums: list[float]
+    greedy: list[bool]
+    entropies: list[float]
+
+    def part(self, first: int, end: int) -> _AnswersRead:
+        return _AnswersRead(*(numbers[first:end] for numbers in self))  # type: ignore[arg-type]
+
+
+class _Measures(NamedTuple):
+    log_likelihood: float
+    probability: float
+    exact: float
+    entropy: float
 
 
 def _is_likelihood(asked: Asked) -> bool:
     return asked.task != TEXT and asked.measure != "metric"
 
 
-def _measures(
-    document: PosedDocument, sums: Sequence[float], greedy: Sequence[bool], lengths: Sequence[int]
-) -> tuple[float, float, float]:
-    """Log-likelihood of the right answer (nats a token), its probability, and whether it is the greedy one.
+def _measures(document: PosedDocument, read: _AnswersRead, lengths: Sequence[int]) -> _Measures:
+    """The measures of one document, see the module.
 
     Args:
-        sums: Log-likelihood of each answer, nats.
-        greedy: Whether each is what greedy decoding gives.
+        read: Its answers.
         lengths: Tokens of each.
     """
+    sums = read.sums
     likely = max((sums[one] / lengths[one] for one in document.right), default=-math.inf)
     if document.is_choice:
         answered = AnsweredChoice(tuple(sums), document.right)
         probability = answered.probability
-        return likely, math.nan if probability is None else probability, float(answered.is_right)
-    return likely, math.exp(max(sums)), float(any(greedy))
+        known = math.nan if probability is None else probability
+        return _Measures(likely, known, float(answered.is_right), -_entropy_of_choice(sums))
+    certainty = -sum(read.entropies) / sum(lengths)
+    return _Measures(likely, math.exp(max(sums)), float(any(read.greedy)), certainty)
+
+
+def _entropy_of_choice(sums: Sequence[float]) -> float:
+    """Of a choice with these log-likelihoods, nats; NaN where none of them is a number."""
+    numbers = np.array(sums, np.float64)
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(numbers - numbers.max())
+        shares = weights / weights.sum()
+        return float(-np.sum(shares * np.log(shares, out=np.zeros_like(shares), where=shares > 0)))
 
 
 def _cut(rows: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...]]]:
@@ -238,20 +268,21 @@ def _batch(
     return _Batch(tokens, longest - first_kept, found[0], found[1] - first_kept, found[2], found[3])
 
 
-def answer_likelihoods(
-    network: Any, batches: Sequence[_Batch], answers: int, alive: Callable[[], None]
-) -> tuple[list[float], list[bool]]:
-    """Log-likelihood of each answer (nats, summed over its tokens), and whether greedy decoding would give it.
+def measure_answers(
+    network: Any, batches: Sequence[_Batch], answers: int, alive: Callable[[], None], *, entropy: bool = False
+) -> _AnswersRead:
+    """Have a network read answers.
 
     Args:
         network: A causal language model of transformers, in evaluation mode.
         batches: What it reads.
         answers: How many answers there are in all batches together.
         alive: Called after each part of a batch.
+        entropy: Whether entropies are wanted.
     """
     import torch
 
-    sums = torch.zeros(answers, dtype=torch.float64)
+    sums, entropies = torch.zeros(answers, dtype=torch.float64), torch.zeros(answers, dtype=torch.float64)
     missed = torch.zeros(answers, dtype=torch.long)
     keeps = "logits_to_keep" in inspect.signature(network.forward).parameters
     vocabulary = int(network.get_input_embeddings().num_embeddings)
@@ -265,11 +296,15 @@ def answer_likelihoods(
                 row, place = batch.row[mine] - rows.start, batch.position[mine]
                 target = batch.target[mine].to(logits.device)
                 chosen = logits[row.to(logits.device), place.to(logits.device)].float()
-                likely = chosen.log_softmax(-1).gather(1, target[:, None])[:, 0]
+                expected = chosen.log_softmax(-1)
+                likely = expected.gather(1, target[:, None])[:, 0]
                 sums.index_add_(0, batch.answer[mine], likely.double().cpu())
+                if entropy:
+                    doubt = torch.special.entr(expected.exp()).sum(-1)
+                    entropies.index_add_(0, batch.answer[mine], doubt.double().cpu())
                 missed.index_add_(0, batch.answer[mine], (chosen.argmax(-1) != target).long().cpu())
                 alive()
-    return sums.tolist(), (missed == 0).tolist()
+    return _AnswersRead(sums.tolist(), (missed == 0).tolist(), entropies.tolist())
 
 
 def _slices(batch: _Batch, positions: int, vocabulary: int) -> Iterator[range]:

@@ -19,7 +19,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # What a document says of a model; more is better in all of them.
-Measure = Literal["exact", "probability", "log_likelihood", "metric"]
+Measure = Literal["exact", "probability", "log_likelihood", "entropy", "metric"]
 SamplerName = Literal["cma", "random", "tpe", "gp", "nsga2"]
 Value = bool | float | int | str
 
@@ -51,7 +51,8 @@ class ObjectiveTerm(_Settings):
     measure: Measure = Field(
         default="log_likelihood",
         description="exact: the greedy answer is the reference's; probability of the right answer; log_likelihood of "
-        "the right answer, nats a token; metric: the task's own, by lm-eval, answers written out.",
+        "the right answer, nats a token; entropy: minus that of what the model expects, which needs no right answer; "
+        "metric: the task's own, by lm-eval, answers written out.",
     )
     metric: str | None = Field(default=None, description="measure: metric: which ('exact_match,strict-match').")
     weight: float = Field(default=1.0, gt=0, le=1000)

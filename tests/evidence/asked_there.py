@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from merge_core.system import Capacity
 from tasks.checkpoints import model_cache
-from tasks.checkpoints.memory import Capacity
 from tasks.checkpoints.model import Model
 
 _loads: list[str] = []

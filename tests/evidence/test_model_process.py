@@ -17,8 +17,8 @@ from traps import parent_of
 from merge_core.errors import InvalidInput
 from merge_core.store.hashing import HashMemo
 from merge_core.store.records import JOURNAL, JournalPlace, open_journal
+from merge_core.system import Capacity
 from tasks.checkpoints import model_cache, model_process
-from tasks.checkpoints.memory import Capacity
 from tasks.checkpoints.model import Model, files_state
 from tasks.checkpoints.model_process import ask_child, end_child
 from tasks.evaluation import process

@@ -132,6 +132,7 @@ def test_each_script_is_there_with_its_options(command: Documented) -> None:
 # Of the README's list: what takes a server, a search or a night of its own is carried out, as it is written, there.
 ELSEWHERE = {
     "sweep": "tests/flows/test_sweep.py",
+    "tune": "tests/flows/test_tune.py",
     "gate": "tests/flows/test_gating.py",
     "smoke": "tests/serve/test_smoke.py",
     **dict.fromkeys(("server", "worker", "deploy", "trigger", "approve"), "tests/flows/test_operations.py"),

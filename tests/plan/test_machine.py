@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from merge_core.errors import Finding
-from tasks.checkpoints.memory import Capacity, control_group
+from merge_core.system import Capacity, control_group, control_groups, system_memory
 from tasks.preflight.compat import Compatibility
 from tasks.preflight.machine import Disk, Machine, machine_findings, this_machine
 
@@ -103,6 +103,37 @@ def test_a_container_has_what_its_limit_leaves_and_cached_files_are_free(tmp_pat
     (tmp_path / "memory.max").write_text("max\n")
     assert control_group(tmp_path) is None
     assert control_group(tmp_path / "nowhere") is None
+    (tmp_path / "memory.max").write_text("2000\n")  # lowered since: it is over its limit
+    (tmp_path / "memory.stat").write_text("anon 3400\ninactive_file 100\n")
+    assert control_group(tmp_path) == Capacity(2000, 0)
+
+
+@pytest.mark.parametrize(
+    ("own", "groups"),
+    [
+        (["0::/"], ["."]),
+        (["0::/system.slice/nights.service"], ["system.slice/nights.service", "system.slice", "."]),
+        (["12:memory:/old", "0::/new"], ["new", "."]),
+        (["12:memory:/old"], ["."]),
+        (["0::/../../elsewhere"], ["."]),
+        ([], ["."]),
+    ],
+)
+def test_a_service_is_in_all_groups_above_it(tmp_path: Path, own: list[str], groups: list[str]) -> None:
+    assert control_groups(tmp_path, own) == tuple(tmp_path / group for group in groups)
+
+
+def test_the_narrowest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = system_memory()
+    assert whole
+    inner = tmp_path / "service"
+    inner.mkdir()
+    for place, limit, used in ((tmp_path, 1 << 30, 900 << 20), (inner, 500 << 20, 100 << 20)):
+        (place / "memory.max").write_text(f"{limit}\n")
+        (place / "memory.current").write_text(f"{used}\n")
+        (place / "memory.stat").write_text("anon 1\n")
+    monkeypatch.setattr("merge_core.system.control_groups", lambda: (inner, tmp_path))
+    assert system_memory() == Capacity(500 << 20, 124 << 20)
 
 
 def test_a_run_that_cannot_be_is_refused(home: Path) -> None:

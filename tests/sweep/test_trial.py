@@ -120,6 +120,27 @@ def test_log_likelihoods_are_those_of_lm_eval(place: Path, tmp_path: Path) -> No
                     assert sheet[Asked("reverse", "probability")][position] == pytest.approx(sure, abs=1e-5)
 
 
+def test_entropies_are_those_of_all_that_might_have_come(place: Path, tmp_path: Path) -> None:
+    """Each answer read alone, all its probabilities in float64; of choices from their own."""
+    asked = [Asked(task, "entropy") for task in ("reverse", "choices", "few_shot", "written")]
+    setting = setting_of(place, asked, scoring=Scoring(dtype="float32"))
+    sheet = score_trial(setting, TrialRequest(ties())).sheet
+    model = written_merge(setting, ties(), tmp_path / "out")
+    with load_model(model, dtype="float32", device="cpu") as loaded, torch.inference_mode():
+        for task in setting.sets["search"].tasks:
+            for position, document in enumerate(pose(task, setting.scoring, loaded).documents):
+                entropies, likely = [], []
+                for context, continuation in document.pairs:
+                    read = torch.tensor([[*context, *continuation]])
+                    every = loaded.network(read).logits[0, len(context) - 1 : -1].double().log_softmax(-1)
+                    entropies += (-(every.exp() * every).sum(-1)).tolist()
+                    likely.append(float(every.gather(1, read[0, len(context) :, None]).sum()))
+                shares = torch.tensor(likely, dtype=torch.float64).softmax(0)
+                of_choice = float(torch.special.entr(shares).sum())
+                expected = of_choice if task.name == "choices" else float(np.mean(entropies))
+                assert sheet[Asked(task.name, "entropy")][position] == pytest.approx(-expected, abs=1e-5)
+
+
 def test_prompts_and_answers_are_the_texts_of_lm_eval(place: Path, setting: TrialSetting) -> None:
     """Tokens of a document, decoded: what lm-eval's log of samples shows, few-shot examples included."""
     own = setting_of(place, [Asked("few_shot", "exact")])

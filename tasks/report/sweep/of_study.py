@@ -24,9 +24,15 @@ _TITLES = {
     "exact": "exact match",
     "probability": "probability of the right answer",
     "log_likelihood": "log-likelihood of the answers",
+    "entropy": "certainty about the answers (minus the entropy)",
     "metric": "metric",
 }
-_UNITS = {"exact": ("points", 100.0), "probability": ("points", 100.0), "log_likelihood": ("nats a token", 1.0)}
+_UNITS = {
+    "exact": ("points", 100.0),
+    "probability": ("points", 100.0),
+    "log_likelihood": ("nats a token", 1.0),
+    "entropy": ("nats", 1.0),
+}
 _PARTS = ("merge", "load", "score")  # of a trial, in their order
 _BY_GENERATION = ("cma", "nsga2")
 

@@ -65,7 +65,8 @@ def sweep_sentence(content: SweepContent) -> str:
     gain = gain_text(content)
     if test.confirmed:
         return (
-            f"Of {candidates}, trial {content.winner} won, and on {documents} it is {gain} better than {against}, "
+            f"Of {candidates}, trial {content.winner}{_with(content)} won, and on {documents} it is {gain} better "
+            f"than {against}, "
             f"{p_text(test.p)}."
         )
     if test.note:
@@ -75,6 +76,15 @@ def sweep_sentence(content: SweepContent) -> str:
         f"Trial {content.winner} was the best where it was searched; on {documents} it is {gain} {worse} than "
         f"{against}, {p_text(test.p)}: that may be chance."
     )
+
+
+def _with(content: SweepContent) -> str:
+    """Of a search for one number: which it was."""
+    winner = trial_numbered(content, content.winner)
+    if winner is None or len(winner.point) != 1:
+        return ""
+    ((name, value),) = winner.point.items()
+    return f" ({name} {value:.4g})" if isinstance(value, float) else f" ({name} {value})"
 
 
 def sweep_consequence(content: SweepContent) -> str:

@@ -1,0 +1,144 @@
+"""What each merge method keeps of two skills, as it is usually set and at its best scale: the table of docs/methods.md.
+
+::
+
+    .venv/bin/python benchmarks/method_table.py           # the demo family, a few minutes; prints Markdown
+
+Two fine-tunes of the demo's base, one that reverses and one that shifts letters; all of them can copy. 100 documents of
+each skill choose the scale, once by the likelihood of right answers and once by entropy, without them; 1,000 others say
+what the merge is worth. A method with ``lambda`` is tried at the scales of ``SCALES``; one without has no scale.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(PROJECT))
+
+DEMO = PROJECT / "profiles" / "demo"
+SKILLS = ("copy-many", "reverse-many", "shift-many")
+SEARCH, TEST = 100, 1000
+SCALES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.3, 2.6, 3.0)
+# Method -> parameters of each model, of the recipe; both fine-tunes in their order, the base where it takes part.
+USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": ({"weight": 0.5}, {}),
+    "task_arithmetic": ({"weight": 0.5}, {}),
+    "ties": ({"weight": 1.0, "density": 0.5}, {}),
+    "dare_linear": ({"weight": 0.5, "density": 0.5}, {}),
+    "dare_ties": ({"weight": 1.0, "density": 0.5}, {}),
+    "della": ({"weight": 1.0, "density": 0.5, "epsilon": 0.1}, {}),
+    "della_linear": ({"weight": 0.5, "density": 0.5, "epsilon": 0.1}, {}),
+    "breadcrumbs": ({"weight": 0.5, "density": 0.9, "gamma": 0.01}, {}),
+    "breadcrumbs_ties": ({"weight": 1.0, "density": 0.9, "gamma": 0.01}, {}),
+    "consensus_ta": ({"weight": 1.0, "threshold": 0.2}, {}),
+    "localize_and_stitch": ({"weight": 1.0, "density": 0.3}, {}),
+    "sce": ({}, {"select_topk": 0.5}),
+    "ram": ({}, {}),
+    "ramplus_tl": ({}, {}),
+    "model_stock": ({}, {}),
+    "slerp": ({}, {"t": 0.5}),
+    "nuslerp": ({"weight": 0.5}, {}),
+    "multislerp": ({"weight": 0.5}, {}),
+    "karcher": ({}, {}),
+}
+WITHOUT_BASE = ("linear", "slerp", "karcher", "nuslerp", "multislerp")
+
+
+class Result(NamedTuple):
+    """A merge on the documents of one set: exact match in %, by skill; nats a token and entropy, means over skills."""
+
+    exact: tuple[float, ...]
+    nats: float
+    entropy: float
+
+
+def recipe_of(method: str, scale: float | None) -> dict[str, Any]:
+    """The recipe of a method at a scale; None: it has none."""
+    own, shared = USUAL[method]
+    models = [{"model": str(DEMO / "models" / name), "parameters": own} for name in ("reverser", "shifter")]
+    recipe: dict[str, Any] = {"merge_method": method, "models": models, "dtype": "bfloat16"}
+    if method not in WITHOUT_BASE:
+        recipe["base_model"] = str(DEMO / "models/base")
+    parameters = shared if scale is None else {**shared, "lambda": scale}
+    return {**recipe, "parameters": parameters} if parameters else recipe
+
+
+def main() -> int:
+    """Print the table."""
+    from merge_core import load_recipe
+    from merge_core.methods import merge_methods
+    from merge_core.store import HashMemo
+    from tasks.checkpoints import end_child, pin_checkpoints, resolve_parents
+    from tasks.evaluation import Division, Scoring, pin_data, pin_task
+    from tasks.sweep import TrialSetting
+    from tasks.sweep.trial import TrialSet, score_trial
+    from tasks.sweep.trials import Asked, TrialRequest
+
+    asked = tuple(Asked(skill, measure) for skill in SKILLS for measure in ("exact", "log_likelihood", "entropy"))
+    with tempfile.TemporaryDirectory(prefix="mergegate-methods-") as name:
+        hashes = HashMemo(Path(name) / "hashes.db")
+        tasks = [pin_task(f"tasks/sweep/{skill.removesuffix('-many')}.yaml", DEMO, hashes) for skill in SKILLS]
+        division = Division(search=SEARCH, confirmation=TEST)
+        sets: Any = {
+            which: TrialSet(
+                tuple(
+                    pin_data(task.model_copy(update={"only": division.of(which), "data_digest": None}))
+                    for task in tasks
+                )
+            )
+            for which in ("search", "confirmation")
+        }
+        everybody = load_recipe(recipe_of("ties", 1.0), where="methods")
+        setting = TrialSetting(
+            parents=pin_checkpoints(resolve_parents(everybody), hashes),
+            sets=sets,
+            asked=asked,
+            scoring=Scoring(dtype="float32"),
+        )
+
+        def result(method: str, scale: float | None, which: Any) -> Result:
+            scores = score_trial(setting, TrialRequest(recipe_of(method, scale), set=which))
+            assert not scores.problem, scores.problem
+            mean: Mapping[Asked, float] = {one: float(numbers.mean()) for one, numbers in scores.sheet.items()}
+            return Result(
+                tuple(100 * mean[Asked(skill, "exact")] for skill in SKILLS),
+                sum(mean[Asked(skill, "log_likelihood")] for skill in SKILLS) / len(SKILLS),
+                sum(mean[Asked(skill, "entropy")] for skill in SKILLS) / len(SKILLS),
+            )
+
+        print("| method | as it is usually set | | best scale, by right answers | | scale by entropy alone | |")
+        print("|---|--:|--:|--:|--:|--:|--:|")
+        for method in USUAL:
+            has_scale = merge_methods()[method].parameter("lambda") is not None
+            usual = result(method, 1.0 if has_scale else None, "confirmation")
+            cells = [_exact(usual), _nats(usual)]
+            if has_scale:
+                tried = {scale: result(method, scale, "search") for scale in SCALES}
+                by_answers = max(tried, key=lambda scale: tried[scale].nats)
+                by_entropy = max(tried, key=lambda scale: tried[scale].entropy)
+                for scale in (by_answers, by_entropy):
+                    found = result(method, scale, "confirmation")
+                    cells += [f"{scale:g}: {_exact(found)}", _nats(found)]
+            else:
+                cells += ["", "", "", ""]
+            print(f"| `{method}` | {' | '.join(cells)} |", flush=True)
+        end_child()
+    return 0
+
+
+def _exact(found: Result) -> str:
+    copied, reversed_, shifted = found.exact
+    return f"{reversed_:.1f} / {shifted:.1f}" + ("" if copied > 99.5 else f" (copying {copied:.1f})")
+
+
+def _nats(found: Result) -> str:
+    return f"{found.nats:.4f}".replace("-", "\N{MINUS SIGN}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""``mergegate tune``: the scale of a merge, found by what the merge is sure of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from demo_project import PROFILES, Project, make_project
+
+from flows.cli.tune import has_a_scale, tuned_profile
+from flows.profile import Profile, parse_profile
+from merge_core.errors import InvalidInput
+
+AVERAGE = {
+    "merge_method": "task_arithmetic",
+    "base_model": "demo/models/base",
+    "models": [
+        {"model": "demo/models/reverser", "parameters": {"weight": 0.5}},
+        {"model": "demo/models/shifter", "parameters": {"weight": 0.5}},
+    ],
+    "dtype": "bfloat16",
+}
+SKILLS = {"copy": "base", "reverse": "reverser", "shift": "shifter"}
+PLAIN = {
+    "name": "plain",
+    "recipe": AVERAGE,
+    "evaluate": {
+        "tasks": [
+            {"task": f"demo/tasks/sweep/{task}.yaml", "guarded_by": parent, "max_drop": 3}
+            for task, parent in SKILLS.items()
+        ]
+    },
+    "publish": {"to": "directory", "path": "../releases/plain"},
+}
+
+
+def profile(recipe: dict[str, Any] | Path, **more: Any) -> Profile:
+    return parse_profile({**PLAIN, "recipe": recipe, "root": PROFILES, **more}, "profile")
+
+
+def tuned(of: Profile) -> Profile:
+    return tuned_profile(of, trials=8, search=20, confirmation=40)
+
+
+def scaled(value: Any, **more: Any) -> dict[str, Any]:
+    return {**AVERAGE, "parameters": {"lambda": value}, **more}
+
+
+@pytest.mark.parametrize(("recipe", "start"), [(AVERAGE, 1.0), (scaled(0.8), 0.8), (scaled(2), 2.0)])
+def test_one_number_is_searched_around_what_is_written(recipe: dict[str, Any], start: float) -> None:
+    found = tuned(profile(recipe, remedies=[{"lambda": 0.5}]))
+    assert found.sweep is not None
+    assert {name: (free.type, free.start) for name, free in found.sweep.parameters.items()} == {
+        "lambda": ("log", start)
+    }
+    free = found.sweep.parameters["lambda"]
+    assert free.low is not None
+    assert free.high is not None
+    assert free.low < start < free.high
+    assert [(term.task, term.measure) for term in found.sweep.objective] == [
+        (f"demo/tasks/sweep/{task}.yaml", "entropy") for task in SKILLS
+    ]
+    # With the number as it is written it is the recipe that it was.
+    before, after = (one.candidates()[0].recipe for one in (profile(scaled(start)), found))
+    assert before.canonical() == after.canonical()
+    assert found.remedies == ()
+
+
+def test_a_recipe_in_a_file_names_the_same_models(tmp_path: Path) -> None:
+    before = profile(Path("demo/recipes/ties.yaml"))
+    recipes = [one.candidates()[0].recipe for one in (before, tuned(before))]
+    places = [{(one.directory / str(ref)).resolve() for ref in one.references()} for one in recipes]  # type: ignore[operator]
+    assert places[0] == places[1]
+    assert all(place.is_dir() for place in places[0])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "words"),
+    [
+        ({**AVERAGE, "merge_method": "linear"}, {}, "linear, which has no 'lambda'"),
+        (scaled([0.5, 1.0]), {}, "one number above 0"),
+        (scaled(0), {}, "one number above 0"),
+        (scaled(-1), {}, "one number above 0"),
+        (scaled(True), {}, "one number above 0"),
+        (scaled("much"), {}, "one number above 0"),
+        (scaled(1, slices=[{"parameters": {"lambda": 2}}]), {}, "one number above 0"),
+        (AVERAGE, {"evaluate": None, "perplexity": {"documents": "demo/data/held-out.jsonl"}}, "no tasks"),
+        (
+            scaled("$free"),
+            {"sweep": {"parameters": {"free": {"low": 0, "high": 1, "start": 1}}, "objective": [{"task": "x"}]}},
+            "a section 'sweep'",
+        ),
+    ],
+)
+def test_what_has_no_one_scale_is_refused(recipe: dict[str, Any], more: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        tuned(profile(recipe, **more))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "has"),
+    [
+        (yaml.safe_dump(AVERAGE), True),
+        (yaml.safe_dump(scaled(0.8)), True),
+        (yaml.safe_dump({**AVERAGE, "merge_method": "linear"}), False),
+        (yaml.safe_dump(scaled([1, 2])), False),
+        ("---\n".join([yaml.safe_dump(AVERAGE)] * 2), False),
+        ("- no recipe", False),
+        ("", False),
+        ("merge_method: never heard of", False),
+        ("{", False),
+    ],
+)
+def test_a_refusal_only_offers_it_where_it_would_be_taken(recipe: str, has: bool) -> None:
+    assert has_a_scale(recipe) is has
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Project:
+    project = make_project(tmp_path_factory.mktemp("tuned"))
+    (project.root / "profiles/plain.yaml").write_text(yaml.safe_dump(PLAIN, sort_keys=False))
+    return project
+
+
+def exact(outcome: dict[str, Any]) -> dict[str, float]:
+    """Exact match of the merge, in points."""
+    (merge,) = (model for model in outcome["content"]["models"] if model["role"] == "merge")
+    return {score["task"]: 100 * score["score"] for score in merge["scores"]["tasks"] if score["metric"] == "acc,none"}
+
+
+@pytest.mark.slow
+def test_a_plain_average_that_forgets_becomes_a_release_at_the_scale_that_is_found(project: Project) -> None:
+    """Without one right answer: at its best scale the plainest method keeps both skills."""
+    refused = json.loads(project.mergegate("run", "profiles/plain.yaml", "--json").stdout)
+    assert refused["status"] == "refused"
+    assert "mergegate tune profiles/plain.yaml" in project.mergegate("run", "profiles/plain.yaml").stdout
+    assert exact(refused)["reverse-many"] < 90
+
+    done = project.mergegate("tune", "profiles/plain.yaml", "--release", "--json")
+    released = json.loads(done.stdout)
+    assert (done.exit_code, released["status"]) == (0, "released")
+    winner = yaml.safe_load((project.home / "sweeps/plain-winner.yaml").read_text())
+    assert 1.4 < winner["parameters"]["lambda"] < 2.1, "1.7 is best by right answers"
+    assert min(exact(released).values()) > 98
