@@ -19,6 +19,7 @@ PROFILE = """name: kept-skills
 recipe: demo/recipes/ties.yaml
 perplexity: {documents: demo/data/held-out.jsonl, max_documents: 50}
 evaluate:
+  dtype: bfloat16  # as lm-eval takes it from the checkpoints, on whatever processor
   tasks:
     - {task: demo/tasks/copy.yaml, guarded_by: reverser, max_drop: 3}
     - {task: demo/tasks/reverse.yaml, guarded_by: reverser, max_drop: 3}
