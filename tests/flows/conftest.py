@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from demo_project import PROFILES, Printed, Project, make_project
+from demo_project import SOURCES, Printed, Project, make_project
 from kept import digest_of, kept
 from optional_stages import run_with_everything
 
 TESTS = Path(__file__).resolve().parents[1]
-SOURCES = (PROFILES, *(TESTS.parent / floor for floor in ("flows", "tasks", "merge_core")), Path(__file__))
 SERVERS = (TESTS / "judge", TESTS / "serve", Path(__file__).with_name("optional_stages.py"))
 
 
@@ -31,7 +30,7 @@ def demo_release(request: pytest.FixtureRequest, prefect_api: None) -> Path:
         assert result.exit_code == 0, result.output
         (place / "printed.json").write_text(json.dumps([result.exit_code, result.output]))
 
-    return kept(request.config, "demo-release", digest_of(SOURCES), make)
+    return kept(request.config, "demo-release", digest_of((*SOURCES, Path(__file__))), make)
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +43,7 @@ def released_with_everything(request: pytest.FixtureRequest, demo_release: Path)
         assert result.exit_code == 0, result.output
         (place / "outcome.json").write_text(result.stdout)
 
-    return kept(request.config, "demo-with-everything", digest_of((*SOURCES, *SERVERS)), make)
+    return kept(request.config, "demo-with-everything", digest_of((*SOURCES, Path(__file__), *SERVERS)), make)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import small_sweeps
 import yaml
-from conftest import SOURCES
-from demo_project import PROFILES, Printed, Project
+from demo_project import PROFILES, SOURCES, Printed, Project
 from kept import digest_of, kept
 from numpy.typing import NDArray
 
