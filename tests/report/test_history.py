@@ -445,6 +445,11 @@ def test_a_page_says_when_and_where_its_run_was_and_where_its_release_is() -> No
         "to reproduce": "mergegate reproduce 'releases/my demo/3573902a24b3'",
         "Prefect": "https://prefect.example/runs/flow-run/7f",
     }
+    found = record.model_copy(update={"flow": "sweep", "status": "passed", "version": "", "location": "my winner.yaml"})
+    assert {name: said for name, said in facts_of(found) if name not in ("ended", "Prefect")} == {
+        "recipe": "my winner.yaml",
+        "to merge it": "mergegate merge 'my winner.yaml' OUT",
+    }
     hostile = [("x", "https://a/<script>"), ("y", "<b>"), *facts_of(record)]
     page = tied("<style></style><main><header></header></main>", "demo/a.html", Neighbours(), (), hostile)
     assert '<a href="https://prefect.example/runs/flow-run/7f">' in page

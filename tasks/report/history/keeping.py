@@ -93,7 +93,9 @@ def facts_of(record: RunRecord) -> list[tuple[str, str]]:
     facts = [("ended", f"{moment}, after {format_duration(record.seconds)}{where}")]
     if record.version:
         facts.append(("release", record.version))
-    if record.location:
+    if record.location and record.flow == "sweep" and record.status == "passed":  # A recipe: nothing was released.
+        facts += [("recipe", record.location), ("to merge it", f"mergegate merge {shlex.quote(record.location)} OUT")]
+    elif record.location:
         facts.append(("published to" if record.status == "released" else "published at", record.location))
         facts.append(("to reproduce", f"mergegate reproduce {shlex.quote(record.location)}"))
     if record.seen_at:
