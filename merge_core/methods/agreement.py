@@ -78,7 +78,7 @@ METHODS = (
             Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector"),
         ),
         steps=_consensus,
-        costs=Costs(map=2.0),
+        costs=Costs(map=1.4),
         traits=Traits(adapters="products"),
     ),
 )

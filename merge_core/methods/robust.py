@@ -69,7 +69,7 @@ METHODS = (
         models=(1, None),
         parameters=(_LAMBDA,),
         steps=_median,
-        costs=Costs(map=2.0),
+        costs=Costs(map=0.9),
         traits=Traits(adapters="products"),
     ),
     Method(
@@ -80,7 +80,7 @@ METHODS = (
         models=(1, None),
         parameters=(_TRIM, _LAMBDA),
         steps=_trimmed,
-        costs=Costs(map=2.0),
+        costs=Costs(map=0.9),
         traits=Traits(adapters="products"),
     ),
 )
