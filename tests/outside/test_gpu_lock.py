@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def is_free(place: Path, uuid: str) -> bool:
     finally:
         os.close(descriptor)
     return True
+
+
+def open_files(pid: int) -> set[str]:
+    """What a process has open, which opens and closes files while it is looked at."""
+    seen = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            seen.add(str(file.readlink()))
+    return seen
 
 
 def test_gpus_are_counted_as_they_lie_on_the_bus(driver: Path) -> None:
@@ -161,8 +171,7 @@ def test_what_a_job_started_holds_on_until_it_is_gone_itself(
         )
     held.release()
     assert not is_free(tmp_path, FIRST)
-    seen = {str(file.readlink()) for file in Path(f"/proc/{process.pid}/fd").iterdir()}
-    assert not any(name.endswith(".lock") for name in seen)
+    assert not any(name.endswith(".lock") for name in open_files(process.pid))
     process.end()
     assert is_free(tmp_path, FIRST)
 
