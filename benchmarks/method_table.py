@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,48 +69,67 @@ def recipe_of(method: str, scale: float | None) -> dict[str, Any]:
     return {**recipe, "parameters": parameters} if parameters else recipe
 
 
-def main() -> int:
-    """Print the table."""
+def demo_setting(recipe: Mapping[str, Any], place: Path, sizes: Mapping[str, int], measures: Sequence[str]) -> Any:
+    """A study of the demo's three skills, whose sets have so many documents of each.
+
+    Args:
+        recipe: One that names every model.
+        place: Where hashes are remembered.
+        sizes: Documents by set: ``search``, ``confirmation``.
+        measures: What is asked of every document.
+    """
     from merge_core import load_recipe
-    from merge_core.methods import merge_methods
     from merge_core.store import HashMemo
-    from tasks.checkpoints import end_child, pin_checkpoints, resolve_parents
+    from tasks.checkpoints import pin_checkpoints, resolve_parents
     from tasks.evaluation import Division, Scoring, pin_data, pin_task
     from tasks.sweep import TrialSetting
-    from tasks.sweep.trial import TrialSet, score_trial
-    from tasks.sweep.trials import Asked, TrialRequest
+    from tasks.sweep.trial import TrialSet
+    from tasks.sweep.trials import Asked
 
-    asked = tuple(Asked(skill, measure) for skill in SKILLS for measure in ("exact", "log_likelihood", "entropy"))
+    hashes = HashMemo(place / "hashes.db")
+    tasks = [pin_task(f"tasks/sweep/{skill.removesuffix('-many')}.yaml", DEMO, hashes) for skill in SKILLS]
+    division = Division(search=sizes["search"], confirmation=sizes["confirmation"])
+
+    def of(name: Any) -> TrialSet:
+        only = {"only": division.of(name), "data_digest": None}
+        return TrialSet(tuple(pin_data(task.model_copy(update=only)) for task in tasks))
+
+    asked: Any = [Asked(skill, measure) for skill in SKILLS for measure in measures]  # type: ignore[arg-type]
+    return TrialSetting(
+        parents=pin_checkpoints(resolve_parents(load_recipe(dict(recipe), where="methods")), hashes),
+        sets={"search": of("search"), "confirmation": of("confirmation")},
+        asked=tuple(asked),
+        scoring=Scoring(dtype="float32"),
+    )
+
+
+def means_of(setting: Any, recipe: Mapping[str, Any], which: Any) -> dict[str, list[float]]:
+    """A merge on the documents of one set: of each measure that is asked its means, by skill."""
+    from tasks.sweep.trial import score_trial
+    from tasks.sweep.trials import TrialRequest
+
+    scores = score_trial(setting, TrialRequest(recipe, set=which))
+    assert not scores.problem, scores.problem
+    found: dict[str, list[float]] = {}
+    for asked in setting.asked:  # skill by skill
+        found.setdefault(asked.measure, []).append(float(scores.sheet[asked].mean()))
+    return found
+
+
+def main() -> int:
+    """Print the table."""
+    from merge_core.methods import merge_methods
+    from tasks.checkpoints import end_child
+
+    measures = ("exact", "log_likelihood", "entropy")
     with tempfile.TemporaryDirectory(prefix="mergegate-methods-") as name:
-        hashes = HashMemo(Path(name) / "hashes.db")
-        tasks = [pin_task(f"tasks/sweep/{skill.removesuffix('-many')}.yaml", DEMO, hashes) for skill in SKILLS]
-        division = Division(search=SEARCH, confirmation=TEST)
-        sets: Any = {
-            which: TrialSet(
-                tuple(
-                    pin_data(task.model_copy(update={"only": division.of(which), "data_digest": None}))
-                    for task in tasks
-                )
-            )
-            for which in ("search", "confirmation")
-        }
-        everybody = load_recipe(recipe_of("ties", 1.0), where="methods")
-        setting = TrialSetting(
-            parents=pin_checkpoints(resolve_parents(everybody), hashes),
-            sets=sets,
-            asked=asked,
-            scoring=Scoring(dtype="float32"),
-        )
+        sizes = {"search": SEARCH, "confirmation": TEST}
+        setting = demo_setting(recipe_of("ties", 1.0), Path(name), sizes, measures)
 
-        def result(method: str, scale: float | None, which: Any) -> Result:
-            scores = score_trial(setting, TrialRequest(recipe_of(method, scale), set=which))
-            assert not scores.problem, scores.problem
-            mean: Mapping[Asked, float] = {one: float(numbers.mean()) for one, numbers in scores.sheet.items()}
-            return Result(
-                tuple(100 * mean[Asked(skill, "exact")] for skill in SKILLS),
-                sum(mean[Asked(skill, "log_likelihood")] for skill in SKILLS) / len(SKILLS),
-                sum(mean[Asked(skill, "entropy")] for skill in SKILLS) / len(SKILLS),
-            )
+        @cache
+        def result(method: str, scale: float | None, which: str) -> Result:
+            exact, nats, entropy = means_of(setting, recipe_of(method, scale), which).values()
+            return Result(tuple(100 * share for share in exact), sum(nats) / 3, sum(entropy) / 3)
 
         print("| method | as it is usually set | | best scale, by right answers | | scale by entropy alone | |")
         print("|---|--:|--:|--:|--:|--:|--:|")
