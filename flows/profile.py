@@ -227,15 +227,19 @@ class Profile(ProfileSection):
         self.check_references(parents)
         evidence = pin_evidence(self.evaluate, self.perplexity, self.judge, self.root, hashes)
         if without_units := formats_without_units(device_kind()):
-            written = (one.recipe.out_dtype or one.recipe.dtype for one in self.candidates()) if made is None else ()
-            made = [dtype.torch_name for dtype in written if dtype] if made is None else made
-            evidence = in_computed_dtype(evidence, {*stored_dtypes(parents), *made}, without_units)
+            others = self._written_dtypes() if made is None else made
+            evidence = in_computed_dtype(evidence, {*stored_dtypes(parents), *others}, without_units)
         if self.sweep is None:
             return evidence
         swept = self.pin_sweep(evidence, hashes)
         return evidence._replace(
             tasks=swept.left_for_the_gate(evidence.tasks), documents=swept.text_of("gate") or evidence.documents
         )
+
+    def _written_dtypes(self) -> set[str]:
+        """Formats that the recipes ask for."""
+        written = (one.recipe.out_dtype or one.recipe.dtype for one in self.candidates())
+        return {dtype.torch_name for dtype in written if dtype}
 
     def sweep_view(self) -> str | None:
         """Where the study of a sweep is written for others to look at: a file, or an address. None: nowhere."""

@@ -52,7 +52,7 @@ def tuned_profile(profile: Profile, *, trials: int, search: int, confirmation: i
             "baseline": 0,
         }
     )
-    return Profile.model_validate({**dict(profile), "recipe": content, "remedies": (), "sweep": settings})
+    return profile.model_copy(update={"sweep": settings}).with_recipe(content)
 
 
 def has_a_scale(recipe: str) -> bool:

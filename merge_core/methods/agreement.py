@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merge_core.methods.contract import (
-    REQUIRED,
     Block,
     Costs,
     Map,
@@ -25,7 +24,9 @@ from merge_core.methods.contract import (
     StoredBlock,
     TensorTask,
     Traits,
+    add_in_order,
 )
+from merge_core.methods.task_vectors import LAMBDA, WEIGHT
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +40,7 @@ def _consensus(task: TensorTask) -> Steps:
         import torch
 
         weighted = [delta * weight for delta, weight in zip(block.deltas(), weights, strict=True)]
-        total = weighted[0]
-        for vector in weighted[1:]:  # Left to right: the order of additions is part of the result.
-            total = total + vector
+        total = add_in_order(weighted)
         needed = torch.zeros(total.shape, dtype=torch.int32, device=total.device)
         for vector, threshold in zip(weighted, thresholds, strict=True):
             needed += vector.abs() > (total - vector).abs() * threshold
@@ -65,7 +64,7 @@ METHODS = (
         base="required",
         models=(1, None),
         parameters=(
-            Parameter("weight", "float", "non_base", REQUIRED, "factor of each task vector"),
+            WEIGHT,
             Parameter(
                 "threshold",
                 "float",
@@ -75,7 +74,7 @@ METHODS = (
                 0.0,
             ),
             Parameter("agreement", "int", "shared", 2, "models that must need an element", 1),
-            Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector"),
+            LAMBDA,
         ),
         steps=_consensus,
         costs=Costs(map=1.4),

@@ -153,6 +153,14 @@ class Block:
         return self.grains(values.double()).sum(-1).movedim(-1, 0)
 
 
+def add_in_order(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Left to right, not ``torch.sum``: the order of additions is part of the result."""
+    total = vectors[0]
+    for vector in vectors[1:]:
+        total = total + vector
+    return total
+
+
 @dataclass(frozen=True)
 class StoredBlock:
     """A run of elements of all inputs as a fused kernel gets it: stored numbers, one flat array.

@@ -19,13 +19,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, StoredBlock, TensorTask, Traits
+from merge_core.methods.contract import (
+    Block,
+    Costs,
+    Map,
+    Method,
+    Parameter,
+    Steps,
+    StoredBlock,
+    TensorTask,
+    Traits,
+    add_in_order,
+)
+from merge_core.methods.task_vectors import LAMBDA
 
 if TYPE_CHECKING:
     import torch
 
 _PAPER = "Byzantine-robust distributed learning, Yin et al. 2018, https://arxiv.org/abs/1803.01498"
-_LAMBDA = Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector")
 _TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models that is left out on each side", 0.0, 0.49)
 
 
@@ -35,10 +46,7 @@ def _middle(skipped: int, scale: float) -> Map:
     def of(block: Block) -> torch.Tensor:
         ordered = block.deltas().sort(0).values
         kept = ordered[skipped : len(ordered) - skipped]
-        total = kept[0]
-        for value in kept[1:]:  # From low to high, not torch.sum: the order of additions is part of the result.
-            total = total + value
-        return block.base + total / len(kept) * scale
+        return block.base + add_in_order(list(kept)) / len(kept) * scale
 
     def fused(block: StoredBlock, out: Any) -> None:
         from merge_core.methods import kernels
@@ -67,7 +75,7 @@ METHODS = (
         paper=_PAPER,
         base="required",
         models=(1, None),
-        parameters=(_LAMBDA,),
+        parameters=(LAMBDA,),
         steps=_median,
         costs=Costs(map=0.9),
         traits=Traits(adapters="products"),
@@ -78,7 +86,7 @@ METHODS = (
         paper=_PAPER,
         base="required",
         models=(1, None),
-        parameters=(_TRIM, _LAMBDA),
+        parameters=(_TRIM, LAMBDA),
         steps=_trimmed,
         costs=Costs(map=0.9),
         traits=Traits(adapters="products"),

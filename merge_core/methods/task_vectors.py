@@ -32,6 +32,7 @@ from merge_core.methods.contract import (
     TensorTask,
     Traits,
     Values,
+    add_in_order,
     row_length,
 )
 from merge_core.methods.sparsify import (
@@ -49,6 +50,10 @@ from merge_core.methods.sparsify import (
 
 if TYPE_CHECKING:
     import torch
+
+# Of every method on task vectors, whatever becomes of them.
+WEIGHT = Parameter("weight", "float", "non_base", REQUIRED, "factor of each task vector")
+LAMBDA = Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector")
 
 # Of a vote: what the recipe says.
 _AS_SAID = "consensus"
@@ -86,30 +91,22 @@ def mix(mixing: Mixing, base: torch.Tensor, deltas: torch.Tensor) -> torch.Tenso
 
     weighted = [delta * weight for delta, weight in zip(deltas, mixing.weights, strict=True)]
     if mixing.vote is None:
-        total = _add(weighted) / mixing.divisor
+        total = add_in_order(weighted) / mixing.divisor
     else:
         # Zeros have no sign: they neither vote nor count.
         counted = [value != 0 for value in weighted]
         if mixing.vote != "kept":
             votes = weighted if mixing.vote == "sum" else [torch.sign(value) for value in weighted]
-            positive = _add(votes) >= 0
+            positive = add_in_order(votes) >= 0
             counted = [torch.where(positive, value > 0, value < 0) for value in weighted]
-        total = _add([torch.where(counts, value, 0.0) for counts, value in zip(counted, weighted, strict=True)])
+        total = add_in_order([torch.where(counts, value, 0.0) for counts, value in zip(counted, weighted, strict=True)])
         if mixing.normalize:
             # Widened first: a truth value times a number is float32 in torch, whatever the number's own precision.
-            divisor = _add(
+            divisor = add_in_order(
                 [counts.to(base.dtype) * weight for counts, weight in zip(counted, mixing.weights, strict=True)]
             )
             total = total / torch.where(divisor == 0, 1.0, divisor)
     return base + total * mixing.scale
-
-
-def _add(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    # Left to right, not torch.sum: the order of additions is part of the result.
-    total = vectors[0]
-    for vector in vectors[1:]:
-        total = total + vector
-    return total
 
 
 def _steps(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callable[[TensorTask], Steps]:
@@ -170,7 +167,7 @@ def _parameters(
     kept = "share of each task vector's elements that is kept"
     ignored = "accepted for compatibility, has no effect"
     parameters = [
-        Parameter("weight", "float", "non_base", REQUIRED, "factor of each task vector"),
+        WEIGHT,
         Parameter(
             "density", "float", "non_base", 1.0 if density is None else density, kept if density else ignored, 0.0, 1.0
         ),
@@ -184,7 +181,7 @@ def _parameters(
             "after dropping elements, restore the L1 norm (true) or divide by the density",
             choices=("density",),
         ),
-        Parameter("lambda", "float", "shared", 1.0, "factor of the merged task vector"),
+        LAMBDA,
         Parameter("int8_mask", "bool", "shared", False, ignored),
     ]
     if vote == _AS_SAID:

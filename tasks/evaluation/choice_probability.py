@@ -33,11 +33,24 @@ class AnsweredChoice(NamedTuple):
     @property
     def probability(self) -> float | None:
         """Of the right answer, in [0, 1]; None where likelihoods are no numbers, or none is above minus infinity."""
+        if (shares := self._shares()) is None:
+            return None
+        return math.fsum(shares[position] for position in sorted(self.right)) / math.fsum(shares)
+
+    @property
+    def entropy(self) -> float | None:
+        """Of what is expected among the choices, nats; None as of ``probability``."""
+        if (shares := self._shares()) is None:
+            return None
+        whole = math.fsum(shares)
+        return -math.fsum(share / whole * math.log(share / whole) for share in shares if share)
+
+    def _shares(self) -> list[float] | None:
+        """In proportion to the probability of each choice."""
         largest = max(self.likelihoods)
         if not math.isfinite(largest) or any(map(math.isnan, self.likelihoods)):
             return None
-        shares = [math.exp(likelihood - largest) for likelihood in self.likelihoods]
-        return math.fsum(shares[position] for position in sorted(self.right)) / math.fsum(shares)
+        return [math.exp(likelihood - largest) for likelihood in self.likelihoods]
 
     @property
     def is_right(self) -> bool:

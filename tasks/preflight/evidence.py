@@ -129,8 +129,8 @@ def in_computed_dtype(evidence: Evidence, stored: Collection[str], without_units
     if answers and answers.settings.dtype == "auto":
         changed["answers"] = answers._replace(settings=answers.settings.model_copy(update=wide))
     why = f"computed in float32: this processor has no units for {' and '.join(slow)}, in which models are stored"
-    is_asked = "scoring" not in changed or evidence.tasks or len(changed) > 1
-    return evidence._replace(**changed, computed=why if changed and is_asked else "")
+    is_told = evidence.tasks or changed.keys() - {"scoring"}  # not of tasks that nobody asks
+    return evidence._replace(**changed, computed=why if changed and is_told else "")
 
 
 def stored_dtypes(models: Sequence[ResolvedCheckpoint]) -> frozenset[str]:

@@ -52,12 +52,12 @@ def formats_without_units(device: str, processor: str | None = None) -> frozense
     Args:
         processor: As Linux describes it; None: this one. Of a processor that nobody describes nothing is said.
     """
+    if device != "cpu":
+        return frozenset()
     lines = kernel_lines("cpuinfo") if processor is None else processor.splitlines()
     described = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     units = set(described.partition(":")[2].split())
-    if device != "cpu" or not units:
-        return frozenset()
-    return frozenset(name for name, any_of in _UNITS.items() if not units & any_of)
+    return frozenset(name for name, any_of in _UNITS.items() if units and not units & any_of)
 
 
 def versions(*distributions: str) -> dict[str, str]:

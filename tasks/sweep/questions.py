@@ -215,20 +215,12 @@ def _measures(document: PosedDocument, read: _AnswersRead, lengths: Sequence[int
     likely = max((sums[one] / lengths[one] for one in document.right), default=-math.inf)
     if document.is_choice:
         answered = AnsweredChoice(tuple(sums), document.right)
-        probability = answered.probability
-        known = math.nan if probability is None else probability
-        return _Measures(likely, known, float(answered.is_right), -_entropy_of_choice(sums))
+        probability, entropy = answered.probability, answered.entropy
+        if probability is None or entropy is None:
+            probability = entropy = math.nan
+        return _Measures(likely, probability, float(answered.is_right), -entropy)
     certainty = -sum(read.entropies) / sum(lengths)
     return _Measures(likely, math.exp(max(sums)), float(any(read.greedy)), certainty)
-
-
-def _entropy_of_choice(sums: Sequence[float]) -> float:
-    """Of a choice with these log-likelihoods, nats; NaN where none of them is a number."""
-    numbers = np.array(sums, np.float64)
-    with np.errstate(invalid="ignore"):
-        weights = np.exp(numbers - numbers.max())
-        shares = weights / weights.sum()
-        return float(-np.sum(shares * np.log(shares, out=np.zeros_like(shares), where=shares > 0)))
 
 
 def _cut(rows: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...]]]:

@@ -66,8 +66,7 @@ def sweep_sentence(content: SweepContent) -> str:
     if test.confirmed:
         return (
             f"Of {candidates}, trial {content.winner}{_with(content)} won, and on {documents} it is {gain} better "
-            f"than {against}, "
-            f"{p_text(test.p)}."
+            f"than {against}, {p_text(test.p)}."
         )
     if test.note:
         return f"On {documents}, trial {content.winner} against {against}: {gain}, {p_text(test.p)}. {test.note}"
