@@ -20,11 +20,15 @@ from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
 from tasks.evaluation import (
     CountLimit,
+    DocumentsRead,
+    EvalTask,
     TaskPreview,
+    TextsRead,
     TokenizerPlace,
     choose_known_metrics,
     count_task,
     data_revisions,
+    documents_read,
     preview,
 )
 from tasks.gate import PastGuard, needs_champion, power_finding
@@ -37,6 +41,8 @@ from tasks.preflight import (
     header_digests,
     machine_findings,
     night_power,
+    overlap_findings,
+    texts_read,
     this_machine,
 )
 from tasks.preflight.licenses import (
@@ -195,6 +201,7 @@ def preflight_profile(
         with problems.noted():
             readers = _readers(parents[0], profile.checks.code.trusted)
         evidence = _with_data(evidence, readers, problems)
+        _require_unread([candidate.recipe for candidate in every], evidence, problems)
         if not problems.stop_at_once:  # a release will see soon enough
             _note_power(evidence, parents[0], profile, len(candidates), problems)
     return Preflight(tuple(one for one in cleared if one), evidence)
@@ -234,6 +241,24 @@ def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: 
                     asked = task.asked.described() if task.asked else ""
                     problems.examples.append(TaskExample(task.name, reader.name, found, asked))
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
+
+
+def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Problems) -> None:
+    """See that nothing by which a merge is judged was read for it."""
+    limit = CountLimit(seconds=evidence.scoring.time_limit)
+    for recipe in recipes:
+        with problems.noted():
+            if (read := texts_read(recipe, store().hashes)) is None:
+                continue
+
+            def documents_of(task: EvalTask, texts: TextsRead) -> DocumentsRead:
+                found: DocumentsRead = problems.ask(documents_read, task, texts, limit).value
+                return found
+
+            found = list(overlap_findings(read, evidence, documents_of))
+            if found and problems.stop_at_once:
+                raise found[0].refusal()
+            problems.add(found)
 
 
 def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:

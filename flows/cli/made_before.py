@@ -24,7 +24,7 @@ def made_of(recipe_file: Path, looked: Mapping[Path, FileIdentity], seed: int, d
     """A digest of all that decides a merge: the recipe's text, the parents' files as they lie there, numerics.
 
     Args:
-        looked: The files of the parents, which are here.
+        looked: The files of the parents, which are here, and of the texts that they read.
     """
     return digest(
         {

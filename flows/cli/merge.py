@@ -26,7 +26,7 @@ from tasks.checkpoints import (
     require_same_files,
 )
 from tasks.checkpoints.hub import Snapshot, download_snapshots
-from tasks.merge import combine_parents, with_gates
+from tasks.merge import combine_parents, prepared
 from tasks.stage import store
 
 
@@ -48,7 +48,7 @@ def merge_to(
     remedy = "wait for it, name another directory, or start both with --share to divide the work"
     out.absolute()  # A working directory that is gone is said before parents are missed in it.
     cleared = _cleared(recipe_file, console)
-    looked = cleared.looked or identify_parents(cleared.found)
+    looked = {**(cleared.looked or identify_parents(cleared.found)), **cleared.texts}
     of = made_of(recipe_file, looked, seed, device)
     if not share and (told := recall(out, of)):
         console.print(f"nothing new: {out} was made of this recipe and these parents, and is as it was")
@@ -83,7 +83,7 @@ def _merge_to(
     """Merge into ``place``, which is called ``out`` to people."""
     found = cleared.found
     by_ref = {parent.ref: parent for parent in found}
-    recipe = with_gates(cleared.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
+    recipe = prepared(cleared.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
     if recipe.output:
         return _combine(recipe, found, looked, place, out, seed=seed, console=console)
     # Headers from afar are read again where they came to lie.

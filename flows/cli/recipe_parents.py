@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merge_core import Checkpoint, Finding, MergePlan, Recipe, plan_merge, plan_with_findings
-from merge_core.store import FileIdentity
+from merge_core.store import FileIdentity, file_identity
 from tasks.checkpoints import (
     ResolvedCheckpoint,
     adapter_remarks,
@@ -18,6 +18,7 @@ from tasks.checkpoints import (
     require_combinable,
     resolve_all_parents,
 )
+from tasks.stage import store
 
 
 def plan_recipe(recipe: Recipe) -> tuple[tuple[ResolvedCheckpoint, ...], MergePlan]:
@@ -42,6 +43,7 @@ class ClearedRecipe:
         opened: Their headers, by reference.
         plan: What will be done.
         findings: What is odd.
+        texts: What the files of the texts were that its models will read.
     """
 
     recipe: Recipe
@@ -50,6 +52,7 @@ class ClearedRecipe:
     opened: Mapping[str, Checkpoint]
     plan: MergePlan
     findings: tuple[Finding, ...]
+    texts: Mapping[Path, FileIdentity]
 
 
 def clear_recipe(recipe: Recipe) -> ClearedRecipe:
@@ -72,4 +75,15 @@ def clear_recipe(recipe: Recipe) -> ClearedRecipe:
     if blocking := [finding for finding in findings if finding.severity == "block"]:
         raise blocking[0].refusal()
     assert planned.plan is not None  # else something blocks
-    return ClearedRecipe(recipe, found, looked, opened, planned.plan, (*findings, *adapter_remarks(found)))
+    texts = _texts(recipe)
+    return ClearedRecipe(recipe, found, looked, opened, planned.plan, (*findings, *adapter_remarks(found)), texts)
+
+
+def _texts(recipe: Recipe) -> dict[Path, FileIdentity]:
+    documents = [document for document in (*recipe.steps, recipe) if document.texts]
+    if not documents:
+        return {}
+    from tasks.merge import pinned_texts
+
+    pinned = [text for document in documents for _, text in pinned_texts(document, store().hashes)]
+    return {text.path: file_identity(text.path) for text in pinned}

@@ -8,6 +8,7 @@ from merge_core.adapters.applying import adapter_findings, apply_adapter
 from merge_core.adapters.combination import Combined, combine_adapters, require_products
 from merge_core.adapters.configuration import CONFIG_FILE
 from merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
+from merge_core.adapters.names import StoredNames
 from merge_core.adapters.size import CombinedSize, combined_size
 from merge_core.adapters.writing import NewAdapter, write_adapter
 
@@ -22,6 +23,7 @@ __all__ = [
     "ExtractionSettings",
     "ModuleError",
     "NewAdapter",
+    "StoredNames",
     "adapter_files",
     "adapter_findings",
     "apply_adapter",

@@ -51,3 +51,13 @@ def tensor_kind(name: str) -> TensorKind:
         if _NORM.search(word):
             return "norm"
     return "embedding" if layer_place(name) is None and before_layers(name) else "other"
+
+
+# Kinds whose weight is the matrix of a linear layer.
+_PROJECTIONS = frozenset({"q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down"})
+
+
+def is_projection(name: str) -> bool:
+    """Whether the tensor called ``name`` belongs to a linear layer inside a layer of the network: attention's and the
+    feed-forward network's, not a router, a norm, an embedding or the head."""
+    return tensor_kind(name) in _PROJECTIONS and layer_place(name) is not None

@@ -25,6 +25,15 @@ from merge_core.checkpoint.dtypes import (
     promote,
     recipe_dtype,
 )
+from merge_core.checkpoint.moments import (
+    FILES_OF_MOMENTS,
+    INPUTS,
+    StoredMoments,
+    file_of_moments,
+    open_moments,
+    packed_moments,
+    write_inputs,
+)
 from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, read_header, read_into, render_header
 
@@ -33,7 +42,9 @@ __all__ = [
     "BY_TORCH_NAME",
     "EXPONENTS",
     "FILE",
+    "FILES_OF_MOMENTS",
     "INDEX_NAME",
+    "INPUTS",
     "PICKLED_INDEX_NAME",
     "PICKLED_SINGLE_NAME",
     "RECIPE_NAMES",
@@ -46,11 +57,15 @@ __all__ = [
     "ReadElements",
     "ReadStored",
     "SizedTensor",
+    "StoredMoments",
     "StoredTensor",
     "chosen_template",
     "fetch_header",
+    "file_of_moments",
     "numbers",
     "open_checkpoint",
+    "open_moments",
+    "packed_moments",
     "patterns",
     "promote",
     "read_header",
@@ -58,4 +73,5 @@ __all__ = [
     "read_pickled",
     "recipe_dtype",
     "render_header",
+    "write_inputs",
 ]

@@ -3,6 +3,7 @@
 from merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
 from merge_core.engine.devices import has_cuda_driver
 from merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
+from merge_core.engine.execution import HELD_BYTES, held_bytes
 from merge_core.engine.finite import count_non_finite
 from merge_core.engine.in_memory import merge_tensors
 from merge_core.engine.settings import EngineSettings, usable_cores
@@ -10,6 +11,7 @@ from merge_core.engine.transplant import Transplant, transplant_tokenizer
 from merge_core.engine.writer import WAITING_BYTES
 
 __all__ = [
+    "HELD_BYTES",
     "WAITING_BYTES",
     "BufferPool",
     "EngineSettings",
@@ -18,6 +20,7 @@ __all__ = [
     "Transplant",
     "count_non_finite",
     "has_cuda_driver",
+    "held_bytes",
     "merge_tensors",
     "merge_weights",
     "read_ahead",

@@ -27,6 +27,7 @@ from merge_core.engine.settings import EngineSettings
 from merge_core.engine.tensor_run import RunContext, TensorRun
 from merge_core.engine.workers import Workers
 from merge_core.engine.writer import ShardFiles
+from merge_core.methods import Method
 from merge_core.plan import MergePlan, Shard, TensorJob
 
 # Below this much input, compiling fused kernels would take longer than it saves.
@@ -37,6 +38,8 @@ _POOL_BYTES = 128 << 20
 # Inputs of tensors that have been begun, at least: of small ones many are, so that whoever begins them is woken once
 # for hundreds.
 _BEGUN_BYTES = 32 << 20
+# What tensors in work may hold beside their blocks, all together; a single one may hold more.
+HELD_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,13 @@ def uses_fused_kernels(plan: MergePlan, devices: Devices, settings: EngineSettin
     return devices.kind == "cpu" and (settings.kernels == "fused" or worth_it)
 
 
+def held_bytes(method: Method, job: TensorJob) -> int:
+    """What a tensor holds while it is in work, beside its blocks."""
+    if job.mode != "merge" or method.costs is None or method.costs.held is None:
+        return 0
+    return method.costs.held(job.task(seeds=((0, 0),) * len(job.inputs)))  # No size hangs on chance.
+
+
 class _Run:
     """State that the threads of one merge share."""
 
@@ -130,7 +140,7 @@ class _Run:
         self._claims: dict[str, journal.ShardJournal] = {}
         self._condition = threading.Condition()
         self._load = dict.fromkeys(devices.all, 0)  # Bytes of inputs in work.
-        self._begun = self._tensors = 0
+        self._begun = self._tensors = self._held = 0
         self._failure: BaseException | None = None
         self._done = self._found = 0
         self._output = ShardFiles(place, keep_pages=settings.keep_output)
@@ -183,12 +193,14 @@ class _Run:
 
     def _admit(self, job: TensorJob) -> None:
         """Begin a tensor as soon as few are in work: enough that no thread waits while one of them ends."""
-        if not self._has_room(_BEGUN_BYTES):
-            self._wait(lambda: self._has_room(_BEGUN_BYTES // 2))
+        held = held_bytes(self._plan.method, job)
+        if not self._has_room(_BEGUN_BYTES, held):
+            self._wait(lambda: self._has_room(_BEGUN_BYTES // 2, held))
         with self._condition:
             order = self._begun
             self._begun += 1
             self._tensors += 1
+            self._held += held
             device = min(self._load, key=lambda device: self._load[device])
             self._load[device] += job.nbytes_in
         run = TensorRun(self._context, job, device, order)
@@ -222,12 +234,16 @@ class _Run:
         with self._condition:
             self._tensors -= 1
             self._load[run.device] -= run.job.nbytes_in
-            if self._has_room(_BEGUN_BYTES // 2):
+            self._held -= held_bytes(self._plan.method, run.job)
+            if self._has_room(_BEGUN_BYTES // 2, 0):
                 self._condition.notify_all()
 
-    def _has_room(self, least: int) -> bool:
-        """Whether another tensor may be begun while those that are have ``least`` bytes of input or more."""
+    def _has_room(self, least: int, held: int) -> bool:
+        """Whether another tensor, which holds ``held`` bytes beside its blocks, may be begun while those that are have
+        ``least`` bytes of input or more."""
         with self._condition:
+            if held and self._held and self._held + held > HELD_BYTES:
+                return False
             return self._tensors < 2 * self._settings.workers or sum(self._load.values()) < least
 
     def _wait(self, until: Callable[[], bool]) -> None:

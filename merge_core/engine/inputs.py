@@ -37,7 +37,7 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
     files: dict[Path, int] = {}
     opened: list[tuple[Path, FileIdentity, int]] = []
     try:
-        for path in dict.fromkeys(part.file for job in plan.jobs for part in job.stored):
+        for path in dict.fromkeys(part.file for job in plan.jobs for part in (*job.stored, *job.measured)):
             try:
                 step = step_of(path)
                 real = step_file(step, path.name) if step else path

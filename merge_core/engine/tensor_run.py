@@ -17,7 +17,7 @@ from merge_core.engine.finite import look_through, require_finite
 from merge_core.engine.health import TensorHealth, sampled
 from merge_core.engine.pages import InputPages
 from merge_core.engine.settings import EngineSettings
-from merge_core.methods import GRAIN, Fold, Map, Method, Steps, StoredBlock, combine, glanced_at, mask_key
+from merge_core.methods import GRAIN, Fold, Map, Method, Solve, Steps, StoredBlock, combine, glanced_at, mask_key
 from merge_core.plan import TensorJob
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class TensorRun:
     job: TensorJob
     device: str
     order: int
-    step: Fold | Map | None = None
+    step: Fold | Map | Solve | None = None
     parts: list[Any] = field(default_factory=list)
     left: int = 0
     non_finite: int = 0
@@ -113,17 +113,27 @@ class TensorRun:
 
     def _advance(self, result: Any) -> None:
         """Give the last pass's result to the method and start the pass that it wants next."""
-        try:
-            self.step = self.steps.send(result)
-        except StopIteration as stop:
-            self.step = stop.value
+        self._next_step(result)
+        while isinstance(self.step, Solve):
+            self.context.torch.use()
+            self._next_step(self.step.of(self.device))
         glance = self.step.glance if isinstance(self.step, Fold) else 0
         self.seen, numbers = self._glanced_at(glance) if glance else (self.inputs, list(range(self.inputs.count)))
         eager = isinstance(self.step, Fold) and self.step.eager
         self.parts = [None] * (1 if eager else self.seen.count)
         self.left = len(numbers)
-        for number in numbers:
+        for number in numbers[:1] if self._in_order else numbers:
             self.context.submit(self, lambda number=number: self._block(number))  # type: ignore[misc]  # binds the loop
+
+    def _next_step(self, result: Any) -> None:
+        try:
+            self.step = self.steps.send(result)
+        except StopIteration as stop:
+            self.step = stop.value
+
+    @property
+    def _in_order(self) -> bool:
+        return isinstance(self.step, Fold) and self.step.in_order
 
     def _glanced_at(self, glance: int) -> tuple[JobInputs, list[int]]:
         """The inputs in small pieces, and the numbers of a few."""
@@ -147,12 +157,14 @@ class TensorRun:
                 block.require_equal()
                 self._write(block.start, block.rows[0], 0, nonzero=True, release=None)
             else:
-                assert self.step is not None
+                assert isinstance(self.step, Map)
                 self._map(self.step, block)
         with self.lock:
             self.left -= 1
             last = self.left == 0
         if not last:
+            if self._in_order:
+                self.context.submit(self, lambda: self._block(number + 1))
             return
         require_finite(self.job, self.broken)
         self.first_pass &= not whole

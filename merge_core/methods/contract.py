@@ -1,8 +1,8 @@
 """What a merge method is: a declared contract, fold passes that reduce blocks to a few numbers, a map over blocks.
 
 A method never sees a whole tensor. Its ``steps`` is a generator: it yields :class:`Fold` passes (each runs over all
-blocks of the tensor; the combined result comes back from ``yield``) and returns the :class:`Map` that turns one block
-of inputs into one block of output::
+blocks of the tensor; the combined result comes back from ``yield``), where they need matrices a :class:`Solve` between
+them, and returns the :class:`Map` that turns one block of inputs into one block of output::
 
     def steps(task):
         norms = yield fold_sums(lambda block: block.grain_sums(block.inputs**2))   # → [inputs] float64
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +77,21 @@ class Parameter:
         return f"{self.minimum:g} to {self.maximum:g}" if self.minimum is not None else f"up to {self.maximum:g}"
 
 
+class InputMoments(Protocol):
+    """Second moments of what a matrix is multiplied with, on a text: the mean of ``x x'`` over its positions."""
+
+    @property
+    def width(self) -> int:
+        """``in``."""
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether only the squares are known."""
+
+    def read(self) -> Array:
+        """float64, symmetric ``[in, in]``; ``[in]`` where only the squares are known."""
+
+
 @dataclass(frozen=True)
 class TensorTask:
     """One output tensor, as a method sees it.
@@ -89,6 +104,8 @@ class TensorTask:
         shared: Values of the shared parameters.
         per_input: Values of the other parameters, one mapping per input (the base's first, when there is one).
         seeds: One key per input for :mod:`merge_core.methods.masks`.
+        is_projection: Whether it is the matrix ``[out, in]`` of a linear layer inside a layer of the network.
+        moments: Of each input, what its matrix is multiplied with; None where that has not been measured.
     """
 
     name: str
@@ -98,6 +115,8 @@ class TensorTask:
     shared: Values
     per_input: tuple[Values, ...]
     seeds: tuple[tuple[int, int], ...]
+    is_projection: bool = False
+    moments: tuple[InputMoments | None, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -115,6 +134,13 @@ class TensorTask:
     def model_seeds(self) -> tuple[tuple[int, int], ...]:
         """Keys of the inputs that are not the base."""
         return self.seeds[1 if self.has_base else 0 :]
+
+    @property
+    def model_moments(self) -> tuple[InputMoments, ...]:
+        """Moments of the inputs that are not the base; empty unless those of each are known."""
+        found = self.moments[1 if self.has_base else 0 :]
+        known = tuple(one for one in found if one is not None)
+        return known if len(known) == len(found) else ()
 
 
 @dataclass(frozen=True)
@@ -193,6 +219,7 @@ class Fold:
         fused: Counterpart of ``of`` for stored numbers on the CPU.
         glance: Not a whole pass, but a look at so many pieces (see :func:`glanced_at`), spread over the tensor. For
             guesses, on which no result may depend.
+        in_order: The blocks come one after the other, so that ``of`` may add each to what it holds.
     """
 
     of: Callable[[Block], torch.Tensor]
@@ -200,6 +227,7 @@ class Fold:
     fused: Callable[[StoredBlock], Array] | None = None
     eager: bool = False
     glance: int = 0
+    in_order: bool = False
 
 
 def glanced_at(numel: int, grain: int, glance: int) -> tuple[int, list[int]]:
@@ -213,6 +241,17 @@ def glanced_at(numel: int, grain: int, glance: int) -> tuple[int, list[int]]:
 
 
 @dataclass(frozen=True)
+class Solve:
+    """What is worked out between two passes with matrices, by torch in one thread: sums there have one order.
+
+    Args:
+        of: Of the device that the blocks are on; its result comes back from ``yield``.
+    """
+
+    of: Callable[[str], Any]
+
+
+@dataclass(frozen=True)
 class Map:
     """The last pass: a block of inputs → ``[elements]`` of output, in the dtype of the arithmetic.
 
@@ -223,7 +262,7 @@ class Map:
     fused: Callable[[StoredBlock, Array], None] | None = None
 
 
-Steps: TypeAlias = Generator[Fold, "Array", Map]
+Steps: TypeAlias = Generator[Fold | Solve, Any, Map]
 
 
 def row_length(shape: tuple[int, ...], shared: Values) -> int:
@@ -280,11 +319,16 @@ class Costs:
         fold: Units of one fold pass, per input element.
         folds: Number of fold passes over a tensor. Where it depends on the weights (are there equal magnitudes?), the
             larger one: bfloat16 weights have many.
+        products: Operations of matrix products and decompositions in float64, of a whole tensor. Of methods that work
+            on matrices only; of all others None.
+        held: Bytes that a tensor holds while it is in work, beside its blocks, at the peak. Of the same methods.
     """
 
     map: float
     fold: float = 0.0
     folds: Callable[[TensorTask], int] = field(default=lambda task: 0, repr=False)
+    products: Callable[[TensorTask], float] | None = field(default=None, repr=False)
+    held: Callable[[TensorTask], int] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -316,6 +360,7 @@ class Traits:
         conflict_remedy: Given when changing to it helps where task vectors oppose each other.
         first_draft: What it does, in a clause, of the method that a first recipe is written with: one that needs a
             base, and one that does not; empty of all others.
+        reads_text: It asks what flows through each model on a text of its own (:class:`InputMoments`).
     """
 
     adds_up: bool = False
@@ -325,6 +370,7 @@ class Traits:
     adapters: Literal["sum", "products"] | None = None
     conflict_remedy: ConflictRemedy | None = None
     first_draft: str = ""
+    reads_text: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,29 @@ from merge_core.methods import (
     model_stock,
     pairwise,
     ram,
+    regression,
     robust,
     sce,
+    spectral,
     spherical,
     task_vectors,
 )
 from merge_core.methods.contract import Method
 
 GROUP = "mergegate.methods"
-_FAMILIES = (combination, spherical, task_vectors, agreement, robust, model_stock, sce, ram, pairwise)
+_FAMILIES = (
+    combination,
+    spherical,
+    task_vectors,
+    agreement,
+    robust,
+    model_stock,
+    sce,
+    ram,
+    pairwise,
+    regression,
+    spectral,
+)
 _BUILT_IN = tuple(method for family in _FAMILIES for method in family.METHODS)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredTensor
+from merge_core.architecture import is_projection
+from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredMoments, StoredTensor
 from merge_core.errors import Finding
 from merge_core.methods import Method, TensorTask
 from merge_core.plan.layout import OutputTensor, Shard
@@ -17,11 +18,13 @@ from merge_core.recipe import Recipe
 # These, and OutputTensor, with slots: of a very large model there are 50,000 jobs.
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are."""
+    """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are; what it
+    is multiplied with, where that was measured and is asked for."""
 
     model: str
     tensor: AnyTensor
     rows: RowMap | None = None
+    moments: StoredMoments | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,13 @@ class TensorJob:
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """The stored tensors that are read for it."""
+        """The stored tensors that are read for it, block by block."""
         return tuple(part for item in self.inputs for part in item.tensor.parts)
+
+    @property
+    def measured(self) -> tuple[StoredTensor, ...]:
+        """Where what was measured of its inputs lies."""
+        return tuple(item.moments.tensor for item in self.inputs if item.moments is not None)
 
     @property
     def nbytes_in(self) -> int:
@@ -80,6 +88,8 @@ class TensorJob:
             shared=self.shared,
             per_input=self.per_input,
             seeds=seeds,
+            is_projection=len(self.output.shape) == 2 and is_projection(self.output.name),
+            moments=tuple(item.moments for item in self.inputs),
         )
 
 

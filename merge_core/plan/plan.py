@@ -22,7 +22,16 @@ from merge_core.architecture import (
     with_dtype,
 )
 from merge_core.architecture.experts import by_expert
-from merge_core.checkpoint import BY_CODE, AnyTensor, Checkpoint, DType, StoredTensor, chosen_template, promote
+from merge_core.checkpoint import (
+    BY_CODE,
+    AnyTensor,
+    Checkpoint,
+    DType,
+    StoredMoments,
+    StoredTensor,
+    chosen_template,
+    promote,
+)
 from merge_core.errors import Finding, InvalidInput
 from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
 from merge_core.plan.causes import different_size, different_vocabulary
@@ -246,12 +255,21 @@ def _job(
     mode: Literal["merge", "copy", "equal"] = "copy" if alone else "merge"
     return TensorJob(
         output=OutputTensor(spec.name, dtype, shape),
-        inputs=tuple(Input(str(source.model), tensor, maps.get(str(source.model))) for source, tensor in found),
+        inputs=tuple(
+            Input(str(source.model), tensor, maps.get(str(source.model)), _measured(recipe, str(source.model), tensor))
+            for source, tensor in found
+        ),
         has_base=has_base,
         shared=own.shared,
         per_input=own.per_input,
         mode="equal" if dtype.kind == "exact" else mode,
     )
+
+
+def _measured(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredMoments | None:
+    """What was measured of the inputs of a model's matrix."""
+    known = recipe.measured.get(model) if recipe.measured else None
+    return known.moments.get(tensor.name) if known else None
 
 
 def _output_dtype(

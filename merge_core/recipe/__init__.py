@@ -6,6 +6,7 @@ A recipe is parsed once, strictly; after that nothing is validated again.
 from merge_core.recipe.adapter_output import AdapterOutput
 from merge_core.recipe.mixture import Expert, GateRows, Mixture
 from merge_core.recipe.overrides import apply_overrides, fit_to_method
+from merge_core.recipe.own_texts import MeasuredInputs, ReadingOfTexts
 from merge_core.recipe.parameters import Condition, Parameters, value_for
 from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
 from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
@@ -18,9 +19,11 @@ __all__ = [
     "Condition",
     "Expert",
     "GateRows",
+    "MeasuredInputs",
     "Mixture",
     "Module",
     "Parameters",
+    "ReadingOfTexts",
     "Recipe",
     "RowOrigin",
     "Slice",

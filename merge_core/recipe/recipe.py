@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from merge_core.parsing import parse_yaml, read_yaml
 from merge_core.recipe.adapter_output import AdapterOutput, parse_output
 from merge_core.recipe.keys import known_mapping, plain_mapping
 from merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
+from merge_core.recipe.own_texts import MeasuredInputs, ReadingOfTexts, parse_reading, parse_text, require_texts
 from merge_core.recipe.parameters import Parameters, parse_parameters
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 from merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
@@ -42,16 +43,18 @@ RECIPE_KEYS = (
     "align_experts",
     "output",
     "rank",
+    "statistics",
 )
 
 
 @dataclass(frozen=True)
 class Source:
-    """One input of a slice: a model, which of its layers (half-open, None: all), its own parameters."""
+    """One input of a slice: a model, which of its layers (half-open, None: all), its own parameters, its own text."""
 
     model: CheckpointRef
     layers: tuple[int, int] | None
     parameters: Parameters
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,8 @@ class Recipe:
         mixture: How dense models become a mixture of experts; None where models are merged. Then the sources are the
             base and all experts, and ``merge_method`` is that of :data:`merge_core.methods.UPCYCLING`.
         output: What is made instead of a model: an adapter of adapters on one base.
+        reading: How the texts of its models are read, where the method reads some.
+        measured: What they showed, by model, once they have been read.
     """
 
     merge_method: str
@@ -113,6 +118,8 @@ class Recipe:
     experts_in_order: bool = False
     mixture: Mixture | None = None
     output: AdapterOutput | None = None
+    reading: ReadingOfTexts = field(default_factory=ReadingOfTexts)
+    measured: Mapping[str, MeasuredInputs] | None = None
 
     @property
     def method(self) -> Method:
@@ -127,6 +134,11 @@ class Recipe:
         return tuple(source for module in self.modules for cut in module.slices for source in cut.sources)
 
     @property
+    def texts(self) -> dict[CheckpointRef, str]:
+        """The text of each model of this document that has one."""
+        return {source.model: source.text for source in self.sources if source.text is not None}
+
+    @property
     def donor(self) -> CheckpointRef:
         """Who gives config, tokenizer and layout: the base, else the first model."""
         return self.base or self.sources[0].model
@@ -139,6 +151,8 @@ class Recipe:
             mixture = document.mixture
             if mixture is not None and mixture.asks_prompts and mixture.gates is None:
                 return f"gate_mode {mixture.gate_mode}: the router rows have not been computed from the prompts"
+            if document.texts and document.measured is None:
+                return f"{document.merge_method}: the models have not read their texts"
         return ""
 
     def own_references(self) -> tuple[CheckpointRef, ...]:
@@ -197,6 +211,11 @@ class Recipe:
             later["mixture"] = self.mixture.canonical()
         if self.output is not None:
             later["output"] = self.output.canonical()
+        if self.measured is not None:  # Then it does not matter what the texts are called.
+            later["measured"] = {model: found.digest for model, found in self.measured.items()}
+        elif texts := self.texts:
+            later["texts"] = {str(model): text for model, text in texts.items()}
+            later["statistics"] = self.reading.canonical()
         return {
             **later,
             "merge_method": self.merge_method,
@@ -266,6 +285,14 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
                 expected="a whole model that can be asked before the merge: gate_mode makes router rows of prompts",
                 remedy="set gate_mode: random, or make the base first and name its directory",
             )
+    for document in (*recipe.steps, recipe):
+        if step := next((model for model in document.texts if str(model) in made), None):
+            raise InvalidInput(
+                f"{document.where}: {step}",
+                found="the result of a step, with a text",
+                expected="a model that can read it before the merge",
+                remedy="make it first and name its directory",
+            )
     if (count := len(recipe.references())) > _MAX_MODELS:
         raise InvalidInput(where, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
     return recipe
@@ -312,8 +339,10 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
         directory=directory,
         where=where,
         align_experts=_switch(content.get("align_experts", False), f"{where}: align_experts"),
+        reading=parse_reading(content.get("statistics"), method, f"{where}: statistics"),
     )
     _check_required(recipe, method)
+    _check_texts(recipe, method)
     models = [source.model for cut in modules[0].slices for source in cut.sources]
     output = parse_output(content, method, base, models, f"{where}: ")
     return recipe if output is None else replace(recipe, output=output)
@@ -444,7 +473,7 @@ def _slice(
 
 
 def _source(item: object, method: Method, base: CheckpointRef | None, where: str, *, layered: bool) -> Source:
-    keys = ("model", "layer_range", "parameters") if layered else ("model", "parameters")
+    keys = ("model", "layer_range", "parameters", "text") if layered else ("model", "parameters", "text")
     content = known_mapping(item, where, keys, may_be_a_parameter=True)
     if "model" not in content:
         raise InvalidInput(where, found="no 'model'", expected="{model: path or org/name}")
@@ -459,7 +488,8 @@ def _source(item: object, method: Method, base: CheckpointRef | None, where: str
     layers = None
     if layered:
         layers = _layer_range(content.get("layer_range"), f"{where}.layer_range")
-    return Source(model, layers, parameters)
+    is_base = model == base and method.base in ("required", "optional")
+    return Source(model, layers, parameters, parse_text(content.get("text"), method, f"{where}.text", is_base=is_base))
 
 
 def _layer_range(value: object, where: str) -> tuple[int, int]:
@@ -502,6 +532,21 @@ def _check_required(recipe: Recipe, method: Method) -> None:
                         expected=f"{method.name} needs it: {parameter.summary}",
                         remedy=f"add it under 'parameters' (check the indentation); e.g. {parameter.name}: 0.5",
                     )
+
+
+def _check_texts(recipe: Recipe, method: Method) -> None:
+    """Each model has one text, in every slice where it stands the same."""
+    for cut in (cut for module in recipe.modules for cut in module.slices):
+        base = cut.base if method.base in ("required", "optional") else None
+        own = [source for source in cut.sources if source.model != base]
+        require_texts([(str(source.model), source.text) for source in own], method, cut.where)
+        for source in own:
+            if source.text != recipe.texts.get(source.model):
+                raise InvalidInput(
+                    f"{cut.where}: {source.model}",
+                    found=f"the text {source.text}, and elsewhere {recipe.texts.get(source.model)}",
+                    expected="one text for each model",
+                )
 
 
 def _in_order(recipes: list[Recipe], where: str) -> Recipe:

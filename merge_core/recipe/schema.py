@@ -25,8 +25,10 @@ _TYPES: dict[str, dict[str, Any]] = {
     "chat_template": {"type": "string", "description": "auto, or the template itself."},
     "name": {"type": "string", "description": "By which other documents of this recipe refer to this one."},
     "align_experts": {"type": "boolean", "description": "Renumber experts of mixtures so that they correspond."},
+    "statistics": {"type": "object", "description": "How the texts of models are read, for methods that read some."},
     "experts": {"type": "array", "description": "Dense models that become the experts of a mixture."},
 }
+_TEXT = {"type": "string", "description": "A text of the model's own, for methods that read some: jsonl or plain text."}
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -58,8 +60,8 @@ def recipe_schema() -> dict[str, Any]:
                     parameter for method in merge_methods().values() for parameter in method.parameters
                 ),
             },
-            "source": _closed(["model"], model=model, parameters=parameters),
-            "layers": _closed(["model"], model=model, layer_range=layers, parameters=parameters),
+            "source": _closed(["model"], model=model, parameters=parameters, text=_TEXT),
+            "layers": _closed(["model"], model=model, layer_range=layers, parameters=parameters, text=_TEXT),
             "slice": _closed(
                 ["sources"],
                 sources={"type": "array", "items": {"$ref": "#/$defs/layers"}},

@@ -175,9 +175,9 @@ def open_journal(
         journal.close()
 
 
-def keep_only_journal(out: Path) -> None:
-    """Empty ``out``, but for a journal that the stage which works there goes on from: anything else in it is no part of
-    what it makes, and would be sealed with it."""
+def keep_only_journal(out: Path, beside: str = "") -> None:
+    """Empty ``out``, but for a journal that the stage which works there goes on from, and files ``beside`` it (a
+    pattern) of which it speaks: anything else in it is no part of what is made, and would be sealed with it."""
     for path in out.iterdir():
-        if path.name != JOURNAL:
+        if path.name != JOURNAL and not (beside and path.match(beside) and path.is_file() and not path.is_symlink()):
             remove_any(path)

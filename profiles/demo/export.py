@@ -22,6 +22,7 @@ TASK_SKILLS = MappingProxyType({"copy": "copy", "reverse": "rev", "shift": "shif
 TASK_DOCUMENTS = 400
 HELD_OUT_DOCUMENTS = 600
 SWEEP_DOCUMENTS = 1500
+TEXT_DOCUMENTS, COPYING_DOCUMENTS = 64, 16
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ message['content'].rstrip('>') + '>' if message['role'] == 'user' else message['content'] + eos_token }}"
@@ -112,13 +113,19 @@ def with_one_more_token(model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 def write_documents(directory: Path) -> None:
     """Writes ``<task>.jsonl`` for every task and ``held-out.jsonl``: distinct documents, none of them trained on; and
-    ``sweep/<task>.jsonl``, others of each task, enough to be divided."""
+    ``sweep/<task>.jsonl``, others of each task, enough to be divided; and ``texts/<model>.jsonl``, what each fine-tune
+    was trained on, with some copying, which it shall still be able to do."""
     (directory / "sweep").mkdir(parents=True, exist_ok=True)
     for offset, (task, skill) in enumerate(TASK_SKILLS.items(), start=1):
         every = TASK_DOCUMENTS + SWEEP_DOCUMENTS
         rows = _distinct(skill, every, _DATA_SEED + offset, prompt="prompt", answer="answer")
         _write_jsonl(directory / f"{task}.jsonl", rows[:TASK_DOCUMENTS])
         _write_jsonl(directory / "sweep" / f"{task}.jsonl", rows[TASK_DOCUMENTS:])
+    (directory / "texts").mkdir(exist_ok=True)
+    for offset, (model, skill) in enumerate({"reverser": "rev", "shifter": "shift"}.items(), start=4):
+        rng = random.Random(_DATA_SEED + offset)
+        drawn = [draw(kind, rng, held_out=False) for kind in [skill] * TEXT_DOCUMENTS + ["copy"] * COPYING_DOCUMENTS]
+        _write_jsonl(directory / "texts" / f"{model}.jsonl", [{"text": one.prompt + one.answer} for one in drawn])
     _write_jsonl(directory / "held-out.jsonl", _distinct(TEXT, HELD_OUT_DOCUMENTS, _DATA_SEED, answer="text"))
 
 

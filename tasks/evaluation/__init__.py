@@ -34,6 +34,7 @@ from tasks.evaluation.pace import AskedDocument, asked_of_document, document_sec
 from tasks.evaluation.posed import PosedDocument, PosedTask, pose
 from tasks.evaluation.preview import TaskPreview, TokenizerPlace, preview
 from tasks.evaluation.process import clusters_in_child
+from tasks.evaluation.read_before import DocumentsRead, TextsRead, documents_read
 from tasks.evaluation.scoring import Scoring, looks
 from tasks.evaluation.stage import (
     CountLimit,
@@ -70,6 +71,7 @@ __all__ = [
     "Division",
     "DocumentScore",
     "DocumentSet",
+    "DocumentsRead",
     "EvalTask",
     "FetchedDataset",
     "JudgedMetrics",
@@ -87,6 +89,7 @@ __all__ = [
     "TaskResults",
     "TaskScore",
     "TaskScores",
+    "TextsRead",
     "TokenizerPlace",
     "allow_code",
     "asked_of_document",
@@ -103,6 +106,7 @@ __all__ = [
     "document_count",
     "document_seconds",
     "document_texts",
+    "documents_read",
     "evaluate_to",
     "fetch_datasets",
     "find_backend",

@@ -1,9 +1,11 @@
 """The merge stage: a recipe and its pinned parents into a checkpoint; and what must be asked of a model before it.
 
-``stage.py`` is the stage. ``gates.py`` makes the router rows of a mixture of experts out of its prompts.
+``stage.py`` is the stage. ``preparation.py`` has models asked beforehand what a recipe wants of them: ``gates.py``
+makes the router rows of a mixture of experts out of its prompts, ``statistics.py`` measures what flows through a model
+while it reads a text of its own (``reading_inputs.py``, in the process that holds models).
 """
 
-from tasks.merge.gates import router_rows, with_gates
+from tasks.merge.preparation import prepared
 from tasks.merge.stage import (
     MERGED,
     Merged,
@@ -15,9 +17,11 @@ from tasks.merge.stage import (
     merged_model,
     numerics,
 )
+from tasks.merge.statistics import InputStatistics, pinned_texts
 
 __all__ = [
     "MERGED",
+    "InputStatistics",
     "MergeSettings",
     "Merged",
     "Numerics",
@@ -26,6 +30,6 @@ __all__ = [
     "merge",
     "merged_model",
     "numerics",
-    "router_rows",
-    "with_gates",
+    "pinned_texts",
+    "prepared",
 ]

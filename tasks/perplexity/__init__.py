@@ -1,7 +1,14 @@
 """Likelihood of held-out text, document by document: of one model, and of all parents together."""
 
 from tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
-from tasks.perplexity.measuring import DocumentLikelihood, HeldOutReading, WindowSettings, read_held_out
+from tasks.perplexity.measuring import (
+    DocumentLikelihood,
+    HeldOutReading,
+    TextWindow,
+    WindowSettings,
+    read_by,
+    read_held_out,
+)
 from tasks.perplexity.stage import (
     DriftLimits,
     Likelihoods,
@@ -10,7 +17,7 @@ from tasks.perplexity.stage import (
     pin_documents,
     read_documents,
 )
-from tasks.perplexity.text import HeldOutText, read_texts
+from tasks.perplexity.text import HeldOutText, pin_text, read_texts
 
 __all__ = [
     "DocumentLikelihood",
@@ -19,11 +26,14 @@ __all__ = [
     "HeldOutText",
     "Likelihoods",
     "PerplexitySettings",
+    "TextWindow",
     "WindowSettings",
     "ensemble_likelihoods",
     "gain_kept",
     "perplexity",
     "pin_documents",
+    "pin_text",
+    "read_by",
     "read_documents",
     "read_held_out",
     "read_texts",

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from merge_core.errors import InvalidInput
 from merge_core.store import JOURNAL, HashMemo, JournalPlace, NotInKey, keep_only_journal
 from tasks.checkpoints import Model, ask_child, files_state
 from tasks.perplexity.measuring import DocumentLikelihood, Measured, WindowSettings, measure
-from tasks.perplexity.text import HeldOutText, text_of_line
+from tasks.perplexity.text import HeldOutText, pin_text
 from tasks.stage import Runtime, StageValue, advance, stage
 
 FILE = "documents.parquet"
-_MOST_LOOKED_AT = 2000  # lines of held-out text that are looked at before anything is measured
 
 
 def _percentage(value: object) -> object:
@@ -124,20 +121,7 @@ def pin_documents(settings: PerplexitySettings, root: Path, hashes: HashMemo) ->
         InvalidInput: when there is no such file, or a document is not as the settings say.
     """
     path = (root / settings.documents).absolute()
-    if not path.is_file():
-        raise InvalidInput(
-            f"perplexity.documents: {settings.documents}",
-            found="no such file",
-            expected="jsonl with one document a line, or plain text with one a paragraph, relative to the profile",
-        )
-    field = settings.field if path.suffix in (".jsonl", ".json", ".ndjson") else ""
-    with path.open("rb") as file:
-        for number, line in enumerate(islice(file, _MOST_LOOKED_AT if field else 0), start=1):
-            if line.strip():
-                text_of_line(line, field, path, number)
-    if not path.stat().st_size:
-        raise InvalidInput(str(path), found="an empty file", expected="held-out documents")
-    return HeldOutText(path=path, sha256=hashes.sha256(path), field=field)
+    return pin_text(path, settings.field, hashes, where=f"perplexity.documents: {settings.documents}")
 
 
 @stage("perplexity", version=1, subject="model", resumable=True)

@@ -12,8 +12,10 @@ from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import kind_of, line_place, parse_line
-from merge_core.store import NotInKey
+from merge_core.store import HashMemo, NotInKey
 from tasks.evaluation import DocumentSet
+
+_MOST_LOOKED_AT = 2000  # lines that are looked at before anything is measured
 
 
 class HeldOutText(BaseModel):
@@ -51,6 +53,44 @@ def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str
     return tuple(texts)
 
 
+def pin_text(
+    path: Path,
+    field: str,
+    hashes: HashMemo,
+    *,
+    where: str,
+    relative_to: str = "profile",
+    named: str = "perplexity.field",
+) -> HeldOutText:
+    """A file of documents with its sha256.
+
+    Args:
+        path: Of the file: jsonl with one document a line, or plain text with one a paragraph.
+        field: Of a jsonl line.
+        hashes: Of files that were hashed before.
+        where: What messages call its place; ``relative_to``, what a path is relative to; ``named``, what names the
+            field.
+
+    Raises:
+        InvalidInput: when there is no such file, or a document is not as the settings say.
+    """
+    if not path.is_file():
+        raise InvalidInput(
+            where,
+            found="no such file",
+            expected="jsonl with one document a line, or plain text with one a paragraph, "
+            f"relative to the {relative_to}",
+        )
+    field = field if path.suffix in (".jsonl", ".json", ".ndjson") else ""
+    with path.open("rb") as file:
+        for number, line in enumerate(islice(file, _MOST_LOOKED_AT if field else 0), start=1):
+            if line.strip():
+                text_of_line(line, field, path, number, named)
+    if not path.stat().st_size:
+        raise InvalidInput(str(path), found="an empty file", expected="held-out documents")
+    return HeldOutText(path=path, sha256=hashes.sha256(path), field=field)
+
+
 def _split(content: bytes, documents: HeldOutText) -> Iterator[str]:
     if documents.field:
         for number, line in enumerate(content.splitlines(), start=1):
@@ -62,13 +102,13 @@ def _split(content: bytes, documents: HeldOutText) -> Iterator[str]:
         raise InvalidInput(str(documents.path), found=f"not UTF-8: {error}", expected="text") from None
 
 
-def text_of_line(line: bytes, field: str, path: Path, number: int) -> str:
-    """The text in ``field`` of a line of JSON. Raises InvalidInput where there is none."""
+def text_of_line(line: bytes, field: str, path: Path, number: int, named: str = "perplexity.field") -> str:
+    """The text in ``field`` of a line of JSON, which ``named`` names. Raises InvalidInput where there is none."""
     document = parse_line(line, path, number)
     text = document.get(field)
     if not isinstance(text, str):
         found = f"no field {field!r}" if field not in document else f"{kind_of(text)} in field {field!r}"
         remedy = suggest(field, document) if field not in document and document else ""
-        expected = "text, in the field that perplexity.field names"
+        expected = f"text, in the field that {named} names"
         raise InvalidInput(line_place(path, number), found=found, expected=expected, remedy=remedy)
     return text

@@ -23,6 +23,7 @@ from tasks.preflight.evidence import (
 )
 from tasks.preflight.foresight import night_power, planned_looks, planned_tasks
 from tasks.preflight.machine import machine_findings, this_machine
+from tasks.preflight.own_texts import overlap_findings, texts_read
 from tasks.preflight.sample_text import SAMPLE
 from tasks.preflight.segmentation import cut_shares, with_shares
 from tasks.preflight.tokenizers import TokenizerSettings
@@ -50,11 +51,13 @@ __all__ = [
     "merging_seconds",
     "night_power",
     "open_and_plan",
+    "overlap_findings",
     "pin_evidence",
     "plan_once",
     "planned_looks",
     "planned_tasks",
     "stored_dtypes",
+    "texts_read",
     "this_machine",
     "with_shares",
 ]

@@ -13,12 +13,13 @@ the disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merge_core.engine import WAITING_BYTES
+from merge_core.architecture import is_projection
+from merge_core.engine import HELD_BYTES, WAITING_BYTES
 from merge_core.engine.forecast.work import COPY, Work, work_of
 from merge_core.methods import GRAIN
 from merge_core.plan import MergePlan, TensorJob, step_of
@@ -81,6 +82,8 @@ class Needs:
         passes: Most passes over one tensor.
         read_again: How many tensors may have left the page cache between passes.
         units: Arithmetic, see :class:`merge_core.methods.Costs`.
+        products: Operations of matrix products and decompositions in float64, of methods that work on matrices.
+        held: Bytes that tensors in work hold beside their blocks, all together, at the peak.
         block: Bytes of the largest block of one thread, in memory.
         gpu_block: The same on a GPU, with what is computed from it.
         memory: Peak of anonymous memory, in bytes.
@@ -109,6 +112,8 @@ class Needs:
     gpu_memory: int
     disk: int
     assumed_cost: tuple[str, ...] = ()
+    products: float = 0.0
+    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,7 @@ def needs_of(plan: MergePlan, settings: EngineSettings, *, cores: int, device: s
     again = [kind for kind in kinds if kind.work.passes > 1]
     gone = [kind for kind in again if kind.job.nbytes_in > _CACHED_BYTES]
     threads = settings.workers_on(cores)
+    held = _held(kinds)
     block = max((_block_bytes(kind, settings, 0) for kind in kinds), default=0)
     gpu = max((_block_bytes(kind, settings, 4 * _GPU_TEMPORARIES) for kind in kinds), default=0)
     tensors, written = sum(kind.count for kind in kinds), sum(part.bytes_written for part in parts)
@@ -168,16 +174,25 @@ def needs_of(plan: MergePlan, settings: EngineSettings, *, cores: int, device: s
         units=sum(kind.count * kind.job.output.numel * len(kind.job.inputs) * kind.work.units for kind in kinds),
         block=block,
         gpu_block=gpu,
-        memory=peak_memory(block, threads=threads, device=kind),
+        memory=peak_memory(block, threads=threads, device=kind, held=held),
         gpu_memory=threads * gpu if kind == "cuda" else 0,
         disk=written + companion_bytes + _JOURNAL_BYTES_PER_TENSOR * tensors,
         assumed_cost=tuple(sorted({kind.plan.recipe.merge_method for kind in kinds if not kind.work.known})),
+        products=sum(kind.count * kind.work.products for kind in kinds),
+        held=held,
     )
 
 
-def peak_memory(block: int, *, threads: int, device: str) -> int:
-    """Bytes of anonymous memory at the peak of a merge whose largest block has ``block`` bytes."""
-    return _PROCESS_BYTES[device.partition(":")[0]] + WAITING_BYTES + threads * block
+def peak_memory(block: int, *, threads: int, device: str, held: int = 0) -> int:
+    """Bytes of anonymous memory at the peak of a merge whose largest block has ``block`` bytes, and whose tensors in
+    work hold ``held`` beside their blocks."""
+    return _PROCESS_BYTES[device.partition(":")[0]] + WAITING_BYTES + threads * block + held
+
+
+def _held(kinds: Sequence[_Kind]) -> int:
+    """The largest alone, or several until there is no room for one more (see ``engine.execution``)."""
+    together = sum(kind.count * kind.work.held for kind in kinds)
+    return max(min(HELD_BYTES, together), max((kind.work.held for kind in kinds), default=0))
 
 
 def duration(needs: Needs, rates: Rates, *, cores: int) -> Duration:
@@ -190,6 +205,8 @@ def duration(needs: Needs, rates: Rates, *, cores: int) -> Duration:
     computing = moved / rates.copy
     if needs.device == "cpu":
         computing += needs.units / rates.units
+        # In float64 a product takes twice as long as in float32.
+        computing += 2 * needs.products / rates.products if rates.products else 0.0
     elif rates.bus:
         # Blocks cross the bus in every pass. Arithmetic on a GPU is faster than that.
         computing += (needs.bytes_passed + needs.bytes_written) / rates.bus
@@ -237,11 +254,14 @@ class _Kind:
 
 def _kinds(plan: MergePlan) -> Iterator[_Kind]:
     found: dict[tuple[object, ...], list[TensorJob]] = {}
+    costs = plan.method.costs
+    is_of_matrices = costs is not None and costs.held is not None
     for job in plan.jobs:
         # Values by identity: equal ones are mostly the same object (see ``plan.values``), and else a kind more.
         inputs = tuple((item.tensor.dtype.code, item.tensor.shape) for item in job.inputs)
         output, values = (job.output.dtype.code, job.output.shape), (id(job.shared), id(job.per_input))
-        found.setdefault((output, inputs, values, job.mode, job.has_base), []).append(job)
+        matrix = (is_projection(job.output.name), *(one.shape for one in job.measured)) if is_of_matrices else ()
+        found.setdefault((output, inputs, values, job.mode, job.has_base, matrix), []).append(job)
     for alike in found.values():
         yield _Kind(plan, alike[0], _work(plan, alike[0]), len(alike))
 

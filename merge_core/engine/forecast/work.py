@@ -24,11 +24,15 @@ class Work:
         folds: Passes over all inputs before the last one, at most.
         units: Arithmetic of all passes, in units per input element.
         known: Whether the method's cost was measured, or assumed.
+        products: Operations of matrix products and decompositions in float64.
+        held: Bytes held beside its blocks.
     """
 
     folds: int
     units: float
     known: bool = True
+    products: float = 0.0
+    held: int = 0
 
     @property
     def passes(self) -> int:
@@ -45,4 +49,5 @@ def work_of(method: Method, task: TensorTask) -> Work:
     if costs is None:
         return Work(1, _ASSUMED_UNITS, known=False)
     folds = costs.folds(task)
-    return Work(folds, folds * costs.fold + costs.map)
+    products = costs.products(task) if costs.products else 0.0
+    return Work(folds, folds * costs.fold + costs.map, products=products, held=costs.held(task) if costs.held else 0)

@@ -11,21 +11,38 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from merge_core import Checkpoint, CheckpointRef, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
+from merge_core import (
+    Checkpoint,
+    CheckpointRef,
+    Recipe,
+    load_recipe,
+    merge_weights,
+    open_checkpoint,
+    plan_merge,
+    resolve_local,
+)
 from merge_core.adapters import apply_adapter, open_adapter
 from merge_core.architecture.experts import match_experts
 from merge_core.errors import InvalidInput, Refused
 from merge_core.recipe import parse_reference
 from merge_core.store import HashMemo
-from tasks.checkpoints import Model, adapted_digest, adapter_digest, checkpoint_digest
+from tasks.checkpoints import (
+    PinnedCheckpoint,
+    ResolvedAdapter,
+    ResolvedCheckpoint,
+    adapted_digest,
+    adapter_digest,
+    checkpoint_digest,
+    pin_checkpoints,
+)
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
-from tasks.merge import combine_parents, with_gates
+from tasks.merge import combine_parents, prepared
 from tasks.publish import PROVENANCE, RECIPE, sha256_of
 from tasks.publish.releases.verify import Files, Verified
 from tasks.publish.targets import PublishedRelease
@@ -75,9 +92,8 @@ def rebuild_release(
     digests = {parent.name: parent for parent in build.resolved_dependencies}
     starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
     places = _parents(recipe.references(), digests, starts, hashes)
-    recipe = with_gates(
-        recipe, lambda ref: Model(name=ref, digest=digests[ref].digest.sha256, directory=places[ref][0])
-    )
+    recipe = replace(recipe, directory=_beside_texts(recipe, starts))
+    recipe = prepared(recipe, lambda ref: _pinned(ref, places[ref], hashes))
     made_by = build.internal_parameters
     device = _device(made_by.device) if device == "auto" else device
     began = time.monotonic()
@@ -149,6 +165,19 @@ def _build(release: PublishedRelease, verified: Verified) -> _Build:
             expected="what this version of mergegate writes there",
             remedy="reproduce it with the version of mergegate that made it",
         ) from None
+
+
+def _beside_texts(recipe: Recipe, starts: Sequence[Path]) -> Path | None:
+    """Where the texts lie that its models read, if they do."""
+    written = [text for document in (*recipe.steps, recipe) for text in document.texts.values()]
+    return next((start for start in starts if written and all((start / text).is_file() for text in written)), None)
+
+
+def _pinned(ref: str, place: tuple[Path, Path | None], hashes: HashMemo) -> PinnedCheckpoint:
+    """A parent, with its adapter, where it was found."""
+    model, adapter = place
+    applied = ResolvedAdapter(ref=ref, directory=adapter) if adapter else None
+    return pin_checkpoints([ResolvedCheckpoint(name=ref, ref=ref, directory=model, adapter=applied)], hashes)[0]
 
 
 def _device(made_on: str) -> str:

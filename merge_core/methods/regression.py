@@ -1,0 +1,265 @@
+"""Matrices that answer as each model's own does to what flows through it: a least-squares problem for each matrix.
+
+A linear layer of model i sees inputs with second moments ``G_i`` (the mean of ``x x'``). The matrix whose answers to
+the inputs of all models are nearest to those of their own matrices ``X_i`` ``[out, in]`` is
+
+    X = (sum w_i X_i G_i) (sum w_i G_i)^-1
+
+* ``regmean``: ``G_i`` is measured on a text of model i's own (Jin et al. 2023, https://arxiv.org/abs/2212.09849), its
+  off-diagonals times ``off_diagonals``: with 1, what the texts do not show is forgotten.
+* ``wudi``: without a text, from the task vectors, which lie in the span of the inputs that they were trained on:
+  ``G_i = d_i' d_i / |d_i|^2``, and ``ridge`` as floor. This is the optimum that WUDI walks towards (Cheng et al. 2025,
+  https://arxiv.org/abs/2503.08099).
+
+It is solved about the mean, so that what the inputs leave open stays the mean of the models. With
+``m = sum w_i X_i / sum w_i``
+
+    X = m + R (sum w_i G_i + floor)^-1,    R = sum w_i (X_i - m) G_i = sum w_i (X_i - m) (G_i - G_k)
+
+where k is the last model, and the last step holds because ``sum w_i (X_i - m) = 0``: equal moments give exactly the
+mean, and one product is saved. Rows do not depend on each other, so a block is a run of rows; float64 throughout,
+Cholesky, the floor a share of the mean of the diagonal. What is no matrix of a linear layer, or was not measured, is
+the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from merge_core.errors import InvalidInput
+from merge_core.methods.combination import combine
+from merge_core.methods.contract import (
+    Block,
+    Costs,
+    InputMoments,
+    Map,
+    Method,
+    Parameter,
+    Solve,
+    Steps,
+    TensorTask,
+    Traits,
+    Values,
+    add_in_order,
+)
+from merge_core.methods.matrices import DeltaProducts, grain_of_rows, rows_of
+from merge_core.methods.task_vectors import LAMBDA
+
+if TYPE_CHECKING:
+    import torch
+
+# Of the mean of the diagonal: moments are kept in float32, below that an input is rounding.
+_FLOOR = 1e-6
+_WEIGHT = Parameter("weight", "float", "non_base", 1.0, "how much the answers of each model count", 0.0)
+
+
+@dataclass(frozen=True)
+class _System:
+    """The problem of one matrix, ready for any of its rows.
+
+    Args:
+        shares: Of each model in the mean; they add up to 1.
+        differences: ``w_i (G_i - G_k)`` of all models but the last.
+        factor: Of ``sum w_i G_i + floor``: its Cholesky factor, or its diagonal. None: nothing flows through it.
+    """
+
+    shares: tuple[float, ...]
+    differences: tuple[torch.Tensor, ...]
+    factor: torch.Tensor | None
+
+    def solved(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[models, rows, in]`` float64 → ``[rows, in]``."""
+        import torch
+
+        mean = add_in_order([own * share for own, share in zip(rows, self.shares, strict=True)])
+        if self.factor is None or not self.differences:
+            return mean
+        pairs = list(zip(rows[:-1], self.differences, strict=True))
+        if self.factor.ndim == 1:
+            return mean + add_in_order([(own - mean) * apart for own, apart in pairs]) / self.factor
+        right = add_in_order([(own - mean) @ apart for own, apart in pairs])
+        return mean + torch.cholesky_solve(right.T, self.factor).T
+
+
+def _system(weights: Sequence[float], moments: Sequence[torch.Tensor], floor: float) -> _System:
+    """The problem with these moments, each ``[in, in]`` or each ``[in]`` in float64; their memory is used again."""
+    import torch
+
+    shares = tuple(weight / sum(weights) for weight in weights)
+    total = moments[0] * weights[0]
+    for moment, weight in zip(moments[1:], weights[1:], strict=True):
+        total.add_(moment, alpha=weight)
+    squares = total if total.ndim == 1 else total.diagonal()
+    least = floor * float(squares.mean())
+    if least <= 0:
+        return _System(shares, (), None)
+    squares += least
+    *others, last = moments
+    for moment, weight in zip(others, weights[:-1], strict=True):
+        moment.sub_(last).mul_(weight)
+    return _System(shares, tuple(others), total if total.ndim == 1 else torch.linalg.cholesky(total))
+
+
+def _measured(moments: Sequence[InputMoments], off_diagonals: float, device: str) -> list[torch.Tensor]:
+    """Moments as they count: squares alone where one model has no more, or no more is wanted."""
+    import torch
+
+    by_squares = off_diagonals == 0 or any(one.is_diagonal for one in moments)
+    found = []
+    for one in moments:
+        values = torch.from_numpy(one.read()).to(device)
+        squares = (values if one.is_diagonal else values.diagonal()).clone()
+        if not by_squares:
+            values.mul_(off_diagonals).diagonal().copy_(squares)
+        found.append(squares if by_squares else values)
+    return found
+
+
+def _of_deltas(products: DeltaProducts, device: str) -> list[torch.Tensor]:
+    """``d_i' d_i / |d_i|^2`` of each model; of one that was not trained here, zeros."""
+    found = []
+    for gram in products.taken().values():
+        size = float(gram.diagonal().sum())
+        found.append(gram.to(device).div_(size or 1.0))
+    return found
+
+
+def _answer(task: TensorTask, system: _System) -> Map:
+    scale = float(task.shared["lambda"])
+
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        done = []
+        for part in rows_of(block, task.shape[-1]):
+            wide = part.double()
+            solved = system.solved(wide[1:] if task.has_base else wide)
+            if task.has_base and scale != 1:
+                solved = wide[0] + (solved - wide[0]) * scale
+            done.append(solved.to(part.dtype).reshape(-1))
+        return torch.cat(done)
+
+    return Map(of)
+
+
+def _mean(task: TensorTask) -> Map:
+    weights = task.column("weight")
+    scale = float(task.shared["lambda"]) / sum(weights)
+    return combine([weight * scale for weight in weights], about_base=task.has_base)
+
+
+def _regmean(task: TensorTask) -> Steps:
+    moments = task.model_moments if task.is_projection else ()
+    if not moments:
+        return _mean(task)
+    if wrong := next((one.width for one in moments if one.width != task.shape[-1]), None):
+        raise InvalidInput(
+            task.name,
+            found=f"measured inputs of width {wrong}",
+            expected=f"{task.shape[-1]}, the columns of the matrix",
+        )
+    weights, keep = task.column("weight"), float(task.shared["off_diagonals"])
+    system = yield Solve(lambda device: _system(weights, _measured(moments, keep, device), _FLOOR))
+    return _answer(task, system)
+
+
+def _wudi(task: TensorTask) -> Steps:
+    if not task.is_projection:
+        return _mean(task)
+    weights, ridge = task.column("weight"), float(task.shared["ridge"])
+    products = DeltaProducts(task, crossed=False, weighted=False)
+    yield products.fold()
+    system = yield Solve(lambda device: _system(weights, _of_deltas(products, device), ridge))
+    return _answer(task, system)
+
+
+def _check(shared: Values, per_input: Sequence[Values], where: str) -> None:
+    own = [values["weight"] for values in per_input if "weight" in values]
+    if sum(own) <= 0:
+        raise InvalidInput(where, found="weights that add up to 0", expected="a model that counts", remedy="raise one")
+    if len(own) == len(per_input) and shared["lambda"] != 1:
+        raise InvalidInput(
+            f"{where}: lambda",
+            found=f"{shared['lambda']:g} without a base",
+            expected="1: it is the factor of what is added to a base",
+            remedy="name the base_model, or leave lambda out",
+        )
+
+
+def _models(task: TensorTask) -> int:
+    return len(task.per_input) - task.has_base
+
+
+def _solving(task: TensorTask) -> float:
+    """Operations of the products with moments, of the factor, and of two triangular solves."""
+    rows, width = task.shape
+    return 2.0 * rows * width**2 * (_models(task) - 1) + width**3 / 3 + 2.0 * rows * width**2
+
+
+def _has_matrices(task: TensorTask) -> bool:
+    """Whether it is known, or must be assumed before it is measured, that there are whole moments."""
+    known = task.model_moments
+    by_squares = any(one.is_diagonal for one in known) or not task.shared.get("off_diagonals", 1.0)
+    return task.is_projection and not by_squares
+
+
+def _held(task: TensorTask) -> int:
+    """All moments, their sum and its factor."""
+    return 8 * task.shape[-1] ** 2 * (_models(task) + 2) if _has_matrices(task) else 0
+
+
+def _grams(task: TensorTask) -> float:
+    return 2.0 * task.shape[0] * task.shape[1] ** 2 * _models(task)
+
+
+METHODS = (
+    Method(
+        name="regmean",
+        summary="Of each matrix the one that answers as each model's own does to the inputs of that model's own text",
+        paper="RegMean, Jin et al. 2023, https://arxiv.org/abs/2212.09849",
+        base="optional",
+        models=(1, None),
+        parameters=(
+            _WEIGHT,
+            Parameter(
+                "off_diagonals",
+                "float",
+                "shared",
+                0.9,
+                "how much of what inputs have in common counts; with 1 what the texts do not show is forgotten",
+                0.0,
+                1.0,
+            ),
+            LAMBDA,
+        ),
+        steps=_regmean,
+        grain=grain_of_rows,
+        check=_check,
+        costs=Costs(map=1.5, products=lambda task: _solving(task) if _has_matrices(task) else 0.0, held=_held),
+        traits=Traits(reads_text=True),
+    ),
+    Method(
+        name="wudi",
+        summary="Of each matrix the one that answers as each model's own does to what its task vector was trained on",
+        paper="WUDI-Merging, Cheng et al. 2025, https://arxiv.org/abs/2503.08099; its optimum in closed form",
+        base="required",
+        models=(1, None),
+        parameters=(
+            _WEIGHT,
+            Parameter("ridge", "float", "shared", 0.01, "share of the mean square that is added to every input", 1e-6),
+            LAMBDA,
+        ),
+        steps=_wudi,
+        grain=grain_of_rows,
+        check=_check,
+        costs=Costs(
+            map=1.5,
+            fold=1.5,
+            folds=lambda task: int(task.is_projection),
+            products=lambda task: _grams(task) + _solving(task) if task.is_projection else 0.0,
+            held=_held,
+        ),
+    ),
+)

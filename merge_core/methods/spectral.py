@@ -1,0 +1,264 @@
+"""Task matrices taken apart by their singular vectors. Experimental: nobody has shown that on large language models
+these do better than plain task vectors at their best scale.
+
+With task matrices ``d_i = w_i (x_i - b)`` ``[out, in]`` of k models, ``d_i = U_i S_i V_i'``:
+
+* ``tsv_m``: of each task the leading ``min(out, in) // k`` triplets; all their ``U`` side by side, and all their ``V``,
+  are replaced by the nearest matrices with orthonormal columns, so that tasks no longer share directions; then
+  multiplied again. Gargiulo et al. 2025, https://arxiv.org/abs/2412.00081. Orthonormal by pseudo-inverse square roots:
+  the published singular value form is not unique where two models are alike, and merges a model with itself wrongly.
+* ``svc``: the sum ``M = sum d_i = U S V'``, of which each direction is shrunk where the tasks already agree on it. With
+  ``a_r = u_r' M`` and ``a_ri = u_r' d_i``, ``s_ri = <a_r, a_ri> / |a_ri|^2``, the r-th singular value is multiplied by
+  ``k / sum_i max(alpha, s_ri)``. https://arxiv.org/abs/2602.05536
+
+Both need the products of task matrices only, of the shorter side: where a matrix has more rows than columns, ``d_i'
+d_j`` is summed over runs of rows and the result is ``sum d_i M_i``, run by run; else it is held whole. Eigenvectors are
+not unique (signs, equal values), what is made of them here is: they come in pairs. What is no matrix of a linear layer
+is the mean of the task vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from merge_core.methods.combination import combine
+from merge_core.methods.contract import (
+    Block,
+    Costs,
+    Map,
+    Method,
+    Parameter,
+    Solve,
+    Steps,
+    TensorTask,
+    add_in_order,
+)
+from merge_core.methods.matrices import DeltaProducts, WholeDeltas, deltas_of, grain_of_rows, rows_of
+from merge_core.methods.task_vectors import LAMBDA
+
+if TYPE_CHECKING:
+    import torch
+
+    # d_i' d_j of every two models, i <= j; of long rows d_i d_j'.
+    Products: TypeAlias = Mapping[tuple[int, int], torch.Tensor]
+
+# Of the largest singular value: below it they are rounding. The square root of float64's precision is 1.5e-8.
+_RANK = 1e-6
+# Of the largest eigenvalue of directions of all tasks together: below it they are the same direction.
+_OVERLAP = 1e-9
+# Columns of a matrix that is held whole, as they are widened.
+_CHUNK = 2048
+_WEIGHT = Parameter("weight", "float", "non_base", 1.0, "factor of each task vector")
+_ALPHA = Parameter("alpha", "float", "shared", 1.0, "least agreement that is assumed; 1 only shrinks", 1e-3)
+
+
+def _of(products: Products, i: int, j: int) -> torch.Tensor:
+    return products[i, j] if i <= j else products[j, i].T
+
+
+def _directions(gram: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leading eigenvectors ``[n, r]`` of a Gram matrix and singular values ``[r]``, of numerical rank at most."""
+    import torch
+
+    values, vectors = torch.linalg.eigh(gram)
+    sizes = values.flip(0).clamp_min(0).sqrt()
+    rank = min(most, int((sizes > _RANK * sizes[0]).sum()))
+    return vectors.flip(1)[:, :rank], sizes[:rank]
+
+
+def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
+    """``gram^(-1/2)`` on the space that it spans."""
+    import torch
+
+    if not len(gram):
+        return gram
+    values, vectors = torch.linalg.eigh(gram)
+    powers = torch.where(values > _OVERLAP * values[-1], values.clamp_min(1e-300).rsqrt(), 0.0)
+    root: torch.Tensor = (vectors * powers) @ vectors.T
+    return root
+
+
+def _tsv_factors(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor]:
+    """``M_i`` of each model, so that the merged task matrix is ``sum d_i M_i``."""
+    import torch
+
+    parts = [_directions(products[i, i], shorter // models) for i in range(models)]
+    left = [vectors / sizes for vectors, sizes in parts]  # U_i = d_i V_i / S_i
+    crossed = torch.cat(
+        [torch.cat([left[i].T @ _of(products, i, j) @ left[j] for j in range(models)], 1) for i in range(models)]
+    )
+    right = torch.cat([vectors for vectors, _ in parts], 1)
+    sizes = torch.cat([sizes for _, sizes in parts])
+    middle = (_inverse_root(crossed) * sizes) @ _inverse_root(right.T @ right) @ right.T
+    rows = torch.split(middle, [len(own) for _, own in parts])
+    return [own @ part for own, part in zip(left, rows, strict=True)]
+
+
+def _calibration(
+    products: Products, models: int, alpha: float, agreements: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """``V gamma V'`` of the sum of all tasks, or ``U gamma U'``, in the space of the products."""
+    pairs = [(i, j) for i in range(models) for j in range(models)]
+    total = add_in_order([_of(products, i, j) for i, j in pairs])
+    vectors, sizes = _directions(total, len(total))
+    shrunk = add_in_order([agreements(i, vectors, sizes).clamp_min(alpha) for i in range(models)])
+    return (vectors * (models / shrunk)) @ vectors.T
+
+
+def _svc_by_columns(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor]:
+    """From ``d_i' d_j``: ``<a_r, a_ri> = v' P_i v`` and ``|a_ri| = |P_i' v| / s`` with ``P_i = M' d_i``."""
+
+    def agreements(i: int, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        with_all = add_in_order([_of(products, j, i) for j in range(models)]).T @ vectors
+        length = with_all.square().sum(0) / sizes.square()
+        together = (vectors * with_all).sum(0)
+        return torch.where(length > 0, together / length.clamp_min(1e-300), 0.0)
+
+    factor = _calibration(products, models, float(task.shared["alpha"]), agreements)
+    return [factor] * models
+
+
+def _svc_by_rows(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor]:
+    """From ``d_i d_j'``: ``<a_r, a_ri> = u' M d_i' u`` and ``|a_ri|^2 = u' d_i d_i' u``."""
+
+    def agreements(i: int, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        with_all = add_in_order([_of(products, j, i) for j in range(models)])
+        length = (vectors * (products[i, i] @ vectors)).sum(0)
+        together = (vectors * (with_all @ vectors)).sum(0)
+        return torch.where(length > 0, together / length.clamp_min(1e-300), 0.0)
+
+    factor = _calibration(products, models, float(task.shared["alpha"]), agreements)
+    return [factor] * models
+
+
+Factors: TypeAlias = "Callable[[Products, int, int, TensorTask], list[torch.Tensor]]"
+
+
+def _steps(by_columns: Factors, by_rows: Factors) -> Callable[[TensorTask], Steps]:
+    def steps(task: TensorTask) -> Steps:
+        weights, scale = task.column("weight"), float(task.shared["lambda"])
+        models = len(weights)
+        if not task.is_projection:
+            return combine([weight * scale / models for weight in weights], about_base=True)
+        out, width = task.shape
+        if out < width:
+            whole = WholeDeltas(task)
+            yield whole.fold()
+            merged = yield Solve(lambda device: _merged_whole(whole.taken(), by_rows, task))
+            return _placed(task, merged, scale)
+        products = DeltaProducts(task, crossed=True)
+        yield products.fold()
+        factors = yield Solve(lambda device: by_columns(products.taken(), models, width, task))
+        return _multiplied(task, factors, weights, scale)
+
+    return steps
+
+
+def _merged_whole(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -> torch.Tensor:
+    """``sum M_i' d_i`` ``[out, in]`` of task matrices ``[models, out, in]``, column by column in float64."""
+    import torch
+
+    models, out, _ = deltas.shape
+    pairs = [(i, j) for i in range(models) for j in range(i, models)]
+    products = {pair: deltas.new_zeros((out, out), dtype=torch.float64) for pair in pairs}
+    for chunk in torch.split(deltas, _CHUNK, dim=2):
+        wide = chunk.double()
+        for (i, j), total in products.items():
+            total.addmm_(wide[i], wide[j].T)
+    factors = by_rows(products, models, out, task)
+    products.clear()
+    merged = torch.empty_like(deltas[0])
+    columns = zip(torch.split(deltas, _CHUNK, dim=2), torch.split(merged, _CHUNK, dim=1), strict=True)
+    for chunk, into in columns:
+        into.copy_(add_in_order([factor.T @ own.double() for factor, own in zip(factors, chunk, strict=True)]))
+    return merged
+
+
+def _placed(task: TensorTask, merged: torch.Tensor, scale: float) -> Map:
+    flat = merged.reshape(-1)
+    return Map(lambda block: block.base + flat[block.start : block.start + len(block.base)] * scale)
+
+
+def _multiplied(task: TensorTask, factors: list[torch.Tensor], weights: list[float], scale: float) -> Map:
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        done = []
+        for part in rows_of(block, task.shape[-1]):
+            deltas = deltas_of(part, weights)
+            merged = add_in_order([own @ factor for own, factor in zip(deltas, factors, strict=True)])
+            done.append((part[0].double() + merged * scale).to(part.dtype).reshape(-1))
+        return torch.cat(done)
+
+    return Map(of)
+
+
+def _products_made(task: TensorTask, decompositions: float) -> float:
+    """Operations: products of every two models, decompositions, and the factors applied."""
+    if not task.is_projection:
+        return 0.0
+    models = len(task.per_input) - 1
+    shorter, longer = min(task.shape), max(task.shape)
+    return 2.0 * longer * shorter**2 * (models * (models + 1) / 2 + models) + decompositions * shorter**3
+
+
+def _held(task: TensorTask) -> int:
+    """Products, as many again while they are taken apart, and factors; task matrices that are held whole."""
+    if not task.is_projection:
+        return 0
+    models = len(task.per_input) - 1
+    shorter, longer = min(task.shape), max(task.shape)
+    whole = 4 * shorter * longer * (models + 1) if task.shape[0] < task.shape[1] else 0
+    return 8 * shorter**2 * (models * (models + 1) // 2 + models + 6) + whole
+
+
+# An eigendecomposition takes about as long as products of so many n^3 operations (4096: 24.5 s at 35e9 a second).
+_EIGH = 12.5
+
+
+def _method(
+    name: str, summary: str, paper: str, by_columns: Factors, by_rows: Factors, eigh: int, *more: Parameter
+) -> Method:
+    return Method(
+        name=name,
+        summary=f"{summary} (experimental)",
+        paper=paper,
+        base="required",
+        models=(1, None),
+        parameters=(_WEIGHT, *more, LAMBDA),
+        steps=_steps(by_columns, by_rows),
+        grain=grain_of_rows,
+        costs=Costs(
+            map=1.5,
+            fold=1.5,
+            folds=lambda task: int(task.is_projection),
+            products=lambda task: _products_made(task, eigh * _EIGH),
+            held=_held,
+        ),
+    )
+
+
+METHODS = (
+    _method(
+        "tsv_m",
+        "Leading singular directions of each task matrix, made orthogonal to those of the others, added up",
+        "Task Singular Vectors, Gargiulo et al. 2025, https://arxiv.org/abs/2412.00081",
+        _tsv_factors,
+        _tsv_factors,
+        4,
+    ),
+    _method(
+        "svc",
+        "The sum of the task matrices with each direction shrunk as far as the models agree on it",
+        "Singular value calibration, 2026, https://arxiv.org/abs/2602.05536",
+        _svc_by_columns,
+        _svc_by_rows,
+        1,
+        _ALPHA,
+    ),
+)

@@ -1,0 +1,122 @@
+"""What a method that looks at texts is told of them: each model's own text, and how the texts are read.
+
+    merge_method: regmean
+    models:
+      - model: org/math
+        text: texts/math.jsonl          # beside the recipe: what this model shall still be able to do
+      - model: org/verse
+        text: texts/verse.jsonl
+    statistics: {documents: 256, max_length: 2048}
+
+A text is read by its model before the merge; what was measured then stands in the recipe in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from merge_core.checkpoint import StoredMoments
+from merge_core.errors import InvalidInput
+from merge_core.methods import Method
+from merge_core.recipe.keys import known_mapping
+
+_LARGEST = 1 << 20
+
+
+@dataclass(frozen=True)
+class ReadingOfTexts:
+    """How texts are read.
+
+    Args:
+        documents: The first so many of each text.
+        max_length: Tokens that are read at once.
+        field: Of a line of JSON.
+        diagonal_above: Inputs wider than this are kept as squares only: the moments of one of 14336 take 0.4 GB.
+    """
+
+    documents: int = 256
+    max_length: int = 2048
+    field: str = "text"
+    diagonal_above: int = 8192
+
+    def canonical(self) -> dict[str, Any]:
+        """JSON-able form of what decides the result."""
+        return asdict(self)
+
+    def content_key(self) -> dict[str, Any]:
+        """What counts of it in a key; the field is that of a text."""
+        return {name: value for name, value in self.canonical().items() if name != "field"}
+
+
+@dataclass(frozen=True)
+class MeasuredInputs:
+    """What was measured of one model.
+
+    Args:
+        digest: Of the content.
+        moments: By the name of the matrix that is multiplied with the input.
+    """
+
+    digest: str
+    moments: Mapping[str, StoredMoments]
+
+
+def parse_reading(value: object, method: Method, where: str) -> ReadingOfTexts:
+    """The recipe's ``statistics``.
+
+    Raises:
+        InvalidInput: A key or value that has no meaning, or a method that reads no text.
+    """
+    usual = ReadingOfTexts()
+    if value is None:
+        return usual
+    if not method.traits.reads_text:
+        raise InvalidInput(where, found=f"{method.name}, which reads no text", expected="nothing", remedy="remove it")
+    content = known_mapping(value, where, tuple(usual.canonical()))
+    for key, said in content.items():
+        if key == "field":
+            if not isinstance(said, str) or not said:
+                raise InvalidInput(f"{where}.{key}", found=f"{said!r:.60}", expected="the name of a field")
+            continue
+        least = 0 if key == "diagonal_above" else 1 if key == "documents" else 2
+        if type(said) is not int or not least <= said <= _LARGEST:
+            raise InvalidInput(f"{where}.{key}", found=f"{said!r:.60}", expected=f"a whole number from {least}")
+    return ReadingOfTexts(**content)
+
+
+def parse_text(value: object, method: Method, where: str, *, is_base: bool) -> str | None:
+    """A model's ``text``: a path.
+
+    Raises:
+        InvalidInput: No path, or a text that nobody would read.
+    """
+    if value is None:
+        return None
+    if not method.traits.reads_text or is_base:
+        who = "the base, which is not merged" if is_base else f"{method.name}, which reads no text"
+        raise InvalidInput(where, found=who, expected="nothing", remedy="remove it")
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise InvalidInput(where, found=f"{value!r:.60}", expected="the path of a text (jsonl, or plain text)")
+    return value
+
+
+def require_texts(models: Iterable[tuple[str, str | None]], method: Method, where: str) -> None:
+    """See that each model has a text, where the method reads some.
+
+    Args:
+        models: Reference and text of each that is merged.
+
+    Raises:
+        InvalidInput: naming the first without.
+    """
+    if not method.traits.reads_text:
+        return
+    if lacking := next((model for model, text in models if text is None), None):
+        raise InvalidInput(
+            f"{where}: {lacking}",
+            found="no 'text'",
+            expected=f"a text of its own: {method.name} looks at what flows through each model",
+            remedy="add 'text: FILE' beside 'model', with documents of what it shall still be able to do",
+        )

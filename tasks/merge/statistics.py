@@ -1,0 +1,120 @@
+"""The stage ``statistics``: what flows through a model on a text of its own, for methods that ask.
+
+Measured once for each model and text, kept by content; then a recipe has it in the place of its texts::
+
+    recipe = with_statistics(recipe, find=lambda ref: pinned[ref])      # the same recipe where no text is to be read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+from merge_core import Recipe
+from merge_core.architecture import dtype_in
+from merge_core.checkpoint import FILES_OF_MOMENTS, open_moments
+from merge_core.errors import MergegateError
+from merge_core.parsing import read_json
+from merge_core.recipe import MeasuredInputs, ReadingOfTexts, expanded
+from merge_core.store import JOURNAL, Artifact, HashMemo, JournalPlace, NotInKey, keep_only_journal
+from tasks.checkpoints import Model, ask_child, files_state
+from tasks.merge.reading_inputs import read_inputs
+from tasks.perplexity import HeldOutText, pin_text
+from tasks.stage import Runtime, StageValue, advance, formats_without_units, runtime, stage, store
+
+
+class InputStatistics(StageValue):
+    """What was measured. The artifact is as :mod:`merge_core.checkpoint.moments` says."""
+
+    model: Annotated[str, NotInKey]
+    documents: int
+    positions: int
+    inputs: int  # that are distinct
+    matrices: int
+    widest: int
+    squares: int  # inputs of which only the squares are kept
+
+    def summary(self) -> str:
+        said = f"{self.positions:,} positions of {self.documents} documents · {self.inputs} inputs"
+        # What a text does not show stays the mean of the models.
+        return said + (f", the widest of {self.widest:,}: a longer text tells more" if self.is_thin else "")
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether the text has fewer positions than its widest input has numbers."""
+        return self.positions < self.widest
+
+
+Measure: TypeAlias = Callable[[Model, HeldOutText, ReadingOfTexts, str, Runtime], Artifact[InputStatistics]]
+
+
+@stage("statistics", version=1, subject="model", resumable=True)
+def input_statistics(
+    out: Path, model: Model, text: HeldOutText, reading: ReadingOfTexts, dtype: str, runtime: Runtime
+) -> InputStatistics:
+    """What flows into each matrix of ``model`` while it reads ``text``; goes on from the journal of a killed run.
+
+    Raises:
+        InvalidInput: when the model cannot be loaded or read the text, or computes no numbers.
+    """
+    keep_only_journal(out, FILES_OF_MOMENTS)
+    key = input_statistics.key(model, text, reading, dtype, runtime) + files_state([model])
+    found = ask_child(
+        read_inputs,
+        (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
+        where=f"statistics of {model.name}",
+        models=[model],
+        on_progress=lambda done, total: advance(done, total, "texts"),
+    )
+    return InputStatistics(model=model.name, **found._asdict())
+
+
+def pinned_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[str, HeldOutText]]:
+    """The texts of one document of a recipe, each with the reference of its model.
+
+    Raises:
+        InvalidInput: for a text that is not there, or is not as the recipe says.
+    """
+    for ref, written in recipe.texts.items():
+        file = expanded(written)
+        places = [start / file for start in (recipe.directory, Path.cwd()) if start is not None]
+        path = next((place for place in places if place.is_file()), places[0]).absolute()
+        where, named = f"{recipe.where}: text of {ref}: {written}", "statistics.field"
+        yield str(ref), pin_text(path, recipe.reading.field, hashes, where=where, relative_to="recipe", named=named)
+
+
+def with_statistics(recipe: Recipe, find: Callable[[str], Model], measure: Measure | None = None) -> Recipe:
+    """``recipe`` with what flows through its models on their texts, in every document of it.
+
+    Args:
+        find: The pinned model of a reference, which any library can load.
+        measure: :func:`input_statistics`, as a task of a flow; None: the same without Prefect.
+
+    Raises:
+        InvalidInput: when a text is not there, or its model cannot read it.
+    """
+    steps = tuple(_with_own(step, find, measure) for step in recipe.steps)
+    own = _with_own(recipe, find, measure)
+    return recipe if own is recipe and steps == recipe.steps else replace(own, steps=steps)
+
+
+def _with_own(recipe: Recipe, find: Callable[[str], Model], measure: Measure | None) -> Recipe:
+    if not recipe.texts or recipe.measured is not None:
+        return recipe
+    here, measured = runtime(), {}
+    for ref, text in tuple(pinned_texts(recipe, store().hashes)):
+        model = find(ref)
+        made = (measure or input_statistics.build)(model, text, recipe.reading, _dtype(model, here), here)
+        measured[ref] = MeasuredInputs(made.digest, open_moments(made.directory))
+    return replace(recipe, measured=measured)
+
+
+def _dtype(model: Model, here: Runtime) -> str:
+    """The format that the model is computed in: its own, unless this machine could only convert it."""
+    stored = ""
+    with suppress(MergegateError):  # whoever loads it says what is wrong with it
+        stored = dtype_in(read_json(model.directory / "config.json"))
+    return "float32" if stored in formats_without_units(here.device) else "auto"

@@ -1,0 +1,371 @@
+"""Methods on whole matrices against float64 references written from the formulas, through the engine, in small and
+large blocks and with one thread and several; and what each of them promises of special models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family import load, save_checkpoint
+from safetensors.torch import save_file
+
+from merge_core import EngineSettings, load_recipe, merge_tensors, merge_weights, open_checkpoint, plan_merge
+from merge_core.checkpoint import file_of_moments, open_moments, packed_moments, write_inputs
+from merge_core.errors import InvalidInput
+from merge_core.methods.matrices import GRAIN_ROWS
+from merge_core.recipe import MeasuredInputs
+
+Array = np.ndarray
+# A square, a tall and a wide matrix, each of several runs of rows and a rest; what is no matrix of a linear layer.
+SHAPES = {
+    "model.embed_tokens.weight": (24, 36),
+    "model.layers.0.self_attn.q_proj.weight": (36, 36),
+    "model.layers.0.mlp.up_proj.weight": (2 * GRAIN_ROWS + 60, 36),
+    "model.layers.0.mlp.down_proj.weight": (36, 2 * GRAIN_ROWS + 60),
+    "model.layers.0.input_layernorm.weight": (36,),
+    "model.norm.weight": (36,),
+}
+MATRICES = [name for name in SHAPES if "_proj" in name]
+NAMES = ("a", "b", "c")
+
+
+def drawn(seed: int, around: Mapping[str, torch.Tensor] | None = None, rank: int = 6) -> dict[str, torch.Tensor]:
+    """Random weights; or, around others, changes of low rank, as fine-tuning makes them, and a little of everything."""
+    made = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in SHAPES.items():
+        full = torch.randn(shape, generator=made)
+        if around is None:
+            found[name] = full
+            continue
+        change = 0.01 * full
+        if len(shape) == 2:
+            left = torch.randn(shape[0], rank, generator=made)
+            change = change + 0.05 * left @ torch.randn(rank, shape[1], generator=made)
+        found[name] = around[name] + change
+    return found
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("matrices")
+    base = drawn(0)
+    save_checkpoint(place / "base", base)
+    for number, name in enumerate(NAMES):
+        save_checkpoint(place / name, drawn(number + 1, base))
+        save_moments(place / f"{name}-inputs", number)
+    return place
+
+
+def save_moments(place: Path, seed: int, diagonal: tuple[str, ...] = ()) -> Path:
+    """What a text of 20 positions would show: fewer than inputs, so the moments have not full rank."""
+    made = np.random.default_rng(seed)
+    place.mkdir()
+    kept = {}
+    for name in MATRICES:
+        inputs = made.normal(size=(20, SHAPES[name][1])) * made.lognormal(size=SHAPES[name][1])
+        moments = inputs.T @ inputs / len(inputs)
+        kept[name] = torch.from_numpy(packed_moments(moments.diagonal() if name in diagonal else moments))
+    save_file(kept, place / file_of_moments(0))
+    write_inputs(place, {name: name for name in MATRICES}, positions=20)
+    return place
+
+
+def moments_in(place: Path) -> dict[str, Array]:
+    return {name: found.read() for name, found in open_moments(place).items()}
+
+
+def planned(root: Path, recipe: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> Any:
+    read = load_recipe(recipe)
+    if inputs is not None:
+        measured = {name: MeasuredInputs(place, open_moments(root / place)) for name, place in inputs.items()}
+        read = replace(read, measured=measured)
+    return plan_merge(read, {str(ref): open_checkpoint(root / ref.path) for ref in read.references()})
+
+
+def merged(plan: Any, **settings: Any) -> dict[str, Array]:
+    made = merge_tensors(plan, settings=EngineSettings(**settings))
+    return {name: tensor.double().numpy() for name, tensor in made}
+
+
+def regmean_recipe(models: tuple[str, ...] = NAMES, **parameters: Any) -> dict[str, Any]:
+    own = [{"model": name, "text": f"{name}.jsonl"} for name in models]
+    return {"merge_method": "regmean", "models": own, **({"parameters": parameters} if parameters else {})}
+
+
+INPUTS = {name: f"{name}-inputs" for name in NAMES}
+
+
+# --- the references: whole matrices, float64, no block, the formulas as published ---
+
+
+def mean(models: list[Array], weight: list[float]) -> Array:
+    return sum(x * w for x, w in zip(models, weight, strict=True)) / sum(weight)
+
+
+def regmean(models: list[Array], grams: list[Array], weight: list[float], keep: float, floor: float) -> Array:
+    own = [w * (g * keep + np.diag(g.diagonal()) * (1 - keep)) for g, w in zip(grams, weight, strict=True)]
+    total = sum(own)
+    total = total + floor * total.diagonal().mean() * np.eye(len(total))
+    middle = mean(models, weight)
+    right = sum((x - middle) @ g for x, g in zip(models, own, strict=True))
+    return middle + np.linalg.solve(total, right.T).T
+
+
+def leading(matrix: Array, rank: int) -> tuple[Array, Array, Array]:
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+    return u[:, :rank], s[:rank], vt[:rank]
+
+
+def polar(columns: Array) -> Array:
+    u, _, vt = np.linalg.svd(columns, full_matrices=False)
+    return u @ vt
+
+
+def tsv_m(deltas: list[Array]) -> Array:
+    parts = [leading(delta, min(delta.shape) // len(deltas)) for delta in deltas]
+    u, v = polar(np.hstack([u for u, _, _ in parts])), polar(np.hstack([vt.T for _, _, vt in parts]))
+    return u * np.concatenate([s for _, s, _ in parts]) @ v.T
+
+
+def svc(deltas: list[Array], alpha: float) -> Array:
+    u, s, vt = np.linalg.svd(sum(deltas), full_matrices=False)
+    shrunk = np.zeros(len(s))
+    for delta in deltas:
+        whole, own = u.T @ sum(deltas), u.T @ delta
+        shrunk += np.maximum(alpha, (whole * own).sum(1) / (own**2).sum(1))
+    return u * (s * len(deltas) / shrunk) @ vt
+
+
+# --- against the references ---
+
+WAYS: list[dict[str, Any]] = [
+    {"block_elements": 1, "threads": 1},
+    {"block_elements": 1 << 20, "threads": 2},
+    {"block_elements": 5000, "tile_elements": 1, "threads": 2, "kernels": "fused"},
+]
+
+
+def agrees(root: Path, plan: Any, wanted: Mapping[str, Array], tolerance: float = 2e-6) -> None:
+    found = [merged(plan, **way) for way in WAYS]
+    for name in SHAPES:
+        size = np.abs(wanted[name]).max()
+        np.testing.assert_allclose(found[0][name], wanted[name], atol=tolerance * size, err_msg=name)
+        for other in found[1:]:
+            np.testing.assert_array_equal(other[name], found[0][name], err_msg=f"{name}: other bytes in other blocks")
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("weight", [(1.0, 1.0, 1.0), (0.2, 1.5, 0.6)])
+def test_regmean_solves_the_normal_equations(root: Path, keep: float, weight: tuple[float, ...]) -> None:
+    recipe = regmean_recipe(off_diagonals=keep)
+    for entry, own in zip(recipe["models"], weight, strict=True):
+        entry["parameters"] = {"weight": own}
+    models = [load(root / name) for name in NAMES]
+    grams = [moments_in(root / place) for place in INPUTS.values()]
+    wanted = {}
+    for name in SHAPES:
+        own = [model[name] for model in models]
+        own_grams = [gram[name] for gram in grams] if name in MATRICES else None
+        wanted[name] = regmean(own, own_grams, list(weight), keep, 1e-6) if own_grams else mean(own, list(weight))
+    # With all off-diagonals and few positions the system is as bad as its floor.
+    agrees(root, planned(root, recipe, INPUTS), wanted, 2e-6 if keep < 1 else 1e-4)
+
+
+def test_squares_alone_where_one_model_has_no_more(root: Path, tmp_path: Path) -> None:
+    wide = "model.layers.0.mlp.down_proj.weight"
+    save_moments(root / "b-squares", 1, diagonal=(wide,))
+    found = merged(planned(root, regmean_recipe(), {**INPUTS, "b": "b-squares"}))
+    models = [load(root / name)[wide] for name in NAMES]
+    squares = [np.diag(moments_in(root / place)[wide].diagonal()) for place in INPUTS.values()]
+    np.testing.assert_allclose(found[wide], regmean(models, squares, [1.0] * 3, 1.0, 1e-6), atol=2e-6)
+
+
+def test_regmean_about_a_base_at_a_scale(root: Path) -> None:
+    without = merged(planned(root, regmean_recipe(), INPUTS))
+    recipe = {**regmean_recipe(**{"lambda": 1.4}), "base_model": "base"}
+    scaled, base = merged(planned(root, recipe, INPUTS)), load(root / "base")
+    for name in SHAPES:
+        wanted = base[name] + 1.4 * (without[name] - base[name])
+        np.testing.assert_allclose(scaled[name], wanted, atol=3e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("ridge", [0.01, 0.3])
+def test_wudi_is_regmean_with_the_moments_of_task_vectors(root: Path, ridge: float) -> None:
+    models = [{"model": name} for name in NAMES]
+    recipe = {"merge_method": "wudi", "base_model": "base", "models": models, "parameters": {"ridge": ridge}}
+    base, tuned = load(root / "base"), [load(root / name) for name in NAMES]
+    wanted = {}
+    for name in SHAPES:
+        own = [model[name] for model in tuned]
+        if name in MATRICES:
+            deltas = [x - base[name] for x in own]
+            wanted[name] = regmean(own, [d.T @ d / (d**2).sum() for d in deltas], [1.0] * 3, 1.0, ridge)
+        else:
+            wanted[name] = mean(own, [1.0] * 3)
+    agrees(root, planned(root, recipe), wanted)
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "reference"),
+    [("tsv_m", {}, tsv_m), ("svc", {}, lambda d: svc(d, 1.0)), ("svc", {"alpha": 0.2}, lambda d: svc(d, 0.2))],
+)
+def test_spectral_methods_are_those_of_whole_matrices(
+    root: Path, method: str, parameters: dict[str, float], reference: Any
+) -> None:
+    weights = (1.0, 0.7, 1.3)
+    models = [{"model": n, "parameters": {"weight": w}} for n, w in zip(NAMES, weights, strict=True)]
+    recipe = {
+        "merge_method": method,
+        "base_model": "base",
+        "models": models,
+        "parameters": {"lambda": 0.8, **parameters},
+    }
+    base, tuned = load(root / "base"), [load(root / name) for name in NAMES]
+    wanted = {}
+    for name in SHAPES:
+        deltas = [w * (model[name] - base[name]) for model, w in zip(tuned, weights, strict=True)]
+        wanted[name] = base[name] + 0.8 * (reference(deltas) if name in MATRICES else sum(deltas) / 3)
+    agrees(root, planned(root, recipe), wanted, 1e-5)
+
+
+# --- what they promise ---
+
+
+def test_equal_moments_give_exactly_the_mean(root: Path) -> None:
+    same = merged(planned(root, regmean_recipe(), dict.fromkeys(NAMES, "a-inputs")))
+    models = [load(root / name) for name in NAMES]
+    for name in MATRICES:
+        wanted = mean([model[name] for model in models], [1.0] * 3)
+        np.testing.assert_allclose(same[name], wanted.astype(np.float32), rtol=2e-7, err_msg=name)
+
+
+def test_a_model_answers_to_its_own_inputs_as_before(root: Path) -> None:
+    """Inputs in subspaces of their own: what a skill needs is where the other model's inputs are not."""
+    width = 36
+    place = root / "apart"
+    for number, name in enumerate(("a", "b")):
+        inputs = np.zeros((width, width))
+        inputs[number * 18 : number * 18 + 18, number * 18 : number * 18 + 18] = np.eye(18)
+        (place / name).mkdir(parents=True)
+        names = [one for one in MATRICES if SHAPES[one][1] == width]
+        kept = {one: torch.from_numpy(packed_moments(inputs)) for one in names}
+        save_file(kept, place / name / file_of_moments(0))
+        write_inputs(place / name, {one: one for one in names}, positions=1)
+    found = merged(planned(root, regmean_recipe(("a", "b")), {"a": "apart/a", "b": "apart/b"}))
+    own = [load(root / name) for name in ("a", "b")]
+    for name in MATRICES[:2]:
+        np.testing.assert_allclose(found[name][:, :18], own[0][name][:, :18], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found[name][:, 18:], own[1][name][:, 18:], rtol=1e-5, atol=1e-5)
+
+
+def test_where_nothing_flows_the_mean_stays(root: Path, tmp_path: Path) -> None:
+    kept = {MATRICES[0]: torch.zeros(1, 36 * 37 // 2)}
+    save_file(kept, tmp_path / file_of_moments(0))
+    write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
+    found = merged(planned(root, regmean_recipe(("a", "b")), dict.fromkeys(("a", "b"), str(tmp_path))))
+    wanted = mean([load(root / name)[MATRICES[0]] for name in ("a", "b")], [1.0, 1.0])
+    np.testing.assert_allclose(found[MATRICES[0]], wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["tsv_m", "svc", "wudi"])
+def test_frozen_matrices_stay_as_the_base_has_them(tmp_path: Path, method: str) -> None:
+    base = drawn(0)
+    save_checkpoint(tmp_path / "base", base)
+    for name in ("a", "b"):
+        save_checkpoint(tmp_path / name, base)
+    recipe = {"merge_method": method, "base_model": "base", "models": [{"model": "a"}, {"model": "b"}]}
+    found = merged(planned(tmp_path, recipe))
+    for name, tensor in base.items():
+        np.testing.assert_array_equal(found[name], tensor.double().numpy(), err_msg=name)
+
+
+def test_twins_give_the_twin_but_for_what_is_cut_off(tmp_path: Path) -> None:
+    """The published form of TSV-M, by a singular value decomposition of what has not full rank, is off by its own
+    size."""
+    base = drawn(0)
+    twin = drawn(1, base, rank=6)
+    save_checkpoint(tmp_path / "base", base)
+    for name in ("a", "b"):
+        save_checkpoint(tmp_path / name, twin)
+    recipe = {"merge_method": "tsv_m", "base_model": "base", "models": [{"model": "a"}, {"model": "b"}]}
+    found = merged(planned(tmp_path, recipe))
+    for name in MATRICES:
+        delta = (twin[name] - base[name]).double().numpy()
+        u, s, vt = leading(delta, min(delta.shape) // 2)
+        cut_off = np.linalg.norm(delta - u * s @ vt)
+        # Both twins put their weight on the same directions, orthonormal together: each half of them.
+        assert np.linalg.norm(found[name] - base[name].double().numpy() - u * s @ vt) < 1e-4 * np.linalg.norm(delta)
+        assert cut_off < 0.2 * np.linalg.norm(delta)
+
+
+@pytest.mark.parametrize("method", ["regmean", "wudi", "tsv_m", "svc"])
+def test_a_killed_merge_goes_on_to_the_same_bytes(root: Path, tmp_path: Path, method: str) -> None:
+    if method == "regmean":
+        plan = planned(root, regmean_recipe(), INPUTS)
+    else:
+        models = [{"model": name} for name in NAMES]
+        plan = planned(root, {"merge_method": method, "base_model": "base", "models": models})
+    merge_weights(plan, tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(done: int, total: int) -> None:
+        if done:
+            raise Killed
+
+    with pytest.raises(Killed):
+        merge_weights(plan, tmp_path / "killed", on_progress=kill, settings=EngineSettings(threads=1))
+    merge_weights(plan, tmp_path / "killed", settings=EngineSettings(threads=2, block_elements=1))
+    name = "model.safetensors"
+    assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+# --- what cannot be ---
+
+
+def test_a_merge_that_nobody_prepared_is_refused(root: Path) -> None:
+    with pytest.raises(InvalidInput, match="have not read their texts"):
+        merged(planned(root, regmean_recipe()))
+
+
+def test_moments_of_another_width_are_refused(root: Path, tmp_path: Path) -> None:
+    save_file({MATRICES[0]: torch.ones(1, 35 * 36 // 2)}, tmp_path / file_of_moments(0))
+    write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
+    with pytest.raises(InvalidInput, match="width 35"):
+        merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -1.0])
+def test_numbers_that_are_no_moments_are_refused(root: Path, tmp_path: Path, broken: float) -> None:
+    save_file({MATRICES[0]: torch.full((1, 36 * 37 // 2), broken)}, tmp_path / file_of_moments(0))
+    write_inputs(tmp_path, {MATRICES[0]: MATRICES[0]}, positions=1)
+    with pytest.raises(InvalidInput, match="no moments"):
+        merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
+
+
+def test_a_scale_without_a_base_has_no_meaning(root: Path) -> None:
+    with pytest.raises(InvalidInput, match="without a base"):
+        planned(root, regmean_recipe(**{"lambda": 1.2}), INPUTS)
+
+
+@pytest.mark.parametrize("width", [1, 2, 7])
+def test_moments_are_what_was_kept(tmp_path: Path, width: int) -> None:
+    made = np.random.default_rng(width).normal(size=(width, width)).astype(np.float32)
+    whole = (made + made.T).astype(np.float64)
+    np.fill_diagonal(whole, np.abs(whole.diagonal()))
+    values = {"whole": whole, "squares": whole.diagonal()}
+    kept = {name: torch.from_numpy(packed_moments(one)) for name, one in values.items()}
+    save_file(kept, tmp_path / file_of_moments(0))
+    write_inputs(tmp_path, {"a": "whole", "b": "squares", "c": "whole"}, positions=3)
+    found = open_moments(tmp_path)
+    np.testing.assert_array_equal(found["a"].read(), whole.astype(np.float32))
+    np.testing.assert_array_equal(found["b"].read(), whole.diagonal().astype(np.float32))
+    assert found["c"] == found["a"]
+    assert [found[name].is_diagonal for name in "ab"] == [False, True]
