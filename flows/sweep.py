@@ -29,7 +29,7 @@ from merge_core.engine import usable_cores
 from merge_core.errors import InvalidInput
 from merge_core.store import state_directory, write_state
 from tasks.checkpoints import PinnedCheckpoint, fetch_weights, pin_checkpoints
-from tasks.merge import numerics
+from tasks.merge import numerics, prepared
 from tasks.outside import open_runner
 from tasks.perplexity import WindowSettings
 from tasks.report import sweep_line, sweep_sentence
@@ -118,7 +118,10 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     parents = fetch_parents(ready.cleared, profile)
     swept = profile.pin_sweep(ready.evidence, store().hashes)
     objective = objective_of(settings, swept.names)
+    by_ref = {parent.ref: parent for parent in parents}
     first = plan_merge(named.searched[0].recipe, {parent.ref: parent.open() for parent in parents})
+    # What a candidate is merged from beside weights, whatever its values: texts are read once, before the search.
+    read = [prepared(one.recipe, by_ref.__getitem__, in_flow=True) for one in (*named.searched, *named.by_hand)]
     space = make_space(recipe.document, settings, layers_among(job.output.name for job in first.jobs), recipe.where)
     by_hand = [
         HandWritten(label, one.document or {}, recipe.directory)
@@ -144,6 +147,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             base=base_of(parents) if settings.change_penalty else "",
             looks=shares_after_looks(settings.racing),
             threads=max(1, usable_cores() // profile.runner.at_a_time),
+            measured={what: found for recipe in read for what, found in recipe.what_was_read().items()},
         ),
     )
 

@@ -13,11 +13,13 @@ from itertools import islice
 from pathlib import Path
 
 from flows.cli.plan import machine_rates
+from flows.cli.recipe_parents import plan_recipe
 from flows.preflight import ClearedCandidate, Preflight, TaskExample
 from flows.profile import Profile
 from merge_core.engine import usable_cores
 from merge_core.engine.forecast import Rates
 from merge_core.errors import MergegateError
+from merge_core.system import system_memory
 from merge_core.wording import format_duration, format_roughly
 from tasks.checkpoints import Model, PinnedRecipe, pinned_before
 from tasks.evaluation import (
@@ -28,7 +30,7 @@ from tasks.evaluation import (
     measured_seconds,
     unknown_documents,
 )
-from tasks.merge import merge, merged_model, numerics
+from tasks.merge import merge, merged_model, numerics, prepared_before, statistics_needs
 from tasks.perplexity import perplexity
 from tasks.preflight import (
     AROUND,
@@ -132,8 +134,12 @@ def _calls(profile: Profile, own: ClearedCandidate, evidence: Evidence, guess: _
     parents = pinned_before(own.found, store().hashes)
     by_name = {parent.name: parent for parent in parents}
     whole = len(parents) == len(own.found) and not any(parent.adapter for parent in parents)
-    pinned = PinnedRecipe(own.candidate.recipe, parents)
-    merged = merge.find(pinned, numerics(profile.merge)) if whole else None
+    by_ref = {parent.ref: parent for parent in parents}
+    recipe = prepared_before(own.candidate.recipe, by_ref.__getitem__) if whole else None
+    pinned = PinnedRecipe(recipe or own.candidate.recipe, parents)
+    if own.candidate.recipe.texts:
+        yield _call("statistics", "", 0 if recipe else 1, took.get("statistics"), guess.measuring)
+    merged = merge.find(pinned, numerics(profile.merge)) if recipe else None
     yield _call(MERGE, "", 0 if merged else 1, took.get(MERGE), guess.merging)
     models: dict[str, Model | None] = {one.name: by_name.get(one.name) if whole else None for one in own.found}
     models[MERGE] = merged_model(merged, pinned) if merged else None
@@ -192,6 +198,15 @@ class _Guess:
         if self._rates is None or self._own.candidate.recipe.output is not None:
             return None
         return merging_seconds(found.bytes_read, found.bytes_written, self._rates)
+
+    @property
+    def measuring(self) -> float | None:
+        """Of all that is measured of models before the merge."""
+        _, plan = plan_recipe(self._own.candidate.recipe)
+        needs, memory = statistics_needs(plan, store().hashes), system_memory()
+        if self._rates is None or needs is None or memory is None:
+            return None
+        return needs.seconds(self._rates, memory.available // 2)
 
     @cached_property
     def reading(self) -> float | None:

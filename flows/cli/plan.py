@@ -25,6 +25,7 @@ from flows.cli.recipe_parents import plan_recipe
 from merge_core import EngineSettings, MergePlan, Recipe, load_recipe
 from merge_core.engine.forecast import Duration, Needs, Rates, duration, input_files, needs_of
 from merge_core.errors import InvalidInput
+from merge_core.system import system_memory
 from merge_core.wording import format_bytes
 from tasks.checkpoints import size_of_adapter
 from tasks.stage import home, nearest
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from merge_core.adapters import CombinedSize
     from tasks.checkpoints import ResolvedCheckpoint
     from tasks.gate import GatePower
+    from tasks.merge import StatisticsNeeds
 
 # How long measured rates count, and under which name they are kept in the project's state.
 _RATES_AGE_S = 3600.0
@@ -59,6 +61,7 @@ class Forecast:
         prices: Name → dollars per hour, as the user gave them.
         power: What the profile's gate can tell; None for a recipe, or where no documents have been counted.
         is_adapter: Whether the result is an adapter, and what is needed that of making it.
+        statistics: What measuring the models on their texts takes; None where the recipe names none.
     """
 
     recipe: str
@@ -73,6 +76,7 @@ class Forecast:
     prices: Mapping[str, float]
     power: GatePower | None = None
     is_adapter: bool = False
+    statistics: StatisticsNeeds | None = None
 
     @property
     def disk_missing(self) -> int:
@@ -147,6 +151,11 @@ def forecast_of(
     coming = sum(snapshot.bytes_to_download for snapshot in snapshots.values())
     # Decomposing a change takes most of the time of an adapter, and nobody has measured how much.
     forecast = make_forecast(plan, coming, out, device, prices, False if size else probe)
+    if recipe.texts:
+        from tasks.merge import statistics_needs
+        from tasks.stage import store
+
+        forecast = replace(forecast, statistics=statistics_needs(plan, store().hashes))
     if size:
         forecast = replace(forecast, needs=_needs_of_adapter(forecast.needs, size), rates=None, time=None)
         forecast = replace(forecast, is_adapter=True)
@@ -306,7 +315,17 @@ def _rows(forecast: Forecast) -> list[tuple[str, str, str]]:
     if needs.gpu_memory:
         rows.append(("GPU memory", format_bytes(needs.gpu_memory), "at the peak, about"))
     rows.append(("disk", format_bytes(needs.disk), f"{format_bytes(forecast.disk_free)} free at {forecast.place}"))
-    return [*rows, *_time_rows(forecast)]
+    if forecast.statistics:
+        rows.append(("statistics", format_bytes(forecast.statistics.nbytes), forecast.statistics.summary()))
+    return [*rows, *_time_rows(forecast), *_statistics_time(forecast)]
+
+
+def _statistics_time(forecast: Forecast) -> list[tuple[str, str, str]]:
+    memory = system_memory()
+    if forecast.statistics is None or forecast.rates is None or memory is None:
+        return []
+    took = forecast.statistics.seconds(forecast.rates, memory.available // 2)
+    return [("  statistics", _seconds(took), "before the merge, where they are not known yet")] if took else []
 
 
 def _time_rows(forecast: Forecast) -> list[tuple[str, str, str]]:

@@ -56,10 +56,12 @@ class MeasuredInputs:
 
     Args:
         digest: Of the content.
+        text: sha256 of the text.
         moments: By the name of the matrix that is multiplied with the input.
     """
 
     digest: str
+    text: str
     moments: Mapping[str, StoredMoments]
 
 

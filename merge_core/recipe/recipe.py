@@ -138,6 +138,14 @@ class Recipe:
         """The text of each model of this document that has one."""
         return {source.model: source.text for source in self.sources if source.text is not None}
 
+    def what_was_read(self) -> dict[tuple[str, str], MeasuredInputs]:
+        """What models showed on their texts, as far as they have read them: by reference and text."""
+        found: dict[tuple[str, str], MeasuredInputs] = {}
+        for document in (*self.steps, self):
+            known = document.measured or {}
+            found |= {(str(ref), text): known[str(ref)] for ref, text in document.texts.items() if str(ref) in known}
+        return found
+
     @property
     def donor(self) -> CheckpointRef:
         """Who gives config, tokenizer and layout: the base, else the first model."""

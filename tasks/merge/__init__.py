@@ -5,7 +5,7 @@ makes the router rows of a mixture of experts out of its prompts, ``statistics.p
 while it reads a text of its own (``reading_inputs.py``, in the process that holds models).
 """
 
-from tasks.merge.preparation import prepared
+from tasks.merge.preparation import prepared, prepared_before
 from tasks.merge.stage import (
     MERGED,
     Merged,
@@ -18,6 +18,7 @@ from tasks.merge.stage import (
     numerics,
 )
 from tasks.merge.statistics import InputStatistics, pinned_texts
+from tasks.merge.statistics_cost import StatisticsNeeds, statistics_needs
 
 __all__ = [
     "MERGED",
@@ -26,10 +27,13 @@ __all__ = [
     "Merged",
     "Numerics",
     "RouterDistance",
+    "StatisticsNeeds",
     "combine_parents",
     "merge",
     "merged_model",
     "numerics",
     "pinned_texts",
     "prepared",
+    "prepared_before",
+    "statistics_needs",
 ]

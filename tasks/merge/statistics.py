@@ -108,7 +108,7 @@ def _with_own(recipe: Recipe, find: Callable[[str], Model], measure: Measure | N
     for ref, text in tuple(pinned_texts(recipe, store().hashes)):
         model = find(ref)
         made = (measure or input_statistics.build)(model, text, recipe.reading, _dtype(model, here), here)
-        measured[ref] = MeasuredInputs(made.digest, open_moments(made.directory))
+        measured[ref] = MeasuredInputs(made.digest, text.sha256, open_moments(made.directory))
     return replace(recipe, measured=measured)
 
 

@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, plan_with_findings
 from merge_core.errors import MergegateError, summed_up, worst_first
@@ -64,6 +65,8 @@ class Compatibility(StageValue):
     gpu_block: int
     largest_bytes: int
     largest_parameters: int
+    # Bytes held beside blocks, by methods that work on matrices; nothing of others.
+    held: Annotated[int, Field(exclude_if=lambda held: held == 0)] = 0
 
     def blocking(self) -> tuple[Finding, ...]:
         return tuple(remark for remark in self.remarks if remark.severity == "block")
@@ -191,6 +194,7 @@ def _compatibility(
         disk=needs.disk,
         block=needs.block,
         gpu_block=needs.gpu_block,
+        held=needs.held,
         largest_bytes=largest[0],
         largest_parameters=largest[1],
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from merge_core.recipe import parse_reference
 from tasks.checkpoints import PinnedCheckpoint
@@ -33,6 +34,7 @@ def provenance(
     numerics: Numerics,
     evaluation_seed: int | None,
     parents: Sequence[PinnedCheckpoint],
+    texts: Mapping[str, str] = MappingProxyType({}),
     versions: Mapping[str, str],
     verdict: GateVerdict,
     license: LicenseVerdict,
@@ -44,6 +46,7 @@ def provenance(
         recipe: The documents of the recipe, as plain data.
         profile: Its name.
         overrides: What the run was told otherwise than the profile says.
+        texts: That parents read for the merge: path as the recipe has it, and sha256.
         evaluation_seed: Of the sample of documents and the few-shot examples; None: nothing was evaluated.
         versions: Of the libraries that decide scores; those that decide weights come with ``numerics``.
         card: Metadata of the model card.
@@ -66,7 +69,10 @@ def provenance(
                     "arithmetic": _ARITHMETIC,
                     "seeds": seeds,
                 },
-                "resolvedDependencies": [_dependency(parent) for parent in parents],
+                "resolvedDependencies": [
+                    *(_dependency(parent) for parent in parents),
+                    *(_text_read(name, sha256) for name, sha256 in sorted(texts.items())),
+                ],
             },
             "runDetails": {"builder": {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}}},
             "mergegate_verdict": verdict.model_dump(mode="json"),
@@ -91,6 +97,11 @@ def _dependency(parent: PinnedCheckpoint) -> dict[str, object]:
             "files": dict(parent.adapter.files),
         }
     return {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}
+
+
+def _text_read(name: str, sha256: str) -> dict[str, object]:
+    uri = f"urn:mergegate:text:{sha256}"
+    return {"name": name, "uri": uri, "digest": {"sha256": sha256}, "annotations": {"role": "text"}}
 
 
 def hub_id(parent: PinnedCheckpoint) -> str:

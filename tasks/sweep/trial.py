@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from merge_core import Checkpoint, MergePlan, load_recipe, plan_merge
 from merge_core.architecture.experts import match_experts
 from merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, suggest
 from merge_core.methods import PASSTHROUGH
+from merge_core.recipe import MeasuredInputs
 from merge_core.store import digest
 from tasks.checkpoints import (
     PinnedCheckpoint,
@@ -87,6 +88,7 @@ class TrialSetting:
         looks: Where documents are cut into batches when no rule says otherwise: equal to that of the rules, a candidate
             gets the same last place with and without one.
         threads: That merge and score.
+        measured: What flows through parents on their texts, for methods that ask: by reference and text.
     """
 
     parents: tuple[PinnedCheckpoint, ...]
@@ -100,6 +102,7 @@ class TrialSetting:
     base: str = ""
     looks: tuple[float, ...] = (1.0,)
     threads: int = 1
+    measured: Mapping[tuple[str, str], MeasuredInputs] = field(default_factory=dict)
 
     def as_it_is(self, name: str) -> TrialRequest:
         """A parent, with its adapter if it has one, as a candidate.
@@ -126,6 +129,11 @@ class TrialSetting:
                 "merge": [self.merge_device, self.seed],
                 "base": self.base,
                 "looks": self.looks,
+                **(
+                    {"measured": [[*what, one.digest] for what, one in sorted(self.measured.items())]}
+                    if self.measured
+                    else {}
+                ),
                 "versions": versions("torch", "transformers", "lm_eval", "numba"),
             }
         )
@@ -273,6 +281,8 @@ class _Place:
         recipe = load_recipe(request.recipe, where=where)
         if recipe.output is not None:
             raise InvalidInput(recipe.where, found="a recipe that makes an adapter", expected="one that makes a model")
+        if asked := {str(ref): self.setting.measured.get((str(ref), text)) for ref, text in recipe.texts.items()}:
+            recipe = replace(recipe, measured={ref: one for ref, one in asked.items() if one is not None})
         by_ref = {parent.ref: parent for parent in self.setting.parents}
         tables = {}
         for reference in map(str, recipe.references()):

@@ -24,6 +24,7 @@ from merge_core.architecture.experts import by_expert, disk_name
 from merge_core.checkpoint import DerivedTensor, StoredTensor
 from merge_core.engine import EngineSettings
 from merge_core.errors import InvalidInput
+from merge_core.recipe import MeasuredInputs
 
 # What has per-expert and fused names; the others write fused experts in both.
 IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "granitemoe")
@@ -51,7 +52,8 @@ def recipe_of(method: str, names: tuple[str, str, str]) -> str:
     models = [a, b][: high or 2] if low < 3 else [base, a, b]
     if merge_methods()[method].base == "donor" and high == 2:
         models = [base, a]
-    listed = ", ".join(f"{{model: {name}}}" for name in models)
+    own = ", text: own" if merge_methods()[method].traits.reads_text else ""
+    listed = ", ".join(f"{{model: {name}{own}}}" for name in models)
     kind = merge_methods()[method].base
     head = f"base_model: {base}\n" if kind != "ordinary" else ""
     return f"merge_method: {method}\n{head}models: [{listed}]\n" + (f"parameters: {{{given}}}\n" if given else "")
@@ -59,6 +61,8 @@ def recipe_of(method: str, names: tuple[str, str, str]) -> str:
 
 def merged(root: Path, recipe: str, out: Path, *, seed: int = 3, **settings: object) -> dict[str, torch.Tensor]:
     loaded = load_recipe(recipe)
+    if loaded.texts:  # Nothing was measured of experts: all is the mean.
+        loaded = replace(loaded, measured={str(ref): MeasuredInputs("none", "none", {}) for ref in loaded.texts})
     plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
     merge_weights(plan, out, seed=seed, settings=EngineSettings(**settings))
     return {name: tensor for file in sorted(out.glob("*.safetensors")) for name, tensor in load_file(file).items()}

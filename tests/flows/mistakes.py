@@ -71,6 +71,13 @@ TIES: dict[str, Any] = {
     "base_model": "demo/models/base",
     "models": [{"model": "demo/models/reverser", "parameters": {"weight": 1.0, "density": 0.5}}],
 }
+REGMEAN: dict[str, Any] = {
+    "merge_method": "regmean",
+    "models": [
+        {"model": "demo/models/reverser", "text": "demo/data/texts/reverser.jsonl"},
+        {"model": "demo/models/shifter", "text": "demo/data/texts/shifter.jsonl"},
+    ],
+}
 PROFILE: dict[str, Any] = {
     "name": "support",
     "recipe": RECIPE,
@@ -397,6 +404,20 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     in_checkpoint("a number format that nobody knows", in_header(as_bytes)),
     in_checkpoint("a tensor less", in_header(without_tensor)),
+    in_recipe("a model without a text of its own", REGMEAN, models=[{"model": "demo/models/reverser"}]),
+    in_recipe("a text that nobody reads", models=[{"model": "demo/models/reverser", "text": "demo/data/copy.jsonl"}]),
+    in_recipe("a text that is not there", REGMEAN, models=[{"model": "demo/models/reverser", "text": "nowhere.jsonl"}]),
+    in_recipe(
+        "a text without the field that is read",
+        REGMEAN,
+        models=[{"model": "demo/models/reverser", "text": "demo/data/copy.jsonl"}],
+    ),
+    in_recipe("statistics of a word", REGMEAN, statistics={"documents": "many"}),
+    in_recipe(
+        "a text that the merge is judged by",
+        REGMEAN,
+        models=[{"model": "demo/models/reverser", "text": "demo/data/held-out.jsonl"}],
+    ),
     in_checkpoint("twice the layers", deeper),
     in_checkpoint("another architecture", in_config(architectures=["MistralForCausalLM"], model_type="mistral")),
     in_checkpoint("more layers in its config than in its weights", in_config(num_hidden_layers=4)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from merge_core import (
+    Checkpoint,
     EngineSettings,
     MergeRecord,
+    Recipe,
     load_recipe,
     merge_methods,
     merge_weights,
     open_checkpoint,
     plan_merge,
 )
+from merge_core.architecture import is_projection
+from merge_core.checkpoint import file_of_moments, open_moments, packed_moments, write_inputs
+from merge_core.recipe import MeasuredInputs
 
 LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
 
@@ -85,9 +91,41 @@ def save_tokenizer(directory: Path, tokens: list[str]) -> None:
     (directory / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordLevel", "vocab": vocab}}))
 
 
+def entry(method: str, model: str) -> str:
+    """A model of a recipe, with a text of its own where the method reads some."""
+    return f"{{model: {model}, text: {model}}}" if merge_methods()[method].traits.reads_text else f"{{model: {model}}}"
+
+
+def read_recipe(text: str, root: Path) -> Recipe:
+    """The recipe, whose models in ``root`` have read their texts: what these showed is drawn at random."""
+    recipe = load_recipe(text)
+    if not recipe.texts:
+        return recipe
+    measured = {}
+    for number, ref in enumerate(map(str, recipe.texts)):
+        place = root / "inputs" / ref
+        if not place.exists():
+            draw_inputs(place, open_checkpoint(root / ref), seed=number)
+        measured[ref] = MeasuredInputs(ref, ref, open_moments(place))
+    return replace(recipe, measured=measured)
+
+
+def draw_inputs(place: Path, checkpoint: Checkpoint, seed: int) -> None:
+    """Write moments of few inputs, drawn at random, of every matrix of a linear layer."""
+    place.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    kept = {}
+    for name, tensor in checkpoint.tensors.items():
+        if len(tensor.shape) == 2 and is_projection(name):
+            inputs = torch.randn(5, tensor.shape[1], generator=generator, dtype=torch.float64)
+            kept[name] = torch.from_numpy(packed_moments((inputs.T @ inputs / 5).numpy()))
+    save_file(kept, place / file_of_moments(0))
+    write_inputs(place, {name: name for name in kept}, positions=5)
+
+
 def merge_text(text: str, root: Path, out: str = "out", *, seed: int = 0, **settings: Any) -> MergeRecord:
     """Merge a recipe whose models are directories in ``root`` into ``root / out``."""
-    recipe = load_recipe(text)
+    recipe = read_recipe(text, root)
     checkpoints = {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
     return merge_weights(plan_merge(recipe, checkpoints), root / out, seed=seed, settings=EngineSettings(**settings))
 
@@ -111,7 +149,7 @@ def recipe_of(method: str) -> str:
     }
     usual = {"weight": 0.5, "density": 0.4}
     taken = {name: value for name, value in usual.items() if merge_methods()[method].parameter(name)}
-    chosen = ", ".join(f"{{model: {name}}}" for name in models.get(method, "a, b, c").split(", "))
+    chosen = ", ".join(entry(method, name) for name in models.get(method, "a, b, c").split(", "))
     base = "" if method in ("linear", "slerp", "karcher", "passthrough") else "base_model: base\n"
     values = parameters.get(method, ", ".join(f"{name}: {value}" for name, value in taken.items()))
     return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{values}}}\ndtype: bfloat16\n"

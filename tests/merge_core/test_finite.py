@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family import merge_text, save_checkpoint, save_tokenizer
+from family import entry, merge_text, save_checkpoint, save_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +59,7 @@ def models_of(method: str) -> list[str]:
 
 def recipe_of(method: str, parameters: str) -> str:
     base = "" if method in WITHOUT_BASE else "base_model: base\n"
-    chosen = ", ".join(f"{{model: {name}}}" for name in MODELS.get(method, "abc"))
+    chosen = ", ".join(entry(method, name) for name in MODELS.get(method, "abc"))
     return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{parameters}}}\n"
 
 

@@ -83,7 +83,7 @@ def moments_in(place: Path) -> dict[str, Array]:
 def planned(root: Path, recipe: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> Any:
     read = load_recipe(recipe)
     if inputs is not None:
-        measured = {name: MeasuredInputs(place, open_moments(root / place)) for name, place in inputs.items()}
+        measured = {name: MeasuredInputs(place, place, open_moments(root / place)) for name, place in inputs.items()}
         read = replace(read, measured=measured)
     return plan_merge(read, {str(ref): open_checkpoint(root / ref.path) for ref in read.references()})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from family import random_tensors, recipe_of, save_checkpoint, save_tokenizer
+from family import random_tensors, read_recipe, recipe_of, save_checkpoint, save_tokenizer
 from safetensors.torch import load_file
 from test_quantised import MATRIX, MXFP4, fp8_weights, mxfp4_weights, saved
 from tiny_families import BY_NAME, load, make, save
@@ -18,7 +18,6 @@ from tiny_families import BY_NAME, load, make, save
 from merge_core import (
     EngineSettings,
     MergePlan,
-    load_recipe,
     merge_methods,
     merge_tensors,
     merge_weights,
@@ -32,7 +31,7 @@ WAYS: list[dict[str, Any]] = [{}, {"block_elements": 32768, "threads": 3}, {"ker
 
 
 def planned(text: str, root: Path) -> MergePlan:
-    recipe = load_recipe(text)
+    recipe = read_recipe(text, root)
     return plan_merge(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
 
 

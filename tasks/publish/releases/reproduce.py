@@ -92,7 +92,7 @@ def rebuild_release(
     digests = {parent.name: parent for parent in build.resolved_dependencies}
     starts = [directory] if directory else [*_beside_same(text), Path.cwd()]
     places = _parents(recipe.references(), digests, starts, hashes)
-    recipe = replace(recipe, directory=_beside_texts(recipe, starts))
+    recipe = replace(recipe, directory=_beside_texts(recipe, starts, digests, hashes))
     recipe = prepared(recipe, lambda ref: _pinned(ref, places[ref], hashes))
     made_by = build.internal_parameters
     device = _device(made_by.device) if device == "auto" else device
@@ -167,10 +167,34 @@ def _build(release: PublishedRelease, verified: Verified) -> _Build:
         ) from None
 
 
-def _beside_texts(recipe: Recipe, starts: Sequence[Path]) -> Path | None:
-    """Where the texts lie that its models read, if they do."""
-    written = [text for document in (*recipe.steps, recipe) for text in document.texts.values()]
-    return next((start for start in starts if written and all((start / text).is_file() for text in written)), None)
+def _beside_texts(
+    recipe: Recipe, starts: Sequence[Path], dependencies: Mapping[str, _Dependency], hashes: HashMemo
+) -> Path | None:
+    """Where the texts lie that its models read, as they were read; None where it reads none.
+
+    Raises:
+        InvalidInput: They are not there, or are others now.
+    """
+    written = {text for document in (*recipe.steps, recipe) for text in document.texts.values()}
+    if not written:
+        return None
+    for start in starts:
+        if all((start / text).is_file() for text in written):
+            for text in sorted(written):
+                if text not in dependencies or hashes.sha256(start / text) != dependencies[text].digest.sha256:
+                    raise InvalidInput(
+                        str(start / text),
+                        found="another text than the provenance names",
+                        expected="what the models read when the release was made",
+                        remedy="restore it, or name with --parents the directory that it lies in",
+                    )
+            return start
+    raise InvalidInput(
+        sorted(written)[0],
+        found="not there",
+        expected="the text that a model read for this merge, where the recipe says",
+        remedy="name with --parents the directory that the recipe's paths are relative to",
+    )
 
 
 def _pinned(ref: str, place: tuple[Path, Path | None], hashes: HashMemo) -> PinnedCheckpoint:

@@ -240,7 +240,8 @@ def _text(release: PublishedRelease, name: str) -> str:
 
 
 def _parents(statement: Mapping[str, Any]) -> list[Any]:
-    return _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
+    every = _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
+    return [one for one in every if _at(one, "annotations", "role") != "text"]
 
 
 def _differences(listed: Mapping[str, str], found: Mapping[str, str], by: str) -> list[str]:

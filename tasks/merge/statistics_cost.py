@@ -1,0 +1,106 @@
+"""What it takes to measure what flows through models, before it is done: from the plan, the texts' sizes, and rates.
+
+Pure but for a look at the sizes of texts. Of each position a model multiplies with all its weights, and each distinct
+input with itself, in float64; where the sums do not fit into memory at once, a text is read in several runs, each no
+further than its last layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from merge_core import MergePlan
+from merge_core.architecture import TensorKind, is_projection, tensor_kind
+from merge_core.engine.forecast import Rates
+from merge_core.store import HashMemo
+from tasks.merge.statistics import pinned_texts
+from tasks.perplexity import HeldOutText
+
+# Kinds that are multiplied with one input.
+_INPUT: dict[TensorKind, str] = {
+    **dict.fromkeys(("q", "k", "v", "qkv"), "into attention"),
+    "o": "out of attention",
+    **dict.fromkeys(("gate", "up", "gate_up"), "into the feed-forward network"),
+    "down": "out of it",
+}
+_BYTES_A_TOKEN = 4.0  # of English text, with the vocabularies of today
+_REACHED = 0.6  # of what a large product alone reaches
+
+
+@dataclass(frozen=True)
+class StatisticsNeeds:
+    """What measuring takes, of all models of a recipe together.
+
+    Args:
+        texts: That are read.
+        positions: Tokens of all of them, about.
+        inputs: Distinct inputs of one model.
+        nbytes: That are kept, of all models.
+        sums: Bytes of the sums of one model; what does not fit into memory is measured in several runs.
+        operations: Of reading each text once.
+    """
+
+    texts: int
+    positions: float
+    inputs: int
+    nbytes: int
+    sums: int
+    operations: float
+
+    def seconds(self, rates: Rates, memory: int) -> float | None:
+        """On a machine of these rates that has so many bytes for sums; None where products were not measured."""
+        if not rates.products:
+            return None
+        runs = max(1, math.ceil(self.sums / max(memory, 1)))
+        return (runs + 1) / 2 * self.operations / (_REACHED * rates.products)
+
+    def summary(self) -> str:
+        """``2 texts · about 3,000 positions · 12 inputs each``."""
+        return f"{self.texts} texts · about {self.positions:,.0f} positions · {self.inputs} inputs a model"
+
+
+def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | None:
+    """What the recipe of ``plan`` wants to be measured; None where that is nothing.
+
+    Raises:
+        InvalidInput: for a text that is not there, or is not as the recipe says.
+    """
+    recipe = plan.recipe
+    texts = [text for _, text in pinned_texts(recipe, hashes)]
+    if not texts:
+        return None
+    widths = _inputs(plan)
+    whole = [width for width in widths if width <= recipe.reading.diagonal_above]
+    kept = 4 * sum(width * (width + 1) // 2 for width in whole) + 4 * (sum(widths) - sum(whole))
+    positions = sum(_positions(text, recipe.reading.documents) for text in texts)
+    # In float64 a product takes twice as long as in float32.
+    each = 2 * plan.parameters + 2 * sum(2 * width**2 for width in whole)
+    return StatisticsNeeds(
+        texts=len(texts),
+        positions=positions,
+        inputs=len(widths),
+        nbytes=len(texts) * kept,
+        sums=8 * sum(width**2 for width in whole),
+        operations=positions * each,
+    )
+
+
+def _inputs(plan: MergePlan) -> list[int]:
+    """Widths of the distinct inputs of one model. Of experts nothing is measured: they are one parameter in memory."""
+    found: dict[tuple[str, str], int] = {}
+    for job in plan.jobs:
+        name, shape = job.output.name, job.output.shape
+        if len(shape) == 2 and is_projection(name) and ".experts." not in name:
+            found.setdefault((name.rsplit(".", 2)[0], _INPUT[tensor_kind(name)]), shape[1])
+    return list(found.values())
+
+
+def _positions(text: HeldOutText, documents: int) -> float:
+    """Tokens of the documents that are read, about: from the first lines and the size of the file."""
+    with text.path.open("rb") as file:
+        lines = [len(line) for line in file.readlines(1 << 20) if line.strip()]
+    if not lines:
+        return 0.0
+    size, each = text.path.stat().st_size, sum(lines) / len(lines)
+    return min(size, documents * each) / _BYTES_A_TOKEN

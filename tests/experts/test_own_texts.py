@@ -1,0 +1,298 @@
+"""What flows through a model on a text of its own, against hooks on plain transformers; and recipes that ask for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mixtures
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from merge_core import load_recipe, open_checkpoint, plan_merge
+from merge_core.checkpoint import INPUTS, open_moments
+from merge_core.errors import InvalidInput
+from merge_core.recipe import ReadingOfTexts
+from merge_core.store import HashMemo, JournalPlace
+from tasks.checkpoints.model import Model
+from tasks.merge import reading_inputs
+from tasks.merge.preparation import prepared
+from tasks.merge.reading_inputs import ReadInputs, read_inputs
+from tasks.merge.statistics import pinned_texts
+from tasks.perplexity import HeldOutText, pin_text
+
+DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
+SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk", "copy: aabb>aabb")
+
+
+def pinned(place: Path, *documents: str) -> HeldOutText:
+    path = place / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
+    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text")
+
+
+def read(
+    directory: Path,
+    text: HeldOutText,
+    out: Path,
+    told: Callable[[int, int], None] = lambda done, total: None,
+    **how: Any,
+) -> ReadInputs:
+    out.mkdir(exist_ok=True)
+    model = Model(name=directory.name, digest=str(directory), directory=directory)
+    place = JournalPlace(out.parent / f"{out.name}.journal", str(directory))
+    return read_inputs(model, text, ReadingOfTexts(**how), "float32", "cpu", out, place, told)
+
+
+def by_hooks(network: Any, tokens: list[list[int]], modules: list[str]) -> tuple[dict[str, np.ndarray], int]:
+    """Mean of x x' in front of each module, one document after the other, no position left out."""
+    seen: dict[str, list[np.ndarray]] = {name: [] for name in modules}
+    hooks = [
+        network.get_submodule(name).register_forward_pre_hook(
+            lambda _, given, name=name: seen[name].append(
+                given[0].detach().double().reshape(-1, given[0].shape[-1]).numpy()
+            )
+        )
+        for name in modules
+    ]
+    with torch.no_grad():
+        for ids in tokens:
+            network(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    positions = sum(map(len, tokens))
+    return {name: np.concatenate(rows).T @ np.concatenate(rows) / positions for name, rows in seen.items()}, positions
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Any, Any]:
+    directory = DEMO / "models/reverser"
+    network = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return network, transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def expected(loaded: tuple[Any, Any], documents: tuple[str, ...] = SENTENCES) -> tuple[dict[str, np.ndarray], int]:
+    network, tokenizer = loaded
+    modules = [name for name, one in network.named_modules() if isinstance(one, torch.nn.Linear) and "layers" in name]
+    # All that the model reads while it predicts the text: everything but its last token.
+    tokens = [[tokenizer.bos_token_id, *tokenizer.encode(one, add_special_tokens=False)][:-1] for one in documents]
+    return by_hooks(network, tokens, modules)
+
+
+def agrees(out: Path, wanted: dict[str, np.ndarray]) -> None:
+    found = open_moments(out)
+    assert {name.removesuffix(".weight") for name in found} == wanted.keys()
+    for name, moments in found.items():
+        own = wanted[name.removesuffix(".weight")]
+        own = own.diagonal() if moments.is_diagonal else own
+        np.testing.assert_allclose(moments.read(), own, atol=2e-6 * own.max(), err_msg=name)
+
+
+def test_moments_are_those_that_hooks_see(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    wanted, positions = expected(loaded)
+    found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out")
+    assert (found.documents, found.positions, found.matrices) == (len(SENTENCES), positions, len(wanted))
+    assert found.inputs == found.matrices * 4 // 7  # query, key and value share one; so do gate and up
+    agrees(tmp_path / "out", wanted)
+
+
+def test_windows_leave_no_position_out_and_count_none_twice(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    """A window that is filled up with what stood before it reads that again, for context."""
+    _, positions = expected(loaded)
+    for length in (2, 3, 7, 11):
+        found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / f"{length}", max_length=length)
+        assert found.positions == positions
+
+
+def test_wide_inputs_are_kept_as_squares(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    wanted, _ = expected(loaded)
+    width = min(one.shape[0] for one in wanted.values())
+    found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out", diagonal_above=width)
+    kinds = {name: moments.is_diagonal for name, moments in open_moments(tmp_path / "out").items()}
+    assert kinds == {name: one.width > width for name, one in open_moments(tmp_path / "out").items()}
+    assert 0 < found.squares < found.inputs
+    agrees(tmp_path / "out", wanted)
+
+
+def test_layer_by_layer_gives_the_same(
+    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_inputs, "_SHARE", 0)
+    monkeypatch.setattr(reading_inputs, "_LEAST", 1)
+    progress: list[tuple[int, int]] = []
+    read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
+    layers = loaded[0].config.num_hidden_layers
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == layers > 1
+    assert progress == [(done, layers * len(SENTENCES)) for done in range(1, layers * len(SENTENCES) + 1)]
+    agrees(tmp_path / "out", expected(loaded)[0])
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("damage", ["", "cut", "gone", "other"])
+def test_a_killed_reading_goes_on(
+    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr(reading_inputs, "_SHARE", 0)
+    monkeypatch.setattr(reading_inputs, "_LEAST", 1)
+    text, out = pinned(tmp_path, *SENTENCES), tmp_path / "out"
+
+    def kill(done: int, total: int) -> None:
+        if done > len(SENTENCES):
+            raise Killed
+
+    with pytest.raises(Killed):
+        read(DEMO / "models/reverser", text, out, kill)
+    (first,) = out.glob("*.safetensors")
+    if damage == "cut":
+        first.write_bytes(first.read_bytes()[:-1])
+    elif damage == "gone":
+        first.unlink()
+    elif damage == "other":
+        (out / "inputs-00007.safetensors").write_bytes(b"rubbish")
+    steps: list[int] = []
+    read(DEMO / "models/reverser", text, out, lambda done, total: steps.append(total))
+    layers = loaded[0].config.num_hidden_layers
+    assert steps[-1] == (layers if damage in ("cut", "gone") else layers - 1) * len(SENTENCES)
+    assert sorted(path.name for path in out.iterdir()) == [f"inputs-{n:05d}.safetensors" for n in range(layers)] + [
+        INPUTS
+    ]
+    agrees(out, expected(loaded)[0])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe"])
+def test_of_fused_experts_nothing_is_said_and_of_the_rest_all(tmp_path: Path, family: str) -> None:
+    """Experts that are one parameter have no input of their own: they become the mean."""
+    model = mixtures.build(family)
+    mixtures.save(model, tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
+    read(tmp_path / "model", pinned(tmp_path, *SENTENCES), tmp_path / "out")
+    names = set(open_moments(tmp_path / "out"))
+    assert names
+    assert not any("expert" in name for name in names)
+    assert names <= set(open_checkpoint(tmp_path / "model").tensors)
+
+
+def test_a_model_without_a_layer_that_is_known_is_refused(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
+    with pytest.raises(InvalidInput, match="no linear layer"):
+        read(tmp_path / "model", pinned(tmp_path, *SENTENCES), tmp_path / "out")
+
+
+def test_a_model_that_computes_no_numbers_is_refused(tmp_path: Path) -> None:
+    network = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "models/base", dtype=torch.float32)
+    with torch.no_grad():
+        network.model.layers[0].input_layernorm.weight[0] = float("inf")
+    network.save_pretrained(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
+    with pytest.raises(InvalidInput, match="not finite"):
+        read(tmp_path / "model", pinned(tmp_path, *SENTENCES), tmp_path / "out")
+
+
+# --- recipes ---
+
+
+def recipe(directory: Path, **more: Any) -> Any:
+    models = [{"model": str(DEMO / "models" / name), "text": f"{name}.jsonl"} for name in ("reverser", "shifter")]
+    return replace(load_recipe({"merge_method": "regmean", "models": models, **more}), directory=directory)
+
+
+@pytest.mark.slow
+def test_a_recipe_gets_what_its_models_showed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
+    wanted = recipe(DEMO / "data/texts")
+    asked: list[str] = []
+
+    def find(ref: str) -> Model:
+        asked.append(ref)
+        return Model(name=Path(ref).name, digest=ref, directory=Path(ref))
+
+    done = prepared(wanted, find)
+    assert len(asked) == 2
+    assert done.unprepared() == ""
+    plan = plan_merge(done, {str(ref): open_checkpoint(Path(ref.path)) for ref in done.references()})
+    measured = [job for job in plan.jobs if all(item.moments for item in job.inputs)]
+    assert len(measured) == 7 * 3  # three layers of seven matrices
+    assert prepared(done, find) is done
+    # The same texts under other names are the same merge; another text is another.
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("reverser", "shifter"):
+        (moved / f"{name}.jsonl").write_bytes((DEMO / "data/texts" / f"{name}.jsonl").read_bytes())
+    assert prepared(recipe(moved), find).canonical() == done.canonical()
+    (moved / "shifter.jsonl").write_text('{"text": "shift: abc>bcd"}\n')
+    assert prepared(recipe(moved), find).canonical() != done.canonical()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such file"),
+        ("", "an empty file"),
+        ('{"prompt": "a"}\n', "statistics.field"),
+        ("no json\n", "text.jsonl"),
+    ],
+)
+def test_texts_that_cannot_be_read_are_named(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "text.jsonl").write_text(content)
+    wanted = replace(
+        load_recipe({"merge_method": "regmean", "models": [{"model": "a", "text": "text.jsonl"}]}), directory=tmp_path
+    )
+    with pytest.raises(InvalidInput) as problem:
+        list(pinned_texts(wanted, HashMemo(tmp_path / "hashes.db")))
+    assert said in str(problem.value)
+    assert "perplexity" not in str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"models": [{"model": "a"}]}, "no 'text'"),
+        ({"models": [{"model": "a", "text": 3}]}, "the path of a text"),
+        ({"models": [{"model": "a", "text": " "}]}, "the path of a text"),
+        ({"merge_method": "linear", "parameters": {"weight": 1}}, "reads no text"),
+        (
+            {"merge_method": "linear", "models": [{"model": "a"}], "parameters": {"weight": 1}, "statistics": {}},
+            "reads no",
+        ),
+        ({"base_model": "a", "models": [{"model": "a", "text": "t"}, {"model": "b", "text": "t"}]}, "is not merged"),
+        ({"statistics": {"document": 3}}, "documents"),
+        ({"statistics": {"documents": 0}}, "from 1"),
+        ({"statistics": {"documents": True}}, "whole number"),
+        ({"statistics": {"max_length": 1.5}}, "whole number"),
+        ({"statistics": {"field": ""}}, "name of a field"),
+        ({"statistics": []}, "a mapping"),
+    ],
+)
+def test_what_a_recipe_cannot_say_of_texts(change: dict[str, Any], said: str) -> None:
+    document = {"merge_method": "regmean", "models": [{"model": "a", "text": "a.jsonl"}], **change}
+    with pytest.raises(InvalidInput) as problem:
+        load_recipe(document)
+    assert said in str(problem.value)
+
+
+def test_two_texts_of_one_model_are_refused() -> None:
+    cut = {"layer_range": [0, 1]}
+    slices = [{"sources": [{"model": "a", "text": text, **cut}]} for text in ("one", "two")]
+    with pytest.raises(InvalidInput, match="one text for each model"):
+        load_recipe({"merge_method": "regmean", "slices": slices})
+
+
+def test_the_result_of_a_step_cannot_read() -> None:
+    step = "merge_method: linear\nname: made\nmodels: [{model: a, parameters: {weight: 1}}]"
+    last = "merge_method: regmean\nmodels: [{model: made, text: t}, {model: b, text: t}]"
+    with pytest.raises(InvalidInput, match="can read it before the merge"):
+        load_recipe(f"{step}\n---\n{last}")

@@ -1,0 +1,154 @@
+"""``profiles/demo-regmean.yaml`` from the recipe to the release: each model reads a text of its own before the merge,
+which keeps both skills at no scale that anybody searched for; and is made again from its provenance."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import yaml
+from demo_project import PROFILES, Printed, Project, make_project
+
+from merge_core import load_recipe
+from merge_core.store import HashMemo
+from tasks.evaluation import CountLimit, documents_read, pin_data, pin_task
+from tasks.preflight import texts_read
+
+PROFILE = "profiles/demo-regmean.yaml"
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> tuple[Project, Printed]:
+    project = make_project(tmp_path_factory.mktemp("regmean"))
+    result = project.mergegate("run", PROFILE)
+    return project, Printed(result.exit_code, result.output)
+
+
+Released = tuple[Project, Printed]
+
+
+def own_profile(project: Project, name: str, **changes: object) -> str:
+    """The profile with an inline recipe, beside the demo, with these changes of its recipe."""
+    profile = yaml.safe_load((project.root / PROFILE).read_text())
+    recipe = yaml.safe_load((PROFILES / "demo/recipes/regmean.yaml").read_text())
+    for entry in recipe["models"]:
+        entry.update({key: entry[key].replace("../", "demo/") for key in ("model", "text")})
+    profile |= {"name": name, "recipe": {**recipe, **changes}, "publish": {"to": "directory", "path": f"../{name}"}}
+    (project.root / f"profiles/{name}.yaml").write_text(yaml.safe_dump(profile))
+    return f"profiles/{name}.yaml"
+
+
+@pytest.mark.slow
+def test_it_is_released_with_both_skills(released: Released) -> None:
+    project, printed = released
+    assert printed.exit_code == 0, printed.output
+    assert "statistics" in printed.output
+    latest = project.root / "releases/demo-regmean/latest"
+    verdict = json.loads((latest / "provenance.json").read_text())["predicate"]["mergegate_verdict"]
+    scores = {guard["task"]: guard["merge_score"] for guard in verdict["guards"]}
+    assert scores["copy"] >= 0.99
+    assert scores["reverse"] >= 0.96
+    assert scores["shift"] >= 0.99
+    assert "text: ../data/texts/reverser.jsonl" in (latest / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_provenance_names_the_texts(released: Released) -> None:
+    project, _ = released
+    latest = project.root / "releases/demo-regmean/latest"
+    build = json.loads((latest / "provenance.json").read_text())["predicate"]["buildDefinition"]
+    texts = [one for one in build["resolvedDependencies"] if one["annotations"]["role"] == "text"]
+    hashes = HashMemo(project.root / "hashes.db")
+    wanted = {name: hashes.sha256(PROFILES / f"demo/data/texts/{name}.jsonl") for name in ("reverser", "shifter")}
+    assert {one["name"]: one["digest"]["sha256"] for one in texts} == {
+        f"../data/texts/{name}.jsonl": sha256 for name, sha256 in wanted.items()
+    }
+    assert project.mergegate("verify", "releases/demo-regmean/latest").exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_second_run_reads_nothing_and_makes_nothing(released: Released) -> None:
+    project, _ = released
+    before = {stage: project.artifacts(stage) for stage in ("statistics", "overlap", "merge", "evaluate")}
+    assert len(before["statistics"]) == 2
+    result = project.mergegate("run", PROFILE)
+    assert result.exit_code == 0
+    assert "nothing new" in result.output
+    assert {stage: project.artifacts(stage) for stage in before} == before
+    dry = project.mergegate("run", PROFILE, "--dry-run")
+    assert "are cached" in dry.output
+
+
+@pytest.mark.slow
+def test_another_share_of_off_diagonals_merges_anew_and_reads_nothing(released: Released) -> None:
+    project, _ = released
+    before = {stage: project.artifacts(stage) for stage in ("statistics", "merge")}
+    name = own_profile(project, "more", parameters={"off_diagonals": 0.95})
+    assert project.mergegate("run", name).exit_code == 0
+    assert project.artifacts("statistics") == before["statistics"]
+    assert len(project.artifacts("merge") - before["merge"]) == 1
+
+
+@pytest.mark.slow
+def test_it_is_reproduced_from_its_texts_or_says_which_is_another(released: Released) -> None:
+    project, _ = released
+    recipes = str(project.root / "profiles/demo/recipes")
+    result = project.mergegate("reproduce", "releases/demo-regmean/latest", "--parents", recipes)
+    assert result.exit_code == 0, result.output
+    elsewhere = project.root / "elsewhere"
+    for place in ("models", "data/texts"):
+        shutil.copytree(PROFILES / "demo" / place, elsewhere / place)
+    (elsewhere / "recipes").mkdir()
+    text = elsewhere / "data/texts/shifter.jsonl"
+    text.write_text(text.read_text() + '{"text": "shift: ab>bc"}\n')
+    result = project.mergegate("reproduce", "releases/demo-regmean/latest", "--parents", str(elsewhere / "recipes"))
+    assert result.exit_code != 0
+    assert "shifter.jsonl" in result.output
+    assert "another text" in result.output
+
+
+@pytest.mark.slow
+def test_a_search_looks_at_the_texts_once(released: Released) -> None:
+    """The scale of a merge that looks at data is searched for like any other."""
+    project, _ = released
+    before = project.artifacts("statistics")
+    name = own_profile(project, "searched", base_model="demo/models/base", parameters={"lambda": "$scale"})
+    profile = yaml.safe_load((project.root / name).read_text())
+    profile["sweep"] = {
+        "parameters": {"scale": {"low": 0.8, "high": 1.6, "start": 1.0}},
+        "objective": [
+            {"task": f"demo/tasks/sweep/{skill}.yaml", "measure": "entropy"} for skill in ("reverse", "shift")
+        ],
+        "documents": {"search": 40, "confirmation": 100},
+        "budget": {"trials": 4},
+    }
+    (project.root / name).write_text(yaml.safe_dump(profile))
+    result = project.mergegate("sweep", name)
+    assert "statistics" in result.output, result.output
+    assert project.artifacts("statistics") == before
+
+
+def test_what_a_task_asks_is_found_in_a_text(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """All of it where the text holds the task's own documents; of others none, whatever letters they share."""
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
+    hashes, limit = HashMemo(tmp_path / "hashes.db"), CountLimit()
+    task = pin_data(pin_task("tasks/reverse.yaml", PROFILES / "demo", hashes))
+    rows = [json.loads(line) for line in (PROFILES / "demo/data/reverse.jsonl").read_text().splitlines()]
+
+    def read(*texts: str) -> int:
+        (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+        recipe = load_recipe(
+            {"merge_method": "regmean", "models": [{"model": "a", "text": str(tmp_path / "text.jsonl")}]}
+        )
+        found = texts_read(recipe, hashes)
+        assert found is not None
+        value = documents_read.build(task, found, limit).value
+        assert value.documents == len(rows)
+        return value.read
+
+    assert read(*(row["prompt"] + row["answer"] for row in rows[:7])) == 7
+    assert read("Question:\n " + rows[3]["prompt"] + "\n\nAnswer: " + rows[3]["answer"]) == 1
+    assert read(rows[0]["prompt"], rows[0]["answer"]) == 0  # the answer stands in another text
+    assert read(rows[0]["answer"] + " " + rows[0]["prompt"]) == 0  # and here before the prompt
+    assert read("rev: nothing>of this") == 0
