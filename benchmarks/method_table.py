@@ -3,6 +3,7 @@
 ::
 
     .venv/bin/python benchmarks/method_table.py           # the demo family, a few minutes; prints Markdown
+    .venv/bin/python benchmarks/method_table.py regmean   # these methods only
 
 Two fine-tunes of the demo's base, one that reverses and one that shifts letters; all of them can copy. 100 documents of
 each skill choose the scale, once by the likelihood of right answers and once by entropy, without them; 1,000 others say
@@ -11,6 +12,7 @@ what the merge is worth. A method with ``lambda`` is tried at the scales of ``SC
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -46,6 +48,10 @@ USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nuslerp": ({"weight": 0.5}, {}),
     "multislerp": ({"weight": 0.5}, {}),
     "karcher": ({}, {}),
+    "regmean": ({}, {}),
+    "wudi": ({}, {}),
+    "svc": ({}, {}),
+    "tsv_m": ({}, {}),
 }
 WITHOUT_BASE = ("linear", "slerp", "karcher", "nuslerp", "multislerp")
 
@@ -61,7 +67,10 @@ class Result(NamedTuple):
 def recipe_of(method: str, scale: float | None) -> dict[str, Any]:
     """The recipe of a method at a scale; None: it has none."""
     own, shared = USUAL[method]
-    models = [{"model": str(DEMO / "models" / name), "parameters": own} for name in ("reverser", "shifter")]
+    models: list[dict[str, Any]] = [{"model": str(DEMO / "models" / name)} for name in ("reverser", "shifter")]
+    for model, name in zip(models, ("reverser", "shifter"), strict=True):
+        model |= {"parameters": own} if own else {}
+        model |= {"text": str(DEMO / f"data/texts/{name}.jsonl")} if method == "regmean" else {}
     recipe: dict[str, Any] = {"merge_method": method, "models": models, "dtype": "bfloat16"}
     if method not in WITHOUT_BASE:
         recipe["base_model"] = str(DEMO / "models/base")
@@ -69,11 +78,18 @@ def recipe_of(method: str, scale: float | None) -> dict[str, Any]:
     return {**recipe, "parameters": parameters} if parameters else recipe
 
 
-def demo_setting(recipe: Mapping[str, Any], place: Path, sizes: Mapping[str, int], measures: Sequence[str]) -> Any:
+def demo_setting(
+    recipe: Mapping[str, Any],
+    place: Path,
+    sizes: Mapping[str, int],
+    measures: Sequence[str],
+    reading: Sequence[Mapping[str, Any]] = (),
+) -> Any:
     """A study of the demo's three skills, whose sets have so many documents of each.
 
     Args:
         recipe: One that names every model.
+        reading: Recipes whose models read texts.
         place: Where hashes are remembered.
         sizes: Documents by set: ``search``, ``confirmation``.
         measures: What is asked of every document.
@@ -82,6 +98,7 @@ def demo_setting(recipe: Mapping[str, Any], place: Path, sizes: Mapping[str, int
     from merge_core.store import HashMemo
     from tasks.checkpoints import pin_checkpoints, resolve_parents
     from tasks.evaluation import Division, Scoring, pin_data, pin_task
+    from tasks.merge import prepared
     from tasks.sweep import TrialSetting
     from tasks.sweep.trial import TrialSet
     from tasks.sweep.trials import Asked
@@ -94,12 +111,17 @@ def demo_setting(recipe: Mapping[str, Any], place: Path, sizes: Mapping[str, int
         only = {"only": division.of(name), "data_digest": None}
         return TrialSet(tuple(pin_data(task.model_copy(update=only)) for task in tasks))
 
+    parents = pin_checkpoints(resolve_parents(load_recipe(dict(recipe), where="methods")), hashes)
+    by_ref = {parent.ref: parent for parent in parents}
+    os.environ["MERGEGATE_HOME"] = str(place / "home")
+    read = [prepared(load_recipe(dict(one)), by_ref.__getitem__) for one in reading]
     asked: Any = [Asked(skill, measure) for skill in SKILLS for measure in measures]  # type: ignore[arg-type]
     return TrialSetting(
-        parents=pin_checkpoints(resolve_parents(load_recipe(dict(recipe), where="methods")), hashes),
+        parents=parents,
         sets={"search": of("search"), "confirmation": of("confirmation")},
         asked=tuple(asked),
         scoring=Scoring(dtype="float32"),
+        measured={what: found for one in read for what, found in one.what_was_read().items()},
     )
 
 
@@ -124,7 +146,7 @@ def main() -> int:
     measures = ("exact", "log_likelihood", "entropy")
     with tempfile.TemporaryDirectory(prefix="mergegate-methods-") as name:
         sizes = {"search": SEARCH, "confirmation": TEST}
-        setting = demo_setting(recipe_of("ties", 1.0), Path(name), sizes, measures)
+        setting = demo_setting(recipe_of("ties", 1.0), Path(name), sizes, measures, [recipe_of("regmean", 1.0)])
 
         @cache
         def result(method: str, scale: float | None, which: str) -> Result:
@@ -133,7 +155,7 @@ def main() -> int:
 
         print("| method | as it is usually set | | best scale, by right answers | | scale by entropy alone | |")
         print("|---|--:|--:|--:|--:|--:|--:|")
-        for method in USUAL:
+        for method in sys.argv[1:] or USUAL:
             has_scale = merge_methods()[method].parameter("lambda") is not None
             usual = result(method, 1.0 if has_scale else None, "confirmation")
             cells = [_exact(usual), _nats(usual)]

@@ -1,10 +1,11 @@
 """What flows into each matrix of a model while it reads a text: done in the process that holds models.
 
 The text goes through the network window by window, alone in its batch, so there is no padding. In front of every linear
-layer inside a layer of the network stands a hook that adds ``x x'`` of each position to a sum in float64, in one place
-for modules that are given the very same tensor (query, key and value; gate and up). The sums of all layers of a large
-model need more memory than the model: so a run of layers is measured at a time, as many as fit, the text is read once
-for each run and no further than its last layer, and what is done is written and kept when the stage is killed.
+layer inside a layer of the network stands a hook that adds ``x x'`` of each
+position to a sum in float64, in one place for modules that are given the very same tensor (query, key and value; gate
+and up). The sums of all layers of a large model need more memory than the model: so a run of layers is measured at a
+time, as many as fit, the text is read once for each run and no further than its last layer, and what is done is written
+and kept when the stage is killed.
 
 Of a mixture whose experts are modules, an expert sees the tokens that are sent to it. Experts that are one parameter
 have no input of their own here.
@@ -12,7 +13,7 @@ have no input of their own here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,7 @@ from merge_core.recipe import ReadingOfTexts
 from merge_core.store import JournalPlace, open_journal, sha256_file
 from merge_core.system import system_memory
 from tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
-from tasks.perplexity import HeldOutText, TextWindow, WindowSettings, read_by, read_texts
+from tasks.perplexity import HeldOutText, encode_text, read_texts
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,13 @@ class ReadInputs(NamedTuple):
     matrices: int
     widest: int
     squares: int  # inputs of which only the squares are kept
+
+
+class _Window(NamedTuple):
+    """Tokens that are read at once; the last ``new`` of them were in no window before."""
+
+    tokens: list[int]
+    new: int
 
 
 @dataclass
@@ -88,16 +96,16 @@ class _Sums:
         for hook in self._hooks:
             hook.remove()
 
-    def read(self, loaded: LoadedModel, window: TextWindow) -> None:
+    def read(self, loaded: LoadedModel, window: _Window) -> None:
         """Add the positions of ``window`` that no window before had."""
         import torch
 
         self._last, self._left = None, set(self._modules)
-        self._positions = slice(len(window.inputs) - len(window.targets), None)
+        self._positions = slice(len(window.tokens) - window.new, None)
         network = loaded.network
         with torch.inference_mode():
             try:
-                network(input_ids=torch.tensor([window.inputs], device=network.device), use_cache=False)
+                network(input_ids=torch.tensor([window.tokens], device=network.device), use_cache=False)
             except _RunIsMeasured:
                 return
 
@@ -134,8 +142,8 @@ def read_inputs(
     """
     texts = read_texts(text, reading.documents)
     with load_model(model, dtype=dtype, device=device) as loaded, open_journal(place, _is_record) as journal:
-        settings = WindowSettings(max_length=reading.max_length, documents=reading.documents)
-        windows = read_by(loaded, model, texts, settings).cut
+        windows = list(_windows(loaded, model, [text for _, text in texts], reading.max_length))
+        positions = sum(window.new for window in windows)
         layers = _layers(loaded, model)
         done = _kept(journal.records, out)
         owner = {name: own for record in done for name, own in record["owner"].items()}
@@ -150,10 +158,9 @@ def read_inputs(
                     sums.read(loaded, window)
                     on_progress(number * len(windows) + count, total)
             file = file_of_moments(len(done) + number)
-            _write(out / file, sums.of, positions=sum(len(one.targets) for one in windows), model=model)
+            _write(out / file, sums.of, positions=positions, model=model)
             journal.append({"file": file, "sha256": sha256_file(out / file), "owner": sums.owner})
             owner |= sums.owner
-        positions = sum(len(window.targets) for window in windows)
         if not owner:
             raise InvalidInput(
                 f"{model.name} ({model.directory})",
@@ -168,8 +175,19 @@ def read_inputs(
         return ReadInputs(len(texts), positions, len(own), len(owner), max(own), squares)
 
 
+def _windows(loaded: LoadedModel, model: Model, texts: Sequence[str], most: int) -> Iterator[_Window]:
+    """Every token of every text in one window; one that would be short begins with context from before. A text begins
+    as its model's tokenizer begins it for whoever asks: what is measured is what will flow."""
+    length = min(most, loaded.context or most)
+    for text in texts:
+        tokens = encode_text(loaded, model, text, with_specials=True)
+        for start in range(0, len(tokens), length):
+            end = min(start + length, len(tokens))
+            yield _Window(tokens[max(0, end - length) : end], end - start)
+
+
 def _layers(loaded: LoadedModel, model: Model) -> list[_Layer]:
-    """The linear layers inside each layer of the network whose weights lie on disk, in the order of the network."""
+    """The linear layers whose weights lie on disk, by layer of the network in its order."""
     import torch
 
     names = StoredNames(open_checkpoint(model.directory))

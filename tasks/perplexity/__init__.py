@@ -4,9 +4,8 @@ from tasks.perplexity.ensemble import ensemble_likelihoods, gain_kept
 from tasks.perplexity.measuring import (
     DocumentLikelihood,
     HeldOutReading,
-    TextWindow,
     WindowSettings,
-    read_by,
+    encode_text,
     read_held_out,
 )
 from tasks.perplexity.stage import (
@@ -26,14 +25,13 @@ __all__ = [
     "HeldOutText",
     "Likelihoods",
     "PerplexitySettings",
-    "TextWindow",
     "WindowSettings",
+    "encode_text",
     "ensemble_likelihoods",
     "gain_kept",
     "perplexity",
     "pin_documents",
     "pin_text",
-    "read_by",
     "read_documents",
     "read_held_out",
     "read_texts",

@@ -158,17 +158,10 @@ def read_by(loaded: LoadedModel, model: Model, texts: Sequence[tuple[int, str]],
         InvalidInput: when the tokenizer does not belong to the weights, or finds no token at all.
     """
     length = min(windows.max_length, loaded.context or windows.max_length)
-    embeddings = int(loaded.network.get_input_embeddings().num_embeddings)
     cut: list[TextWindow] = []
     tokens = [0] * len(texts)
     for row, (_, text) in enumerate(texts):
-        encoded = loaded.tokenizer.encode(text, add_special_tokens=False)
-        if encoded and max(encoded) >= embeddings:
-            raise InvalidInput(
-                f"{model.name} ({model.directory})",
-                found=f"a tokenizer with token {max(encoded)} over an embedding of {embeddings} rows",
-                expected="a tokenizer that belongs to the weights",
-            )
+        encoded = encode_text(loaded, model, text, with_specials=False)
         sequence = encoded if loaded.prefix is None else [loaded.prefix, *encoded]
         for start in range(0, len(sequence) - 1, length):
             end = min(start + length, len(sequence) - 1)
@@ -177,6 +170,23 @@ def read_by(loaded: LoadedModel, model: Model, texts: Sequence[tuple[int, str]],
     if not any(tokens):
         raise InvalidInput(f"{model.name} ({model.directory})", found="a tokenizer that finds no token in any document")
     return Reading(length, tuple(tokens), tuple(cut))
+
+
+def encode_text(loaded: LoadedModel, model: Model, text: str, *, with_specials: bool) -> list[int]:
+    """Tokens of a text, with the special ones that the tokenizer adds by itself or without.
+
+    Raises:
+        InvalidInput: when the tokenizer does not belong to the weights.
+    """
+    embeddings = int(loaded.network.get_input_embeddings().num_embeddings)
+    encoded: list[int] = loaded.tokenizer.encode(text, add_special_tokens=with_specials)
+    if encoded and max(encoded) >= embeddings:
+        raise InvalidInput(
+            f"{model.name} ({model.directory})",
+            found=f"a tokenizer with token {max(encoded)} over an embedding of {embeddings} rows",
+            expected="a tokenizer that belongs to the weights",
+        )
+    return encoded
 
 
 def batches_of(loaded: LoadedModel, reading: Reading, batch_size: int) -> list[list[TextWindow]]:

@@ -79,8 +79,7 @@ def loaded() -> tuple[Any, Any]:
 def expected(loaded: tuple[Any, Any], documents: tuple[str, ...] = SENTENCES) -> tuple[dict[str, np.ndarray], int]:
     network, tokenizer = loaded
     modules = [name for name, one in network.named_modules() if isinstance(one, torch.nn.Linear) and "layers" in name]
-    # All that the model reads while it predicts the text: everything but its last token.
-    tokens = [[tokenizer.bos_token_id, *tokenizer.encode(one, add_special_tokens=False)][:-1] for one in documents]
+    tokens = [tokenizer(one).input_ids for one in documents]
     return by_hooks(network, tokens, modules)
 
 

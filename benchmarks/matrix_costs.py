@@ -1,0 +1,161 @@
+"""What methods on whole matrices take: seconds and memory of single matrices, and what the plan says of whole models.
+
+::
+
+    .venv/bin/python benchmarks/matrix_costs.py                    # some ten minutes; prints Markdown
+    .venv/bin/python benchmarks/matrix_costs.py --largest 2048     # without the large ones
+
+Two bfloat16 models and a base, random, one matrix each, merged by the engine in one thread, in a process of its own.
+Memory is what the process had at most above what it had before; in brackets what the plan says is held beside blocks. Then models of 8 and 70 B from
+headers alone: the operations that the plan adds up, at the speed that was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+PROJECT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(PROJECT / "tests" / "plan"))
+
+SIZES = ((1024, 1024), (2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096))
+METHODS = ("regmean", "wudi", "svc", "tsv_m")
+NAME = "model.layers.0.mlp.up_proj.weight"
+LLAMA_8B = {"layers": 32, "hidden": 4096, "wide": 14336, "keys": 1024, "tokens": 128256}
+
+
+def make_family(place: Path, shape: tuple[int, int]) -> None:
+    """A base and two models of one matrix, and what a text of as many positions as it has columns would show."""
+    from merge_core.checkpoint import file_of_moments, packed_moments, write_inputs
+
+    draw = torch.Generator().manual_seed(0)
+    base = torch.randn(shape, generator=draw) * 0.02
+    embedding = torch.zeros(4, shape[1], dtype=torch.bfloat16)
+    for name in ("base", "a", "b"):
+        own = base if name == "base" else base + 1e-3 * torch.randn(shape, generator=draw)
+        (place / name).mkdir(parents=True)
+        tensors = {"model.embed_tokens.weight": embedding, NAME: own.bfloat16()}
+        save_file(tensors, place / name / "model.safetensors", {"format": "pt"})
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+        (place / name / "config.json").write_text(json.dumps(config))
+        (place / name / "tokenizer.json").write_text('{"model": {"type": "WordLevel", "vocab": {}}}')
+        inputs = torch.randn(shape[1], shape[1], generator=draw)
+        (place / f"{name}-inputs").mkdir()
+        moments = torch.from_numpy(packed_moments((inputs.T @ inputs / shape[1]).numpy()))
+        save_file({NAME: moments}, place / f"{name}-inputs" / file_of_moments(0))
+        write_inputs(place / f"{name}-inputs", {NAME: NAME}, shape[1])
+
+
+def plan_of(method: str, place: Path):  # type: ignore[no-untyped-def]
+    """The plan of a merge of two models."""
+    from merge_core import load_recipe, open_checkpoint, plan_merge
+    from merge_core.checkpoint import open_moments
+    from merge_core.recipe import MeasuredInputs
+
+    text = {"text": "own"} if method == "regmean" else {}
+    models = [{"model": name, **text} for name in ("a", "b")]
+    recipe = load_recipe({"merge_method": method, "base_model": "base", "models": models})
+    if recipe.texts and (place / "a-inputs").is_dir():
+        known = {name: MeasuredInputs(name, name, open_moments(place / f"{name}-inputs")) for name in ("a", "b")}
+        recipe = replace(recipe, measured=known)
+    return plan_merge(recipe, {name: open_checkpoint(place / name) for name in ("base", "a", "b")})
+
+
+def merge_one(method: str, place: Path) -> None:
+    """Merge in one thread; print seconds, peak memory, and what the plan says of both."""
+    from merge_core import EngineSettings, merge_tensors
+    from merge_core.engine.forecast import needs_of
+
+    plan = plan_of(method, place)
+    settings = EngineSettings(threads=1)
+    needs = needs_of(plan, settings, cores=1, device="cpu")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak_bytes()
+    began = time.process_time()
+    for _ in merge_tensors(plan, settings=settings):
+        pass
+    seconds = time.process_time() - began
+    peak = peak_bytes() - before
+    print(json.dumps({"seconds": seconds, "peak": peak, "held": needs.held, "products": needs.products}))
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
+
+
+def measured(method: str, shape: tuple[int, int]) -> dict[str, float]:
+    """In a process of its own, with torch imported and warm."""
+    with tempfile.TemporaryDirectory(prefix="mergegate-matrix-") as name:
+        make_family(Path(name), shape)
+        command = [sys.executable, __file__, "--one", method, name]
+        one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **one_thread})
+        found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--largest", default=4096, type=int)
+    parser.add_argument("--one", nargs=2, metavar=("METHOD", "PLACE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        torch.set_num_threads(1)
+        torch.linalg.cholesky(torch.eye(64, dtype=torch.float64) @ torch.eye(64, dtype=torch.float64))
+        merge_one(options.one[0], Path(options.one[1]))
+        return 0
+    sizes = [shape for shape in SIZES if min(shape) <= options.largest]
+    print("| method | " + " | ".join(f"{out} x {width}" for out, width in sizes) + " | 10^9 operations a second |")
+    print("|---|" + "--:|" * (len(sizes) + 1))
+    speed: dict[str, float] = {}
+    for method in METHODS:
+        cells, rates = [], []
+        for shape in sizes:
+            found = measured(method, shape)
+            rates.append(found["products"] / found["seconds"])
+            peak, held = found["peak"] / 2**30, found["held"] / 2**30
+            cells.append(f"{found['seconds']:.1f} s, {peak:.2f} GiB ({held:.2f})")
+        speed[method] = float(np.median(rates[1:]))
+        print(f"| `{method}` | {' | '.join(cells)} | {speed[method] / 1e9:.0f} |", flush=True)
+    print()
+    print("| method, two models | 8 B: hours on one core | held | 70 B: hours on one core | held |")
+    print("|---|--:|--:|--:|--:|")
+    for method in METHODS:
+        cells = []
+        for shapes in (LLAMA_8B, None):
+            hours, held = whole_model(method, shapes, speed[method])
+            cells.append(f"{hours:.1f} | {held:.1f} GiB")
+        print(f"| `{method}` | {' | '.join(cells)} |", flush=True)
+    return 0
+
+
+def whole_model(method: str, sizes: dict[str, int] | None, speed: float) -> tuple[float, float]:
+    """Hours of one core, and GiB held, as the plan adds them up from headers."""
+    from sparse_models import LLAMA_70B, llama, save_sparse
+
+    from merge_core import EngineSettings
+    from merge_core.engine.forecast import needs_of
+
+    with tempfile.TemporaryDirectory(prefix="mergegate-plan-") as name:
+        for model in ("base", "a", "b"):
+            save_sparse(Path(name) / model, llama(**(sizes or LLAMA_70B)))
+        needs = needs_of(plan_of(method, Path(name)), EngineSettings(threads=1), cores=1, device="cpu")
+    return needs.products / speed / 3600, needs.held / 2**30
+
+
+if __name__ == "__main__":
+    sys.exit(main())
