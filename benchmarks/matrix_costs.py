@@ -6,8 +6,8 @@
     .venv/bin/python benchmarks/matrix_costs.py --largest 2048     # without the large ones
 
 Two bfloat16 models and a base, random, one matrix each, merged by the engine in one thread, in a process of its own.
-Memory is what the process had at most above what it had before; in brackets what the plan says is held beside blocks. Then models of 8 and 70 B from
-headers alone: the operations that the plan adds up, at the speed that was measured.
+Memory is what the process had at most above what it had before; in brackets what the plan says is held beside blocks.
+Then models of 8 and 70 B from headers alone: the operations that the plan adds up, at the speed that was measured.
 """
 
 from __future__ import annotations
