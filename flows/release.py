@@ -50,7 +50,7 @@ from merge_core.store import Artifact
 from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
-from tasks.merge import merge, merged_model, numerics, prepared
+from tasks.merge import merge, merged_model, numerics, prepared, still_named
 from tasks.outside import Runner, RunnerSettings, open_runner
 from tasks.preflight import Evidence
 from tasks.publish import ReleaseParts, pending_release, publish
@@ -174,7 +174,9 @@ def make_attempt(
     fetch_weights(cleared.found, store().hashes)
     parents = pin_checkpoints(cleared.found, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
-    pinned = PinnedRecipe(prepared(recipe, by_ref.__getitem__, in_flow=True), parents)
+    recipe = prepared(recipe, by_ref.__getitem__, in_flow=True)
+    parents = still_named(recipe, parents)
+    pinned = PinnedRecipe(recipe, parents)
     try:
         merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
     except (ChangedInput, DiskRefused):

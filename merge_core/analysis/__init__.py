@@ -1,5 +1,6 @@
 """What a merge does to its parents: how their task vectors agree, and how far the merge moved, layer by layer."""
 
+from merge_core.analysis.distances import geometric_median, outliers
 from merge_core.analysis.interference import Interference, Spot, measure_interference
 from merge_core.analysis.tally import Tally
 
@@ -7,5 +8,7 @@ __all__ = [
     "Interference",
     "Spot",
     "Tally",
+    "geometric_median",
     "measure_interference",
+    "outliers",
 ]

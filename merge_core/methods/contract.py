@@ -361,6 +361,7 @@ class Traits:
         first_draft: What it does, in a clause, of the method that a first recipe is written with: one that needs a
             base, and one that does not; empty of all others.
         reads_text: It asks what flows through each model on a text of its own (:class:`InputMoments`).
+        by_distance: The weights of models follow from how far they are from each other.
     """
 
     adds_up: bool = False
@@ -371,6 +372,7 @@ class Traits:
     conflict_remedy: ConflictRemedy | None = None
     first_draft: str = ""
     reads_text: bool = False
+    by_distance: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,22 @@ and place of what is left out do not matter, so fewer than half of the models ca
 differ honestly (each has its own skill), what only a few have is lost with the rest.
 
 Yin et al. 2018, https://arxiv.org/abs/1803.01498
+
+The geometric median is the point whose sum of distances to all models is least, of whole models and not element by
+element: a mean whose weights follow from the Gram matrix of all task vectors, which is looked at before the merge
+(:func:`merge_core.analysis.geometric_median`). What only a few have it keeps in their share.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from merge_core.errors import InvalidInput
+from merge_core.methods.combination import combine
 from merge_core.methods.contract import (
     Block,
     Costs,
@@ -29,6 +36,7 @@ from merge_core.methods.contract import (
     StoredBlock,
     TensorTask,
     Traits,
+    Values,
     add_in_order,
 )
 from merge_core.methods.task_vectors import LAMBDA
@@ -68,7 +76,33 @@ def _trimmed(task: TensorTask) -> Steps:
     yield  # A generator without a fold.
 
 
+def _weighted(task: TensorTask) -> Steps:
+    weights, scale = task.column("weight"), float(task.shared["lambda"])
+    return combine([weight / sum(weights) * scale for weight in weights], about_base=True)
+    yield  # A generator without a fold.
+
+
+def _check_voices(shared: Values, per_input: Sequence[Values], where: str) -> None:
+    if sum(values.get("weight", 0.0) for values in per_input) <= 0:
+        raise InvalidInput(where, found="weights that add up to 0", expected="a model that counts", remedy="raise one")
+
+
 METHODS = (
+    Method(
+        name="geometric_median",
+        summary="The base plus the point whose sum of distances to the task vectors of whole models is least",
+        paper="Robust aggregation, Pillutla et al. 2022, https://arxiv.org/abs/1912.13445",
+        base="required",
+        models=(1, None),
+        parameters=(
+            Parameter("weight", "float", "non_base", 1.0, "how much each model counts, e.g. its samples", 0.0),
+            LAMBDA,
+        ),
+        steps=_weighted,
+        check=_check_voices,
+        costs=Costs(map=1.5),
+        traits=Traits(by_distance=True),
+    ),
     Method(
         name="median",
         summary="The base plus the median of the task vectors, element by element",

@@ -4,6 +4,7 @@ A recipe is parsed once, strictly; after that nothing is validated again.
 """
 
 from merge_core.recipe.adapter_output import AdapterOutput
+from merge_core.recipe.chosen import chosen_models
 from merge_core.recipe.mixture import Expert, GateRows, Mixture
 from merge_core.recipe.overrides import apply_overrides, fit_to_method
 from merge_core.recipe.own_texts import MeasuredInputs, ReadingOfTexts
@@ -31,6 +32,7 @@ __all__ = [
     "TokenRow",
     "TokenizerChoice",
     "apply_overrides",
+    "chosen_models",
     "expanded",
     "fit_to_method",
     "load_recipe",

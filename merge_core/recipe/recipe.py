@@ -6,6 +6,7 @@ written twice) is an error here that names the place and suggests the word that 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from merge_core.recipe.adapter_output import AdapterOutput, parse_output
 from merge_core.recipe.keys import known_mapping, plain_mapping
 from merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
 from merge_core.recipe.own_texts import MeasuredInputs, ReadingOfTexts, parse_reading, parse_text, require_texts
-from merge_core.recipe.parameters import Parameters, parse_parameters
+from merge_core.recipe.parameters import Parameters, parse_parameters, value_for
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 from merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
 
@@ -44,6 +45,7 @@ RECIPE_KEYS = (
     "output",
     "rank",
     "statistics",
+    "leave_out_beyond",
 )
 
 
@@ -100,6 +102,9 @@ class Recipe:
         output: What is made instead of a model: an adapter of adapters on one base.
         reading: How the texts of its models are read, where the method reads some.
         measured: What they showed, by model, once they have been read.
+        leave_out_beyond: Models whose task vector is more than so many times as long as the median one are left out,
+            and such that hold NaN or infinity.
+        left_out: Why, by model, once distances are known; sources and their weights are then those that count.
     """
 
     merge_method: str
@@ -120,6 +125,8 @@ class Recipe:
     output: AdapterOutput | None = None
     reading: ReadingOfTexts = field(default_factory=ReadingOfTexts)
     measured: Mapping[str, MeasuredInputs] | None = None
+    leave_out_beyond: float | None = None
+    left_out: Mapping[str, str] | None = None
 
     @property
     def method(self) -> Method:
@@ -132,6 +139,18 @@ class Recipe:
     def sources(self) -> tuple[Source, ...]:
         """All sources of this document, in order."""
         return tuple(source for module in self.modules for cut in module.slices for source in cut.sources)
+
+    @property
+    def asks_distances(self) -> bool:
+        """Whether it must be known how far its models are from each other."""
+        by_distance = self.mixture is None and self.method.traits.by_distance
+        return by_distance or self.leave_out_beyond is not None
+
+    def voice(self, model: str) -> float:
+        """The weight that the recipe gives to a model as a whole."""
+        weight = self.method.parameter("weight")
+        scopes = next(one.parameters for one in self.sources if str(one.model) == model), self.parameters
+        return float(value_for(weight, scopes, "", 0.0)) if weight else 1.0
 
     @property
     def texts(self) -> dict[CheckpointRef, str]:
@@ -159,6 +178,8 @@ class Recipe:
             mixture = document.mixture
             if mixture is not None and mixture.asks_prompts and mixture.gates is None:
                 return f"gate_mode {mixture.gate_mode}: the router rows have not been computed from the prompts"
+            if document.asks_distances and document.left_out is None:
+                return f"{document.merge_method}: the distances between the models have not been measured"
             if document.texts and document.measured is None:
                 return f"{document.merge_method}: the models have not read their texts"
         return ""
@@ -219,6 +240,10 @@ class Recipe:
             later["mixture"] = self.mixture.canonical()
         if self.output is not None:
             later["output"] = self.output.canonical()
+        if self.left_out is not None:
+            later["chosen"] = {"left_out": sorted(self.left_out)}
+        elif self.leave_out_beyond is not None:
+            later["leave_out_beyond"] = self.leave_out_beyond
         if self.measured is not None:  # Then it does not matter what the texts are called.
             later["measured"] = {model: found.digest for model, found in self.measured.items()}
         elif texts := self.texts:
@@ -294,11 +319,14 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
                 remedy="set gate_mode: random, or make the base first and name its directory",
             )
     for document in (*recipe.steps, recipe):
-        if step := next((model for model in document.texts if str(model) in made), None):
+        asked = [source.model for source in document.sources] if document.asks_distances else list(document.texts)
+        if step := next((model for model in asked if str(model) in made), None):
             raise InvalidInput(
                 f"{document.where}: {step}",
-                found="the result of a step, with a text",
-                expected="a model that can read it before the merge",
+                found="the result of a step",
+                expected="a model that can be looked at before the merge"
+                if document.asks_distances
+                else "a model that can read its text before the merge",
                 remedy="make it first and name its directory",
             )
     if (count := len(recipe.references())) > _MAX_MODELS:
@@ -349,8 +377,10 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
         align_experts=_switch(content.get("align_experts", False), f"{where}: align_experts"),
         reading=parse_reading(content.get("statistics"), method, f"{where}: statistics"),
     )
+    recipe = replace(recipe, leave_out_beyond=_times(content.get("leave_out_beyond"), f"{where}: leave_out_beyond"))
     _check_required(recipe, method)
     _check_texts(recipe, method)
+    _check_distances(recipe, method, sliced=forms != ["models"])
     models = [source.model for cut in modules[0].slices for source in cut.sources]
     output = parse_output(content, method, base, models, f"{where}: ")
     return recipe if output is None else replace(recipe, output=output)
@@ -555,6 +585,32 @@ def _check_texts(recipe: Recipe, method: Method) -> None:
                     found=f"the text {source.text}, and elsewhere {recipe.texts.get(source.model)}",
                     expected="one text for each model",
                 )
+
+
+def _check_distances(recipe: Recipe, method: Method, *, sliced: bool) -> None:
+    """Distances between whole models mean something, where the recipe asks for them."""
+    if not recipe.asks_distances:
+        return
+    what = method.name if method.traits.by_distance else "leave_out_beyond"
+    if recipe.base is None or method.base not in ("required", "optional"):
+        raise InvalidInput(
+            f"{recipe.where}: {what}",
+            found="no base that task vectors are measured from",
+            expected="a method on task vectors, with its base_model",
+            remedy="name the base_model; in place of linear take task_arithmetic",
+        )
+    if sliced:
+        raise InvalidInput(
+            f"{recipe.where}: {what}", found="slices or modules", expected="whole models: 'models', not parts of them"
+        )
+
+
+def _times(value: object, where: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
+        raise InvalidInput(where, found=f"{value!r:.60}", expected="a number from 1: times the median length")
+    return float(value)
 
 
 def _in_order(recipes: list[Recipe], where: str) -> Recipe:

@@ -26,6 +26,10 @@ _TYPES: dict[str, dict[str, Any]] = {
     "name": {"type": "string", "description": "By which other documents of this recipe refer to this one."},
     "align_experts": {"type": "boolean", "description": "Renumber experts of mixtures so that they correspond."},
     "statistics": {"type": "object", "description": "How the texts of models are read, for methods that read some."},
+    "leave_out_beyond": {
+        "type": "number",
+        "description": "Times the median length: models that changed more stay out.",
+    },
     "experts": {"type": "array", "description": "Dense models that become the experts of a mixture."},
 }
 _TEXT = {"type": "string", "description": "A text of the model's own, for methods that read some: jsonl or plain text."}

@@ -2,10 +2,11 @@
 
 ``stage.py`` is the stage. ``preparation.py`` has models asked beforehand what a recipe wants of them: ``gates.py``
 makes the router rows of a mixture of experts out of its prompts, ``statistics.py`` measures what flows through a model
-while it reads a text of its own (``reading_inputs.py``, in the process that holds models).
+while it reads a text of its own (``reading_inputs.py``, in the process that holds models), ``distances.py`` looks how
+far models are from each other.
 """
 
-from tasks.merge.preparation import prepared, prepared_before
+from tasks.merge.preparation import prepared, prepared_before, still_named
 from tasks.merge.stage import (
     MERGED,
     Merged,
@@ -36,4 +37,5 @@ __all__ = [
     "prepared",
     "prepared_before",
     "statistics_needs",
+    "still_named",
 ]

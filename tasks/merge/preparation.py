@@ -1,17 +1,19 @@
-"""What must be asked of models before they are merged: router rows out of prompts, what flows through them on texts."""
+"""What must be known of models before they are merged: how far they are from each other, router rows out of prompts,
+what flows through them on texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from merge_core import Recipe
-from tasks.checkpoints import Model, PinnedCheckpoint, loadable, loadable_alone, loadable_before
+from tasks.checkpoints import PinnedCheckpoint, loadable, loadable_alone, loadable_before
+from tasks.merge.distances import model_distances, with_distances
 from tasks.merge.gates import router_rows, with_gates
 from tasks.merge.statistics import input_statistics, with_statistics
 
 
-def prepared(recipe: Recipe, find: Callable[[str], Model], *, in_flow: bool = False) -> Recipe:
+def prepared(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:
     """``recipe`` with all that it wants to be found out before its plan; itself where that is nothing.
 
     Args:
@@ -19,24 +21,28 @@ def prepared(recipe: Recipe, find: Callable[[str], Model], *, in_flow: bool = Fa
         in_flow: Whether models are asked in tasks of the running flow; else without Prefect.
 
     Raises:
-        InvalidInput: when a model cannot be asked what the recipe wants of it.
+        InvalidInput: when a model cannot be asked what the recipe wants of it, or none is left.
     """
 
-    def find_loadable(ref: str) -> Model:
-        model = find(ref)
-        if not isinstance(model, PinnedCheckpoint):
-            return model
-        return (loadable if in_flow else loadable_alone)([model])[0]
+    def find_loadable(ref: str) -> PinnedCheckpoint:
+        return (loadable if in_flow else loadable_alone)([find(ref)])[0]
 
+    recipe = with_distances(recipe, find, model_distances if in_flow else None)
     recipe = with_gates(recipe, find, router_rows if in_flow else None)
     return with_statistics(recipe, find_loadable, input_statistics if in_flow else None)
+
+
+def still_named(recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
+    """Those of ``parents`` that a prepared recipe has not left out."""
+    names = {str(ref) for ref in recipe.references()}
+    return tuple(parent for parent in parents if parent.ref in names)
 
 
 class _NotFound(Exception):
     """Something is not in the store."""
 
 
-def prepared_before(recipe: Recipe, find: Callable[[str], Model]) -> Recipe | None:
+def prepared_before(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]) -> Recipe | None:
     """As :func:`prepared`, where all that it needs has been found out before; else None. No model is asked."""
 
     def known(stage: Any) -> Callable[..., Any]:
@@ -47,14 +53,14 @@ def prepared_before(recipe: Recipe, find: Callable[[str], Model]) -> Recipe | No
 
         return in_store
 
-    def find_loadable(ref: str) -> Model:
-        model = find(ref)
-        whole = loadable_before([model]) if isinstance(model, PinnedCheckpoint) else (model,)
-        if not whole:
+    def find_loadable(ref: str) -> PinnedCheckpoint:
+        if not (whole := loadable_before([find(ref)])):
             raise _NotFound
         return whole[0]
 
     try:
-        return with_statistics(with_gates(recipe, find, known(router_rows)), find_loadable, known(input_statistics))
+        recipe = with_distances(recipe, find, known(model_distances))
+        recipe = with_gates(recipe, find, known(router_rows))
+        return with_statistics(recipe, find_loadable, known(input_statistics))
     except _NotFound:
         return None

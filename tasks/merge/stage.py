@@ -120,7 +120,10 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         tensors=record.tensors,
         parameters=record.parameters,
         bytes_written=record.bytes_written,
-        warnings=tuple(f"{finding.where}: {finding.found}" for finding in (*matched.findings, *record.findings)),
+        warnings=(
+            *(f"{model}: left out: {why}" for model, why in (pinned.recipe.left_out or {}).items()),
+            *(f"{finding.where}: {finding.found}" for finding in (*matched.findings, *record.findings)),
+        ),
         seconds=record.seconds,
         weights=dict(record.files),
         experts=router_distances(matched.layers),

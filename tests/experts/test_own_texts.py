@@ -19,6 +19,7 @@ from merge_core.checkpoint import INPUTS, open_moments
 from merge_core.errors import InvalidInput
 from merge_core.recipe import ReadingOfTexts
 from merge_core.store import HashMemo, JournalPlace
+from tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
 from tasks.checkpoints.model import Model
 from tasks.merge import reading_inputs
 from tasks.merge.preparation import prepared
@@ -214,9 +215,12 @@ def test_a_recipe_gets_what_its_models_showed(tmp_path: Path, monkeypatch: pytes
     wanted = recipe(DEMO / "data/texts")
     asked: list[str] = []
 
-    def find(ref: str) -> Model:
+    hashes = HashMemo(tmp_path / "hashes.db")
+    by_ref = {one.ref: one for one in pin_checkpoints(resolve_parents(wanted), hashes)}
+
+    def find(ref: str) -> PinnedCheckpoint:
         asked.append(ref)
-        return Model(name=Path(ref).name, digest=ref, directory=Path(ref))
+        return by_ref[ref]
 
     done = prepared(wanted, find)
     assert len(asked) == 2
@@ -293,5 +297,5 @@ def test_two_texts_of_one_model_are_refused() -> None:
 def test_the_result_of_a_step_cannot_read() -> None:
     step = "merge_method: linear\nname: made\nmodels: [{model: a, parameters: {weight: 1}}]"
     last = "merge_method: regmean\nmodels: [{model: made, text: t}, {model: b, text: t}]"
-    with pytest.raises(InvalidInput, match="can read it before the merge"):
+    with pytest.raises(InvalidInput, match="can read its text before the merge"):
         load_recipe(f"{step}\n---\n{last}")

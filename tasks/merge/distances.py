@@ -1,0 +1,139 @@
+"""How far the models of a merge are from each other, for rules that ask: who is left out, whose voice counts how much.
+
+All weights are read once for it; what was found is kept by content::
+
+    recipe = with_distances(recipe, find=lambda ref: pinned[ref])       # the same recipe where nothing is asked
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, TypeAlias
+
+import numpy as np
+
+from merge_core import Recipe
+from merge_core.analysis import geometric_median, measure_interference, outliers
+from merge_core.checkpoint import Checkpoint, read_into
+from merge_core.engine import count_non_finite
+from merge_core.errors import InvalidInput
+from merge_core.recipe import chosen_models
+from merge_core.store import NotInKey, StoredValue
+from tasks.checkpoints import PinnedCheckpoint
+from tasks.stage import StageValue, advance, value_stage
+
+_PIECE = 16 << 20
+
+
+class ModelDistances(StageValue):
+    """Products of the task vectors of whole models, in the order in which they were asked."""
+
+    models: Annotated[tuple[str, ...], NotInKey]
+    broken: tuple[int, ...]  # numbers of each model that are not finite
+    gram: tuple[tuple[float, ...], ...]  # of those of which all are
+
+    @property
+    def sound(self) -> tuple[int, ...]:
+        """Positions of the models that ``gram`` speaks of."""
+        return tuple(at for at, count in enumerate(self.broken) if not count)
+
+    def summary(self) -> str:
+        lengths = np.sqrt(np.maximum(np.diagonal(np.asarray(self.gram or ((0.0,),))), 0))
+        middle = float(np.median(lengths)) or 1.0
+        said = [f"{self.models[at]} {length / middle:.1f}" for at, length in zip(self.sound, lengths, strict=False)]
+        said += [f"{self.models[at]} broken" for at, count in enumerate(self.broken) if count]
+        return f"lengths over the median: {', '.join(said)}"
+
+
+Measure: TypeAlias = Callable[[PinnedCheckpoint, tuple[PinnedCheckpoint, ...]], StoredValue[ModelDistances]]
+
+
+@value_stage("distances", version=1)
+def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]) -> ModelDistances:
+    """Products of the task vectors of ``models`` from ``base``; of those that hold NaN or infinity only how many.
+
+    Raises:
+        InvalidInput: when a file cannot be read, or nothing can be compared.
+    """
+    opened = [model.open() for model in models]
+    total = sum(one.nbytes for one in opened)
+    done = 0
+    broken = []
+    for one in opened:
+        broken.append(_non_finite(one))
+        done += one.nbytes
+        advance(done, 2 * total, "B")
+    sound = [one for one, count in zip(opened, broken, strict=True) if not count]
+    gram: Sequence[Sequence[float]] = ()
+    if sound:
+        gram = measure_interference(
+            base.open(),
+            sound,
+            on_progress=lambda now, every: advance(total + total * now // max(every, 1), 2 * total, "B"),
+        ).whole.gram
+    return ModelDistances(
+        models=tuple(model.name for model in models), broken=tuple(broken), gram=tuple(tuple(row) for row in gram)
+    )
+
+
+def _non_finite(checkpoint: Checkpoint) -> int:
+    count = 0
+    for tensor in checkpoint.stored():
+        if tensor.dtype.kind != "float":
+            continue
+        with tensor.file.open("rb") as file:
+            for start in range(0, tensor.nbytes, _PIECE):
+                piece = np.empty(min(_PIECE, tensor.nbytes - start), np.uint8)
+                read_into(file.fileno(), piece.data, tensor.offset + start, tensor.file)
+                count += count_non_finite(piece, tensor.dtype, fused=False)
+    return count
+
+
+def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None = None) -> Recipe:
+    """``recipe`` without the models that its rule leaves out, and with the voices that its method gives to the others.
+
+    Args:
+        find: The pinned model of a reference.
+        measure: :func:`model_distances`, as a task of a flow; None: the same without Prefect.
+
+    Raises:
+        InvalidInput: when no model is left, or one is broken and no rule leaves it out.
+    """
+    steps = tuple(_with_own(step, find, measure) for step in recipe.steps)
+    own = _with_own(recipe, find, measure)
+    return recipe if own is recipe and steps == recipe.steps else replace(own, steps=steps)
+
+
+def _with_own(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None) -> Recipe:
+    if not recipe.asks_distances or recipe.left_out is not None:
+        return recipe
+    refs = [str(source.model) for source in recipe.sources if source.model != recipe.base]
+    models = tuple(find(ref) for ref in refs)
+    found = (measure or model_distances.build)(find(str(recipe.base)), models).value
+    out = {refs[at]: f"{count:,} numbers that are not finite" for at, count in enumerate(found.broken) if count}
+    if out and recipe.leave_out_beyond is None:
+        worst = next(iter(out))
+        raise InvalidInput(
+            worst, found=out[worst], expected="numbers", remedy="remove it, or say leave_out_beyond in the recipe"
+        )
+    kept = list(found.sound)
+    if recipe.leave_out_beyond is not None:
+        far = outliers(found.gram, recipe.leave_out_beyond) if found.gram else {}
+        out |= {
+            refs[kept[at]]: f"its change is {times:.1f} times as long as the median one" for at, times in far.items()
+        }
+        kept = [at for number, at in enumerate(kept) if number not in far]
+    if not kept:
+        raise InvalidInput(
+            recipe.where,
+            found=f"no model is left: {next(iter(out))}: {next(iter(out.values()))}",
+            expected="one at least that is sound",
+        )
+    shares = None
+    if recipe.method.traits.by_distance:
+        rows = [found.sound.index(at) for at in kept]
+        gram = [[found.gram[i][j] for j in rows] for i in rows]
+        voices = [recipe.voice(refs[at]) for at in kept]
+        shares = dict(zip([refs[at] for at in kept], geometric_median(gram, voices), strict=True))
+    return chosen_models(recipe, out, shares)

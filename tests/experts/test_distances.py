@@ -1,0 +1,242 @@
+"""Who is left out and whose voice counts how much, from how far models are from each other: against the definition, and
+from weights on disk to the merge."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from merge_core import Recipe, load_recipe, merge_tensors, open_checkpoint, plan_merge
+from merge_core.analysis import geometric_median, outliers
+from merge_core.errors import InvalidInput
+from merge_core.store import HashMemo
+from tasks.checkpoints import pin_checkpoints, resolve_parents
+from tasks.merge import prepared, still_named
+
+DEMO = Path(__file__).resolve().parents[2] / "profiles/demo/models"
+Points = list[list[float]]
+
+
+def gram_of(points: np.ndarray) -> list[list[float]]:
+    return (points @ points.T).tolist()
+
+
+points = st.integers(2, 6).flatmap(
+    lambda count: st.lists(
+        st.lists(st.floats(-10, 10, allow_subnormal=False), min_size=4, max_size=4), min_size=count, max_size=count
+    )
+)
+
+
+@given(points, st.lists(st.floats(0.1, 5), min_size=6, max_size=6))
+@settings(deadline=None)
+def test_no_point_near_by_has_a_smaller_sum_of_distances(drawn: Points, voices: list[float]) -> None:
+    models = np.array(drawn)
+    given_voices = voices[: len(models)]
+    shares = geometric_median(gram_of(models), given_voices)
+    assert sum(shares) == pytest.approx(1)
+    assert min(shares) >= 0
+
+    def total(point: np.ndarray) -> float:
+        return float(np.array(given_voices) @ np.linalg.norm(models - point, axis=1))
+
+    found = np.array(shares) @ models
+    size = max(np.abs(models).max(), 1e-9)
+    generator = np.random.default_rng(0)
+    for scale in (1.0, 0.1, 0.01):
+        for _ in range(20):
+            assert total(found) <= total(found + scale * size * generator.normal(size=4)) + 1e-3 * size * len(models)
+
+
+@given(st.floats(1e2, 1e6), st.integers(3, 7))
+@settings(deadline=None)
+def test_one_voice_cannot_carry_it_away(times: float, count: int) -> None:
+    honest = np.random.default_rng(count).normal(size=(count, 8))
+    bad = -times * honest.mean(0)
+    shares = geometric_median(gram_of(np.vstack([honest, bad])), [1.0] * (count + 1))
+    place = np.array(shares) @ np.vstack([honest, bad])
+    assert np.linalg.norm(place - honest.mean(0)) < 4 * np.linalg.norm(honest - honest.mean(0), axis=1).max()
+
+
+@given(points)
+@settings(deadline=None)
+def test_order_and_size_of_the_models_do_not_matter(drawn: Points) -> None:
+    models = np.array(drawn)
+    shares = geometric_median(gram_of(models), [1.0] * len(models))
+    turned = geometric_median(gram_of(models[::-1]), [1.0] * len(models))
+    larger = geometric_median(gram_of(models * 1000), [1.0] * len(models))
+    np.testing.assert_allclose(np.array(turned)[::-1] @ models, np.array(shares) @ models, atol=1e-6)
+    np.testing.assert_allclose(larger, shares, atol=1e-6)
+
+
+def test_twins_share_what_one_of_them_would_have() -> None:
+    models = np.array([[1.0, 0], [1.0, 0], [0, 1.0], [0, 1.0]])
+    np.testing.assert_allclose(geometric_median(gram_of(models), [1, 1, 1, 1]), [0.25] * 4)
+
+
+def test_an_outlier_is_longer_than_so_many_medians() -> None:
+    gram = np.diag([1.0, 4.0, 9.0, 100.0]).tolist()  # lengths 1, 2, 3, 10; the median is 2.5
+    assert outliers(gram, 5) == {}
+    assert outliers(gram, 3.9) == {3: 4.0}
+    assert list(outliers(gram, 1.1)) == [2, 3]
+    assert outliers(np.zeros((3, 3)).tolist(), 5) == {}  # nobody was trained
+    assert outliers(np.diag([0.0, 1.0, 1.0]).tolist(), 5) == {}  # one was not
+
+
+# --- from weights on disk ---
+
+
+@pytest.fixture(scope="module")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Beside the base: two honest clients a skill, one turned round and eight times as long, one with NaN."""
+    place = tmp_path_factory.mktemp("clients")
+    base = {name: one.float() for name, one in load_file(DEMO / "base/model.safetensors").items()}
+    draw = torch.Generator().manual_seed(0)
+    own = {}
+    for skill in ("reverser", "shifter"):
+        tuned = load_file(DEMO / skill / "model.safetensors")
+        own[skill] = {name: tuned[name].float() - base[name] for name in base}
+
+    def save(name: str, change: Callable[[str], torch.Tensor], broken: bool = False) -> None:
+        shutil.copytree(DEMO / "base", place / name)
+        made = {key: (base[key] + change(key)).bfloat16() for key in base}
+        if broken:
+            made["model.norm.weight"][3:5] = float("nan")
+        save_file(made, place / name / "model.safetensors", {"format": "pt"})
+
+    for number, skill in enumerate(("reverser", "reverser", "shifter", "shifter")):
+        noise = {key: 0.1 * own[skill][key].std() * torch.randn(base[key].shape, generator=draw) for key in base}
+        save(f"client-{number}", lambda key, skill=skill, noise=noise: own[skill][key] + noise[key])  # type: ignore[misc]
+    save("turned", lambda key: -4 * (own["reverser"][key] + own["shifter"][key]))
+    save("broken", lambda key: own["shifter"][key], broken=True)
+    return place
+
+
+def recipe_of(clients: Path, *names: str, **more: Any) -> Recipe:
+    models = [{"model": str(clients / name)} for name in names]
+    return load_recipe({"base_model": str(DEMO / "base"), "models": models, **more})
+
+
+Home = Callable[[Recipe], Recipe]
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
+    hashes = HashMemo(tmp_path / "hashes.db")
+
+    def of(recipe: Recipe) -> Recipe:
+        by_ref = {one.ref: one for one in pin_checkpoints(resolve_parents(recipe), hashes)}
+        return prepared(recipe, by_ref.__getitem__)
+
+    return of
+
+
+HONEST = ("client-0", "client-1", "client-2", "client-3")
+
+
+@pytest.mark.parametrize("method", ["median", "task_arithmetic"])
+def test_models_that_are_absurd_or_broken_are_left_out(clients: Path, prepare: Home, method: str) -> None:
+    more = {"parameters": {"weight": 0.2}} if method == "task_arithmetic" else {}
+    recipe = recipe_of(clients, *HONEST, "turned", "broken", merge_method=method, leave_out_beyond=5, **more)
+    assert "distances" in recipe.unprepared()
+    found = prepare(recipe)
+    assert found.unprepared() == ""
+    assert found.left_out is not None
+    assert set(found.left_out) == {str(clients / "turned"), str(clients / "broken")}
+    assert "times as long" in found.left_out[str(clients / "turned")]
+    assert "2 numbers" in found.left_out[str(clients / "broken")]
+    assert [Path(one.model.path).name for one in found.sources] == [*HONEST, "base"]
+    assert prepare(found) is found
+    alone = recipe_of(clients, *HONEST, merge_method=method, **more)
+    opened = {str(ref): open_at(ref.path) for ref in found.references()}
+    for (name, one), (_, other) in zip(
+        merge_tensors(plan_merge(found, opened)), merge_tensors(plan_merge(alone, opened)), strict=True
+    ):
+        assert torch.equal(one, other), name
+
+
+def open_at(path: str) -> Any:
+    return open_checkpoint(Path(path))
+
+
+def test_a_rule_that_leaves_nobody_out_changes_nothing_but_that_it_is_known(clients: Path, prepare: Home) -> None:
+    recipe = recipe_of(clients, *HONEST, merge_method="median", leave_out_beyond=5)
+    found = prepare(recipe)
+    assert found.left_out == {}
+    assert found.modules == recipe.modules
+
+
+def test_geometric_median_keeps_the_honest_and_hardly_hears_the_other(clients: Path, prepare: Home) -> None:
+    found = prepare(recipe_of(clients, *HONEST, "turned", merge_method="geometric_median"))
+    shares = {Path(one.model.path).name: found.voice(str(one.model)) for one in found.sources[:-1]}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["turned"] < 0.05
+    assert all(shares[name] > 0.2 for name in HONEST)
+    twice = [
+        {"model": str(clients / name), "parameters": {"weight": 3 if name == "client-0" else 1}} for name in HONEST
+    ]
+    louder = prepare(
+        load_recipe({"base_model": str(DEMO / "base"), "models": twice, "merge_method": "geometric_median"})
+    )
+    voices = {Path(one.model.path).name: louder.voice(str(one.model)) for one in louder.sources[:-1]}
+    assert voices["client-0"] > 2 * voices["client-1"]
+
+
+def test_a_broken_model_without_a_rule_is_refused_by_name(clients: Path, prepare: Home) -> None:
+    with pytest.raises(InvalidInput, match="leave_out_beyond") as problem:
+        prepare(recipe_of(clients, *HONEST, "broken", merge_method="geometric_median"))
+    assert "broken" in str(problem.value)
+
+
+def test_nobody_left_is_refused(clients: Path, prepare: Home) -> None:
+    with pytest.raises(InvalidInput, match="no model is left"):
+        prepare(recipe_of(clients, "broken", merge_method="median", leave_out_beyond=5))
+
+
+def test_who_is_left_out_is_no_parent_any_more(clients: Path, prepare: Home, tmp_path: Path) -> None:
+    found = prepare(recipe_of(clients, *HONEST, "turned", merge_method="median", leave_out_beyond=5))
+    every = recipe_of(clients, *HONEST, "turned", merge_method="median")
+    parents = pin_checkpoints(resolve_parents(every), HashMemo(tmp_path / "more.db"))
+    assert [parent.name for parent in still_named(found, parents)] == [*HONEST, "base"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"merge_method": "linear", "parameters": {"weight": 1}}, "no base that task vectors"),
+        ({"merge_method": "median", "leave_out_beyond": 0.5}, "a number from 1"),
+        ({"merge_method": "median", "leave_out_beyond": True}, "a number from 1"),
+        ({"merge_method": "median", "leave_out_beyond": "5"}, "a number from 1"),
+        ({"merge_method": "median", "leave_out_beyond": float("inf")}, "a number from 1"),
+    ],
+)
+def test_what_a_recipe_cannot_say_of_distances(change: dict[str, Any], said: str) -> None:
+    document = {"base_model": "base", "models": [{"model": "a"}], "leave_out_beyond": 5, **change}
+    with pytest.raises(InvalidInput) as problem:
+        load_recipe(document)
+    assert said in str(problem.value)
+
+
+def test_layers_that_are_cut_have_no_distances() -> None:
+    cut = {"sources": [{"model": "a", "layer_range": [0, 2]}, {"model": "base", "layer_range": [0, 2]}]}
+    with pytest.raises(InvalidInput, match="whole models"):
+        load_recipe({"merge_method": "geometric_median", "base_model": "base", "slices": [cut]})
+
+
+def test_weights_that_nobody_computed_are_refused(clients: Path) -> None:
+    recipe = recipe_of(clients, *HONEST, merge_method="geometric_median")
+    plan = plan_merge(recipe, {str(ref): open_at(ref.path) for ref in recipe.references()})
+    with pytest.raises(InvalidInput, match="distances between the models"):
+        list(merge_tensors(plan))
+    assert replace(recipe, left_out={}).canonical() != recipe.canonical()
