@@ -75,8 +75,9 @@ def test_order_and_size_of_the_models_do_not_matter(drawn: Points) -> None:
     shares = geometric_median(gram_of(models), [1.0] * len(models))
     turned = geometric_median(gram_of(models[::-1]), [1.0] * len(models))
     larger = geometric_median(gram_of(models * 1000), [1.0] * len(models))
-    np.testing.assert_allclose(np.array(turned)[::-1] @ models, np.array(shares) @ models, atol=1e-6)
-    np.testing.assert_allclose(larger, shares, atol=1e-6)
+    # The points: of two models that are hardly apart, either may have the share of both.
+    np.testing.assert_allclose(np.array(turned)[::-1] @ models, np.array(shares) @ models, atol=1e-5)
+    np.testing.assert_allclose(np.array(larger) @ models, np.array(shares) @ models, atol=1e-5)
 
 
 def test_twins_share_what_one_of_them_would_have() -> None:
