@@ -58,7 +58,7 @@ from tasks.preflight.licenses import (
 from tasks.publish.targets import check_target
 from tasks.report import read_history
 from tasks.serve import check_server
-from tasks.stage import home, store
+from tasks.stage import announce, home, store
 
 # Any of these is enough for transformers.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -173,6 +173,10 @@ def preflight_profile(
     with problems.noted():
         check_server(profile.serve, profile.root)
     candidates = profile.candidates() if candidates is None else candidates
+    for remark in candidates[0].remarks:
+        problems.summary.append(remark)
+        if problems.stop_at_once:
+            announce(remark)
     every = (*candidates, *compared)
     parents = _parents([candidate.recipe for candidate in every], problems)
     evidence = None

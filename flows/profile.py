@@ -18,11 +18,22 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from flows.candidates import AUTO, MOST_PROPOSED, Candidate, SearchedRecipe, Written, candidate_recipes, searched_recipe
+from flows.candidates import (
+    AUTO,
+    MOST_PROPOSED,
+    Candidate,
+    ClientRound,
+    SearchedRecipe,
+    Written,
+    candidate_recipes,
+    client_round,
+    clients_document,
+    searched_recipe,
+)
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
 from merge_core.store import FileIdentity, HashMemo, file_identity
-from tasks.checkpoints import ResolvedCheckpoint
+from tasks.checkpoints import ResolvedCheckpoint, checkpoint_digest
 from tasks.evaluation import find_backend
 from tasks.gate import EvaluateSettings
 from tasks.judge import JudgeSettings
@@ -43,7 +54,7 @@ from tasks.publish import ApprovalSettings
 from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
 from tasks.shadow import ShadowSettings
-from tasks.stage import Limits, device_kind, formats_without_units
+from tasks.stage import Limits, device_kind, formats_without_units, store
 from tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -170,6 +181,8 @@ class Profile(ProfileSection):
     @property
     def is_as_read(self) -> bool:
         """Whether the recipes that it names are what was read of them, if they were."""
+        if self.__dict__.get("_client_round") is not None:  # Clients come and go.
+            return False
         return "_recipes_read" not in self.__dict__ or self._recipes_read == self._recipe_files()
 
     @cached_property
@@ -189,7 +202,29 @@ class Profile(ProfileSection):
             searched = self.searched_recipe()
             own = replace(searched, document=at_start(searched.document, self.sweep, searched.where))
         written = [one for one in self.remedies if one != AUTO]
-        return candidate_recipes(own, written, self.root, f"profile {self.name}")
+        if (tonight := self._client_round) is not None:
+            own = SearchedRecipe(tonight[0].document, tonight[1], f"profile {self.name}: recipe")
+        found = candidate_recipes(own, written, self.root, f"profile {self.name}")
+        if tonight is None:
+            return found
+        first = replace(found[0], text=tonight[0].text + found[0].text, remarks=tonight[0].remarks)
+        return (first, *found[1:])
+
+    @cached_property
+    def _client_round(self) -> tuple[ClientRound, Path] | None:
+        """The round of clients that the recipe asks for, and what its paths are relative to; None for other recipes."""
+        if (found := clients_document(self.recipe, self.root)) is None:
+            return None
+        document, directory = found
+        released = self.publish.current(self.root) if self.publish else None
+        made = client_round(
+            document,
+            directory,
+            f"profile {self.name}: recipe",
+            released=released.directory if released else None,
+            digest_of=lambda place: checkpoint_digest(place, store().hashes),
+        )
+        return made, directory
 
     def searched_recipe(self) -> SearchedRecipe:
         """The recipe with its holes open. Read once.

@@ -175,7 +175,6 @@ def make_attempt(
     parents = pin_checkpoints(cleared.found, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
     recipe = prepared(recipe, by_ref.__getitem__, in_flow=True)
-    parents = still_named(recipe, parents)
     pinned = PinnedRecipe(recipe, parents)
     try:
         merged = merge.after(cleared.license, cleared.compatibility)(pinned, numerics(profile.merge))
@@ -193,7 +192,7 @@ def make_attempt(
         anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
     # The merge reads adapters as they are; what loads a model needs it whole.
-    parents = loadable(pinned.parents)
+    parents = still_named(recipe, loadable(pinned.parents))
     adapted = model if isinstance(model, PinnedCheckpoint) else None
     model = loadable([adapted])[0] if adapted else model
     assessment = assess_merge(model, parents, champion, evidence, anchor, runner)

@@ -84,7 +84,7 @@ def _merge_to(
     found = cleared.found
     by_ref = {parent.ref: parent for parent in found}
     recipe = prepared(cleared.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
-    for model, why in (recipe.left_out or {}).items():
+    for model, why in recipe.left_out.items():
         console.print(f"left out: {model}: {why}")
     if recipe.output:
         return _combine(recipe, found, looked, place, out, seed=seed, console=console)

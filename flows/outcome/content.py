@@ -23,6 +23,7 @@ from tasks.report import (
     ReportedCheck,
     ReportedJudge,
     ReportedModel,
+    ReportedPlace,
     ReportedServing,
     StoredArtifact,
     SweepContent,
@@ -79,6 +80,10 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         asked=profile.evaluate.asked_alone if profile.evaluate else {},
         windows=assessed.evidence.windows,
         computed=assessed.evidence.computed,
+        places=tuple(
+            ReportedPlace(name=name, length=one.length, apart=one.apart, left_out=one.left_out)
+            for name, one in (attempt.pinned.recipe.places or {}).items()
+        ),
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),
         reproduce=_how_to_reproduce(profile, verdict),

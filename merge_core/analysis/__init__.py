@@ -1,6 +1,6 @@
 """What a merge does to its parents: how their task vectors agree, and how far the merge moved, layer by layer."""
 
-from merge_core.analysis.distances import geometric_median, outliers
+from merge_core.analysis.distances import geometric_median, lengths_and_distances, outliers
 from merge_core.analysis.interference import Interference, Spot, measure_interference
 from merge_core.analysis.tally import Tally
 
@@ -9,6 +9,7 @@ __all__ = [
     "Spot",
     "Tally",
     "geometric_median",
+    "lengths_and_distances",
     "measure_interference",
     "outliers",
 ]

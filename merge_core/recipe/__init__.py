@@ -9,7 +9,7 @@ from merge_core.recipe.mixture import Expert, GateRows, Mixture
 from merge_core.recipe.overrides import apply_overrides, fit_to_method
 from merge_core.recipe.own_texts import MeasuredInputs, ReadingOfTexts
 from merge_core.recipe.parameters import Condition, Parameters, value_for
-from merge_core.recipe.recipe import Module, Recipe, Slice, Source, load_recipe
+from merge_core.recipe.recipe import ModelPlace, Module, Recipe, Slice, Source, load_recipe
 from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
 from merge_core.recipe.schema import recipe_schema
 from merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, TokenRow
@@ -22,6 +22,7 @@ __all__ = [
     "GateRows",
     "MeasuredInputs",
     "Mixture",
+    "ModelPlace",
     "Module",
     "Parameters",
     "ReadingOfTexts",

@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from merge_core.recipe.parameters import Condition, Parameters, Setting
-from merge_core.recipe.recipe import Recipe, Source
+from merge_core.recipe.recipe import ModelPlace, Recipe, Source
 
 _WEIGHT = "weight"
 
 
-def chosen_models(recipe: Recipe, left_out: Mapping[str, str], shares: Mapping[str, float] | None) -> Recipe:
-    """``recipe`` without the models that are ``left_out``; the others with ``shares`` as their weights, if there are
-    some.
+def chosen_models(recipe: Recipe, places: Mapping[str, ModelPlace], shares: Mapping[str, float] | None) -> Recipe:
+    """``recipe`` without the models that are left out; the others with ``shares`` as their weights, if there are some.
 
     Args:
-        left_out: Why, by reference.
+        places: Of each model, by reference.
         shares: By reference.
     """
+    left_out = {model for model, place in places.items() if place.left_out}
 
     def kept(source: Source) -> Source:
         share = shares.get(str(source.model)) if shares else None
@@ -42,4 +42,4 @@ def chosen_models(recipe: Recipe, left_out: Mapping[str, str], shares: Mapping[s
         )
         for module in recipe.modules
     )
-    return replace(recipe, modules=modules, left_out=dict(left_out))
+    return replace(recipe, modules=modules, places=dict(places))

@@ -79,6 +79,21 @@ class Module:
 
 
 @dataclass(frozen=True)
+class ModelPlace:
+    """Where a model lies among the others that are merged.
+
+    Args:
+        length: Of its task vector, over the median of all; None where it holds what is no number.
+        apart: Root mean square distance to the other models, over that median; None where there are none.
+        left_out: Why it does not take part; empty where it does.
+    """
+
+    length: float | None
+    apart: float | None
+    left_out: str = ""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What to merge and how. Made by :func:`load_recipe`.
 
@@ -104,7 +119,8 @@ class Recipe:
         measured: What they showed, by model, once they have been read.
         leave_out_beyond: Models whose task vector is more than so many times as long as the median one are left out,
             and such that hold NaN or infinity.
-        left_out: Why, by model, once distances are known; sources and their weights are then those that count.
+        places: Where each model lies among the others, once distances are known; sources and their weights are then
+            those that count.
     """
 
     merge_method: str
@@ -126,7 +142,7 @@ class Recipe:
     reading: ReadingOfTexts = field(default_factory=ReadingOfTexts)
     measured: Mapping[str, MeasuredInputs] | None = None
     leave_out_beyond: float | None = None
-    left_out: Mapping[str, str] | None = None
+    places: Mapping[str, ModelPlace] | None = None
 
     @property
     def method(self) -> Method:
@@ -145,6 +161,11 @@ class Recipe:
         """Whether it must be known how far its models are from each other."""
         by_distance = self.mixture is None and self.method.traits.by_distance
         return by_distance or self.leave_out_beyond is not None
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Why models do not take part, as far as distances are known."""
+        return {model: place.left_out for model, place in (self.places or {}).items() if place.left_out}
 
     def voice(self, model: str) -> float:
         """The weight that the recipe gives to a model as a whole."""
@@ -178,7 +199,7 @@ class Recipe:
             mixture = document.mixture
             if mixture is not None and mixture.asks_prompts and mixture.gates is None:
                 return f"gate_mode {mixture.gate_mode}: the router rows have not been computed from the prompts"
-            if document.asks_distances and document.left_out is None:
+            if document.asks_distances and document.places is None:
                 return f"{document.merge_method}: the distances between the models have not been measured"
             if document.texts and document.measured is None:
                 return f"{document.merge_method}: the models have not read their texts"
@@ -240,7 +261,7 @@ class Recipe:
             later["mixture"] = self.mixture.canonical()
         if self.output is not None:
             later["output"] = self.output.canonical()
-        if self.left_out is not None:
+        if self.places is not None:
             later["chosen"] = {"left_out": sorted(self.left_out)}
         elif self.leave_out_beyond is not None:
             later["leave_out_beyond"] = self.leave_out_beyond

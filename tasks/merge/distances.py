@@ -14,11 +14,11 @@ from typing import Annotated, TypeAlias
 import numpy as np
 
 from merge_core import Recipe
-from merge_core.analysis import geometric_median, measure_interference, outliers
+from merge_core.analysis import geometric_median, lengths_and_distances, measure_interference, outliers
 from merge_core.checkpoint import Checkpoint, read_into
 from merge_core.engine import count_non_finite
 from merge_core.errors import InvalidInput
-from merge_core.recipe import chosen_models
+from merge_core.recipe import ModelPlace, chosen_models
 from merge_core.store import NotInKey, StoredValue
 from tasks.checkpoints import PinnedCheckpoint
 from tasks.stage import StageValue, advance, value_stage
@@ -39,9 +39,8 @@ class ModelDistances(StageValue):
         return tuple(at for at, count in enumerate(self.broken) if not count)
 
     def summary(self) -> str:
-        lengths = np.sqrt(np.maximum(np.diagonal(np.asarray(self.gram or ((0.0,),))), 0))
-        middle = float(np.median(lengths)) or 1.0
-        said = [f"{self.models[at]} {length / middle:.1f}" for at, length in zip(self.sound, lengths, strict=False)]
+        lengths = lengths_and_distances(self.gram) if self.gram else []
+        said = [f"{self.models[at]} {length:.1f}" for at, (length, _) in zip(self.sound, lengths, strict=True)]
         said += [f"{self.models[at]} broken" for at, count in enumerate(self.broken) if count]
         return f"lengths over the median: {', '.join(said)}"
 
@@ -106,7 +105,7 @@ def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], meas
 
 
 def _with_own(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None) -> Recipe:
-    if not recipe.asks_distances or recipe.left_out is not None:
+    if not recipe.asks_distances or recipe.places is not None:
         return recipe
     refs = [str(source.model) for source in recipe.sources if source.model != recipe.base]
     models = tuple(find(ref) for ref in refs)
@@ -136,4 +135,9 @@ def _with_own(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: 
         gram = [[found.gram[i][j] for j in rows] for i in rows]
         voices = [recipe.voice(refs[at]) for at in kept]
         shares = dict(zip([refs[at] for at in kept], geometric_median(gram, voices), strict=True))
-    return chosen_models(recipe, out, shares)
+    around = dict(zip(found.sound, lengths_and_distances(found.gram) if found.gram else [], strict=True))
+    places = {}
+    for at, ref in enumerate(refs):
+        length, apart = around.get(at, (None, None))
+        places[ref] = ModelPlace(length, apart, out.get(ref, ""))
+    return chosen_models(recipe, places, shares)

@@ -121,7 +121,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
         parameters=record.parameters,
         bytes_written=record.bytes_written,
         warnings=(
-            *(f"{model}: left out: {why}" for model, why in (pinned.recipe.left_out or {}).items()),
+            *(f"{model}: left out: {why}" for model, why in pinned.recipe.left_out.items()),
             *(f"{finding.where}: {finding.found}" for finding in (*matched.findings, *record.findings)),
         ),
         seconds=record.seconds,

@@ -20,6 +20,7 @@ from tasks.report.content import (
     ReportedCheck,
     ReportedJudge,
     ReportedModel,
+    ReportedPlace,
     ReportedServing,
     StoredArtifact,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "ReportedModel",
     "ReportedObjective",
     "ReportedParameter",
+    "ReportedPlace",
     "ReportedRacing",
     "ReportedServing",
     "ReportedSet",

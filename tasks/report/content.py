@@ -97,6 +97,15 @@ class ReportedCheck(_Part):
     seen: Annotated[str, NotInKey] = ""
 
 
+class ReportedPlace(_Part):
+    """Where a model lies among the others, in median lengths of a task vector."""
+
+    name: str  # as the recipe writes it
+    length: float | None  # None: it holds what is no number
+    apart: float | None  # root mean square distance to the others
+    left_out: str = ""  # why; empty where it takes part
+
+
 class ReportedServing(_Part):
     """What serving a model took."""
 
@@ -129,6 +138,8 @@ class ReportContent(_Part):
     windows: WindowSettings | None = None  # how the held-out text was read
     # Why models were computed in another format than they are stored in.
     computed: Annotated[str, Field(exclude_if=lambda why: not why)] = ""
+    # Where the models lie among each other, where the recipe asks for that; in its order.
+    places: Annotated[tuple[ReportedPlace, ...], Field(exclude_if=lambda places: not places)] = ()
     files: tuple[MergedFile, ...]
     versions: tuple[Library, ...]
     reproduce: tuple[str, ...]  # shell commands

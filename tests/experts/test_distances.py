@@ -153,7 +153,6 @@ def test_models_that_are_absurd_or_broken_are_left_out(clients: Path, prepare: H
     assert "distances" in recipe.unprepared()
     found = prepare(recipe)
     assert found.unprepared() == ""
-    assert found.left_out is not None
     assert set(found.left_out) == {str(clients / "turned"), str(clients / "broken")}
     assert "times as long" in found.left_out[str(clients / "turned")]
     assert "2 numbers" in found.left_out[str(clients / "broken")]
@@ -175,6 +174,10 @@ def test_a_rule_that_leaves_nobody_out_changes_nothing_but_that_it_is_known(clie
     recipe = recipe_of(clients, *HONEST, merge_method="median", leave_out_beyond=5)
     found = prepare(recipe)
     assert found.left_out == {}
+    assert found.places is not None
+    assert [round(one.length or 0, 1) for one in found.places.values()] == pytest.approx([1.0] * 4, abs=0.2)
+    # Two of one skill are near each other, those of another are as far as task vectors that do not know each other.
+    assert all(0.8 < (one.apart or 0) < 1.6 for one in found.places.values())
     assert found.modules == recipe.modules
 
 
@@ -240,4 +243,4 @@ def test_weights_that_nobody_computed_are_refused(clients: Path) -> None:
     plan = plan_merge(recipe, {str(ref): open_at(ref.path) for ref in recipe.references()})
     with pytest.raises(InvalidInput, match="distances between the models"):
         list(merge_tensors(plan))
-    assert replace(recipe, left_out={}).canonical() != recipe.canonical()
+    assert replace(recipe, places={}).canonical() != recipe.canonical()

@@ -32,12 +32,14 @@ class Candidate:
         recipe: What is merged.
         text: The recipe as YAML.
         change: Of the profile's own recipe, which makes it this one; None for another recipe.
+        remarks: Who takes part and who does not, of a round of clients.
     """
 
     remedy: str
     recipe: Recipe
     text: str
     change: Mapping[str, Any] | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def document(self) -> Mapping[str, Any] | None:

@@ -1,0 +1,235 @@
+"""Rounds of clients: models that others have trained from the last release, merged into the next.
+
+    recipe:
+      merge_method: median                  # task_arithmetic (the mean), trimmed_mean, geometric_median, ...
+      base_model: models/base               # of the first round; then the last release at the target
+      clients: [clients/*]                  # directories: patterns, or names that must be there
+      samples: {clients/a: 1200}            # how much each has seen; else 'samples' in a client's card; else all alike
+      at_least: 2                           # clients with something new, for a round to take place
+      leave_out_beyond: 5                   # see docs/methods.md
+
+Who takes part is decided by what lies there: a client that is not there, has no whole checkpoint, is of another shape,
+or is the very one that the last release was made of, is left out and named. Where nothing is new the last round's
+recipe stands, so that a night makes nothing. What comes out is a plain recipe: it is what is checked, released and made
+again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from merge_core import Checkpoint, open_checkpoint
+from merge_core.errors import InvalidInput, MergegateError, Refused
+from merge_core.methods import find_method
+from merge_core.parsing import parse_json, parse_yaml, read_yaml
+from tasks.publish import PROVENANCE, RECIPE, front_matter
+
+_OWN = ("clients", "samples", "at_least")
+_CARD = "README.md"
+_LONGEST_CARD = 1 << 16
+_PATTERN = frozenset("*?[")
+
+
+@dataclass(frozen=True)
+class ClientRound:
+    """The recipe of a round, and who does not take part.
+
+    Args:
+        document: A plain recipe.
+        remarks: A line for each client that is left out, and for what the round begins with.
+    """
+
+    document: Mapping[str, Any]
+    remarks: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The remarks as comments of YAML."""
+        return "".join(f"# {' '.join(remark.split())}\n" for remark in self.remarks)
+
+
+@dataclass(frozen=True)
+class _Client:
+    """A client that can take part: as the recipe will name it, digest of its files, how much it has seen."""
+
+    name: str
+    digest: str
+    samples: float | None
+
+
+def clients_document(written: Path | Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], Path] | None:
+    """A recipe of clients and the directory of its paths; None for any other recipe."""
+    if isinstance(written, Path):
+        file = root / written
+        documents = read_yaml(file, "a recipe (YAML)") if file.is_file() else []
+        found, directory = documents[0] if len(documents) == 1 else None, file.parent
+    else:
+        found, directory = written, root
+    return (found, directory) if isinstance(found, Mapping) and "clients" in found else None
+
+
+def client_round(
+    document: Mapping[str, Any],
+    directory: Path,
+    where: str,
+    *,
+    released: Path | None,
+    digest_of: Callable[[Path], str],
+) -> ClientRound:
+    """Tonight's round.
+
+    Args:
+        document: A recipe of clients.
+        directory: What its paths are relative to.
+        where: What messages call it.
+        released: The checkpoint that is published now; None before the first round.
+        digest_of: Digest of a checkpoint's files, by its directory.
+
+    Raises:
+        InvalidInput: The document says something that has no meaning.
+        Refused: There are too few clients for a first round.
+    """
+    patterns, samples, at_least = _said(document, where)
+    base = os.path.relpath(released, directory) if released else document.get("base_model")
+    if not isinstance(base, str):
+        raise InvalidInput(where, found="no 'base_model'", expected="what the clients of the first round started from")
+    remarks: list[str] = []
+    begun = _opened(directory / base)
+    present = []
+    for name, place in _places(patterns, directory, remarks):
+        try:
+            _require_like(begun, open_checkpoint(place))
+            present.append(_Client(name, digest_of(place), _samples_of(name, place, samples, where)))
+        except MergegateError as error:
+            if error.where == where:
+                raise
+            remarks.append(f"{name}: left out: {error.where}: {error.found}")
+    counted = _counted(released) if released else frozenset()
+    late = [client for client in present if client.digest in counted]
+    taking = [client for client in present if client.digest not in counted]
+    if released and len(taking) < at_least:
+        few = f"{len(taking)} of {len(present)} clients have something new"
+        wanted = f", {at_least} are wanted" if taking else ""
+        return ClientRound(_last_recipe(released, where), (*remarks, f"{few}{wanted}: the last round stands"))
+    if len(taking) < at_least:
+        raise Refused(
+            f"{where}: clients",
+            found=f"{len(taking)} that can take part" + (f"; {remarks[0]}" if remarks else ""),
+            expected=f"at least {at_least}",
+            remedy="wait for them, or lower at_least",
+        )
+    remarks += [f"{client.name}: left out: late, it is the one that the last round was made of" for client in late]
+    if released:
+        remarks.append(f"the round begins with the last release, {released.name}")
+    return ClientRound(_recipe(document, base, taking, where), tuple(remarks))
+
+
+def _said(document: Mapping[str, Any], where: str) -> tuple[list[str], Mapping[str, float], int]:
+    patterns, samples, at_least = (document.get(key, usual) for key, usual in zip(_OWN, ((), {}, 1), strict=True))
+    if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
+        raise InvalidInput(f"{where}: clients", found=f"{patterns!r:.60}", expected="a list of directories or patterns")
+    sound = isinstance(samples, Mapping) and all(_is_count(one) for one in samples.values())
+    if not sound:
+        raise InvalidInput(f"{where}: samples", found=f"{samples!r:.60}", expected="a number above 0 for each client")
+    if type(at_least) is not int or at_least < 1:
+        raise InvalidInput(f"{where}: at_least", found=f"{at_least!r:.60}", expected="a whole number from 1")
+    if wrong := next((key for key in ("models", "slices", "modules") if key in document), None):
+        raise InvalidInput(f"{where}: {wrong}", found="beside clients", expected="either: clients are the models")
+    return patterns, samples, at_least
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _places(patterns: Sequence[str], directory: Path, remarks: list[str]) -> Iterator[tuple[str, Path]]:
+    """Each client once, by its name; those that are named and not there are remarked."""
+    seen: set[Path] = set()
+    for pattern in patterns:
+        named = not _PATTERN & set(pattern)
+        found = [directory / pattern] if named else sorted(directory.glob(pattern))
+        places = [place for place in found if place.is_dir()]
+        if not places:
+            remarks.append(f"{pattern}: left out: " + ("not there" if named else "nothing is there"))
+        for place in places:
+            if place.resolve() not in seen:
+                seen.add(place.resolve())
+                yield os.path.relpath(place, directory), place
+
+
+def _opened(place: Path) -> Checkpoint | None:
+    """The base; whoever checks the recipe says what is wrong with it."""
+    with suppress(MergegateError):
+        return open_checkpoint(place)
+    return None
+
+
+def _require_like(base: Checkpoint | None, client: Checkpoint) -> None:
+    """Raise InvalidInput unless the client has the tensors of the base, in their shapes."""
+    for name, tensor in base.tensors.items() if base else ():
+        own = client.tensors.get(name)
+        if own is None or own.shape != tensor.shape:
+            found = "missing" if own is None else f"shape {list(own.shape)}"
+            raise InvalidInput(name, found=found, expected=f"shape {list(tensor.shape)}, as in the base")
+
+
+def _samples_of(name: str, place: Path, said: Mapping[str, float], where: str) -> float | None:
+    if name in said:
+        return float(said[name])
+    try:
+        with (place / _CARD).open("rb") as file:
+            card = front_matter(file.read(_LONGEST_CARD).decode(errors="replace")) or {}
+    except OSError:
+        return None
+    value = card.get("samples")
+    if value is not None and not _is_count(value):
+        raise InvalidInput(f"{_CARD}: samples", found=f"{value!r:.60}", expected="a number above 0")
+    return None if value is None else float(value)  # type: ignore[arg-type]  # _is_count
+
+
+def _counted(released: Path) -> frozenset[str]:
+    """Digests of all that a release was made of, those that its round left out among them."""
+    try:
+        said: Any = parse_json((released / PROVENANCE).read_bytes(), PROVENANCE)
+        parents = said["predicate"]["buildDefinition"]["resolvedDependencies"]
+        return frozenset(str(one["digest"]["sha256"]) for one in parents)
+    except (OSError, MergegateError, KeyError, TypeError):
+        return frozenset()
+
+
+def _last_recipe(released: Path, where: str) -> Mapping[str, Any]:
+    documents = parse_yaml((released / RECIPE).read_text(encoding="utf-8"), f"{where}: {RECIPE} of the last release")
+    found: Mapping[str, Any] = documents[0]
+    return found
+
+
+def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], where: str) -> dict[str, Any]:
+    plain = {key: value for key, value in document.items() if key not in _OWN}
+    name = plain.setdefault("merge_method", "task_arithmetic")
+    method = find_method(name, f"{where}: merge_method")
+    known = [client for client in clients if client.samples is not None]
+    if known and len(known) < len(clients):
+        lacking = next(client.name for client in clients if client.samples is None)
+        raise InvalidInput(
+            f"{where}: samples", found=f"none of {lacking}", expected="of each client, or of none: others have some"
+        )
+    weighted = method.parameter("weight") is not None
+    if known and not weighted:
+        raise InvalidInput(
+            f"{where}: samples",
+            found=f"{method.name}, for which all clients count alike",
+            expected="a method with weights",
+            remedy="take task_arithmetic or geometric_median, or leave samples out",
+        )
+    models = []
+    for client in clients:
+        weight = {"parameters": {"weight": client.samples or 1.0}} if weighted else {}
+        models.append({"model": client.name, **weight})
+    if method.parameter("normalize") is not None:
+        plain["parameters"] = {"normalize": True, **(plain.get("parameters") or {})}
+    return {**plain, "base_model": base, "models": models}

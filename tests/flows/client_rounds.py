@@ -1,0 +1,59 @@
+"""Clients of the demo family over rounds: each goes a step from the last release towards its skill, or elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from demo_project import PROFILES
+from safetensors.torch import load_file, save_file
+
+MODELS = PROFILES / "demo/models"
+STEP = 0.35  # of a fine-tune's way
+HONEST = {"ada": "reverser", "ben": "reverser", "cleo": "shifter", "dan": "shifter"}
+WEIGHTS = "model.safetensors"
+
+
+def _wide(place: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in load_file(place / WEIGHTS).items()}
+
+
+class Clients:
+    """Where clients leave what they trained.
+
+    Args:
+        place: Directory of the clients.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        base = _wide(MODELS / "base")
+        self._ways = {skill: {n: t - base[n] for n, t in _wide(MODELS / skill).items()} for skill in HONEST.values()}
+        self._draw = torch.Generator().manual_seed(0)
+
+    def train(self, name: str, begin: Path) -> None:
+        """An honest client's step from what is released, with a little noise of its own."""
+        way = self._ways[HONEST[name]]
+        self._save(name, begin, {key: STEP * self._noisy(one) for key, one in way.items()})
+
+    def turn(self, name: str, begin: Path, times: float) -> None:
+        """A client that goes where all honest ones come from, and so many times as far."""
+        both = [self._ways[skill] for skill in ("reverser", "shifter")]
+        self._save(name, begin, {key: -times * STEP * (both[0][key] + both[1][key]) / 2 for key in both[0]})
+
+    def damage(self, name: str, begin: Path) -> None:
+        """A client whose training ended in NaN."""
+        self._save(
+            name, begin, {key: torch.full_like(one, float("nan")) for key, one in self._ways["reverser"].items()}
+        )
+
+    def _noisy(self, change: torch.Tensor) -> torch.Tensor:
+        return change + 0.1 * change.square().mean().sqrt() * torch.randn(change.shape, generator=self._draw)
+
+    def _save(self, name: str, begin: Path, change: dict[str, torch.Tensor]) -> None:
+        out = self.place / name
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(MODELS / "base", out)
+        made = {key: (tensor + change[key]).bfloat16() for key, tensor in _wide(begin).items()}
+        save_file(made, out / WEIGHTS, {"format": "pt"})
