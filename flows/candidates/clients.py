@@ -108,7 +108,7 @@ def client_round(
         except MergegateError as error:
             if error.where == where:
                 raise
-            remarks.append(f"{name}: left out: {error.where}: {error.found}")
+            remarks.append(f"{name}: left out: {_without_place(f'{error.where}: {error.found}', place)}")
     counted = _counted(released) if released else frozenset()
     late = [client for client in present if client.digest in counted]
     taking = [client for client in present if client.digest not in counted]
@@ -160,6 +160,13 @@ def _places(patterns: Sequence[str], directory: Path, remarks: list[str]) -> Ite
             if place.resolve() not in seen:
                 seen.add(place.resolve())
                 yield os.path.relpath(place, directory), place
+
+
+def _without_place(said: str, place: Path) -> str:
+    """What is said of a client without where it lies on this machine: a release tells it to strangers."""
+    for known in (place, place.absolute(), place.resolve()):
+        said = said.replace(f"{known}/", "").replace(str(known), "its directory")
+    return said
 
 
 def _opened(place: Path) -> Checkpoint | None:

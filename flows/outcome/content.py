@@ -44,6 +44,7 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
     Args:
         earlier: What was tried before it and refused.
     """
+    named = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
 
     def measured(name: str) -> dict[str, object]:
@@ -81,8 +82,8 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         windows=assessed.evidence.windows,
         computed=assessed.evidence.computed,
         places=tuple(
-            ReportedPlace(name=name, length=one.length, apart=one.apart, left_out=one.left_out)
-            for name, one in (attempt.pinned.recipe.places or {}).items()
+            ReportedPlace(name=named[ref], length=one.length, apart=one.apart, left_out=one.left_out)
+            for ref, one in (attempt.pinned.recipe.places or {}).items()
         ),
         files=tuple(MergedFile(name=f.name, size=f.size, sha256=f.sha256) for f in stored_files(merged)),
         versions=tuple(Library(name=name, version=version) for name, version in versions(*_LIBRARIES).items()),

@@ -10,7 +10,7 @@ A deployment starts in the project's directory, because profiles are named relat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,11 +147,21 @@ def keep_deployments(
                 remedy=f"rename the profile, or remove that one first: prefect deployment delete {name}",
             )
     done = [_keep_one(client, one, there.get(one.full_name), site) for one in wanted]
+    _remove_leftovers(client, [one.full_name for one in wanted if one.schedule is None])
     for name, one in there.items():
         if name not in _names(wanted) and TAG in one.tags and _project_of(one) == str(site.root):
             client.delete_deployment(one.id)
             done.append(DeployedChange(name, "removed", str(one.id)))
     return tuple(done)
+
+
+def _remove_leftovers(client: SyncPrefectClient, without_schedule: Collection[str]) -> None:
+    """Take back runs of deployments that have no schedule any more: the server's scheduler may have been about to plan
+    them when the schedule went. What a person has planned stays."""
+    ids = [one.id for name, one in _deployed(client).items() if name in without_schedule]
+    for run in client.get_scheduled_flow_runs_for_deployments(ids) if ids else ():
+        if run.auto_scheduled:
+            client.delete_flow_run(run.id)
 
 
 def find_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:

@@ -29,17 +29,17 @@ def outliers(gram: Sequence[Sequence[float]], beyond: float) -> dict[int, float]
 
 
 def lengths_and_distances(gram: Sequence[Sequence[float]]) -> list[tuple[float, float | None]]:
-    """Of each task vector its length, and its root mean square distance to the others (None: there are none), both over
-    the median length."""
+    """Of each task vector its length, and its median distance to the others (None: there are none), both over the
+    median length."""
     products = np.asarray(gram, float)
     squares = np.maximum(np.diagonal(products), 0)
     middle = float(np.median(np.sqrt(squares))) or 1.0
-    apart = np.maximum(squares[:, None] + squares[None] - 2 * products, 0)
-    others = len(products) - 1
-    return [
-        (float(np.sqrt(own)) / middle, float(np.sqrt(row.sum() / others)) / middle if others else None)
-        for own, row in zip(squares, apart, strict=True)
-    ]
+    apart = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * products, 0))
+    found: list[tuple[float, float | None]] = []
+    for at, own in enumerate(squares):
+        others = np.delete(apart[at], at)
+        found.append((float(np.sqrt(own)) / middle, float(np.median(others)) / middle if len(others) else None))
+    return found
 
 
 def geometric_median(gram: Sequence[Sequence[float]], voices: Sequence[float]) -> tuple[float, ...]:

@@ -47,6 +47,8 @@ RECIPE_KEYS = (
     "statistics",
     "leave_out_beyond",
 )
+# Of a round of clients, from which a profile makes a recipe.
+CLIENT_KEYS = ("clients", "samples", "at_least")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class ModelPlace:
 
     Args:
         length: Of its task vector, over the median of all; None where it holds what is no number.
-        apart: Root mean square distance to the other models, over that median; None where there are none.
+        apart: Median distance to the other models, over that median; None where there are none.
         left_out: Why it does not take part; empty where it does.
     """
 
@@ -358,6 +360,13 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
 def _document(value: object, where: str, directory: Path | None) -> Recipe:
     if isinstance(value, Mapping) and "experts" in value and "merge_method" not in value:
         return _mixture_of(value, where, directory)
+    if isinstance(value, Mapping) and "clients" in value:
+        raise InvalidInput(
+            f"{where}: clients",
+            found="a round of clients",
+            expected="models: what a round begins with is the last release of a profile",
+            remedy="name it as the recipe of a profile, and run that",
+        )
     content = known_mapping(value, where, RECIPE_KEYS, separator=": ", may_be_a_parameter=True)
     if "merge_method" not in content:
         raise InvalidInput(where, found="no 'merge_method'", expected="the name of a merge method")
@@ -404,6 +413,13 @@ def _document(value: object, where: str, directory: Path | None) -> Recipe:
     _check_distances(recipe, method, sliced=forms != ["models"])
     models = [source.model for cut in modules[0].slices for source in cut.sources]
     output = parse_output(content, method, base, models, f"{where}: ")
+    if output is not None and recipe.asks_distances:
+        raise InvalidInput(
+            f"{where}: leave_out_beyond",
+            found="of a recipe whose result is an adapter",
+            expected="whole models: distances are between those",
+            remedy="leave one of the two out",
+        )
     return recipe if output is None else replace(recipe, output=output)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from merge_core.checkpoint import RECIPE_NAMES
 from merge_core.methods import Parameter, merge_methods
 from merge_core.recipe.mixture import MIXTURE_KEYS
-from merge_core.recipe.recipe import RECIPE_KEYS
+from merge_core.recipe.recipe import CLIENT_KEYS, RECIPE_KEYS
 
 _TYPES: dict[str, dict[str, Any]] = {
     "merge_method": {"enum": None, "description": "What is computed: 'mergegate methods' explains each."},
@@ -26,6 +26,12 @@ _TYPES: dict[str, dict[str, Any]] = {
     "name": {"type": "string", "description": "By which other documents of this recipe refer to this one."},
     "align_experts": {"type": "boolean", "description": "Renumber experts of mixtures so that they correspond."},
     "statistics": {"type": "object", "description": "How the texts of models are read, for methods that read some."},
+    "clients": {
+        "type": "array",
+        "description": "In a profile: directories of models that train from the last release.",
+    },
+    "samples": {"type": "object", "description": "How much each client has seen."},
+    "at_least": {"type": "integer", "description": "Clients with something new, for a round to take place."},
     "leave_out_beyond": {
         "type": "number",
         "description": "Times the median length: models that changed more stay out.",
@@ -37,7 +43,7 @@ _TEXT = {"type": "string", "description": "A text of the model's own, for method
 
 def recipe_schema() -> dict[str, Any]:
     """The schema (draft 2020-12) of one document of a recipe, as plain data."""
-    properties = {key: dict(_TYPES.get(key, {})) for key in dict.fromkeys((*RECIPE_KEYS, *MIXTURE_KEYS))}
+    properties = {key: dict(_TYPES.get(key, {})) for key in dict.fromkeys((*RECIPE_KEYS, *MIXTURE_KEYS, *CLIENT_KEYS))}
     properties["merge_method"]["enum"] = sorted(merge_methods())
     formats = sorted({name for known in RECIPE_NAMES for name in (known, f"torch.{known}")})
     for key, words in (("dtype", "Number format of the result."), ("out_dtype", "Wins over dtype.")):

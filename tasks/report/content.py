@@ -100,9 +100,9 @@ class ReportedCheck(_Part):
 class ReportedPlace(_Part):
     """Where a model lies among the others, in median lengths of a task vector."""
 
-    name: str  # as the recipe writes it
+    name: str
     length: float | None  # None: it holds what is no number
-    apart: float | None  # root mean square distance to the others
+    apart: float | None  # median distance to the others
     left_out: str = ""  # why; empty where it takes part
 
 

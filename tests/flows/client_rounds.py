@@ -42,6 +42,14 @@ class Clients:
         both = [self._ways[skill] for skill in ("reverser", "shifter")]
         self._save(name, begin, {key: -times * STEP * (both[0][key] + both[1][key]) / 2 for key in both[0]})
 
+    def confuse(self, name: str, begin: Path, times: float) -> None:
+        """A client that holds noise, so many times as large as a step."""
+        steps = self._ways["reverser"]
+        noise = {key: torch.randn(one.shape, generator=self._draw) for key, one in steps.items()}
+        self._save(
+            name, begin, {key: times * STEP * one.square().mean().sqrt() * noise[key] for key, one in steps.items()}
+        )
+
     def damage(self, name: str, begin: Path) -> None:
         """A client whose training ended in NaN."""
         self._save(

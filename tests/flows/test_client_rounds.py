@@ -91,6 +91,7 @@ def test_who_is_not_there_or_not_whole_or_of_another_shape_is_left_out_by_name(p
     assert "model.safetensors" in said["clients/ben"]
     assert "not there" in said["clients/zoe"]
     assert "nothing is there" in said["other/*"]
+    assert str(place) not in found.text  # a release tells it to strangers
 
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "geometric_median"])

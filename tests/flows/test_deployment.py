@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,7 +125,26 @@ def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> N
     there = find_deployment(served.client, "release/demo")
     assert there is not None
     assert there.schedules == []
-    assert served.client.get_scheduled_flow_runs_for_deployments([there.id]) == []
+
+
+def test_a_schedule_that_goes_leaves_no_night_behind(served: Served) -> None:
+    """The server's scheduler may plan nights at the very moment: what it leaves goes with the next deployment."""
+    served.deploy(nights({**DEMO, "schedule": "30 4 * * *"}))
+    there = find_deployment(served.client, "release/demo")
+    assert there is not None
+    mine = served.client.create_flow_run_from_deployment(
+        there.id, state=Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
+    )
+
+    def only_mine() -> bool:
+        served.deploy(nights({"profile": DEMO["profile"]}))
+        planned = served.client.get_scheduled_flow_runs_for_deployments([there.id])
+        return [run.id for run in planned] == [mine.id]
+
+    deadline = time.monotonic() + HANG_S
+    while not only_mine():
+        assert time.monotonic() < deadline
+    served.client.delete_flow_run(mine.id)
 
 
 def test_a_deployment_is_what_a_person_recognises(served: Served) -> None:
