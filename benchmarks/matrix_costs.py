@@ -30,7 +30,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT / "tests" / "plan"))
 
 SIZES = ((1024, 1024), (2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096))
-METHODS = ("regmean", "wudi", "svc", "tsv_m")
+METHODS = ("regmean", "wudi", "svc", "tsv_m", "knots")
 NAME = "model.layers.0.mlp.up_proj.weight"
 LLAMA_8B = {"layers": 32, "hidden": 4096, "wide": 14336, "keys": 1024, "tokens": 128256}
 

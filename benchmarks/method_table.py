@@ -52,6 +52,7 @@ USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "wudi": ({}, {}),
     "svc": ({}, {}),
     "tsv_m": ({}, {}),
+    "knots": ({"density": 0.5}, {}),
 }
 WITHOUT_BASE = ("linear", "slerp", "karcher", "nuslerp", "multislerp")
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from merge_core import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput, MergegateError, Refused
-from merge_core.methods import find_method
+from merge_core.methods import TASK_ARITHMETIC, find_method
 from merge_core.parsing import parse_json, parse_yaml, read_yaml
 from tasks.publish import PROVENANCE, RECIPE, front_matter
 
@@ -66,7 +66,7 @@ def clients_document(written: Path | Mapping[str, Any], root: Path) -> tuple[Map
     """A recipe of clients and the directory of its paths; None for any other recipe."""
     if isinstance(written, Path):
         file = root / written
-        documents = read_yaml(file, "a recipe (YAML)") if file.is_file() else []
+        documents = read_yaml(file, "a recipe in YAML") if file.is_file() else []
         found, directory = documents[0] if len(documents) == 1 else None, file.parent
     else:
         found, directory = written, root
@@ -217,7 +217,7 @@ def _last_recipe(released: Path, where: str) -> Mapping[str, Any]:
 
 def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], where: str) -> dict[str, Any]:
     plain = {key: value for key, value in document.items() if key not in _OWN}
-    name = plain.setdefault("merge_method", "task_arithmetic")
+    name = plain.setdefault("merge_method", TASK_ARITHMETIC.name)
     method = find_method(name, f"{where}: merge_method")
     known = [client for client in clients if client.samples is not None]
     if known and len(known) < len(clients):

@@ -54,7 +54,8 @@ def geometric_median(gram: Sequence[Sequence[float]], voices: Sequence[float]) -
     """
     products = np.asarray(gram, float)
     given = np.asarray(voices, float) / np.sum(voices)
-    scale = float(np.median(np.diagonal(products))) or 1.0
+    squares = np.diagonal(products)
+    scale = float(np.median(squares)) or float(squares.mean()) or 1.0
     shares = given
     for _ in range(_STEPS):
         away = np.diagonal(products) - 2 * products @ shares + shares @ products @ shares

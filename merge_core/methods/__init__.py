@@ -30,12 +30,14 @@ from merge_core.methods.contract import (
 )
 from merge_core.methods.masks import mask_key
 from merge_core.methods.registry import find_method, merge_methods
+from merge_core.methods.task_vectors import TASK_ARITHMETIC
 from merge_core.methods.upcycling import UPCYCLING
 
 __all__ = [
     "GRAIN",
     "PASSTHROUGH",
     "REQUIRED",
+    "TASK_ARITHMETIC",
     "UPCYCLING",
     "Block",
     "ConflictRemedy",

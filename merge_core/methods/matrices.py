@@ -77,14 +77,16 @@ class DeltaProducts:
 
 
 class WholeDeltas:
-    """The weighted task vectors of a matrix, held whole, where it has more columns than rows: float32.
+    """The task vectors of a matrix, held whole, where products of its columns would be too large: float32.
 
     Args:
         task: The matrix; its base is input 0.
+        weighted: Whether they are multiplied with the weights of their models.
     """
 
-    def __init__(self, task: TensorTask) -> None:
-        self._shape, self._weights = task.shape, task.column("weight")
+    def __init__(self, task: TensorTask, *, weighted: bool = True) -> None:
+        own = task.column("weight")
+        self._shape, self._weights = task.shape, own if weighted else [1.0] * len(own)
         self._whole: torch.Tensor | None = None
 
     def fold(self) -> Fold:

@@ -11,15 +11,19 @@ With task matrices ``d_i = w_i (x_i - b)`` ``[out, in]`` of k models, ``d_i = U_
   ``a_r = u_r' M`` and ``a_ri = u_r' d_i``, ``s_ri = <a_r, a_ri> / |a_ri|^2``, the r-th singular value is multiplied by
   ``k / sum_i max(alpha, s_ri)``. https://arxiv.org/abs/2602.05536
 
-Both need the products of task matrices only, of the shorter side: where a matrix has more rows than columns, ``d_i'
-d_j`` is summed over runs of rows and the result is ``sum d_i M_i``, run by run; else it is held whole. Eigenvectors are
-not unique (signs, equal values), what is made of them here is: they come in pairs. What is no matrix of a linear layer
-is the mean of the task vectors.
+* ``knots``: ``[d_1 .. d_k] = U S [V_1' .. V_k']``; in the directions ``U`` that all tasks share, ``S V_i'`` are merged
+  by TIES (the ``density`` largest of each, signs elected, what agrees averaged), and turned back. For adapters, whose
+  own directions have nothing to do with each other. Stoica et al. 2025, https://arxiv.org/abs/2410.19735
+
+The first two need the products of task matrices only, of the shorter side: where a matrix has more rows than columns,
+``d_i' d_j`` is summed over runs of rows and the result is ``sum d_i M_i``, run by run; else, and for ``knots``, it is
+held whole. Eigenvectors are not unique (signs, equal values), what is made of them here is: they come in pairs. What is
+no matrix of a linear layer is the mean of the task vectors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from merge_core.methods.combination import combine
@@ -32,6 +36,7 @@ from merge_core.methods.contract import (
     Solve,
     Steps,
     TensorTask,
+    Traits,
     add_in_order,
 )
 from merge_core.methods.matrices import DeltaProducts, WholeDeltas, deltas_of, grain_of_rows, rows_of
@@ -50,6 +55,9 @@ _OVERLAP = 1e-9
 # Columns of a matrix that is held whole, as they are widened.
 _CHUNK = 2048
 _WEIGHT = Parameter("weight", "float", "non_base", 1.0, "factor of each task vector")
+_DENSITY = Parameter(
+    "density", "float", "non_base", 0.5, "share of each task's numbers in the shared directions that is kept", 0.0, 1.0
+)
 _ALPHA = Parameter("alpha", "float", "shared", 1.0, "least agreement that is assumed; 1 only shrinks", 1e-3)
 
 
@@ -179,6 +187,50 @@ def _merged_whole(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -> t
     return merged
 
 
+def _knots(task: TensorTask) -> Steps:
+    weights, scale = task.column("weight"), float(task.shared["lambda"])
+    if not task.is_projection:
+        return combine([weight * scale / len(weights) for weight in weights], about_base=True)
+    whole = WholeDeltas(task, weighted=False)
+    yield whole.fold()
+    merged = yield Solve(lambda device: _in_shared_directions(whole.taken(), weights, task.column("density")))
+    return _placed(task, merged, scale)
+
+
+def _in_shared_directions(deltas: torch.Tensor, weights: Sequence[float], densities: Sequence[float]) -> torch.Tensor:
+    """Task matrices ``[models, out, in]`` merged by TIES in the left singular directions of all of them together."""
+    import torch
+
+    total = deltas.new_zeros((deltas.shape[1], deltas.shape[1]), dtype=torch.float64)
+    for chunk in torch.split(deltas, _CHUNK, dim=2):
+        for own in chunk.double():
+            total.addmm_(own, own.T)
+    vectors, _ = _directions(total, len(total))
+    turned = torch.stack([(vectors.T @ own.double()).to(own.dtype) for own in deltas])
+    for own, density in zip(turned, densities, strict=True):
+        _keep_largest(own, density)
+    weighted = [own * weight for own, weight in zip(turned, weights, strict=True)]
+    positive = add_in_order(weighted) >= 0
+    agrees = [torch.where(positive, own > 0, own < 0) for own in weighted]
+    summed = add_in_order([torch.where(one, own, 0.0) for one, own in zip(agrees, weighted, strict=True)])
+    shares = add_in_order([one.to(summed.dtype) * weight for one, weight in zip(agrees, weights, strict=True)])
+    merged = summed / torch.where(shares == 0, 1.0, shares)
+    return (vectors @ merged.double()).to(deltas.dtype)
+
+
+def _keep_largest(values: torch.Tensor, density: float) -> None:
+    """Set all but the ``density`` largest magnitudes of ``values`` to zero; of equal ones all are kept."""
+    kept = int(density * values.numel())
+    if kept >= values.numel():
+        return
+    flat = values.reshape(-1)
+    if kept == 0:
+        flat.zero_()
+        return
+    threshold = flat.abs().kthvalue(flat.numel() - kept + 1).values
+    flat.masked_fill_(flat.abs() < threshold, 0.0)
+
+
 def _placed(task: TensorTask, merged: torch.Tensor, scale: float) -> Map:
     flat = merged.reshape(-1)
     return Map(lambda block: block.base + flat[block.start : block.start + len(block.base)] * scale)
@@ -243,7 +295,40 @@ def _method(
     )
 
 
+def _products_of_knots(task: TensorTask) -> float:
+    if not task.is_projection:
+        return 0.0
+    models, (out, width) = len(task.per_input) - 1, task.shape
+    return 2.0 * out**2 * width * (2 * models + 1) + _EIGH * out**3
+
+
+def _held_by_knots(task: TensorTask) -> int:
+    """Task matrices whole, again as they are turned, and a few of one such; products of the rows and directions."""
+    if not task.is_projection:
+        return 0
+    models, (out, width) = len(task.per_input) - 1, task.shape
+    return 4 * out * width * (3 * models + 4) + 8 * out**2 * 5
+
+
 METHODS = (
+    Method(
+        name="knots",
+        summary="TIES in the directions that all task matrices share; for adapters too (experimental)",
+        paper="KnOTS, Stoica et al. 2025, https://arxiv.org/abs/2410.19735",
+        base="required",
+        models=(1, None),
+        parameters=(_WEIGHT, _DENSITY, LAMBDA),
+        steps=_knots,
+        grain=grain_of_rows,
+        costs=Costs(
+            map=1.5,
+            fold=1.5,
+            folds=lambda task: int(task.is_projection),
+            products=_products_of_knots,
+            held=_held_by_knots,
+        ),
+        traits=Traits(adapters="products"),
+    ),
     _method(
         "tsv_m",
         "Leading singular directions of each task matrix, made orthogonal to those of the others, added up",

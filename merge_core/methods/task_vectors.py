@@ -235,19 +235,21 @@ def _method(
     )
 
 
+TASK_ARITHMETIC = _method(
+    "task_arithmetic",
+    "The base plus a weighted sum of task vectors",
+    _ARITHMETIC,
+    dense,
+    None,
+    Costs(map=1.5),
+    Traits(adapters="sum", adds_up=True),
+    normalize=False,
+    rescale=False,
+    density=None,
+)
+
 METHODS = (
-    _method(
-        "task_arithmetic",
-        "The base plus a weighted sum of task vectors",
-        _ARITHMETIC,
-        dense,
-        None,
-        Costs(map=1.5),
-        Traits(adapters="sum", adds_up=True),
-        normalize=False,
-        rescale=False,
-        density=None,
-    ),
+    TASK_ARITHMETIC,
     _method(
         "ties",
         "Keep the largest elements of each task vector, elect signs, average what agrees",

@@ -61,6 +61,8 @@ def recipe_of(method: str, names: tuple[str, str, str]) -> str:
 
 def merged(root: Path, recipe: str, out: Path, *, seed: int = 3, **settings: object) -> dict[str, torch.Tensor]:
     loaded = load_recipe(recipe)
+    if loaded.asks_distances:
+        loaded = replace(loaded, places={})
     if loaded.texts:  # Nothing was measured of experts: all is the mean.
         loaded = replace(loaded, measured={str(ref): MeasuredInputs("none", "none", {}) for ref in loaded.texts})
     plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})

@@ -78,6 +78,8 @@ REGMEAN: dict[str, Any] = {
         {"model": "demo/models/shifter", "text": "demo/data/texts/shifter.jsonl"},
     ],
 }
+ROUND: dict[str, Any] = {"base_model": "demo/models/base", "clients": ["clients/*"], "at_least": 2}
+MERGES = ("merge", "recipe.yaml", "out")
 PROFILE: dict[str, Any] = {
     "name": "support",
     "recipe": RECIPE,
@@ -418,6 +420,11 @@ MISTAKES: tuple[Mistake, ...] = (
         REGMEAN,
         models=[{"model": "demo/models/reverser", "text": "demo/data/held-out.jsonl"}],
     ),
+    in_recipe("a rule by distance without a base", leave_out_beyond=5),
+    in_recipe("clients that are not there", ROUND),
+    in_recipe("clients that are no list", ROUND, clients="demo/models/*"),
+    in_recipe("samples of some clients only", ROUND, clients=["demo/models/*"], samples={"demo/models/base": 3}),
+    Mistake("recipe", "a round of clients merged by itself", {"recipe.yaml": written(ROUND)}, command=MERGES),
     in_checkpoint("twice the layers", deeper),
     in_checkpoint("another architecture", in_config(architectures=["MistralForCausalLM"], model_type="mistral")),
     in_checkpoint("more layers in its config than in its weights", in_config(num_hidden_layers=4)),
