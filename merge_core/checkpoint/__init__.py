@@ -28,6 +28,7 @@ from merge_core.checkpoint.dtypes import (
 from merge_core.checkpoint.moments import (
     FILES_OF_MOMENTS,
     INPUTS,
+    ExpectedMoments,
     StoredMoments,
     file_of_moments,
     open_moments,
@@ -54,6 +55,7 @@ __all__ = [
     "Checkpoint",
     "DType",
     "DerivedTensor",
+    "ExpectedMoments",
     "ReadElements",
     "ReadStored",
     "SizedTensor",

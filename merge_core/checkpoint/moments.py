@@ -65,6 +65,23 @@ class StoredMoments:
         return found
 
 
+@dataclass(frozen=True)
+class ExpectedMoments:
+    """Moments that are still to be measured, as far as a plan can know them: :class:`merge_core.methods.InputMoments`.
+
+    Args:
+        width: ``in``.
+        is_diagonal: Whether only the squares will be kept.
+    """
+
+    width: int
+    is_diagonal: bool
+
+    def read(self) -> NDArray[np.float64]:
+        """There is nothing to read yet."""
+        raise AssertionError("a merge was begun that nobody prepared")
+
+
 def packed_moments(moments: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     """``[in, in]`` or ``[in]`` as it is kept."""
     if moments.ndim == 1:

@@ -199,15 +199,13 @@ def _solving(task: TensorTask) -> float:
 
 
 def _has_matrices(task: TensorTask) -> bool:
-    """Whether it is known, or must be assumed before it is measured, that there are whole moments."""
     known = task.model_moments
-    by_squares = any(one.is_diagonal for one in known) or not task.shared.get("off_diagonals", 1.0)
-    return task.is_projection and not by_squares
+    return bool(known) and not any(one.is_diagonal for one in known) and bool(task.shared["off_diagonals"])
 
 
 def _held(task: TensorTask) -> int:
-    """All moments, their sum and its factor."""
-    return 8 * task.shape[-1] ** 2 * (_models(task) + 2) if _has_matrices(task) else 0
+    """All moments, their sum and its factor, and what a factor is made with."""
+    return 8 * task.shape[-1] ** 2 * (_models(task) + 3)
 
 
 def _grams(task: TensorTask) -> float:
@@ -237,7 +235,11 @@ METHODS = (
         steps=_regmean,
         grain=grain_of_rows,
         check=_check,
-        costs=Costs(map=1.5, products=lambda task: _solving(task) if _has_matrices(task) else 0.0, held=_held),
+        costs=Costs(
+            map=1.5,
+            products=lambda task: _solving(task) if _has_matrices(task) else 0.0,
+            held=lambda task: _held(task) if _has_matrices(task) else 0,
+        ),
         traits=Traits(reads_text=True),
     ),
     Method(
@@ -259,7 +261,7 @@ METHODS = (
             fold=1.5,
             folds=lambda task: int(task.is_projection),
             products=lambda task: _grams(task) + _solving(task) if task.is_projection else 0.0,
-            held=_held,
+            held=lambda task: _held(task) if task.is_projection else 0,
         ),
     ),
 )

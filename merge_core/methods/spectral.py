@@ -201,34 +201,57 @@ def _in_shared_directions(deltas: torch.Tensor, weights: Sequence[float], densit
     """Task matrices ``[models, out, in]`` merged by TIES in the left singular directions of all of them together."""
     import torch
 
-    total = deltas.new_zeros((deltas.shape[1], deltas.shape[1]), dtype=torch.float64)
-    for chunk in torch.split(deltas, _CHUNK, dim=2):
-        for own in chunk.double():
-            total.addmm_(own, own.T)
-    vectors, _ = _directions(total, len(total))
-    turned = torch.stack([(vectors.T @ own.double()).to(own.dtype) for own in deltas])
-    for own, density in zip(turned, densities, strict=True):
-        _keep_largest(own, density)
-    weighted = [own * weight for own, weight in zip(turned, weights, strict=True)]
+    models, out, width = deltas.shape
+    aside = deltas.permute(1, 0, 2).reshape(out, models * width)  # [d_1 .. d_k]
+    if out <= models * width:
+        vectors, _ = _directions(_products_of(aside.T), out)
+        back = vectors
+        turned = torch.cat([(vectors.T @ part.double()).to(deltas.dtype) for part in torch.split(aside, _CHUNK, 1)], 1)
+    else:  # The same from the other side: U' [d_1 .. d_k] = S V', U = [d_1 .. d_k] V / S
+        vectors, sizes = _directions(_products_of(aside), models * width)
+        turned = (vectors * sizes).T.to(deltas.dtype)
+        inverse = vectors / sizes
+        back = torch.cat([part.double() @ inverse for part in torch.split(aside, _CHUNK)])
+    merged = _elected(list(torch.split(turned, width, 1)), weights, densities)
+    return (back @ merged.double()).to(deltas.dtype)
+
+
+def _products_of(rows: torch.Tensor) -> torch.Tensor:
+    """``rows' rows`` in float64, widened a few rows at a time."""
+    import torch
+
+    total = rows.new_zeros((rows.shape[1], rows.shape[1]), dtype=torch.float64)
+    for part in torch.split(rows, _CHUNK):
+        wide = part.double()
+        total.addmm_(wide.T, wide)
+    return total
+
+
+def _elected(turned: list[torch.Tensor], weights: Sequence[float], densities: Sequence[float]) -> torch.Tensor:
+    """TIES of a few matrices of one shape."""
+    import torch
+
+    kept = [_largest(own, density) for own, density in zip(turned, densities, strict=True)]
+    weighted = [own * weight for own, weight in zip(kept, weights, strict=True)]
     positive = add_in_order(weighted) >= 0
     agrees = [torch.where(positive, own > 0, own < 0) for own in weighted]
     summed = add_in_order([torch.where(one, own, 0.0) for one, own in zip(agrees, weighted, strict=True)])
     shares = add_in_order([one.to(summed.dtype) * weight for one, weight in zip(agrees, weights, strict=True)])
-    merged = summed / torch.where(shares == 0, 1.0, shares)
-    return (vectors @ merged.double()).to(deltas.dtype)
+    return summed / torch.where(shares == 0, 1.0, shares)
 
 
-def _keep_largest(values: torch.Tensor, density: float) -> None:
-    """Set all but the ``density`` largest magnitudes of ``values`` to zero; of equal ones all are kept."""
+def _largest(values: torch.Tensor, density: float) -> torch.Tensor:
+    """``values`` with all but the ``density`` largest magnitudes zero; of equal ones all are kept."""
+    import torch
+
     kept = int(density * values.numel())
     if kept >= values.numel():
-        return
-    flat = values.reshape(-1)
+        return values
     if kept == 0:
-        flat.zero_()
-        return
-    threshold = flat.abs().kthvalue(flat.numel() - kept + 1).values
-    flat.masked_fill_(flat.abs() < threshold, 0.0)
+        return torch.zeros_like(values)
+    sizes = values.abs()
+    threshold = sizes.reshape(-1).kthvalue(values.numel() - kept + 1).values
+    return torch.where(sizes >= threshold, values, 0.0)
 
 
 def _placed(task: TensorTask, merged: torch.Tensor, scale: float) -> Map:
@@ -259,14 +282,14 @@ def _products_made(task: TensorTask, decompositions: float) -> float:
     return 2.0 * longer * shorter**2 * (models * (models + 1) / 2 + models) + decompositions * shorter**3
 
 
-def _held(task: TensorTask) -> int:
-    """Products, as many again while they are taken apart, and factors; task matrices that are held whole."""
+def _held(task: TensorTask, apart: int) -> int:
+    """Products, factors, ``apart`` matrices of their size while they are taken apart; task matrices held whole."""
     if not task.is_projection:
         return 0
     models = len(task.per_input) - 1
     shorter, longer = min(task.shape), max(task.shape)
     whole = 4 * shorter * longer * (models + 1) if task.shape[0] < task.shape[1] else 0
-    return 8 * shorter**2 * (models * (models + 1) // 2 + models + 6) + whole
+    return 8 * shorter**2 * (models * (models + 1) // 2 + models + apart) + whole
 
 
 # An eigendecomposition takes about as long as products of so many n^3 operations (4096: 24.5 s at 35e9 a second).
@@ -274,7 +297,7 @@ _EIGH = 12.5
 
 
 def _method(
-    name: str, summary: str, paper: str, by_columns: Factors, by_rows: Factors, eigh: int, *more: Parameter
+    name: str, summary: str, paper: str, by_columns: Factors, by_rows: Factors, eigh: int, apart: int, *more: Parameter
 ) -> Method:
     return Method(
         name=name,
@@ -290,24 +313,30 @@ def _method(
             fold=1.5,
             folds=lambda task: int(task.is_projection),
             products=lambda task: _products_made(task, eigh * _EIGH),
-            held=_held,
+            held=lambda task: _held(task, apart),
         ),
     )
+
+
+def _knots_side(task: TensorTask) -> tuple[int, int, int]:
+    """Models, the side that is taken apart, and the other one, of all task matrices beside each other."""
+    models, (out, width) = len(task.per_input) - 1, task.shape
+    return models, min(out, models * width), max(out, models * width)
 
 
 def _products_of_knots(task: TensorTask) -> float:
     if not task.is_projection:
         return 0.0
-    models, (out, width) = len(task.per_input) - 1, task.shape
-    return 2.0 * out**2 * width * (2 * models + 1) + _EIGH * out**3
+    _, side, other = _knots_side(task)
+    return 2.0 * side**2 * other * 2.5 + _EIGH * side**3
 
 
 def _held_by_knots(task: TensorTask) -> int:
-    """Task matrices whole, again as they are turned, and a few of one such; products of the rows and directions."""
+    """Task matrices whole, beside each other, and as they are turned, a few of one such; products and directions."""
     if not task.is_projection:
         return 0
-    models, (out, width) = len(task.per_input) - 1, task.shape
-    return 4 * out * width * (3 * models + 4) + 8 * out**2 * 5
+    _, side, other = _knots_side(task)
+    return 4 * (3 * side * other + 8 * task.shape[0] * task.shape[1]) + 8 * (4 * side**2 + side * task.shape[0])
 
 
 METHODS = (
@@ -336,6 +365,7 @@ METHODS = (
         _tsv_factors,
         _tsv_factors,
         4,
+        9,
     ),
     _method(
         "svc",
@@ -344,6 +374,7 @@ METHODS = (
         _svc_by_columns,
         _svc_by_rows,
         1,
+        4,
         _ALPHA,
     ),
 )

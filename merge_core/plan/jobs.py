@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from merge_core.architecture import is_projection
-from merge_core.checkpoint import AnyTensor, Checkpoint, DType, StoredMoments, StoredTensor
+from merge_core.checkpoint import AnyTensor, Checkpoint, DType, ExpectedMoments, StoredMoments, StoredTensor
 from merge_core.errors import Finding
 from merge_core.methods import Method, TensorTask
 from merge_core.plan.layout import OutputTensor, Shard
@@ -19,12 +19,12 @@ from merge_core.recipe import Recipe
 @dataclass(frozen=True, slots=True)
 class Input:
     """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are; what it
-    is multiplied with, where that was measured and is asked for."""
+    is multiplied with, where that is asked for and was, or will be, measured."""
 
     model: str
     tensor: AnyTensor
     rows: RowMap | None = None
-    moments: StoredMoments | None = None
+    moments: StoredMoments | ExpectedMoments | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class TensorJob:
     @property
     def measured(self) -> tuple[StoredTensor, ...]:
         """Where what was measured of its inputs lies."""
-        return tuple(item.moments.tensor for item in self.inputs if item.moments is not None)
+        return tuple(item.moments.tensor for item in self.inputs if isinstance(item.moments, StoredMoments))
 
     @property
     def nbytes_in(self) -> int:

@@ -19,6 +19,7 @@ from merge_core.architecture import (
     in_layout_of,
     is_head,
     is_optional,
+    is_projection,
     with_dtype,
 )
 from merge_core.architecture.experts import by_expert
@@ -27,6 +28,7 @@ from merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
     DType,
+    ExpectedMoments,
     StoredMoments,
     StoredTensor,
     chosen_template,
@@ -266,10 +268,17 @@ def _job(
     )
 
 
-def _measured(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredMoments | None:
-    """What was measured of the inputs of a model's matrix."""
-    known = recipe.measured.get(model) if recipe.measured else None
-    return known.moments.get(tensor.name) if known else None
+def _measured(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredMoments | ExpectedMoments | None:
+    """What was, or will be, measured of the inputs of a model's matrix."""
+    if recipe.measured is not None:
+        known = recipe.measured.get(model)
+        return known.moments.get(tensor.name) if known else None
+    if not recipe.method.traits.reads_text or len(tensor.shape) != 2 or not is_projection(tensor.name):
+        return None
+    if ".experts." in tensor.name:  # They are one parameter in memory, of whose inputs nothing is measured.
+        return None
+    width = tensor.shape[1]
+    return ExpectedMoments(width, is_diagonal=width > recipe.reading.diagonal_above)
 
 
 def _output_dtype(

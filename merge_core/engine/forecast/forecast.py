@@ -260,7 +260,8 @@ def _kinds(plan: MergePlan) -> Iterator[_Kind]:
         # Values by identity: equal ones are mostly the same object (see ``plan.values``), and else a kind more.
         inputs = tuple((item.tensor.dtype.code, item.tensor.shape) for item in job.inputs)
         output, values = (job.output.dtype.code, job.output.shape), (id(job.shared), id(job.per_input))
-        matrix = (is_projection(job.output.name), *(one.shape for one in job.measured)) if is_of_matrices else ()
+        seen = tuple(item.moments.is_diagonal if item.moments else None for item in job.inputs)
+        matrix = (is_projection(job.output.name), seen) if is_of_matrices else ()
         found.setdefault((output, inputs, values, job.mode, job.has_base, matrix), []).append(job)
     for alike in found.values():
         yield _Kind(plan, alike[0], _work(plan, alike[0]), len(alike))
