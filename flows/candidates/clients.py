@@ -26,7 +26,8 @@ from typing import Any
 from merge_core import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from merge_core.methods import TASK_ARITHMETIC, find_method
-from merge_core.parsing import parse_json, parse_yaml, read_yaml
+from merge_core.parsing import open_plain, parse_json, read_yaml
+from merge_core.recipe import expanded
 from tasks.publish import PROVENANCE, RECIPE, front_matter
 
 _OWN = ("clients", "samples", "at_least")
@@ -64,12 +65,13 @@ class _Client:
 
 def clients_document(written: Path | Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], Path] | None:
     """A recipe of clients and the directory of its paths; None for any other recipe."""
+    found: object = written
+    directory = root
     if isinstance(written, Path):
-        file = root / written
-        documents = read_yaml(file, "a recipe in YAML") if file.is_file() else []
-        found, directory = documents[0] if len(documents) == 1 else None, file.parent
-    else:
-        found, directory = written, root
+        documents: Sequence[object] = ()
+        with suppress(MergegateError, OSError, ValueError):  # whoever reads it as a recipe says what is wrong with it
+            documents = read_yaml(root / written, "a recipe in YAML")
+        found, directory = documents[0] if len(documents) == 1 else None, (root / written).parent
     return (found, directory) if isinstance(found, Mapping) and "clients" in found else None
 
 
@@ -101,14 +103,13 @@ def client_round(
     remarks: list[str] = []
     begun = _opened(directory / base)
     present = []
-    for name, place in _places(patterns, directory, remarks):
+    for name, place in _places(patterns, directory, remarks, f"{where}: clients"):
         try:
             _require_like(begun, open_checkpoint(place))
-            present.append(_Client(name, digest_of(place), _samples_of(name, place, samples, where)))
-        except MergegateError as error:
-            if error.where == where:
-                raise
-            remarks.append(f"{name}: left out: {_without_place(f'{error.where}: {error.found}', place)}")
+            present.append(_Client(name, digest_of(place), _samples_of(name, place, samples)))
+        except (MergegateError, OSError) as error:
+            why = f"{error.where}: {error.found}" if isinstance(error, MergegateError) else str(error.strerror)
+            remarks.append(f"{name}: left out: {_without_place(why, place)}")
     counted = _counted(released) if released else frozenset()
     late = [client for client in present if client.digest in counted]
     taking = [client for client in present if client.digest not in counted]
@@ -147,13 +148,22 @@ def _is_count(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-def _places(patterns: Sequence[str], directory: Path, remarks: list[str]) -> Iterator[tuple[str, Path]]:
+def _places(patterns: Sequence[str], directory: Path, remarks: list[str], where: str) -> Iterator[tuple[str, Path]]:
     """Each client once, by its name; those that are named and not there are remarked."""
     seen: set[Path] = set()
     for pattern in patterns:
         named = not _PATTERN & set(pattern)
-        found = [directory / pattern] if named else sorted(directory.glob(pattern))
-        places = [place for place in found if place.is_dir()]
+        try:
+            path = expanded(pattern)
+            start = Path(path.anchor) if path.is_absolute() else directory
+            found = [directory / path] if named else sorted(start.glob(str(path.relative_to(path.anchor))))
+            places = [place for place in found if place.is_dir()]
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InvalidInput(
+                where,
+                found=f"{pattern!r:.60}, which no directory can match: {error}",
+                expected="directories, or patterns",
+            ) from None
         if not places:
             remarks.append(f"{pattern}: left out: " + ("not there" if named else "nothing is there"))
         for place in places:
@@ -185,14 +195,13 @@ def _require_like(base: Checkpoint | None, client: Checkpoint) -> None:
             raise InvalidInput(name, found=found, expected=f"shape {list(tensor.shape)}, as in the base")
 
 
-def _samples_of(name: str, place: Path, said: Mapping[str, float], where: str) -> float | None:
+def _samples_of(name: str, place: Path, said: Mapping[str, float]) -> float | None:
     if name in said:
         return float(said[name])
-    try:
-        with (place / _CARD).open("rb") as file:
-            card = front_matter(file.read(_LONGEST_CARD).decode(errors="replace")) or {}
-    except OSError:
+    if not (place / _CARD).exists():
         return None
+    with open_plain(place / _CARD, within=place) as file:
+        card = front_matter(file.read(_LONGEST_CARD).decode(errors="replace")) or {}
     value = card.get("samples")
     if value is not None and not _is_count(value):
         raise InvalidInput(f"{_CARD}: samples", found=f"{value!r:.60}", expected="a number above 0")
@@ -210,9 +219,12 @@ def _counted(released: Path) -> frozenset[str]:
 
 
 def _last_recipe(released: Path, where: str) -> Mapping[str, Any]:
-    documents = parse_yaml((released / RECIPE).read_text(encoding="utf-8"), f"{where}: {RECIPE} of the last release")
-    found: Mapping[str, Any] = documents[0]
-    return found
+    documents = read_yaml(released / RECIPE, "the recipe of the last release")
+    if len(documents) != 1 or not isinstance(documents[0], Mapping):
+        raise InvalidInput(
+            f"{where}: {RECIPE} of the last release", found=f"{len(documents)} documents", expected="one recipe"
+        )
+    return documents[0]
 
 
 def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], where: str) -> dict[str, Any]:
@@ -237,6 +249,7 @@ def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], 
     for client in clients:
         weight = {"parameters": {"weight": client.samples or 1.0}} if weighted else {}
         models.append({"model": client.name, **weight})
-    if method.parameter("normalize") is not None:
-        plain["parameters"] = {"normalize": True, **(plain.get("parameters") or {})}
+    shared = plain.get("parameters") or {}
+    if method.parameter("normalize") is not None and isinstance(shared, Mapping):
+        plain["parameters"] = {"normalize": True, **shared}
     return {**plain, "base_model": base, "models": models}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,6 +95,21 @@ def test_who_is_not_there_or_not_whole_or_of_another_shape_is_left_out_by_name(p
     assert str(place) not in found.text  # a release tells it to strangers
 
 
+def test_a_pattern_may_be_absolute_and_names_one_client_once(place: Path) -> None:
+    found = round_of(place, clients=[f"{place}/clients/*", "clients/ada"])
+    assert names(found) == sorted(HONEST)
+    assert all(not one["model"].startswith("/") for one in found.document["models"])
+
+
+def test_a_card_that_is_no_file_leaves_its_client_out(place: Path) -> None:
+    (place / "clients/ada/README.md").unlink()
+    os.mkfifo(place / "clients/ada/README.md")
+    (place / "clients/ben/README.md").write_text("---\nsamples: many\n---\n")
+    found = round_of(place)
+    assert names(found) == ["cleo", "dan"]
+    assert [remark.partition(":")[0] for remark in found.remarks] == ["clients/ada", "clients/ben"]
+
+
 @pytest.mark.parametrize("method", ["task_arithmetic", "geometric_median"])
 def test_samples_are_weights_and_those_of_the_recipe_win(place: Path, method: str) -> None:
     for number, name in enumerate(sorted(HONEST), start=1):
@@ -119,6 +135,8 @@ def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
         ({"samples": {"clients/ada": 0}}, "above 0"),
         ({"samples": {"clients/ada": True}}, "above 0"),
         ({"samples": ["clients/ada"]}, "above 0"),
+        ({"clients": ["x" * 5000]}, "no directory can match"),
+        ({"clients": ["clients/*", 3]}, "a list of directories"),
         ({"at_least": 0}, "from 1"),
         ({"at_least": True}, "from 1"),
         ({"models": [{"model": "a"}]}, "clients are the models"),
