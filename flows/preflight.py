@@ -263,6 +263,9 @@ def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Pro
             if found and problems.stop_at_once:
                 raise found[0].refusal()
             problems.add(found)
+            problems.summary.append(
+                f"texts: {len(read.texts):,} documents are read for the merge; what none of them shows becomes the mean"
+            )
 
 
 def _require_tokenizers(evidence: Evidence, parents: Sequence[ResolvedCheckpoint], problems: Problems) -> None:

@@ -118,6 +118,13 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     parents = fetch_parents(ready.cleared, profile)
     swept = profile.pin_sweep(ready.evidence, store().hashes)
     objective = objective_of(settings, swept.names)
+    if by_distance := next((one.recipe for one in named.searched if one.recipe.asks_distances), None):
+        raise InvalidInput(
+            by_distance.where,
+            found="models that are chosen, or weighed, by how far they are from each other",
+            expected="models that are the same in every trial",
+            remedy="search without leave_out_beyond, or geometric_median",
+        )
     by_ref = {parent.ref: parent for parent in parents}
     first = plan_merge(named.searched[0].recipe, {parent.ref: parent.open() for parent in parents})
     # What a candidate is merged from beside weights, whatever its values: texts are read once, before the search.

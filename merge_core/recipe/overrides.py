@@ -23,6 +23,7 @@ _SETTINGS = (
     "chat_template",
 )
 _PARAMETERS = "parameters"
+_OF_TEXTS, _OF_DISTANCES = ("text", "statistics"), "leave_out_beyond"
 
 
 def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -100,17 +101,23 @@ def _as_base(entry: Any, method: Method, base: object) -> Any:
     if not isinstance(entry, Mapping) or base is None or entry.get("model") != base:
         return entry
     gone = frozenset(parameter.name for parameter in method.parameters if parameter.scope == "non_base")
-    return _without(entry, method, dropped=gone)
+    found = _without(entry, method, dropped=gone)
+    return {key: inner for key, inner in found.items() if key not in _OF_TEXTS}
 
 
 def _without(value: Any, method: Method, dropped: frozenset[str]) -> Any:
-    """``value`` without what is replaced and without what the method does not have, in every ``parameters``."""
+    """``value`` without what is replaced and without what the method does not have, in every ``parameters``; without
+    texts that it does not read, and rules about a base that it has not."""
     if isinstance(value, list):
         return [_without(item, method, dropped) for item in value]
     if not isinstance(value, Mapping):
         return value
     result = {}
     for key, inner in value.items():
+        if key in _OF_TEXTS and not method.traits.reads_text:
+            continue
+        if key == _OF_DISTANCES and method.base not in ("required", "optional"):
+            continue
         if key != _PARAMETERS or not isinstance(inner, Mapping):
             result[key] = _without(inner, method, dropped)
             continue

@@ -51,6 +51,29 @@ def test_a_method_that_needs_a_base_is_given_one() -> None:
     assert changed["models"] == [{"model": "a"}, {"model": "b"}]
 
 
+def test_texts_and_rules_go_with_the_method_that_asks_for_them() -> None:
+    models = [{"model": "a", "text": "a.jsonl"}, {"model": "b", "text": "b.jsonl"}]
+    regmean = {"merge_method": "regmean", "base_model": "base", "models": models, "leave_out_beyond": 5}
+    regmean["statistics"] = {"documents": 9}
+    plain = {"models": [{"model": "a"}, {"model": "b"}]}
+    changed = apply_overrides(regmean, {"merge_method": "ties", "weight": 1.0}, "r")
+    assert changed == {
+        **plain,
+        "merge_method": "ties",
+        "base_model": "base",
+        "leave_out_beyond": 5,
+        "parameters": {"weight": 1.0},
+    }
+    assert apply_overrides(regmean, {"off_diagonals": 0.5}, "r")["models"] == models
+    linear = apply_overrides(regmean, {"merge_method": "linear", "weight": 1.0}, "r")
+    assert linear == {**plain, "merge_method": "linear", "base_model": "base", "parameters": {"weight": 1.0}}
+    based = apply_overrides(regmean, {"base_model": "a", "off_diagonals": 0.5}, "r")
+    load_recipe(apply_overrides({**regmean, "merge_method": "regmean"}, {"off_diagonals": 0.5}, "r"))
+    assert based["base_model"] == "a"
+    for one in (changed, linear):
+        load_recipe(one)
+
+
 def test_parameters_may_be_written_as_in_a_recipe() -> None:
     assert apply_overrides(TIES, {"parameters": {"density": 0.3}}, "r") == apply_overrides(TIES, {"density": 0.3}, "r")
 
