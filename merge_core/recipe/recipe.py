@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,11 @@ class Recipe:
     def donor(self) -> CheckpointRef:
         """Who gives config, tokenizer and layout: the base, else the first model."""
         return self.base or self.sources[0].model
+
+    def in_every_document(self, change: Callable[[Recipe], Recipe]) -> Recipe:
+        """The recipe with ``change`` made in each of its documents; itself where that changes nothing."""
+        steps, own = tuple(change(step) for step in self.steps), change(self)
+        return self if own is self and steps == self.steps else replace(own, steps=steps)
 
     def unprepared(self) -> str:
         """What must be found out from weights before the merge, and has not been; empty when nothing is missing."""

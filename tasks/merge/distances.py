@@ -8,7 +8,6 @@ All weights are read once for it; what was found is kept by content::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Annotated, TypeAlias
 
 import numpy as np
@@ -99,9 +98,7 @@ def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], meas
     Raises:
         InvalidInput: when no model is left, or one is broken and no rule leaves it out.
     """
-    steps = tuple(_with_own(step, find, measure) for step in recipe.steps)
-    own = _with_own(recipe, find, measure)
-    return recipe if own is recipe and steps == recipe.steps else replace(own, steps=steps)
+    return recipe.in_every_document(lambda document: _with_own(document, find, measure))
 
 
 def _with_own(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None) -> Recipe:

@@ -84,9 +84,7 @@ def with_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | None = N
     Raises:
         InvalidInput: when the base cannot be loaded, or prompts leave nothing that tells an expert from nothing.
     """
-    steps = tuple(_with_own_gates(step, find, ask) for step in recipe.steps)
-    own = _with_own_gates(recipe, find, ask)
-    return recipe if own is recipe and steps == recipe.steps else replace(own, steps=steps)
+    return recipe.in_every_document(lambda document: _with_own_gates(document, find, ask))
 
 
 def _with_own_gates(recipe: Recipe, find: Callable[[str], Model], ask: Ask | None) -> Recipe:

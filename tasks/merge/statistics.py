@@ -96,9 +96,7 @@ def with_statistics(recipe: Recipe, find: Callable[[str], Model], measure: Measu
     Raises:
         InvalidInput: when a text is not there, or its model cannot read it.
     """
-    steps = tuple(_with_own(step, find, measure) for step in recipe.steps)
-    own = _with_own(recipe, find, measure)
-    return recipe if own is recipe and steps == recipe.steps else replace(own, steps=steps)
+    return recipe.in_every_document(lambda document: _with_own(document, find, measure))
 
 
 def _with_own(recipe: Recipe, find: Callable[[str], Model], measure: Measure | None) -> Recipe:
