@@ -79,3 +79,19 @@ def test_what_was_removed_is_made_again(project: Project) -> None:
     again = project.mergegate("merge", RECIPE, "merged")
     assert again.exit_code == 0
     assert "nothing new" not in again.output
+
+
+@pytest.mark.slow
+def test_another_text_is_another_merge(project: Project) -> None:
+    """What a model reads before a merge decides it as much as its weights do."""
+    recipe = "profiles/demo/recipes/regmean.yaml"
+    assert project.mergegate("merge", recipe, "read").exit_code == 0
+    before = (project.root / "read/model.safetensors").read_bytes()
+    assert "nothing new" in project.mergegate("merge", recipe, "read").output
+    text = project.root / "profiles/demo/data/texts/shifter.jsonl"
+    text.write_text("".join(text.read_text().splitlines(keepends=True)[:20]))
+    refused = project.mergegate("merge", recipe, "read")
+    assert refused.exit_code != 0
+    assert (project.root / "read/model.safetensors").read_bytes() == before
+    assert project.mergegate("merge", recipe, "again").exit_code == 0
+    assert (project.root / "again/model.safetensors").read_bytes() != before
