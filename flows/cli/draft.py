@@ -125,7 +125,11 @@ def _drafts(base: object, models: Sequence[object], method: str) -> Iterator[Rec
     voted = _first_choice("required")
     differences = _recipe(voted.name, base, models)
     learnt = "what each model learnt is its difference from it"
-    method_does = f"# {voted.name} {voted.traits.first_draft}."
+    reader = next(one for one in merge_methods().values() if one.traits.reads_text)
+    method_does = (
+        f"# {voted.name} {voted.traits.first_draft}.\n"
+        f"# Its scale: mergegate tune. With a text of each model's own, {reader.name} needs none (docs/methods.md)."
+    )
     yield RecipeDraft(differences, f"All tensors have the base's shapes, so {learnt}.\n{method_does}")
     yield RecipeDraft(
         {**differences, "tokenizer": {"source": "union"}},
