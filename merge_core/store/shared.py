@@ -317,7 +317,7 @@ class _Lease:
         fs = self._store._fs
         fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
         try:
-            fs.pipe_file(self._path, self._content(), mode="create")  # guarded, where the file system has that
+            self._create(fs)
             return True
         except FileExistsError:
             owner, until = self._holder()
@@ -327,6 +327,14 @@ class _Lease:
         if owner != self._owner and self._holder() == (owner, until):
             fs.pipe_file(self._path, self._content())
         return self._holder()[0] == self._owner
+
+    def _create(self, fs: AbstractFileSystem) -> None:
+        """Write it where nothing is, at once: of two that try only one does. Raises FileExistsError."""
+        if "file" in fs.protocol:  # fsspec looks first and writes then, there
+            with Path(self._path).open("xb") as file:
+                file.write(self._content())
+        else:
+            fs.pipe_file(self._path, self._content(), mode="create")  # guarded, where the file system has that
 
     def _holder(self) -> tuple[str, float]:
         """Who has it, and until when. One that says nothing is being written, or garbage: it is waited for as well."""

@@ -7,7 +7,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from pydantic import BaseModel
 
 from merge_core.errors import InvalidInput
 from merge_core.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
+from merge_core.store.shared import _Lease
 from tasks.stage import sharing
 
 KEY = stage_key("merge", 1, {"x": 1})
@@ -257,6 +260,23 @@ def worker(root: Path, address: str, count: Path, kill: str = "", lease_s: float
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
     return process
+
+
+def test_of_many_that_try_at_once_one_has_the_lease(tmp_path: Path) -> None:
+    """On a file system that all of them see; fsspec's own guard looks first and writes then."""
+    shared = SharedStore(f"file://{tmp_path}/shared", tmp_path / "own", 1 << 20)
+    for turn in range(40):
+        leases = [_Lease(shared, f"{tmp_path}/shared/evaluate/{turn}.lease") for _ in range(8)]
+        start = threading.Barrier(len(leases))
+
+        def take(lease: _Lease, start: threading.Barrier = start) -> bool:
+            start.wait()
+            return lease.taken()
+
+        with ThreadPoolExecutor(len(leases)) as pool:
+            assert sum(pool.map(take, leases)) == 1
+        for lease in leases:
+            lease.give_back()
 
 
 def test_three_workers_at_once_make_each_thing_once_and_end_alike(tmp_path: Path, address: str) -> None:
