@@ -26,13 +26,10 @@ from typing import Any
 from merge_core import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from merge_core.methods import TASK_ARITHMETIC, find_method
-from merge_core.parsing import open_plain, parse_json, read_yaml
-from merge_core.recipe import expanded
-from tasks.publish import PROVENANCE, RECIPE, front_matter
+from merge_core.parsing import parse_json, read_yaml
+from merge_core.recipe import CLIENT_KEYS, expanded
+from tasks.publish import CARD, PROVENANCE, RECIPE, metadata_beside
 
-_OWN = ("clients", "samples", "at_least")
-_CARD = "README.md"
-_LONGEST_CARD = 1 << 16
 _PATTERN = frozenset("*?[")
 
 
@@ -131,7 +128,9 @@ def client_round(
 
 
 def _said(document: Mapping[str, Any], where: str) -> tuple[list[str], Mapping[str, float], int]:
-    patterns, samples, at_least = (document.get(key, usual) for key, usual in zip(_OWN, ((), {}, 1), strict=True))
+    patterns, samples, at_least = (
+        document.get(key, usual) for key, usual in zip(CLIENT_KEYS, ((), {}, 1), strict=True)
+    )
     if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
         raise InvalidInput(f"{where}: clients", found=f"{patterns!r:.60}", expected="a list of directories or patterns")
     sound = isinstance(samples, Mapping) and all(_is_count(one) for one in samples.values())
@@ -198,13 +197,9 @@ def _require_like(base: Checkpoint | None, client: Checkpoint) -> None:
 def _samples_of(name: str, place: Path, said: Mapping[str, float]) -> float | None:
     if name in said:
         return float(said[name])
-    if not (place / _CARD).exists():
-        return None
-    with open_plain(place / _CARD, within=place) as file:
-        card = front_matter(file.read(_LONGEST_CARD).decode(errors="replace")) or {}
-    value = card.get("samples")
+    value = metadata_beside(place).get("samples") if (place / CARD).exists() else None
     if value is not None and not _is_count(value):
-        raise InvalidInput(f"{_CARD}: samples", found=f"{value!r:.60}", expected="a number above 0")
+        raise InvalidInput(f"{CARD}: samples", found=f"{value!r:.60}", expected="a number above 0")
     return None if value is None else float(value)  # type: ignore[arg-type]  # _is_count
 
 
@@ -228,7 +223,7 @@ def _last_recipe(released: Path, where: str) -> Mapping[str, Any]:
 
 
 def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], where: str) -> dict[str, Any]:
-    plain = {key: value for key, value in document.items() if key not in _OWN}
+    plain = {key: value for key, value in document.items() if key not in CLIENT_KEYS}
     name = plain.setdefault("merge_method", TASK_ARITHMETIC.name)
     method = find_method(name, f"{where}: merge_method")
     known = [client for client in clients if client.samples is not None]

@@ -3,7 +3,7 @@
 from merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
 from merge_core.engine.devices import has_cuda_driver
 from merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
-from merge_core.engine.execution import HELD_BYTES, held_bytes
+from merge_core.engine.execution import HELD_BYTES
 from merge_core.engine.finite import count_non_finite
 from merge_core.engine.in_memory import merge_tensors
 from merge_core.engine.settings import EngineSettings, usable_cores
@@ -20,7 +20,6 @@ __all__ = [
     "Transplant",
     "count_non_finite",
     "has_cuda_driver",
-    "held_bytes",
     "merge_tensors",
     "merge_weights",
     "read_ahead",

@@ -40,7 +40,7 @@ from merge_core.methods.contract import (
     add_in_order,
 )
 from merge_core.methods.matrices import DeltaProducts, WholeDeltas, deltas_of, grain_of_rows, rows_of
-from merge_core.methods.task_vectors import LAMBDA
+from merge_core.methods.task_vectors import LAMBDA, Mixing, mix
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +144,11 @@ def _svc_by_rows(products: Products, models: int, shorter: int, task: TensorTask
     return [factor] * models
 
 
+def _mean(weights: Sequence[float], scale: float) -> Map:
+    """Of what is no matrix: the mean of the weighted task vectors, scaled."""
+    return combine([weight * scale / len(weights) for weight in weights], about_base=True)
+
+
 Factors: TypeAlias = "Callable[[Products, int, int, TensorTask], list[torch.Tensor]]"
 
 
@@ -152,7 +157,7 @@ def _steps(by_columns: Factors, by_rows: Factors) -> Callable[[TensorTask], Step
         weights, scale = task.column("weight"), float(task.shared["lambda"])
         models = len(weights)
         if not task.is_projection:
-            return combine([weight * scale / models for weight in weights], about_base=True)
+            return _mean(weights, scale)
         out, width = task.shape
         if out < width:
             whole = WholeDeltas(task)
@@ -190,7 +195,7 @@ def _merged_whole(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -> t
 def _knots(task: TensorTask) -> Steps:
     weights, scale = task.column("weight"), float(task.shared["lambda"])
     if not task.is_projection:
-        return combine([weight * scale / len(weights) for weight in weights], about_base=True)
+        return _mean(weights, scale)
     whole = WholeDeltas(task, weighted=False)
     yield whole.fold()
     merged = yield Solve(lambda device: _in_shared_directions(whole.taken(), weights, task.column("density")))
@@ -232,12 +237,8 @@ def _elected(turned: list[torch.Tensor], weights: Sequence[float], densities: Se
     import torch
 
     kept = [_largest(own, density) for own, density in zip(turned, densities, strict=True)]
-    weighted = [own * weight for own, weight in zip(kept, weights, strict=True)]
-    positive = add_in_order(weighted) >= 0
-    agrees = [torch.where(positive, own > 0, own < 0) for own in weighted]
-    summed = add_in_order([torch.where(one, own, 0.0) for one, own in zip(agrees, weighted, strict=True)])
-    shares = add_in_order([one.to(summed.dtype) * weight for one, weight in zip(agrees, weights, strict=True)])
-    return summed / torch.where(shares == 0, 1.0, shares)
+    mixing = Mixing(tuple(weights), vote="sum", normalize=True, scale=1.0)
+    return mix(mixing, torch.zeros_like(kept[0]), torch.stack(kept))
 
 
 def _largest(values: torch.Tensor, density: float) -> torch.Tensor:

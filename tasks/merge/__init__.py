@@ -18,12 +18,11 @@ from tasks.merge.stage import (
     merged_model,
     numerics,
 )
-from tasks.merge.statistics import InputStatistics, pinned_texts
+from tasks.merge.statistics import pinned_texts
 from tasks.merge.statistics_cost import StatisticsNeeds, statistics_needs
 
 __all__ = [
     "MERGED",
-    "InputStatistics",
     "MergeSettings",
     "Merged",
     "Numerics",

@@ -1,6 +1,6 @@
 """How far the models of a merge are from each other, for rules that ask: who is left out, whose voice counts how much.
 
-All weights are read once for it; what was found is kept by content::
+All weights are read twice for it (are they finite, and the products); what was found is kept by content::
 
     recipe = with_distances(recipe, find=lambda ref: pinned[ref])       # the same recipe where nothing is asked
 """

@@ -16,17 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from merge_core.adapters import StoredNames
 from merge_core.architecture import is_projection, layer_place
 from merge_core.checkpoint import file_of_moments, open_checkpoint, packed_moments, write_inputs
 from merge_core.errors import InvalidInput
 from merge_core.recipe import ReadingOfTexts
-from merge_core.store import JournalPlace, open_journal, sha256_file
+from merge_core.store import JournalPlace, NotInKey, open_journal, sha256_file
 from merge_core.system import system_memory
 from tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
 from tasks.perplexity import HeldOutText, encode_text, read_texts
+from tasks.stage import StageValue
 
 if TYPE_CHECKING:
     import torch
@@ -35,15 +36,26 @@ if TYPE_CHECKING:
 _SHARE, _LEAST = 0.5, 256 << 20
 
 
-class ReadInputs(NamedTuple):
-    """What was measured, as it travels between processes."""
+class InputStatistics(StageValue):
+    """What was measured. The artifact is as :mod:`merge_core.checkpoint.moments` says."""
 
+    model: Annotated[str, NotInKey]
     documents: int
     positions: int
     inputs: int  # that are distinct
     matrices: int
     widest: int
     squares: int  # inputs of which only the squares are kept
+
+    def summary(self) -> str:
+        said = f"{self.positions:,} positions of {self.documents} documents · {self.inputs} inputs"
+        # What a text does not show stays the mean of the models.
+        return said + (f", the widest of {self.widest:,}: a longer text tells more" if self.is_thin else "")
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether the text has fewer positions than its widest input has numbers."""
+        return self.positions < self.widest
 
 
 class _Window(NamedTuple):
@@ -133,7 +145,7 @@ def read_inputs(
     out: Path,
     place: JournalPlace,
     on_progress: TellProgress,
-) -> ReadInputs:
+) -> InputStatistics:
     """Write what flows into each matrix of ``model`` while it reads ``text`` into the directory ``out``.
 
     Raises:
@@ -172,7 +184,15 @@ def read_inputs(
         widths = {name: int(module.weight.shape[1]) for layer in layers for name, module in layer.modules.items()}
         own = [widths[name] for name in set(owner.values())]
         squares = sum(width > reading.diagonal_above for width in own)
-        return ReadInputs(len(texts), positions, len(own), len(owner), max(own), squares)
+        return InputStatistics(
+            model=model.name,
+            documents=len(texts),
+            positions=positions,
+            inputs=len(own),
+            matrices=len(owner),
+            widest=max(own),
+            squares=squares,
+        )
 
 
 def _windows(loaded: LoadedModel, model: Model, texts: Sequence[str], most: int) -> Iterator[_Window]:

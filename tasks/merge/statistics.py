@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
 from merge_core import Recipe
 from merge_core.architecture import dtype_in
@@ -19,34 +19,11 @@ from merge_core.checkpoint import FILES_OF_MOMENTS, open_moments
 from merge_core.errors import MergegateError
 from merge_core.parsing import read_json
 from merge_core.recipe import MeasuredInputs, ReadingOfTexts, expanded
-from merge_core.store import JOURNAL, Artifact, HashMemo, JournalPlace, NotInKey, keep_only_journal
+from merge_core.store import JOURNAL, Artifact, HashMemo, JournalPlace, keep_only_journal
 from tasks.checkpoints import Model, ask_child, files_state
-from tasks.merge.reading_inputs import read_inputs
+from tasks.merge.reading_inputs import InputStatistics, read_inputs
 from tasks.perplexity import HeldOutText, pin_text
-from tasks.stage import Runtime, StageValue, advance, formats_without_units, runtime, stage, store
-
-
-class InputStatistics(StageValue):
-    """What was measured. The artifact is as :mod:`merge_core.checkpoint.moments` says."""
-
-    model: Annotated[str, NotInKey]
-    documents: int
-    positions: int
-    inputs: int  # that are distinct
-    matrices: int
-    widest: int
-    squares: int  # inputs of which only the squares are kept
-
-    def summary(self) -> str:
-        said = f"{self.positions:,} positions of {self.documents} documents · {self.inputs} inputs"
-        # What a text does not show stays the mean of the models.
-        return said + (f", the widest of {self.widest:,}: a longer text tells more" if self.is_thin else "")
-
-    @property
-    def is_thin(self) -> bool:
-        """Whether the text has fewer positions than its widest input has numbers."""
-        return self.positions < self.widest
-
+from tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
 
 Measure: TypeAlias = Callable[[Model, HeldOutText, ReadingOfTexts, str, Runtime], Artifact[InputStatistics]]
 
@@ -62,14 +39,13 @@ def input_statistics(
     """
     keep_only_journal(out, FILES_OF_MOMENTS)
     key = input_statistics.key(model, text, reading, dtype, runtime) + files_state([model])
-    found = ask_child(
+    return ask_child(
         read_inputs,
         (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
         where=f"statistics of {model.name}",
         models=[model],
         on_progress=lambda done, total: advance(done, total, "texts"),
     )
-    return InputStatistics(model=model.name, **found._asdict())
 
 
 def pinned_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[str, HeldOutText]]:

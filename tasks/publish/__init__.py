@@ -1,7 +1,7 @@
 """Publishing: what a release consists of, and the step that brings it to its target, whole or not at all."""
 
 from tasks.publish.approval import ApprovalSettings, PendingRelease
-from tasks.publish.card_metadata import front_matter
+from tasks.publish.card_metadata import front_matter, metadata_beside
 from tasks.publish.card_scores import escaped
 from tasks.publish.content import (
     ABOUT,
@@ -36,6 +36,7 @@ __all__ = [
     "checksums_text",
     "escaped",
     "front_matter",
+    "metadata_beside",
     "parse_checksums",
     "pending_release",
     "public_key",

@@ -71,6 +71,17 @@ def front_matter(text: str) -> dict[str, object] | None:
     return {str(name): value for name, value in documents[0].items()}
 
 
+def metadata_beside(directory: Path) -> dict[str, object]:
+    """The metadata of the card that lies beside a checkpoint; empty where none can be read.
+
+    Raises:
+        FileNotFoundError: There is no card.
+        InvalidInput: It is no plain file of that directory.
+    """
+    with open_plain(directory / "README.md", within=directory) as file:
+        return front_matter(file.read(_LONGEST_FRONT_MATTER).decode(errors="replace")) or {}
+
+
 class _CardLoader(StrictLoader):
     """Plain data; keys need not be text."""
 
@@ -156,8 +167,7 @@ def _common_languages(parents: Sequence[PinnedCheckpoint]) -> list[str]:
 
 def _languages(directory: Path) -> tuple[str, ...]:
     try:
-        with open_plain(directory / "README.md", within=directory) as file:
-            metadata = front_matter(file.read(_LONGEST_FRONT_MATTER).decode(errors="replace")) or {}
+        metadata = metadata_beside(directory)
     except (InvalidInput, OSError):
         return ()
     value = metadata.get("language")

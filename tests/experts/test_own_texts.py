@@ -23,7 +23,7 @@ from tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
 from tasks.checkpoints.model import Model
 from tasks.merge import reading_inputs
 from tasks.merge.preparation import prepared
-from tasks.merge.reading_inputs import ReadInputs, read_inputs
+from tasks.merge.reading_inputs import InputStatistics, read_inputs
 from tasks.merge.statistics import pinned_texts
 from tasks.perplexity import HeldOutText, pin_text
 
@@ -43,7 +43,7 @@ def read(
     out: Path,
     told: Callable[[int, int], None] = lambda done, total: None,
     **how: Any,
-) -> ReadInputs:
+) -> InputStatistics:
     out.mkdir(exist_ok=True)
     model = Model(name=directory.name, digest=str(directory), directory=directory)
     place = JournalPlace(out.parent / f"{out.name}.journal", str(directory))
