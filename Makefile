@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Whoever is done takes over half of what the other still has: both are busy to the end.
 PARALLEL := -n 2 --dist worksteal
 
-.PHONY: help pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
+.PHONY: help pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -23,13 +23,13 @@ demo-sweep: $(VENV)/ready ## search the demo's numbers, confirm the winner, rele
 	$(BIN)/mergegate sweep profiles/demo-sweep.yaml
 
 test: $(VENV)/ready .venv-cyclonedx/ready ## the test suite
-	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not long and not gpu and not peer and not serve and not ray"
+	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not long and not gpu and not peer and not fusionbench and not serve and not ray"
 
 test-slow: $(VENV)/ready .tokenizers/ready ## the longer proofs: servers, schedules, kills (make .registry/ready first: a real one, too)
-	MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1) $(BIN)/pytest $(PARALLEL) -m "slow and not long and not night and not gpu and not peer and not serve and not ray"
+	MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1) $(BIN)/pytest $(PARALLEL) -m "slow and not long and not night and not gpu and not peer and not fusionbench and not serve and not ray"
 
 test-long: $(VENV)/ready .tokenizers/ready ## every fault at every request, kills at every stage, every family (half an hour)
-	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not serve and not ray"
+	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray"
 
 test-nights: $(VENV)/ready ## nights on a server, killed at every part of it (a quarter of an hour)
 	$(BIN)/pytest -m night tests/flows/test_failures.py
@@ -42,6 +42,9 @@ test-damage: $(VENV)/ready ## every file of the state damaged in every way, a ru
 
 test-peer: $(VENV)/ready .venv-peer/ready ## the same numbers as mergekit, run beside it
 	MERGEGATE_REQUIRE_PEER=1 $(BIN)/pytest -m peer tests/peer
+
+test-fusionbench: $(VENV)/ready .venv-fusionbench/ready ## the same numbers as FusionBench, where it has the method (1.8 GB on disk)
+	MERGEGATE_REQUIRE_FUSIONBENCH=1 $(BIN)/pytest -m fusionbench tests/peer -s
 
 test-serve: $(VENV)/ready .venv-vllm/ready ## a merge served by the real vLLM, and a broken one
 	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(PARALLEL) -m serve tests/serve
@@ -137,6 +140,14 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 # mergekit wants other versions of half of what we use, so it lives in an environment of its own.
+# FusionBench asks for whatever PyTorch there is: the small one first.
+.venv-fusionbench/ready: benchmarks/fusionbench-constraints.txt
+	$(PYTHON) -m venv .venv-fusionbench
+	@echo "installing FusionBench into .venv-fusionbench (a minute or two, once)"
+	@.venv-fusionbench/bin/python $(INSTALL) --constraint benchmarks/fusionbench-constraints.txt torch
+	@.venv-fusionbench/bin/python $(INSTALL) --constraint benchmarks/fusionbench-constraints.txt fusion-bench==0.2.33
+	touch $@
+
 .venv-peer/ready: benchmarks/peer-constraints.txt
 	$(PYTHON) -m venv .venv-peer
 	@echo "installing mergekit into .venv-peer (a minute or two, once)"

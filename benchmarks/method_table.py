@@ -49,11 +49,13 @@ USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "multislerp": ({"weight": 0.5}, {}),
     "karcher": ({}, {}),
     "regmean": ({}, {}),
+    "fisher": ({}, {}),
     "wudi": ({}, {}),
     "svc": ({}, {}),
     "tsv_m": ({}, {}),
     "knots": ({"density": 0.5}, {}),
 }
+READING = ("regmean", "fisher")
 WITHOUT_BASE = ("linear", "slerp", "karcher", "nuslerp", "multislerp")
 
 
@@ -71,7 +73,7 @@ def recipe_of(method: str, scale: float | None) -> dict[str, Any]:
     models: list[dict[str, Any]] = [{"model": str(DEMO / "models" / name)} for name in ("reverser", "shifter")]
     for model, name in zip(models, ("reverser", "shifter"), strict=True):
         model |= {"parameters": own} if own else {}
-        model |= {"text": str(DEMO / f"data/texts/{name}.jsonl")} if method == "regmean" else {}
+        model |= {"text": str(DEMO / f"data/texts/{name}.jsonl")} if method in READING else {}
     recipe: dict[str, Any] = {"merge_method": method, "models": models, "dtype": "bfloat16"}
     if method not in WITHOUT_BASE:
         recipe["base_model"] = str(DEMO / "models/base")
@@ -147,7 +149,9 @@ def main() -> int:
     measures = ("exact", "log_likelihood", "entropy")
     with tempfile.TemporaryDirectory(prefix="mergegate-methods-") as name:
         sizes = {"search": SEARCH, "confirmation": TEST}
-        setting = demo_setting(recipe_of("ties", 1.0), Path(name), sizes, measures, [recipe_of("regmean", 1.0)])
+        setting = demo_setting(
+            recipe_of("ties", 1.0), Path(name), sizes, measures, [recipe_of(one, 1.0) for one in READING]
+        )
 
         @cache
         def result(method: str, scale: float | None, which: str) -> Result:

@@ -30,7 +30,7 @@ from tasks.evaluation import (
     measured_seconds,
     unknown_documents,
 )
-from tasks.merge import merge, merged_model, numerics, prepared_before, statistics_needs
+from tasks.merge import merge, merged_model, numerics, prepared_before, stage_of_texts, statistics_needs
 from tasks.perplexity import perplexity
 from tasks.preflight import (
     AROUND,
@@ -137,8 +137,8 @@ def _calls(profile: Profile, own: ClearedCandidate, evidence: Evidence, guess: _
     by_ref = {parent.ref: parent for parent in parents}
     recipe = prepared_before(own.candidate.recipe, by_ref.__getitem__) if whole else None
     pinned = PinnedRecipe(recipe or own.candidate.recipe, parents)
-    if own.candidate.recipe.texts:
-        yield _call("statistics", "", 0 if recipe else 1, took.get("statistics"), guess.measuring)
+    if reading := stage_of_texts(own.candidate.recipe):
+        yield _call(reading, "", 0 if recipe else 1, took.get(reading), guess.measuring)
     merged = merge.find(pinned, numerics(profile.merge)) if recipe else None
     yield _call(MERGE, "", 0 if merged else 1, took.get(MERGE), guess.merging)
     models: dict[str, Model | None] = {one.name: by_name.get(one.name) if whole else None for one in own.found}

@@ -24,7 +24,7 @@ from merge_core.architecture.layers import before_layers, layer_place, stacks
 from merge_core.architecture.layouts import in_layout_of
 from merge_core.architecture.parts import main_depth, main_stack, places_outside, prediction_tensors
 from merge_core.architecture.stacking import LayerOrigin, in_place, stacked_config
-from merge_core.architecture.tensor_kinds import KINDS, TensorKind, is_projection, tensor_kind
+from merge_core.architecture.tensor_kinds import KINDS, TensorKind, is_projection, is_routed_expert, tensor_kind
 
 __all__ = [
     "KINDS",
@@ -43,6 +43,7 @@ __all__ = [
     "is_head",
     "is_optional",
     "is_projection",
+    "is_routed_expert",
     "kinds_of_layer",
     "layer_count",
     "layer_place",

@@ -57,6 +57,11 @@ def tensor_kind(name: str) -> TensorKind:
 _PROJECTIONS = frozenset({"q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down"})
 
 
+def is_routed_expert(name: str) -> bool:
+    """Whether the tensor called ``name`` is one of many experts': in memory all of them are one parameter, mostly."""
+    return ".experts." in name
+
+
 def is_projection(name: str) -> bool:
     """Whether the tensor called ``name`` belongs to a linear layer inside a layer of the network: attention's and the
     feed-forward network's, not a router, a norm, an embedding or the head."""

@@ -25,6 +25,14 @@ from merge_core.checkpoint.dtypes import (
     promote,
     recipe_dtype,
 )
+from merge_core.checkpoint.importance import (
+    FILES_OF_IMPORTANCE,
+    IMPORTANCE,
+    ExpectedImportance,
+    file_of_importance,
+    open_importance,
+    write_importance,
+)
 from merge_core.checkpoint.moments import (
     FILES_OF_MOMENTS,
     INPUTS,
@@ -43,7 +51,9 @@ __all__ = [
     "BY_TORCH_NAME",
     "EXPONENTS",
     "FILE",
+    "FILES_OF_IMPORTANCE",
     "FILES_OF_MOMENTS",
+    "IMPORTANCE",
     "INDEX_NAME",
     "INPUTS",
     "PICKLED_INDEX_NAME",
@@ -55,6 +65,7 @@ __all__ = [
     "Checkpoint",
     "DType",
     "DerivedTensor",
+    "ExpectedImportance",
     "ExpectedMoments",
     "ReadElements",
     "ReadStored",
@@ -63,9 +74,11 @@ __all__ = [
     "StoredTensor",
     "chosen_template",
     "fetch_header",
+    "file_of_importance",
     "file_of_moments",
     "numbers",
     "open_checkpoint",
+    "open_importance",
     "open_moments",
     "packed_moments",
     "patterns",
@@ -75,5 +88,6 @@ __all__ = [
     "read_pickled",
     "recipe_dtype",
     "render_header",
+    "write_importance",
     "write_inputs",
 ]

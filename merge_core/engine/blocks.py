@@ -123,8 +123,11 @@ class JobInputs:
         self.numel = job.output.numel
         self.count = -(-self.numel // block)
         self._files, self._pool = files, pool
-        self._sizes = [item.tensor.dtype.size for item in job.inputs]
-        self._read_elements = [open_elements(item.tensor, files) for item in job.inputs]
+        beside = [tensor for tensor in job.importance if isinstance(tensor, StoredTensor)]
+        tensors = [*(item.tensor for item in job.inputs), *beside]
+        self.dtypes = [tensor.dtype for tensor in tensors]
+        self._row_maps = [*(item.rows for item in job.inputs), *(None for _ in beside)]
+        self._read_elements = [open_elements(tensor, files) for tensor in tensors]
         self._means: dict[int, NDArray[np.float64]] = {}  # Of inputs whose table grows.
         self._means_lock = threading.Lock()
 
@@ -138,28 +141,28 @@ class JobInputs:
         """
         start = number * self.block
         length = min(self.block, self.numel - start)
-        buffer = self._pool.take(sum(_aligned(length * size) for size in self._sizes))
+        sizes = [dtype.size for dtype in self.dtypes]
+        buffer = self._pool.take(sum(_aligned(length * size) for size in sizes))
         rows, position = [], 0
-        for size in self._sizes:
+        for size in sizes:
             rows.append(buffer[position : position + length * size])
             position += _aligned(length * size)
         non_finite = self._read(rows, start, look, fused)
         return LoadedBlock(self, buffer, rows, start, length, self._pool, non_finite)
 
     def _read(self, rows: list[Bytes], start: int, look: bool, fused: bool) -> NDArray[np.int64]:
-        """Fill ``rows``; of each input, how many of its own elements are not finite, if that is wanted."""
+        """Fill ``rows``; of each, how many of its own elements are not finite, if that is wanted."""
         counts = np.zeros(len(rows), np.int64)
-        for index, (item, row, size) in enumerate(zip(self.job.inputs, rows, self._sizes, strict=True)):
-            tensor = item.tensor
-            if item.rows is not None:
-                self._read_rows(index, item.rows, row, start, counts, fused)
-                counts[index] += count_non_finite(row, tensor.dtype, fused=fused) if look else 0
+        for index, (dtype, chosen, row) in enumerate(zip(self.dtypes, self._row_maps, rows, strict=True)):
+            if chosen is not None:
+                self._read_rows(index, chosen, row, start, counts, fused)
+                counts[index] += count_non_finite(row, dtype, fused=fused) if look else 0
                 continue
             step = PIECE_BYTES if look else max(len(row), 1)
             for first in range(0, len(row), step):
                 piece = row[first : first + step]
-                self._read_elements[index](start + first // size, piece)
-                counts[index] += count_non_finite(piece, tensor.dtype, fused=fused) if look else 0
+                self._read_elements[index](start + first // dtype.size, piece)
+                counts[index] += count_non_finite(piece, dtype, fused=fused) if look else 0
         return counts
 
     def _read_rows(
@@ -314,9 +317,9 @@ class LoadedBlock:
         non_finite: NDArray[np.int64],
     ) -> None:
         self.rows, self.start, self.length = rows, start, length
-        self.dtypes = [item.tensor.dtype for item in inputs.job.inputs]
+        self.dtypes = inputs.dtypes
         self._inputs, self._buffer, self._pool = inputs, buffer, pool
-        # Of each input, how many of its own elements are NaN or infinite, as far as they have been looked at.
+        # Of each row, how many of its own elements are NaN or infinite, as far as they have been looked at.
         self.non_finite = non_finite
         self._on_device: list[torch.Tensor] = []
 
@@ -354,12 +357,13 @@ class LoadedBlock:
         """The block as tensors of ``dtype`` on ``device``, in tiles of at most ``size`` elements (whole grains)."""
         import torch
 
-        grain = self._inputs.grain
+        grain, count = self._inputs.grain, len(self._inputs.job.inputs)
         step = max(1, size // grain) * grain
         tensors = self._tensors(device)
         for first in range(0, self.length, step):
             parts = [tensor[first : first + step].to(dtype) for tensor in tensors]
-            yield Block(torch.stack(parts), self.start + first, grain)
+            inputs, beside = parts[:count], parts[count:]
+            yield Block(torch.stack(inputs), self.start + first, grain, torch.stack(beside) if beside else None)
 
     def require_equal(self) -> None:
         """Raise InvalidInput unless all inputs hold the same bytes."""

@@ -95,7 +95,7 @@ def held_bytes(method: Method, job: TensorJob) -> int:
     """What a tensor holds while it is in work, beside its blocks."""
     if job.mode != "merge" or method.costs is None or method.costs.held is None:
         return 0
-    return method.costs.held(job.task(seeds=((0, 0),) * len(job.inputs)))  # No size hangs on chance.
+    return method.costs.held(job.task())
 
 
 class _Run:

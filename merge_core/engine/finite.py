@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import EXPONENTS, DType, patterns
+from merge_core.checkpoint import EXPONENTS, DType, StoredTensor, patterns
 from merge_core.errors import InvalidInput
 from merge_core.plan import TensorJob, step_of
 
@@ -89,13 +89,22 @@ def _repeated(bits: int, size: int) -> int:
 
 
 def require_finite(job: TensorJob, counts: Sequence[int] | NDArray[Any]) -> None:
-    """Raise InvalidInput if any input of ``job`` has elements that are NaN or infinite.
+    """Raise InvalidInput if any input of ``job``, or what is read beside it, has elements that are NaN or infinite.
 
     Args:
         job: The tensor.
-        counts: Of each input, how many of the elements that are read.
+        counts: Of each input, then of each importance, how many of the elements that are read.
     """
-    broken = [(item, int(count)) for item, count in zip(job.inputs, counts, strict=True) if count]
+    inputs = len(job.inputs)
+    for measured, count in zip(job.importance, counts[inputs:], strict=True):
+        if count and isinstance(measured, StoredTensor):
+            raise InvalidInput(
+                f"{measured.file}: {measured.name}",
+                found=f"{int(count)} numbers that are NaN or infinite",
+                expected="the importance of elements as mergegate measures it",
+                remedy="run again",
+            )
+    broken = [(item, int(count)) for item, count in zip(job.inputs, counts[:inputs], strict=True) if count]
     if not broken:
         return
     (item, count), *others = broken

@@ -93,7 +93,8 @@ class TensorRun:
             context.torch.use()  # They may be computed with it while they are read.
         self.inputs = JobInputs(job, context.files, block=block, grain=grain, pool=context.pool)
         self.squares = np.zeros(1 + len(job.inputs))
-        self.broken = np.zeros(len(job.inputs), np.int64)  # NaN and infinite elements, of each input.
+        # NaN and infinite elements, of each input and of what is read beside them.
+        self.broken = np.zeros(len(job.inputs) + len(job.importance), np.int64)
         self.first_pass = True
         self.sample_size = 0
         if self.inputs.count == 0:
@@ -254,7 +255,8 @@ class TensorRun:
     def _sample(self, block: LoadedBlock, merged: Bytes) -> None:
         """Add to the sums of squares of the result and of its inputs."""
         numel = self.job.output.numel
-        stored = [(merged, self.job.output.dtype), *zip(block.rows, block.dtypes, strict=True)]
+        own = list(zip(block.rows, block.dtypes, strict=True))[: len(self.job.inputs)]
+        stored = [(merged, self.job.output.dtype), *own]
         samples = [numbers(sampled(patterns(row, dtype), block.start, numel), dtype) for row, dtype in stored]
         squares = [float(np.square(sample, dtype=np.float64).sum()) for sample in samples]
         with self.lock:

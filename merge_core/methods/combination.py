@@ -51,6 +51,27 @@ def combine(coefficients: Sequence[float], *, about_base: bool = False) -> Map:
     return Map(of, fused)
 
 
+def mean_of_models(task: TensorTask) -> Map:
+    """``sum w_i x_i / sum w_i`` of the inputs that are not the base; at the scale ``lambda`` about one."""
+    weights = task.column("weight")
+    scale = float(task.shared["lambda"]) / sum(weights)
+    return combine([weight * scale for weight in weights], about_base=task.has_base)
+
+
+def check_mean(shared: Values, per_input: Sequence[Values], where: str) -> None:
+    """Raise InvalidInput where no model counts in a mean, or where it is scaled about no base."""
+    own = [values["weight"] for values in per_input if "weight" in values]
+    if sum(own) <= 0:
+        raise InvalidInput(where, found="weights that add up to 0", expected="a model that counts", remedy="raise one")
+    if len(own) == len(per_input) and shared["lambda"] != 1:
+        raise InvalidInput(
+            f"{where}: lambda",
+            found=f"{shared['lambda']:g} without a base",
+            expected="1: it is the factor of what is added to a base",
+            remedy="name the base_model, or leave lambda out",
+        )
+
+
 def gram(count: int, *, about_base: bool = False) -> Fold:
     """A pass that gives the Gram matrix ``[count, count]`` (float64) of the inputs, or of their task vectors."""
     pairs = [(i, j) for i in range(count) for j in range(i, count)]

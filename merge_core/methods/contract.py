@@ -106,6 +106,7 @@ class TensorTask:
         seeds: One key per input for :mod:`merge_core.methods.masks`.
         is_projection: Whether it is the matrix ``[out, in]`` of a linear layer inside a layer of the network.
         moments: Of each input, what its matrix is multiplied with; None where that has not been measured.
+        has_importance: Whether blocks say how much each element of each model matters.
     """
 
     name: str
@@ -117,6 +118,7 @@ class TensorTask:
     seeds: tuple[tuple[int, int], ...]
     is_projection: bool = False
     moments: tuple[InputMoments | None, ...] = ()
+    has_importance: bool = False
 
     @property
     def numel(self) -> int:
@@ -151,11 +153,14 @@ class Block:
         inputs: ``[inputs, elements]`` in the dtype of the arithmetic; the base is row 0 when the task has one.
         start: Index of the first element in the flattened tensor.
         grain: Elements per grain; ``start`` is a multiple of it.
+        importance: ``[models, elements]``, from 0: how much each element of each model that is not the base matters;
+            None unless the task says that it is known.
     """
 
     inputs: torch.Tensor
     start: int
     grain: int
+    importance: torch.Tensor | None = None
 
     @property
     def base(self) -> torch.Tensor:
@@ -360,7 +365,8 @@ class Traits:
         conflict_remedy: Given when changing to it helps where task vectors oppose each other.
         first_draft: What it does, in a clause, of the method that a first recipe is written with: one that needs a
             base, and one that does not; empty of all others.
-        reads_text: It asks what flows through each model on a text of its own (:class:`InputMoments`).
+        reads_text: What each model has to show on a text of its own: what flows into its matrices
+            (:class:`InputMoments`), or how much each of its elements matters (:attr:`Block.importance`).
         by_distance: The weights of models follow from how far they are from each other.
     """
 
@@ -371,7 +377,7 @@ class Traits:
     adapters: Literal["sum", "products"] | None = None
     conflict_remedy: ConflictRemedy | None = None
     first_draft: str = ""
-    reads_text: bool = False
+    reads_text: Literal["moments", "importance"] | None = None
     by_distance: bool = False
 
 

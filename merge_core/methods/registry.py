@@ -14,6 +14,7 @@ from merge_core.errors import InvalidInput, suggest
 from merge_core.methods import (
     agreement,
     combination,
+    fisher,
     model_stock,
     pairwise,
     ram,
@@ -38,6 +39,7 @@ _FAMILIES = (
     ram,
     pairwise,
     regression,
+    fisher,
     spectral,
 )
 _BUILT_IN = tuple(method for family in _FAMILIES for method in family.METHODS)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from merge_core.errors import InvalidInput
-from merge_core.methods.combination import combine
+from merge_core.methods.combination import check_mean, mean_of_models
 from merge_core.methods.contract import (
     Block,
     Costs,
@@ -41,7 +41,6 @@ from merge_core.methods.contract import (
     Steps,
     TensorTask,
     Traits,
-    Values,
     add_in_order,
 )
 from merge_core.methods.matrices import DeltaProducts, grain_of_rows, rows_of
@@ -144,16 +143,10 @@ def _answer(task: TensorTask, system: _System) -> Map:
     return Map(of)
 
 
-def _mean(task: TensorTask) -> Map:
-    weights = task.column("weight")
-    scale = float(task.shared["lambda"]) / sum(weights)
-    return combine([weight * scale for weight in weights], about_base=task.has_base)
-
-
 def _regmean(task: TensorTask) -> Steps:
     moments = task.model_moments if task.is_projection else ()
     if not moments:
-        return _mean(task)
+        return mean_of_models(task)
     if wrong := next((one.width for one in moments if one.width != task.shape[-1]), None):
         raise InvalidInput(
             task.name,
@@ -167,25 +160,12 @@ def _regmean(task: TensorTask) -> Steps:
 
 def _wudi(task: TensorTask) -> Steps:
     if not task.is_projection:
-        return _mean(task)
+        return mean_of_models(task)
     weights, ridge = task.column("weight"), float(task.shared["ridge"])
     products = DeltaProducts(task, crossed=False, weighted=False)
     yield products.fold()
     system = yield Solve(lambda device: _system(weights, _of_deltas(products, device), ridge))
     return _answer(task, system)
-
-
-def _check(shared: Values, per_input: Sequence[Values], where: str) -> None:
-    own = [values["weight"] for values in per_input if "weight" in values]
-    if sum(own) <= 0:
-        raise InvalidInput(where, found="weights that add up to 0", expected="a model that counts", remedy="raise one")
-    if len(own) == len(per_input) and shared["lambda"] != 1:
-        raise InvalidInput(
-            f"{where}: lambda",
-            found=f"{shared['lambda']:g} without a base",
-            expected="1: it is the factor of what is added to a base",
-            remedy="name the base_model, or leave lambda out",
-        )
 
 
 def _models(task: TensorTask) -> int:
@@ -234,13 +214,13 @@ METHODS = (
         ),
         steps=_regmean,
         grain=grain_of_rows,
-        check=_check,
+        check=check_mean,
         costs=Costs(
             map=1.5,
             products=lambda task: _solving(task) if _has_matrices(task) else 0.0,
             held=lambda task: _held(task) if _has_matrices(task) else 0,
         ),
-        traits=Traits(reads_text=True),
+        traits=Traits(reads_text="moments"),
     ),
     Method(
         name="wudi",
@@ -255,7 +235,7 @@ METHODS = (
         ),
         steps=_wudi,
         grain=grain_of_rows,
-        check=_check,
+        check=check_mean,
         costs=Costs(
             map=1.5,
             fold=1.5,

@@ -19,13 +19,11 @@ element: a mean whose weights follow from the Gram matrix of all task vectors, w
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.errors import InvalidInput
-from merge_core.methods.combination import combine
+from merge_core.methods.combination import check_mean, combine
 from merge_core.methods.contract import (
     Block,
     Costs,
@@ -36,7 +34,6 @@ from merge_core.methods.contract import (
     StoredBlock,
     TensorTask,
     Traits,
-    Values,
     add_in_order,
 )
 from merge_core.methods.task_vectors import LAMBDA
@@ -82,11 +79,6 @@ def _weighted(task: TensorTask) -> Steps:
     yield  # A generator without a fold.
 
 
-def _check_voices(shared: Values, per_input: Sequence[Values], where: str) -> None:
-    if sum(values.get("weight", 0.0) for values in per_input) <= 0:
-        raise InvalidInput(where, found="weights that add up to 0", expected="a model that counts", remedy="raise one")
-
-
 METHODS = (
     Method(
         name="geometric_median",
@@ -99,7 +91,7 @@ METHODS = (
             LAMBDA,
         ),
         steps=_weighted,
-        check=_check_voices,
+        check=check_mean,
         costs=Costs(map=1.5),
         traits=Traits(by_distance=True),
     ),

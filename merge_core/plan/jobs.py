@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from merge_core.architecture import is_projection
-from merge_core.checkpoint import AnyTensor, Checkpoint, DType, ExpectedMoments, StoredMoments, StoredTensor
+from merge_core.checkpoint import (
+    AnyTensor,
+    Checkpoint,
+    DType,
+    ExpectedImportance,
+    ExpectedMoments,
+    StoredMoments,
+    StoredTensor,
+)
 from merge_core.errors import Finding
 from merge_core.methods import Method, TensorTask
 from merge_core.plan.layout import OutputTensor, Shard
@@ -19,12 +27,13 @@ from merge_core.recipe import Recipe
 @dataclass(frozen=True, slots=True)
 class Input:
     """One input of a job: the model it comes from, the tensor, and its rows if they are not taken as they are; what it
-    is multiplied with, where that is asked for and was, or will be, measured."""
+    is multiplied with, or how much each element matters, where that is asked for and was, or will be, measured."""
 
     model: str
     tensor: AnyTensor
     rows: RowMap | None = None
     moments: StoredMoments | ExpectedMoments | None = None
+    importance: StoredTensor | ExpectedImportance | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,18 @@ class TensorJob:
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
         """The stored tensors that are read for it, block by block."""
-        return tuple(part for item in self.inputs for part in item.tensor.parts)
+        beside = tuple(one for one in self.importance if isinstance(one, StoredTensor))
+        return (*(part for item in self.inputs for part in item.tensor.parts), *beside)
+
+    @property
+    def importance(self) -> tuple[StoredTensor | ExpectedImportance, ...]:
+        """How much each element of each model that is not the base matters, of the output's shape; empty unless that
+        is known of all."""
+        if self.mode != "merge":
+            return ()
+        found = [item.importance for item in self.inputs[1 if self.has_base else 0 :]]
+        known = tuple(one for one in found if one is not None)
+        return known if len(known) == len(found) else ()
 
     @property
     def measured(self) -> tuple[StoredTensor, ...]:
@@ -66,19 +86,19 @@ class TensorJob:
 
     @property
     def nbytes_in(self) -> int:
-        """Bytes of all inputs."""
-        return sum(item.tensor.nbytes for item in self.inputs)
+        """Bytes of all inputs, and of what is read beside them."""
+        return sum(item.tensor.nbytes for item in self.inputs) + sum(one.nbytes for one in self.importance)
 
     @property
     def arithmetic(self) -> Literal["float32", "float64"]:
         """Format that is computed in: float64 when an input is."""
         return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
 
-    def task(self, seeds: tuple[tuple[int, int], ...]) -> TensorTask:
+    def task(self, seeds: tuple[tuple[int, int], ...] = ()) -> TensorTask:
         """The job as the method sees it.
 
         Args:
-            seeds: One key per input for the random masks.
+            seeds: One key per input for the random masks; absent: for estimates, which hang on no chance.
         """
         return TensorTask(
             name=self.output.name,
@@ -87,9 +107,10 @@ class TensorJob:
             has_base=self.has_base,
             shared=self.shared,
             per_input=self.per_input,
-            seeds=seeds,
+            seeds=seeds or ((0, 0),) * len(self.inputs),
             is_projection=len(self.output.shape) == 2 and is_projection(self.output.name),
             moments=tuple(item.moments for item in self.inputs),
+            has_importance=bool(self.importance),
         )
 
 

@@ -20,6 +20,7 @@ from merge_core.architecture import (
     is_head,
     is_optional,
     is_projection,
+    is_routed_expert,
     with_dtype,
 )
 from merge_core.architecture.experts import by_expert
@@ -28,6 +29,7 @@ from merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
     DType,
+    ExpectedImportance,
     ExpectedMoments,
     StoredMoments,
     StoredTensor,
@@ -258,7 +260,13 @@ def _job(
     return TensorJob(
         output=OutputTensor(spec.name, dtype, shape),
         inputs=tuple(
-            Input(str(source.model), tensor, maps.get(str(source.model)), _measured(recipe, str(source.model), tensor))
+            Input(
+                str(source.model),
+                tensor,
+                maps.get(str(source.model)),
+                _moments(recipe, str(source.model), tensor),
+                _importance(recipe, str(source.model), tensor) if not maps and dtype.kind == "float" else None,
+            )
             for source, tensor in found
         ),
         has_base=has_base,
@@ -268,17 +276,28 @@ def _job(
     )
 
 
-def _measured(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredMoments | ExpectedMoments | None:
+def _moments(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredMoments | ExpectedMoments | None:
     """What was, or will be, measured of the inputs of a model's matrix."""
     if recipe.measured is not None:
         known = recipe.measured.get(model)
         return known.moments.get(tensor.name) if known else None
-    if not recipe.method.traits.reads_text or len(tensor.shape) != 2 or not is_projection(tensor.name):
+    if recipe.method.traits.reads_text != "moments" or len(tensor.shape) != 2 or not is_projection(tensor.name):
         return None
-    if ".experts." in tensor.name:  # They are one parameter in memory, of whose inputs nothing is measured.
+    if is_routed_expert(tensor.name):
         return None
     width = tensor.shape[1]
     return ExpectedMoments(width, is_diagonal=width > recipe.reading.diagonal_above)
+
+
+def _importance(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredTensor | ExpectedImportance | None:
+    """How much each element of a tensor was, or will be, found to matter; of rows that others lend, nothing is."""
+    if recipe.measured is not None:
+        known = recipe.measured.get(model)
+        found = known.importance.get(tensor.name) if known else None
+        return found if found is not None and found.shape == tensor.shape else None
+    if recipe.method.traits.reads_text != "importance" or is_routed_expert(tensor.name):
+        return None
+    return ExpectedImportance(tensor.shape)
 
 
 def _output_dtype(

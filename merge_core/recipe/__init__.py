@@ -7,7 +7,7 @@ from merge_core.recipe.adapter_output import AdapterOutput
 from merge_core.recipe.chosen import chosen_models
 from merge_core.recipe.mixture import Expert, GateRows, Mixture
 from merge_core.recipe.overrides import apply_overrides, fit_to_method
-from merge_core.recipe.own_texts import MeasuredInputs, ReadingOfTexts
+from merge_core.recipe.own_texts import AskedText, MeasuredInputs, ReadingOfTexts
 from merge_core.recipe.parameters import Condition, Parameters, value_for
 from merge_core.recipe.recipe import CLIENT_KEYS, ModelPlace, Module, Recipe, Slice, Source, load_recipe
 from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
@@ -17,6 +17,7 @@ from merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, Token
 __all__ = [
     "CLIENT_KEYS",
     "AdapterOutput",
+    "AskedText",
     "CheckpointRef",
     "Condition",
     "Expert",

@@ -114,7 +114,7 @@ def _without(value: Any, method: Method, dropped: frozenset[str]) -> Any:
         return value
     result = {}
     for key, inner in value.items():
-        if key in _OF_TEXTS and not method.traits.reads_text:
+        if key in _OF_TEXTS and method.traits.reads_text is None:
             continue
         if key == _OF_DISTANCES and method.base not in ("required", "optional"):
             continue

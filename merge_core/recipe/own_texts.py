@@ -14,10 +14,10 @@ A text is read by its model before the merge; what was measured then stands in t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
-from merge_core.checkpoint import StoredMoments
+from merge_core.checkpoint import StoredMoments, StoredTensor
 from merge_core.errors import InvalidInput
 from merge_core.methods import Method
 from merge_core.recipe.keys import known_mapping
@@ -25,7 +25,7 @@ from merge_core.recipe.keys import known_mapping
 _LARGEST = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class ReadingOfTexts:
     """How texts are read.
 
@@ -50,6 +50,22 @@ class ReadingOfTexts:
         return {name: value for name, value in self.canonical().items() if name != "field"}
 
 
+class AskedText(NamedTuple):
+    """What a document of a recipe wants of a model and its text: where two want the same there is one answer.
+
+    Args:
+        model: Its reference.
+        text: As the recipe names it.
+        what: As :attr:`.Traits.reads_text`.
+        reading: How it is read.
+    """
+
+    model: str
+    text: str
+    what: str
+    reading: ReadingOfTexts
+
+
 @dataclass(frozen=True)
 class MeasuredInputs:
     """What was measured of one model.
@@ -58,11 +74,13 @@ class MeasuredInputs:
         digest: Of the content.
         text: sha256 of the text.
         moments: By the name of the matrix that is multiplied with the input.
+        importance: By the name of the tensor, of the same shape.
     """
 
     digest: str
     text: str
-    moments: Mapping[str, StoredMoments]
+    moments: Mapping[str, StoredMoments] = field(default_factory=dict)
+    importance: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 def parse_reading(value: object, method: Method, where: str) -> ReadingOfTexts:
@@ -74,9 +92,13 @@ def parse_reading(value: object, method: Method, where: str) -> ReadingOfTexts:
     usual = ReadingOfTexts()
     if value is None:
         return usual
-    if not method.traits.reads_text:
+    if method.traits.reads_text is None:
         raise InvalidInput(where, found=f"{method.name}, which reads no text", expected="nothing", remedy="remove it")
     content = known_mapping(value, where, tuple(usual.canonical()))
+    if "diagonal_above" in content and method.traits.reads_text != "moments":
+        raise InvalidInput(
+            f"{where}.diagonal_above", found=f"{method.name}, of which no matrices are kept", expected="nothing"
+        )
     for key, said in content.items():
         if key == "field":
             if not isinstance(said, str) or not said:
@@ -96,7 +118,7 @@ def parse_text(value: object, method: Method, where: str, *, is_base: bool) -> s
     """
     if value is None:
         return None
-    if not method.traits.reads_text or is_base:
+    if method.traits.reads_text is None or is_base:
         who = "the base, which is not merged" if is_base else f"{method.name}, which reads no text"
         raise InvalidInput(where, found=who, expected="nothing", remedy="remove it")
     if not isinstance(value, str) or not value.strip() or "\0" in value:
@@ -113,12 +135,12 @@ def require_texts(models: Iterable[tuple[str, str | None]], method: Method, wher
     Raises:
         InvalidInput: naming the first without.
     """
-    if not method.traits.reads_text:
+    if method.traits.reads_text is None:
         return
     if lacking := next((model for model, text in models if text is None), None):
         raise InvalidInput(
             f"{where}: {lacking}",
             found="no 'text'",
-            expected=f"a text of its own: {method.name} looks at what flows through each model",
+            expected=f"a text of its own: {method.name} looks at what each model does with one",
             remedy="add 'text: FILE' beside 'model', with documents of what it shall still be able to do",
         )

@@ -20,7 +20,14 @@ from merge_core.parsing import parse_yaml, read_yaml
 from merge_core.recipe.adapter_output import AdapterOutput, parse_output
 from merge_core.recipe.keys import known_mapping, plain_mapping
 from merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
-from merge_core.recipe.own_texts import MeasuredInputs, ReadingOfTexts, parse_reading, parse_text, require_texts
+from merge_core.recipe.own_texts import (
+    AskedText,
+    MeasuredInputs,
+    ReadingOfTexts,
+    parse_reading,
+    parse_text,
+    require_texts,
+)
 from merge_core.recipe.parameters import Parameters, parse_parameters, value_for
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 from merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
@@ -180,12 +187,18 @@ class Recipe:
         """The text of each model of this document that has one."""
         return {source.model: source.text for source in self.sources if source.text is not None}
 
-    def what_was_read(self) -> dict[tuple[str, str], MeasuredInputs]:
-        """What models showed on their texts, as far as they have read them: by reference and text."""
-        found: dict[tuple[str, str], MeasuredInputs] = {}
+    @property
+    def asked_texts(self) -> tuple[AskedText, ...]:
+        """What this document wants of its models' texts."""
+        what = str(self.method.traits.reads_text)
+        return tuple(AskedText(str(ref), text, what, self.reading) for ref, text in self.texts.items())
+
+    def what_was_read(self) -> dict[AskedText, MeasuredInputs]:
+        """What models showed on their texts, as far as they have read them."""
+        found: dict[AskedText, MeasuredInputs] = {}
         for document in (*self.steps, self):
             known = document.measured or {}
-            found |= {(str(ref), text): known[str(ref)] for ref, text in document.texts.items() if str(ref) in known}
+            found |= {asked: known[asked.model] for asked in document.asked_texts if asked.model in known}
         return found
 
     @property

@@ -76,7 +76,7 @@ _IMPORTED = (
 )
 _SILENCE = 3600.0  # seconds without any progress, where nobody has set a limit: the largest model is loaded in that
 # Stages that go on, there, from what they have kept in the store.
-_JOURNALLED = ("evaluate", "perplexity", "ensemble", "statistics")
+_JOURNALLED = ("evaluate", "perplexity", "ensemble", "statistics", "importance")
 _MAPPED_TOO = 2  # times the memory of the machine: weights count when they are mapped, and again when they are read
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # nothing waits for a network that is not there
 # Threads of torch that have done their share of a layer sleep until the others have: where they spin instead, they take

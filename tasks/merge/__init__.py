@@ -1,9 +1,9 @@
 """The merge stage: a recipe and its pinned parents into a checkpoint; and what must be asked of a model before it.
 
 ``stage.py`` is the stage. ``preparation.py`` has models asked beforehand what a recipe wants of them: ``gates.py``
-makes the router rows of a mixture of experts out of its prompts, ``statistics.py`` measures what flows through a model
-while it reads a text of its own (``reading_inputs.py``, in the process that holds models), ``distances.py`` looks how
-far models are from each other.
+makes the router rows of a mixture of experts out of its prompts, ``statistics.py`` measures what a model
+shows on a text of its own (``reading_inputs.py`` and ``reading_gradients.py``, in the process that holds models),
+``distances.py`` looks how far models are from each other.
 """
 
 from tasks.merge.preparation import prepared, prepared_before, still_named
@@ -18,7 +18,7 @@ from tasks.merge.stage import (
     merged_model,
     numerics,
 )
-from tasks.merge.statistics import pinned_texts
+from tasks.merge.statistics import pinned_texts, stage_of_texts
 from tasks.merge.statistics_cost import StatisticsNeeds, statistics_needs
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "pinned_texts",
     "prepared",
     "prepared_before",
+    "stage_of_texts",
     "statistics_needs",
     "still_named",
 ]

@@ -1,5 +1,5 @@
 """What must be known of models before they are merged: how far they are from each other, router rows out of prompts,
-what flows through them on texts."""
+what they show on texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from merge_core import Recipe
 from tasks.checkpoints import PinnedCheckpoint, loadable, loadable_alone, loadable_before
 from tasks.merge.distances import model_distances, with_distances
 from tasks.merge.gates import router_rows, with_gates
-from tasks.merge.statistics import input_statistics, with_statistics
+from tasks.merge.statistics import with_statistics
 
 
 def prepared(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:
@@ -29,7 +29,7 @@ def prepared(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow
 
     recipe = with_distances(recipe, find, model_distances if in_flow else None)
     recipe = with_gates(recipe, find, router_rows if in_flow else None)
-    return with_statistics(recipe, find_loadable, input_statistics if in_flow else None)
+    return with_statistics(recipe, find_loadable, lambda stage: stage if in_flow else stage.build)
 
 
 def still_named(recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
@@ -61,6 +61,6 @@ def prepared_before(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]) -> 
     try:
         recipe = with_distances(recipe, find, known(model_distances))
         recipe = with_gates(recipe, find, known(router_rows))
-        return with_statistics(recipe, find_loadable, known(input_statistics))
+        return with_statistics(recipe, find_loadable, known)
     except _NotFound:
         return None

@@ -13,27 +13,32 @@ have no input of their own here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 from merge_core.adapters import StoredNames
 from merge_core.architecture import is_projection, layer_place
 from merge_core.checkpoint import file_of_moments, open_checkpoint, packed_moments, write_inputs
 from merge_core.errors import InvalidInput
 from merge_core.recipe import ReadingOfTexts
-from merge_core.store import JournalPlace, NotInKey, open_journal, sha256_file
-from merge_core.system import system_memory
+from merge_core.store import JournalPlace, NotInKey, open_journal
 from tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
-from tasks.perplexity import HeldOutText, encode_text, read_texts
+from tasks.merge.reading_runs import (
+    ReadWindow,
+    entry_of_run,
+    in_runs,
+    is_entry_of_run,
+    kept_runs,
+    require_numbers,
+    windows_of,
+)
+from tasks.perplexity import HeldOutText, read_texts
 from tasks.stage import StageValue
 
 if TYPE_CHECKING:
     import torch
-
-# Of the memory that is available once the model is loaded, what sums may take; and what they always may.
-_SHARE, _LEAST = 0.5, 256 << 20
 
 
 class InputStatistics(StageValue):
@@ -56,13 +61,6 @@ class InputStatistics(StageValue):
     def is_thin(self) -> bool:
         """Whether the text has fewer positions than its widest input has numbers."""
         return self.positions < self.widest
-
-
-class _Window(NamedTuple):
-    """Tokens that are read at once; the last ``new`` of them were in no window before."""
-
-    tokens: list[int]
-    new: int
 
 
 @dataclass
@@ -108,7 +106,7 @@ class _Sums:
         for hook in self._hooks:
             hook.remove()
 
-    def read(self, loaded: LoadedModel, window: _Window) -> None:
+    def read(self, loaded: LoadedModel, window: ReadWindow) -> None:
         """Add the positions of ``window`` that no window before had."""
         import torch
 
@@ -153,14 +151,14 @@ def read_inputs(
             or computes no numbers.
     """
     texts = read_texts(text, reading.documents)
-    with load_model(model, dtype=dtype, device=device) as loaded, open_journal(place, _is_record) as journal:
-        windows = list(_windows(loaded, model, [text for _, text in texts], reading.max_length))
+    with load_model(model, dtype=dtype, device=device) as loaded, open_journal(place, is_entry_of_run) as journal:
+        windows = list(windows_of(loaded, model, [text for _, text in texts], reading.max_length))
         positions = sum(window.new for window in windows)
         layers = _layers(loaded, model)
-        done = _kept(journal.records, out)
+        done = kept_runs(journal.records, out, file_of_moments)
         owner = {name: own for record in done for name, own in record["owner"].items()}
         left = [layer for layer in layers if not layer.modules.keys() <= owner.keys()]
-        runs = _runs(left, reading.diagonal_above)
+        runs = in_runs(left, lambda layer: layer.size(reading.diagonal_above))
         total = len(windows) * max(len(runs), 1)
         for number, run in enumerate(runs):
             with _Sums(
@@ -169,9 +167,9 @@ def read_inputs(
                 for count, window in enumerate(windows, start=1):
                     sums.read(loaded, window)
                     on_progress(number * len(windows) + count, total)
-            file = file_of_moments(len(done) + number)
-            _write(out / file, sums.of, positions=positions, model=model)
-            journal.append({"file": file, "sha256": sha256_file(out / file), "owner": sums.owner})
+            path = out / file_of_moments(len(done) + number)
+            _write(path, sums.of, positions=positions, model=model)
+            journal.append(entry_of_run(path, sums.owner))
             owner |= sums.owner
         if not owner:
             raise InvalidInput(
@@ -195,17 +193,6 @@ def read_inputs(
         )
 
 
-def _windows(loaded: LoadedModel, model: Model, texts: Sequence[str], most: int) -> Iterator[_Window]:
-    """Every token of every text in one window; one that would be short begins with context from before. A text begins
-    as its model's tokenizer begins it for whoever asks: what is measured is what will flow."""
-    length = min(most, loaded.context or most)
-    for text in texts:
-        tokens = encode_text(loaded, model, text, with_specials=True)
-        for start in range(0, len(tokens), length):
-            end = min(start + length, len(tokens))
-            yield _Window(tokens[max(0, end - length) : end], end - start)
-
-
 def _layers(loaded: LoadedModel, model: Model) -> list[_Layer]:
     """The linear layers whose weights lie on disk, by layer of the network in its order."""
     import torch
@@ -224,56 +211,12 @@ def _layers(loaded: LoadedModel, model: Model) -> list[_Layer]:
     return list(layers.values())
 
 
-def _runs(layers: Sequence[_Layer], limit: int) -> list[list[_Layer]]:
-    """Layers whose sums fit into memory together; at least one at a time."""
-    memory = system_memory()
-    room = max(_LEAST, int(_SHARE * memory.available)) if memory else _LEAST
-    runs: list[list[_Layer]] = []
-    taken = 0
-    for layer in layers:
-        size = layer.size(limit)
-        if not runs or taken + size > room:
-            runs.append([])
-            taken = 0
-        runs[-1].append(layer)
-        taken += size
-    return runs
-
-
-def _is_record(record: object) -> bool:
-    match record:
-        case {"file": str(), "sha256": str(), "owner": dict()}:
-            return True
-    return False
-
-
-def _kept(records: Iterable[Mapping[str, Any]], out: Path) -> list[Mapping[str, Any]]:
-    """What a killed run has measured, as far as it lies there as it was written; nothing else lies there."""
-    done: list[Mapping[str, Any]] = []
-    for record in records:
-        path = out / file_of_moments(len(done))
-        if record["file"] != path.name or not path.is_file() or sha256_file(path) != record["sha256"]:
-            break
-        done.append(record)
-    expected = {record["file"] for record in done}
-    for path in out.glob("*.safetensors"):
-        if path.name not in expected:
-            path.unlink()
-    return done
-
-
 def _write(path: Path, sums: Mapping[str, torch.Tensor], *, positions: int, model: Model) -> None:
     import torch
     from safetensors.torch import save_file
 
     kept = {}
     for name, total in sums.items():
-        if not torch.isfinite(total).all():
-            raise InvalidInput(
-                f"{model.name}: {name}",
-                found="inputs that are not finite, of its own text",
-                expected="numbers",
-                remedy="the model is damaged, or computed in a format that is too narrow for it",
-            )
+        require_numbers(total, name, model)
         kept[name] = torch.from_numpy(packed_moments((total / positions).cpu().numpy()))
     save_file(kept, path)

@@ -1,4 +1,5 @@
-"""The stage ``statistics``: what flows through a model on a text of its own, for methods that ask.
+"""What a model shows on a text of its own, for methods that ask: the stages ``statistics`` (what flows into its
+matrices) and ``importance`` (how much each of its elements matters).
 
 Measured once for each model and text, kept by content; then a recipe has it in the place of its texts::
 
@@ -11,21 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from merge_core import Recipe
 from merge_core.architecture import dtype_in
-from merge_core.checkpoint import FILES_OF_MOMENTS, open_moments
+from merge_core.checkpoint import FILES_OF_IMPORTANCE, FILES_OF_MOMENTS, open_importance, open_moments
 from merge_core.errors import MergegateError
 from merge_core.parsing import read_json
 from merge_core.recipe import MeasuredInputs, ReadingOfTexts, expanded
 from merge_core.store import JOURNAL, Artifact, HashMemo, JournalPlace, keep_only_journal
 from tasks.checkpoints import Model, ask_child, files_state
+from tasks.merge.reading_gradients import ImportanceStatistics, read_gradients
 from tasks.merge.reading_inputs import InputStatistics, read_inputs
 from tasks.perplexity import HeldOutText, pin_text
 from tasks.stage import Runtime, advance, formats_without_units, runtime, stage, store
 
-Measure: TypeAlias = Callable[[Model, HeldOutText, ReadingOfTexts, str, Runtime], Artifact[InputStatistics]]
+Measure: TypeAlias = Callable[[Model, HeldOutText, ReadingOfTexts, str, Runtime], Artifact[Any]]
 
 
 @stage("statistics", version=1, subject="model", resumable=True)
@@ -48,6 +50,37 @@ def input_statistics(
     )
 
 
+@stage("importance", version=1, subject="model", resumable=True)
+def importance_statistics(
+    out: Path, model: Model, text: HeldOutText, reading: ReadingOfTexts, dtype: str, runtime: Runtime
+) -> ImportanceStatistics:
+    """How much each element of ``model`` matters to what it says on ``text``; goes on from the journal of a killed run.
+
+    Raises:
+        InvalidInput: when the model cannot be loaded or read the text, or computes no numbers.
+    """
+    keep_only_journal(out, FILES_OF_IMPORTANCE)
+    key = importance_statistics.key(model, text, reading, dtype, runtime) + files_state([model])
+    return ask_child(
+        read_gradients,
+        (model, text, reading, dtype, runtime.device, out, JournalPlace(out / JOURNAL, key)),
+        where=f"importance of {model.name}",
+        models=[model],
+        on_progress=lambda done, total: advance(done, total, "texts"),
+    )
+
+
+def stage_of_texts(recipe: Recipe) -> str | None:
+    """Name of the stage in which the models of one document of a recipe read their texts; None where they have none."""
+    if not recipe.texts:
+        return None
+    return importance_statistics.name if _wants_importance(recipe) else input_statistics.name
+
+
+def _wants_importance(recipe: Recipe) -> bool:
+    return recipe.method.traits.reads_text == "importance"
+
+
 def pinned_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[str, HeldOutText]]:
     """The texts of one document of a recipe, each with the reference of its model.
 
@@ -62,27 +95,34 @@ def pinned_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[str, HeldOu
         yield str(ref), pin_text(path, recipe.reading.field, hashes, where=where, relative_to="recipe", named=named)
 
 
-def with_statistics(recipe: Recipe, find: Callable[[str], Model], measure: Measure | None = None) -> Recipe:
-    """``recipe`` with what flows through its models on their texts, in every document of it.
+def with_statistics(
+    recipe: Recipe, find: Callable[[str], Model], call: Callable[[Any], Measure] = lambda stage: stage.build
+) -> Recipe:
+    """``recipe`` with what its models show on their texts, in every document of it.
 
     Args:
         find: The pinned model of a reference, which any library can load.
-        measure: :func:`input_statistics`, as a task of a flow; None: the same without Prefect.
+        call: How a stage is asked; absent: without Prefect.
 
     Raises:
         InvalidInput: when a text is not there, or its model cannot read it.
     """
-    return recipe.in_every_document(lambda document: _with_own(document, find, measure))
+    return recipe.in_every_document(lambda document: _with_own(document, find, call))
 
 
-def _with_own(recipe: Recipe, find: Callable[[str], Model], measure: Measure | None) -> Recipe:
+def _with_own(recipe: Recipe, find: Callable[[str], Model], call: Callable[[Any], Measure]) -> Recipe:
     if not recipe.texts or recipe.measured is not None:
         return recipe
+    matters = _wants_importance(recipe)
+    measure = call(importance_statistics if matters else input_statistics)
     here, measured = runtime(), {}
     for ref, text in tuple(pinned_texts(recipe, store().hashes)):
         model = find(ref)
-        made = (measure or input_statistics.build)(model, text, recipe.reading, _dtype(model, here), here)
-        measured[ref] = MeasuredInputs(made.digest, text.sha256, open_moments(made.directory))
+        made = measure(model, text, recipe.reading, _dtype(model, here), here)
+        if matters:
+            measured[ref] = MeasuredInputs(made.digest, text.sha256, importance=open_importance(made.directory))
+        else:
+            measured[ref] = MeasuredInputs(made.digest, text.sha256, moments=open_moments(made.directory))
     return replace(recipe, measured=measured)
 
 

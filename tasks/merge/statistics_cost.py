@@ -1,8 +1,8 @@
-"""What it takes to measure what flows through models, before it is done: from the plan, the texts' sizes, and rates.
+"""What it takes to measure what models show on texts, before it is done: from the plan, the texts' sizes, and rates.
 
 Pure but for a look at the sizes of texts. Of each position a model multiplies with all its weights, and each distinct
 input with itself, in float64; where the sums do not fit into memory at once, a text is read in several runs, each no
-further than its last layer.
+further than its last layer. Where derivatives are asked for, it is read forward and back, in each run the whole way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from merge_core import MergePlan
-from merge_core.architecture import TensorKind, is_projection, tensor_kind
+from merge_core.architecture import TensorKind, is_projection, is_routed_expert, tensor_kind
 from merge_core.engine.forecast import Rates
 from merge_core.store import HashMemo
 from tasks.merge.statistics import pinned_texts
@@ -35,10 +35,11 @@ class StatisticsNeeds:
     Args:
         texts: That are read.
         positions: Tokens of all of them, about.
-        inputs: Distinct inputs of one model.
+        inputs: Distinct inputs, or tensors, of one model.
         nbytes: That are kept, of all models.
         sums: Bytes of the sums of one model; what does not fit into memory is measured in several runs.
         operations: Of reading each text once.
+        backwards: Whether derivatives are wanted.
     """
 
     texts: int
@@ -47,17 +48,19 @@ class StatisticsNeeds:
     nbytes: int
     sums: int
     operations: float
+    backwards: bool = False
 
     def seconds(self, rates: Rates, memory: int) -> float | None:
         """On a machine of these rates that has so many bytes for sums; None where products were not measured."""
         if not rates.products:
             return None
         runs = max(1, math.ceil(self.sums / max(memory, 1)))
-        return (runs + 1) / 2 * self.operations / (_REACHED * rates.products)
+        return (runs if self.backwards else (runs + 1) / 2) * self.operations / (_REACHED * rates.products)
 
     def summary(self) -> str:
         """``2 texts · about 3,000 positions · 12 inputs each``."""
-        return f"{self.texts} texts · about {self.positions:,.0f} positions · {self.inputs} inputs a model"
+        what = "tensors" if self.backwards else "inputs"
+        return f"{self.texts} texts · about {self.positions:,.0f} positions · {self.inputs} {what} a model"
 
 
 def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | None:
@@ -70,10 +73,16 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
     texts = [text for _, text in pinned_texts(recipe, hashes)]
     if not texts:
         return None
+    positions = sum(_positions(text, recipe.reading.documents) for text in texts)
+    if plan.method.traits.reads_text == "importance":
+        measured = [job.output for job in plan.jobs if job.importance]
+        size = 4 * sum(one.numel for one in measured)
+        # As much again forward, twice as much back: to what comes before, and to the weights.
+        operations = positions * 6 * plan.parameters
+        return StatisticsNeeds(len(texts), positions, len(measured), len(texts) * size, size, operations, True)
     widths = _inputs(plan)
     whole = [width for width in widths if width <= recipe.reading.diagonal_above]
     kept = 4 * sum(width * (width + 1) // 2 for width in whole) + 4 * (sum(widths) - sum(whole))
-    positions = sum(_positions(text, recipe.reading.documents) for text in texts)
     # In float64 a product takes twice as long as in float32.
     each = 2 * plan.parameters + 2 * sum(2 * width**2 for width in whole)
     return StatisticsNeeds(
@@ -91,7 +100,7 @@ def _inputs(plan: MergePlan) -> list[int]:
     found: dict[tuple[str, str], int] = {}
     for job in plan.jobs:
         name, shape = job.output.name, job.output.shape
-        if len(shape) == 2 and is_projection(name) and ".experts." not in name:
+        if len(shape) == 2 and is_projection(name) and not is_routed_expert(name):
             found.setdefault((name.rsplit(".", 2)[0], _INPUT[tensor_kind(name)]), shape[1])
     return list(found.values())
 

@@ -177,7 +177,7 @@ def release_files(
         numerics=numerics,
         evaluation_seed=content.scoring.seed if content.scoring else None,
         parents=pinned.parents,
-        texts={text: one.text for (_, text), one in pinned.recipe.what_was_read().items()},
+        texts={asked.text: one.text for asked, one in pinned.recipe.what_was_read().items()},
         versions=versions,
         verdict=content.verdict,
         license=license,

@@ -25,7 +25,7 @@ from merge_core import Checkpoint, MergePlan, load_recipe, plan_merge
 from merge_core.architecture.experts import match_experts
 from merge_core.errors import ChangedInput, DiskRefused, InvalidInput, MergegateError, suggest
 from merge_core.methods import PASSTHROUGH
-from merge_core.recipe import MeasuredInputs
+from merge_core.recipe import AskedText, MeasuredInputs
 from merge_core.store import digest
 from tasks.checkpoints import (
     PinnedCheckpoint,
@@ -88,7 +88,7 @@ class TrialSetting:
         looks: Where documents are cut into batches when no rule says otherwise: equal to that of the rules, a candidate
             gets the same last place with and without one.
         threads: That merge and score.
-        measured: What flows through parents on their texts, for methods that ask: by reference and text.
+        measured: What parents show on their texts, for methods that ask.
     """
 
     parents: tuple[PinnedCheckpoint, ...]
@@ -102,7 +102,7 @@ class TrialSetting:
     base: str = ""
     looks: tuple[float, ...] = (1.0,)
     threads: int = 1
-    measured: Mapping[tuple[str, str], MeasuredInputs] = field(default_factory=dict)
+    measured: Mapping[AskedText, MeasuredInputs] = field(default_factory=dict)
 
     def as_it_is(self, name: str) -> TrialRequest:
         """A parent, with its adapter if it has one, as a candidate.
@@ -281,8 +281,16 @@ class _Place:
         recipe = load_recipe(request.recipe, where=where)
         if recipe.output is not None:
             raise InvalidInput(recipe.where, found="a recipe that makes an adapter", expected="one that makes a model")
-        if asked := {str(ref): self.setting.measured.get((str(ref), text)) for ref, text in recipe.texts.items()}:
-            recipe = replace(recipe, measured={ref: one for ref, one in asked.items() if one is not None})
+        if recipe.texts:
+            if unread := next((asked for asked in recipe.asked_texts if asked not in self.setting.measured), None):
+                raise InvalidInput(
+                    f"{recipe.where}: {unread.model}",
+                    found=f"{unread.text}, which was not read for {recipe.merge_method} in this way",
+                    expected="texts that were read before the search",
+                    remedy="search over methods, or over how texts are read, not over both",
+                )
+            measured = {asked.model: self.setting.measured[asked] for asked in recipe.asked_texts}
+            recipe = replace(recipe, measured=measured)
         by_ref = {parent.ref: parent for parent in self.setting.parents}
         tables = {}
         for reference in map(str, recipe.references()):

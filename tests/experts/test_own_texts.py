@@ -21,7 +21,7 @@ from merge_core.recipe import ReadingOfTexts
 from merge_core.store import HashMemo, JournalPlace
 from tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
 from tasks.checkpoints.model import Model
-from tasks.merge import reading_inputs
+from tasks.merge import reading_runs
 from tasks.merge.preparation import prepared
 from tasks.merge.reading_inputs import InputStatistics, read_inputs
 from tasks.merge.statistics import pinned_texts
@@ -122,8 +122,8 @@ def test_wide_inputs_are_kept_as_squares(loaded: tuple[Any, Any], tmp_path: Path
 def test_layer_by_layer_gives_the_same(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading_inputs, "_SHARE", 0)
-    monkeypatch.setattr(reading_inputs, "_LEAST", 1)
+    monkeypatch.setattr(reading_runs, "_SHARE", 0)
+    monkeypatch.setattr(reading_runs, "_LEAST", 1)
     progress: list[tuple[int, int]] = []
     read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
     layers = loaded[0].config.num_hidden_layers
@@ -140,8 +140,8 @@ class Killed(BaseException):
 def test_a_killed_reading_goes_on(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    monkeypatch.setattr(reading_inputs, "_SHARE", 0)
-    monkeypatch.setattr(reading_inputs, "_LEAST", 1)
+    monkeypatch.setattr(reading_runs, "_SHARE", 0)
+    monkeypatch.setattr(reading_runs, "_LEAST", 1)
     text, out = pinned(tmp_path, *SENTENCES), tmp_path / "out"
 
     def kill(done: int, total: int) -> None:

@@ -23,8 +23,16 @@ from merge_core import (
     open_checkpoint,
     plan_merge,
 )
-from merge_core.architecture import is_projection
-from merge_core.checkpoint import file_of_moments, open_moments, packed_moments, write_inputs
+from merge_core.architecture import is_projection, is_routed_expert
+from merge_core.checkpoint import (
+    file_of_importance,
+    file_of_moments,
+    open_importance,
+    open_moments,
+    packed_moments,
+    write_importance,
+    write_inputs,
+)
 from merge_core.recipe import MeasuredInputs
 
 LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
@@ -103,13 +111,29 @@ def read_recipe(text: str, root: Path) -> Recipe:
         recipe = replace(recipe, places={})
     if not recipe.texts:
         return recipe
-    measured = {}
+    measured, what = {}, str(recipe.method.traits.reads_text)
     for number, ref in enumerate(map(str, recipe.texts)):
-        place = root / "inputs" / ref
+        place = root / what / ref
         if not place.exists():
-            draw_inputs(place, open_checkpoint(root / ref), seed=number)
-        measured[ref] = MeasuredInputs(ref, ref, open_moments(place))
+            draw = draw_inputs if what == "moments" else draw_importance
+            draw(place, open_checkpoint(root / ref), seed=number)
+        if what == "moments":
+            measured[ref] = MeasuredInputs(ref, ref, moments=open_moments(place))
+        else:
+            measured[ref] = MeasuredInputs(ref, ref, importance=open_importance(place))
     return replace(recipe, measured=measured)
+
+
+def draw_importance(place: Path, checkpoint: Checkpoint, seed: int) -> None:
+    """Write how much each element of a model matters, drawn at random; a few matter to nobody."""
+    place.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    kept = {}
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.dtype.kind == "float" and not is_routed_expert(name):
+            kept[name] = torch.randn(tensor.shape, generator=generator).relu().pow(4)
+    save_file(kept, place / file_of_importance(0))
+    write_importance(place, {name: name for name in kept}, positions=5)
 
 
 def draw_inputs(place: Path, checkpoint: Checkpoint, seed: int) -> None:

@@ -262,7 +262,8 @@ def _kinds(plan: MergePlan) -> Iterator[_Kind]:
         output, values = (job.output.dtype.code, job.output.shape), (id(job.shared), id(job.per_input))
         seen = tuple(item.moments.is_diagonal if item.moments else None for item in job.inputs)
         matrix = (is_projection(job.output.name), seen) if is_of_matrices else ()
-        found.setdefault((output, inputs, values, job.mode, job.has_base, matrix), []).append(job)
+        beside = len(job.importance)
+        found.setdefault((output, inputs, values, job.mode, job.has_base, matrix, beside), []).append(job)
     for alike in found.values():
         yield _Kind(plan, alike[0], _work(plan, alike[0]), len(alike))
 
@@ -270,7 +271,7 @@ def _kinds(plan: MergePlan) -> Iterator[_Kind]:
 def _work(plan: MergePlan, job: TensorJob) -> Work:
     if job.mode != "merge":
         return COPY
-    return work_of(plan.method, job.task(seeds=((0, 0),) * len(job.inputs)))  # No number of passes hangs on chance.
+    return work_of(plan.method, job.task())
 
 
 def _block_bytes(kind: _Kind, settings: EngineSettings, further: int) -> int:
@@ -278,5 +279,5 @@ def _block_bytes(kind: _Kind, settings: EngineSettings, further: int) -> int:
     job = kind.job
     grain = kind.plan.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
     elements = min(max(1, settings.block_elements // grain) * grain, job.output.numel)
-    inputs = sum(item.tensor.dtype.size + further for item in job.inputs)
+    inputs = sum(item.tensor.dtype.size + further for item in job.inputs) + (4 + further) * len(job.importance)
     return elements * (inputs + 4 + job.output.dtype.size)

@@ -1,0 +1,74 @@
+"""How much each element of a model matters to what it says on a text: files of their own, beside no model.
+
+A directory with ``importance.json`` and safetensors files: of each tensor of the model that was measured, under its
+name and in its shape, float32, the mean over all positions of the squared derivative of the log-likelihood of what the
+model itself would say there (the diagonal of its Fisher information). The JSON says by which tensor each is kept (a
+head that is the embedding matters as one tensor)::
+
+    {"positions": 2304, "tensors": {"lm_head.weight": "model.embed_tokens.weight", ...}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
+from merge_core.errors import InvalidInput
+from merge_core.parsing import read_json
+
+IMPORTANCE = "importance.json"
+FILES_OF_IMPORTANCE = "importance-*.safetensors"
+_EXPECTED = "the importance of elements as mergegate measures it"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedImportance:
+    """The importance of a tensor's elements that is still to be measured, as far as a plan can know it.
+
+    Args:
+        shape: Of the tensor.
+    """
+
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of float32."""
+        return 4 * math.prod(self.shape)
+
+
+def file_of_importance(number: int) -> str:
+    """Name of a file with the importance of a run of tensors; ``number`` from 0."""
+    return f"importance-{number:05d}.safetensors"
+
+
+def write_importance(directory: Path, tensors: Mapping[str, str], positions: int) -> None:
+    """Write ``importance.json``: by which tensor each is kept; means are over so many positions."""
+    text = json.dumps({"positions": positions, "tensors": dict(tensors)}, indent=1)
+    (directory / IMPORTANCE).write_text(f"{text}\n", encoding="utf-8")
+
+
+def open_importance(directory: Path) -> dict[str, StoredTensor]:
+    """What lies in ``directory``, by the name of the model's tensor.
+
+    Raises:
+        InvalidInput: Files that are missing or damaged, or do not belong together.
+    """
+    place = directory / IMPORTANCE
+    said: Any = read_json(place)
+    tensors = said.get("tensors") if isinstance(said, Mapping) else None
+    if not isinstance(tensors, Mapping):
+        raise InvalidInput(str(place), found="no 'tensors'", expected=_EXPECTED, remedy="run again")
+    kept = {tensor.name: tensor for file in sorted(directory.glob(FILES_OF_IMPORTANCE)) for tensor in read_header(file)}
+    found = {}
+    for name, owner in tensors.items():
+        tensor = kept.get(owner)
+        if tensor is None or tensor.dtype.code != "F32":
+            raise InvalidInput(f"{place}: {name}", found="nothing of that name", expected=_EXPECTED, remedy="run again")
+        found[str(name)] = tensor
+    return found

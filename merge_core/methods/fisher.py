@@ -1,0 +1,65 @@
+"""Each element from the models in proportion to how much it matters to each.
+
+With the diagonal ``F_i`` of model i's Fisher information, measured on a text of its own,
+
+    x = sum w_i F_i x_i / sum w_i F_i
+
+is the most likely point if each model's posterior is a Gaussian about its weights with that precision (Matena & Raffel
+2022, https://arxiv.org/abs/2111.09832). It is computed about the mean, ``m + sum w_i F_i (x_i - m) / sum w_i F_i``: an
+element that matters to no model, or was not measured, is the mean. There is no floor: an element that matters little to
+all is still shared by how little.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from merge_core.methods.combination import check_mean, mean_of_models
+from merge_core.methods.contract import Block, Costs, Map, Method, Parameter, Steps, TensorTask, Traits, add_in_order
+from merge_core.methods.task_vectors import LAMBDA
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _fisher(task: TensorTask) -> Steps:
+    return _by_importance(task) if task.has_importance else mean_of_models(task)
+    yield  # A generator without a fold.
+
+
+def _by_importance(task: TensorTask) -> Map:
+    weights, scale = task.column("weight"), float(task.shared["lambda"])
+    shares = [weight / sum(weights) for weight in weights]
+
+    def of(block: Block) -> torch.Tensor:
+        import torch
+
+        assert block.importance is not None
+        wide = block.inputs.double()
+        own = wide[1:] if task.has_base else wide
+        matters = block.importance.double() * torch.tensor(weights, dtype=wide.dtype, device=wide.device)[:, None]
+        total = add_in_order(list(matters))
+        mean = add_in_order([one * share for one, share in zip(own, shares, strict=True)])
+        apart = add_in_order([(one - mean) * much for one, much in zip(own, matters, strict=True)])
+        found = mean + torch.where(total > 0, apart / total, 0.0)
+        if task.has_base and scale != 1:
+            found = wide[0] + (found - wide[0]) * scale
+        return found.to(block.inputs.dtype)
+
+    return Map(of)
+
+
+METHODS = (
+    Method(
+        name="fisher",
+        summary="Each element from the models in proportion to how much it matters to what each says on its own text",
+        paper="Fisher merging, Matena & Raffel 2022, https://arxiv.org/abs/2111.09832",
+        base="optional",
+        models=(1, None),
+        parameters=(Parameter("weight", "float", "non_base", 1.0, "how much each model counts", 0.0), LAMBDA),
+        steps=_fisher,
+        check=check_mean,
+        costs=Costs(map=6.0),
+        traits=Traits(reads_text="importance"),
+    ),
+)

@@ -1,0 +1,196 @@
+"""How much elements matter to what a model says, against derivatives of plain transformers; kept, killed, gone on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mixtures
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance
+from merge_core.errors import InvalidInput
+from merge_core.recipe import ReadingOfTexts
+from merge_core.store import HashMemo, JournalPlace
+from tasks.checkpoints.model import Model
+from tasks.merge import reading_runs
+from tasks.merge.reading_gradients import ImportanceStatistics, read_gradients
+from tasks.perplexity import HeldOutText, pin_text
+
+DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
+REVERSER = DEMO / "models/reverser"
+SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk", "copy: aabb>aabb")
+
+
+def text_of(place: Path, documents: tuple[str, ...]) -> HeldOutText:
+    path = place / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
+    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text")
+
+
+def read(
+    directory: Path,
+    text: HeldOutText,
+    out: Path,
+    told: Callable[[int, int], None] = lambda done, total: None,
+    **how: Any,
+) -> ImportanceStatistics:
+    out.mkdir(exist_ok=True)
+    model = Model(name=directory.name, digest=str(directory), directory=directory)
+    place = JournalPlace(out.parent / f"{out.name}.journal", str(directory))
+    return read_gradients(model, text, ReadingOfTexts(**how), "float32", "cpu", out, place, told)
+
+
+def kept(out: Path) -> dict[str, torch.Tensor]:
+    files = {name: tensor.file for name, tensor in open_importance(out).items()}
+    return {name: load_file(file)[open_importance(out)[name].name] for name, file in files.items()}
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Any, Any]:
+    network = transformers.AutoModelForCausalLM.from_pretrained(REVERSER, dtype=torch.float32).eval()
+    return network, transformers.AutoTokenizer.from_pretrained(REVERSER)
+
+
+def by_autograd(loaded: tuple[Any, Any], documents: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """A document after the other, with the draws that are promised: one stream for each."""
+    network, tokenizer = loaded
+    parameters = dict(network.named_parameters())
+    sums = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in parameters.items()}
+    positions = 0
+    for number, document in enumerate(documents):
+        ids = torch.tensor([tokenizer(document).input_ids])
+        logits = network(ids).logits[0]
+        chance = torch.Generator().manual_seed(number)
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=chance)
+        said = logits.log_softmax(-1).gather(1, drawn).sum()
+        for name, gradient in zip(parameters, torch.autograd.grad(said, list(parameters.values())), strict=True):
+            sums[name] += gradient.double() ** 2
+        positions += ids.shape[1]
+    return {name: total / positions for name, total in sums.items()}
+
+
+def agrees(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert wanted.keys() <= found.keys()
+    for name, values in wanted.items():
+        torch.testing.assert_close(found[name].double(), values, rtol=1e-3, atol=1e-5 * float(values.max()), msg=name)
+
+
+def test_it_is_the_square_of_what_each_document_alone_asks_for(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out")
+    wanted = by_autograd(loaded, SENTENCES)
+    assert (found.documents, found.tensors) == (len(SENTENCES), len(wanted))
+    assert found.parameters == sum(one.numel() for one in wanted.values())
+    agrees(kept(tmp_path / "out"), wanted)
+    assert set(kept(tmp_path / "out")) <= set(open_checkpoint(REVERSER).tensors)
+
+
+def test_its_mean_is_the_fisher_information(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    """Of one context, over many draws: the expectation over everything that the model could say, added up exactly."""
+    network, tokenizer = loaded
+    document, draws = "rev: ab>", 300
+    ids = torch.tensor([tokenizer(document).input_ids])
+    name, parameter = next((name, one) for name, one in network.named_parameters() if "down_proj" in name)
+    log_likelihood = network(ids).logits[0].log_softmax(-1)
+    exact = torch.zeros_like(parameter)
+    for position in log_likelihood:
+        for said in position:
+            (gradient,) = torch.autograd.grad(said, parameter, retain_graph=True)
+            exact += said.detach().exp() * gradient**2
+    read(REVERSER, text_of(tmp_path, (document,) * draws), tmp_path / "out", documents=draws)
+    found = kept(tmp_path / "out")[name]
+    assert float(found.sum()) == pytest.approx(float(exact.sum()) / ids.shape[1], rel=0.15)
+
+
+def test_in_any_number_of_runs_it_is_the_same(
+    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_runs, "_SHARE", 0)
+    monkeypatch.setattr(reading_runs, "_LEAST", 1)
+    progress: list[tuple[int, int]] = []
+    found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out", lambda *told: progress.append(told))
+    total = found.tensors * len(SENTENCES)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == found.tensors > 1
+    assert progress == [(done, total) for done in range(1, total + 1)]
+    agrees(kept(tmp_path / "out"), by_autograd(loaded, SENTENCES))
+
+
+class Stopped(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("damage", ["", "cut", "gone"])
+def test_a_killed_one_goes_on(
+    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setattr(reading_runs, "_SHARE", 0)
+    monkeypatch.setattr(reading_runs, "_LEAST", 1)
+    text, out = text_of(tmp_path, SENTENCES), tmp_path / "out"
+
+    def kill(done: int, total: int) -> None:
+        if done > 2 * len(SENTENCES):
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        read(REVERSER, text, out, kill)
+    assert not (out / IMPORTANCE).exists()
+    first, second = sorted(out.glob("*.safetensors"))
+    if damage == "cut":
+        first.write_bytes(first.read_bytes()[:-1])
+    elif damage == "gone":
+        second.unlink()
+    steps: list[int] = []
+    found = read(REVERSER, text, out, lambda done, total: steps.append(total))
+    lost = {"": 0, "cut": 2, "gone": 1}[damage]
+    assert steps[-1] == (found.tensors - 2 + lost) * len(SENTENCES)
+    agrees(kept(out), by_autograd(loaded, SENTENCES))
+
+
+def test_windows_count_no_position_twice(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+    positions = sum(len(loaded[1](one).input_ids) for one in SENTENCES)
+    for length in (2, 7):
+        found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / f"{length}", max_length=length)
+        assert found.positions == positions
+
+
+def test_a_head_that_is_the_embedding_matters_as_one_tensor(tmp_path: Path) -> None:
+    network = transformers.AutoModelForCausalLM.from_pretrained(REVERSER, dtype=torch.float32)
+    assert network.config.tie_word_embeddings
+    network.save_pretrained(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / file).write_bytes((REVERSER / file).read_bytes())
+    file = tmp_path / "model/model.safetensors"
+    tensors = load_file(file)
+    from safetensors.torch import save_file
+
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "out")
+    found = open_importance(tmp_path / "out")
+    assert found["lm_head.weight"] == found["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_of_experts_that_are_one_parameter_nothing_is_said(tmp_path: Path, family: str) -> None:
+    mixtures.save(mixtures.build(family), tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
+    read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "out")
+    names = set(open_importance(tmp_path / "out"))
+    assert {name for name in open_checkpoint(tmp_path / "model").tensors if ".experts." not in name} == names
+
+
+def test_a_model_that_says_no_numbers_is_refused(tmp_path: Path) -> None:
+    network = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "models/base", dtype=torch.float32)
+    with torch.no_grad():
+        network.model.layers[0].input_layernorm.weight[0] = 1e38
+        network.model.layers[0].self_attn.q_proj.weight.mul_(1e30)
+    network.save_pretrained(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
+    with pytest.raises(InvalidInput, match="not finite"):
+        read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "out")

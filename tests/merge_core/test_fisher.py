@@ -1,0 +1,147 @@
+"""Merging by importance against the formula in float64, through the engine, and what it promises of special cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family import load, merge_text, read_recipe, save_checkpoint
+from safetensors.torch import load_file, save_file
+
+from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+from merge_core.checkpoint import file_of_importance, open_importance
+from merge_core.engine.forecast import needs_of
+from merge_core.errors import InvalidInput
+
+SHAPES = {
+    "model.embed_tokens.weight": (90, 40),
+    "model.layers.0.mlp.up_proj.weight": (300, 40),
+    "model.norm.weight": (40,),
+}
+MODELS = ("a", "b", "c")
+Array = np.ndarray
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for seed, name in enumerate(("base", *MODELS)):
+        made = torch.Generator().manual_seed(seed)
+        save_checkpoint(tmp_path / name, {name: torch.randn(shape, generator=made) for name, shape in SHAPES.items()})
+    return tmp_path
+
+
+def recipe(more: str = "", weights: tuple[float, ...] = (1.0, 1.0, 1.0)) -> str:
+    models = ", ".join(
+        f"{{model: {name}, text: {name}, parameters: {{weight: {weight}}}}}"
+        for name, weight in zip(MODELS, weights, strict=True)
+    )
+    return f"merge_method: fisher\nmodels: [{models}]\n{more}"
+
+
+def importance(root: Path) -> dict[str, list[Array]]:
+    kept = [load_file(root / "importance" / name / file_of_importance(0)) for name in MODELS]
+    return {name: [one[name].double().numpy() for one in kept] for name in SHAPES}
+
+
+def formula(values: list[Array], matters: list[Array], weights: tuple[float, ...]) -> Array:
+    """As it is published; where nothing matters, the weighted mean."""
+    total = sum(much * weight for much, weight in zip(matters, weights, strict=True))
+    above = sum(one * much * weight for one, much, weight in zip(values, matters, weights, strict=True))
+    mean = sum(one * weight for one, weight in zip(values, weights, strict=True)) / sum(weights)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(np.asarray(total) > 0, above / total, mean)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (1.0, 0.0, 2.5)])
+@pytest.mark.parametrize("settings", [{}, {"block_elements": 1, "threads": 3}, {"threads": 1}])
+def test_it_is_the_published_formula(root: Path, weights: tuple[float, ...], settings: dict[str, Any]) -> None:
+    merge_text(recipe(weights=weights), root, **settings)
+    found, matters = load(root / "out"), importance(root)
+    for name in SHAPES:
+        values = [load(root / model)[name].astype(float) for model in MODELS]
+        assert any((np.asarray(one) == 0).any() for one in matters[name])
+        np.testing.assert_allclose(
+            found[name].astype(float), formula(values, matters[name], weights), rtol=3e-6, atol=1e-6, err_msg=name
+        )
+
+
+def test_about_a_base_at_a_scale(root: Path) -> None:
+    merge_text(recipe("base_model: base\nparameters: {lambda: 0.7}\n"), root)
+    found, matters, base = load(root / "out"), importance(root), load(root / "base")
+    for name in SHAPES:
+        values = [load(root / model)[name].astype(float) for model in MODELS]
+        whole = formula(values, matters[name], (1.0, 1.0, 1.0))
+        start = base[name].astype(float)
+        np.testing.assert_allclose(found[name].astype(float), start + 0.7 * (whole - start), rtol=3e-6, atol=2e-6)
+
+
+def test_tiny_importance_counts_as_much_as_large(root: Path) -> None:
+    """Only ratios matter: squares of derivatives are as small as float32 can be."""
+    merge_text(recipe(), root)
+    expected = load(root / "out")
+    for model in MODELS:
+        file = root / "importance" / model / file_of_importance(0)
+        save_file({name: tensor * 2.0**-70 for name, tensor in load_file(file).items()}, file)
+    merge_text(recipe(), root, out="tiny")
+    for name, tensor in load(root / "tiny").items():
+        assert np.array_equal(tensor, expected[name])
+
+
+def test_what_is_not_known_of_one_model_is_the_mean(root: Path) -> None:
+    merge_text(recipe(), root)  # Draws it.
+    place = root / "importance" / "b"
+    file = place / file_of_importance(0)
+    kept = load_file(file)
+    missing = "model.layers.0.mlp.up_proj.weight"
+    del kept[missing]
+    save_file(kept, file)
+    said = (place / "importance.json").read_text()
+    (place / "importance.json").write_text(said.replace(f'"{missing}": "{missing}",\n', ""))
+    merge_text(recipe(), root, out="again")
+    mean = np.mean([load(root / model)[missing].astype(float) for model in MODELS], axis=0)
+    np.testing.assert_allclose(load(root / "again")[missing], mean, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(root: Path, broken: float) -> None:
+    merge_text(recipe(), root)
+    file = root / "importance" / "c" / file_of_importance(0)
+    kept = load_file(file)
+    kept["model.norm.weight"][7] = broken
+    save_file(kept, file)
+    with pytest.raises(InvalidInput, match=r"importance-00000.*: model.norm.weight(.|\n)*1 numbers? that"):
+        merge_text(recipe(), root, out="again")
+
+
+def test_files_that_do_not_belong_together_are_refused(root: Path) -> None:
+    merge_text(recipe(), root)
+    (root / "importance/a" / file_of_importance(0)).unlink()
+    with pytest.raises(InvalidInput, match="nothing of that name"):
+        open_importance(root / "importance/a")
+
+
+def test_what_is_read_beside_is_counted_before_and_after(root: Path) -> None:
+    loaded = load_recipe(recipe())
+    checkpoints = {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()}
+    before = plan_merge(loaded, checkpoints)
+    after = plan_merge(read_recipe(recipe(), root), checkpoints)
+    weights = sum(int(np.prod(shape)) for shape in SHAPES.values())
+    assert before.bytes_read == after.bytes_read == len(MODELS) * weights * (4 + 4)
+    how: Any = {"settings": EngineSettings(), "cores": 2, "device": "cpu"}
+    assert replace(needs_of(before, **how), input_files=0) == replace(needs_of(after, **how), input_files=0)
+
+
+def test_a_merge_that_nobody_prepared_is_refused(root: Path) -> None:
+    loaded = load_recipe(recipe())
+    plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
+    with pytest.raises(InvalidInput, match="have not read their texts"):
+        merge_weights(plan, root / "out", seed=0)
+
+
+def test_of_a_recipe_that_keeps_no_matrices_none_can_be_wide() -> None:
+    with pytest.raises(InvalidInput, match="no matrices are kept"):
+        load_recipe(recipe("statistics: {diagonal_above: 9}\n"))

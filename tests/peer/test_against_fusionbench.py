@@ -1,0 +1,190 @@
+"""Methods on whole matrices, and by importance, beside FusionBench 0.2.33: the same numbers, or why not.
+
+FusionBench's own functions merge in an environment of its own (``make .venv-fusionbench/ready``), all in one process.
+Without that environment these tests are skipped, unless MERGEGATE_REQUIRE_FUSIONBENCH is set.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from merge_core import load_recipe, merge_tensors, open_checkpoint, plan_merge
+from merge_core.checkpoint import (
+    file_of_importance,
+    file_of_moments,
+    open_importance,
+    open_moments,
+    packed_moments,
+    write_importance,
+    write_inputs,
+)
+from merge_core.recipe import MeasuredInputs
+
+pytestmark = pytest.mark.fusionbench
+
+PEER = Path(__file__).resolve().parents[2] / ".venv-fusionbench" / "bin" / "python"
+SCRIPT = Path(__file__).with_name("run_fusionbench.py")
+# A square, a tall and a wide matrix of a layer, each of several runs of rows.
+MATRICES = {
+    "model.layers.0.self_attn.q_proj.weight": (144, 144),
+    "model.layers.0.mlp.up_proj.weight": (400, 96),
+    "model.layers.0.mlp.down_proj.weight": (96, 300),
+}
+MODELS = 3
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, torch.Tensor]:
+    """Task vectors of low rank and a little of everything; more inputs than a matrix has columns."""
+    made = torch.Generator().manual_seed(11)
+    found = {}
+    for name, shape in MATRICES.items():
+        found[f"{name}/base"] = 0.1 * torch.randn(shape, generator=made)
+        for i in range(MODELS):
+            change = torch.randn(shape[0], 8, generator=made) @ torch.randn(8, shape[1], generator=made)
+            noise = torch.randn(shape, generator=made)
+            found[f"{name}/model{i}"] = found[f"{name}/base"] + 0.01 * change + 0.004 * noise
+            inputs = torch.randn(2 * shape[1], shape[1], generator=made) * torch.rand(shape[1], generator=made)
+            moments = inputs.double().T @ inputs.double() / len(inputs)
+            found[f"{name}/moments{i}"] = moments.float()
+            found[f"{name}/importance{i}"] = torch.randn(shape, generator=made).square()
+    return found
+
+
+@pytest.fixture(scope="module")
+def theirs(given: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, torch.Tensor]:
+    if not PEER.exists():
+        if os.environ.get("MERGEGATE_REQUIRE_FUSIONBENCH"):
+            pytest.fail("make .venv-fusionbench/ready first")
+        pytest.skip("FusionBench is not installed (make test-fusionbench)")
+    place = tmp_path_factory.mktemp("fusionbench")
+    save_file(dict(given), place / "inputs.safetensors")
+    ran = subprocess.run(
+        [PEER, SCRIPT, place / "inputs.safetensors", place / "results.safetensors"],
+        cwd=place,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return load_file(place / "results.safetensors")
+
+
+@pytest.fixture(scope="module")
+def root(given: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as checkpoints, with what was measured of each."""
+    place = tmp_path_factory.mktemp("ours")
+    for model in ("base", *(f"model{i}" for i in range(MODELS))):
+        (place / model).mkdir()
+        tensors = {name: given[f"{name}/{model}"] for name in MATRICES}
+        save_file(tensors, place / model / "model.safetensors")
+        (place / model / "config.json").write_text('{"model_type": "llama"}')
+    for i in range(MODELS):
+        measured = place / f"measured{i}"
+        measured.mkdir()
+        moments = {name: packed_moments(given[f"{name}/moments{i}"].double().numpy()) for name in MATRICES}
+        save_file({name: torch.from_numpy(one) for name, one in moments.items()}, measured / file_of_moments(0))
+        write_inputs(measured, {name: name for name in MATRICES}, positions=1)
+        save_file({name: given[f"{name}/importance{i}"] for name in MATRICES}, measured / file_of_importance(0))
+        write_importance(measured, {name: name for name in MATRICES}, positions=1)
+    return place
+
+
+def ours(root: Path, method: str, parameters: str = "", *, base: bool = True) -> Mapping[str, torch.Tensor]:
+    reads = method in ("regmean", "fisher")
+    models = ", ".join(f"{{model: model{i}{', text: own' if reads else ''}}}" for i in range(MODELS))
+    recipe = load_recipe(
+        f"merge_method: {method}\nmodels: [{models}]\n"
+        + ("base_model: base\n" if base else "")
+        + f"parameters: {{{parameters}}}\n"
+    )
+    if reads:
+        measured = {
+            f"model{i}": MeasuredInputs("", "", open_moments(place), open_importance(place))
+            for i, place in ((i, root / f"measured{i}") for i in range(MODELS))
+        }
+        recipe = replace(recipe, measured=measured)
+    checkpoints = {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
+    return {name: tensor.clone() for name, tensor in merge_tensors(plan_merge(recipe, checkpoints), seed=0)}
+
+
+def distance(one: torch.Tensor, other: torch.Tensor, base: torch.Tensor) -> float:
+    """Of two merges, in lengths of what the second added to the base."""
+    return float((one.double() - other.double()).norm() / (other.double() - base.double()).norm())
+
+
+@pytest.mark.parametrize(
+    ("their", "method", "parameters", "base"),
+    [
+        ("regmean .9", "regmean", "off_diagonals: 0.9", False),
+        ("regmean .5", "regmean", "off_diagonals: 0.5", False),
+        ("fisher", "fisher", "", False),
+        ("svc 1", "svc", "alpha: 1.0", True),
+        ("svc .5", "svc", "alpha: 0.5", True),
+        ("tsv_m", "tsv_m", "", True),
+        ("consensus_ta", "consensus_ta", "threshold: 0.4, weight: 1.0", True),
+    ],
+)
+def test_the_same_numbers(
+    given: Mapping[str, torch.Tensor],
+    theirs: Mapping[str, torch.Tensor],
+    root: Path,
+    their: str,
+    method: str,
+    parameters: str,
+    base: bool,
+) -> None:
+    """Theirs is in float32, with inverses and singular values of it; ours adds up in float64."""
+    for name, found in ours(root, method, parameters, base=base).items():
+        apart = distance(theirs[f"{their}/{name}"], found, given[f"{name}/base"])
+        print(f"{their:14} {name}: {apart:.1e}")
+        assert apart < 1e-4, name
+
+
+def test_wudi_in_closed_form_is_where_adam_is_going(
+    given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], root: Path
+) -> None:
+    """Theirs takes 300 steps of at most 1e-5 each from the sum of the task vectors; the loss says how far it came."""
+    for name, found in ours(root, "wudi", "ridge: 1e-6").items():
+        base = given[f"{name}/base"].double()
+        deltas = [given[f"{name}/model{i}"].double() - base for i in range(MODELS)]
+
+        def loss(merged: torch.Tensor, base: torch.Tensor = base, deltas: list[torch.Tensor] = deltas) -> float:
+            new = merged.double() - base
+            return sum(float(((new - d) @ d.T).square().sum() / d.square().sum()) for d in deltas)
+
+        start, adam, closed = loss(base + sum(deltas)), loss(theirs[f"wudi/{name}"]), loss(found)
+        print(f"wudi           {name}: the sum {start:.3g}, Adam {adam:.3g}, closed {closed:.3g}")
+        assert closed <= adam * (1 + 1e-6)
+        assert adam <= start
+
+
+def test_knots_of_a_mean_is_the_mean(given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """Of KnOTS they have the shared directions; what is merged in them is the caller's, and a mean in them is the mean.
+    (Ours, TIES in them, is held against its formula in test_matrix_methods.)"""
+    for name in MATRICES:
+        base = given[f"{name}/base"]
+        mean = torch.stack([given[f"{name}/model{i}"].double() for i in range(MODELS)]).mean(0)
+        assert distance(theirs[f"knots, mean/{name}"], mean, base) < 1e-4
+
+
+def test_fisher_as_they_usually_do_it_is_another_mean(
+    given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> None:
+    """They scale each model's importance to one size over the whole model, and add 1e-6."""
+    for name in MATRICES:  # Each of their calls has one matrix here: its norm is the model's.
+        scaled = []
+        for i in range(MODELS):
+            importance = given[f"{name}/importance{i}"].double() + 1e-6
+            scaled.append(importance / given[f"{name}/importance{i}"].double().norm())
+        values = [given[f"{name}/model{i}"].double() for i in range(MODELS)]
+        expected = sum(v * s for v, s in zip(values, scaled, strict=True)) / sum(scaled)
+        assert distance(theirs[f"fisher as usual/{name}"], expected, given[f"{name}/base"]) < 1e-3
