@@ -28,6 +28,7 @@ from flows.candidates import (
     candidate_recipes,
     client_round,
     clients_document,
+    recipe_of_documents,
     searched_recipe,
 )
 from merge_core.errors import InvalidInput, suggest
@@ -197,18 +198,15 @@ class Profile(ProfileSection):
     @cached_property
     def _candidates(self) -> tuple[Candidate, ...]:
         _ = self._recipes_read
-        own: Written | SearchedRecipe = self.recipe
+        own: Written | SearchedRecipe | Candidate = self.recipe
         if self.sweep:
             searched = self.searched_recipe()
             own = replace(searched, document=at_start(searched.document, self.sweep, searched.where))
         written = [one for one in self.remedies if one != AUTO]
         if (tonight := self._client_round) is not None:
-            own = SearchedRecipe(tonight[0].document, tonight[1], f"profile {self.name}: recipe")
-        found = candidate_recipes(own, written, self.root, f"profile {self.name}")
-        if tonight is None:
-            return found
-        first = replace(found[0], text=tonight[0].text + found[0].text, remarks=tonight[0].remarks)
-        return (first, *found[1:])
+            read = recipe_of_documents(tonight[0].documents, tonight[1], f"profile {self.name}: recipe")
+            own = replace(read, text=tonight[0].text + read.text, remarks=tonight[0].remarks)
+        return candidate_recipes(own, written, self.root, f"profile {self.name}")
 
     @cached_property
     def _client_round(self) -> tuple[ClientRound, Path] | None:

@@ -11,6 +11,7 @@ from flows.candidates.candidates import (
     Written,
     candidate_recipes,
     changed_candidate,
+    recipe_of_documents,
     searched_recipe,
 )
 from flows.candidates.clients import ClientRound, client_round, clients_document
@@ -26,5 +27,6 @@ __all__ = [
     "changed_candidate",
     "client_round",
     "clients_document",
+    "recipe_of_documents",
     "searched_recipe",
 ]

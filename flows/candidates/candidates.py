@@ -82,19 +82,30 @@ def searched_recipe(written: Written, root: Path, where: str) -> SearchedRecipe:
     return SearchedRecipe(documents[0], file.parent, str(file))
 
 
+def recipe_of_documents(documents: Sequence[Mapping[str, Any]], directory: Path, where: str) -> Candidate:
+    """What somebody would release who wrote these documents into a file in ``directory``.
+
+    Raises:
+        InvalidInput: For a recipe that cannot mean anything.
+    """
+    return _inline(documents, "", directory, where)
+
+
 def candidate_recipes(
-    own: Written | SearchedRecipe, remedies: Sequence[Written | SearchedRecipe], root: Path, where: str
+    own: Written | SearchedRecipe | Candidate, remedies: Sequence[Written | SearchedRecipe], root: Path, where: str
 ) -> tuple[Candidate, ...]:
     """The recipe ``own`` and its remedies; relative paths are relative to ``root``.
 
     Args:
-        own, remedies: Of a recipe that is searched, with its holes filled.
+        own, remedies: Of a recipe that is searched, with its holes filled; ``own`` may have been read already.
 
     Raises:
         InvalidInput: For a recipe that cannot mean anything, or a change that does not fit the recipe.
     """
-    if isinstance(own, SearchedRecipe):
-        first = _inline(own.document, "", own.directory, own.where)
+    if isinstance(own, Candidate):
+        first = own
+    elif isinstance(own, SearchedRecipe):
+        first = _inline([own.document], "", own.directory, own.where)
     else:
         first = _candidate(own, "", root, f"{where}: recipe")
     first = replace(first, change={})
@@ -102,7 +113,7 @@ def candidate_recipes(
     for position, remedy in enumerate(remedies):
         place = f"{where}: remedies[{position}]"
         if isinstance(remedy, SearchedRecipe):
-            found.append(_inline(remedy.document, "another recipe", remedy.directory, remedy.where))
+            found.append(_inline([remedy.document], "another recipe", remedy.directory, remedy.where))
         elif isinstance(remedy, Path):
             found.append(_candidate(remedy, str(remedy), root, place))
         elif "experts" in remedy or ("merge_method" in remedy and ({"models", "slices", "modules"} & remedy.keys())):
@@ -127,7 +138,7 @@ def changed_candidate(of: Candidate, change: Mapping[str, Any], root: Path, wher
     """
     assert of.document is not None
     words = ", ".join(f"{name}: {_in_line(value)}" for name, value in change.items())
-    made = _inline(apply_overrides(of.document, change, where), words, of.recipe.directory or root, where)
+    made = _inline([apply_overrides(of.document, change, where)], words, of.recipe.directory or root, where)
     return replace(made, change=None if of.change is None else {**of.change, **change})
 
 
@@ -141,9 +152,11 @@ def _candidate(written: Written, remedy: str, root: Path, where: str) -> Candida
     if isinstance(written, Path):
         file = root / written
         return Candidate(remedy, load_recipe(file), file.read_text(encoding="utf-8"))
-    return _inline(written, remedy, root, where)
+    return _inline([written], remedy, root, where)
 
 
-def _inline(written: Mapping[str, Any], remedy: str, directory: Path, where: str) -> Candidate:
-    text = yaml.safe_dump(dict(written), sort_keys=False, allow_unicode=True)
-    return Candidate(remedy, replace(load_recipe(written, where=where), directory=directory), text)
+def _inline(documents: Sequence[Mapping[str, Any]], remedy: str, directory: Path, where: str) -> Candidate:
+    plain = [dict(document) for document in documents]
+    text = yaml.safe_dump_all(plain, sort_keys=False, allow_unicode=True)
+    recipe = load_recipe(plain[0] if len(plain) == 1 else text, where=where)
+    return Candidate(remedy, replace(recipe, directory=directory), text)

@@ -6,12 +6,18 @@
       clients: [clients/*]                  # directories: patterns, or names that must be there
       samples: {clients/a: 1200}            # how much each has seen; else 'samples' in a client's card; else all alike
       at_least: 2                           # clients with something new, for a round to take place
+      momentum: 0.9                         # how much of the last round's step is taken again
       leave_out_beyond: 5                   # see docs/methods.md
 
 Who takes part is decided by what lies there: a client that is not there, has no whole checkpoint, is of another shape,
 or is the very one that the last release was made of, is left out and named. Where nothing is new the last round's
 recipe stands, so that a night makes nothing. What comes out is a plain recipe: it is what is checked, released and made
 again.
+
+Momentum needs no state beside the releases. With ``v' = momentum v + D`` and ``w' = w + rate v'`` (Hsu et al. 2019,
+https://arxiv.org/abs/1909.06335; ``D`` is what the clients changed together, the rate is their method's ``lambda``) the
+last step is ``w - w_before = rate v``, so that ``w' = w + rate D + momentum (w - w_before)``: the round, and task
+arithmetic of it and of the release before the last.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from merge_core import Checkpoint, open_checkpoint
 from merge_core.errors import InvalidInput, MergegateError, Refused
@@ -31,6 +37,7 @@ from merge_core.recipe import CLIENT_KEYS, expanded
 from tasks.publish import CARD, PROVENANCE, RECIPE, metadata_beside
 
 _PATTERN = frozenset("*?[")
+_ROUND = "round"  # name of the document that the clients make together, where another follows
 
 
 @dataclass(frozen=True)
@@ -38,11 +45,11 @@ class ClientRound:
     """The recipe of a round, and who does not take part.
 
     Args:
-        document: A plain recipe.
+        documents: A plain recipe: what the clients make together; after it, with momentum, the step that is taken.
         remarks: A line for each client that is left out, and for what the round begins with.
     """
 
-    document: Mapping[str, Any]
+    documents: tuple[Mapping[str, Any], ...]
     remarks: tuple[str, ...]
 
     @property
@@ -93,14 +100,15 @@ def client_round(
         InvalidInput: The document says something that has no meaning.
         Refused: There are too few clients for a first round.
     """
-    patterns, samples, at_least = _said(document, where)
+    said = _said(document, where)
+    samples, at_least = said.samples, said.at_least
     base = os.path.relpath(released, directory) if released else document.get("base_model")
     if not isinstance(base, str):
         raise InvalidInput(where, found="no 'base_model'", expected="what the clients of the first round started from")
     remarks: list[str] = []
     begun = _opened(directory / base)
     present = []
-    for name, place in _places(patterns, directory, remarks, f"{where}: clients"):
+    for name, place in _places(said.patterns, directory, remarks, f"{where}: clients"):
         try:
             _require_like(begun, open_checkpoint(place))
             present.append(_Client(name, digest_of(place), _samples_of(name, place, samples)))
@@ -113,7 +121,7 @@ def client_round(
     if released and len(taking) < at_least:
         few = f"{len(taking)} of {len(present)} clients have something new"
         wanted = f", {at_least} are wanted" if taking else ""
-        return ClientRound(_last_recipe(released, where), (*remarks, f"{few}{wanted}: the last round stands"))
+        return ClientRound(_last_recipe(released), (*remarks, f"{few}{wanted}: the last round stands"))
     if len(taking) < at_least:
         raise Refused(
             f"{where}: clients",
@@ -124,12 +132,29 @@ def client_round(
     remarks += [f"{client.name}: left out: late, it is the one that the last round was made of" for client in late]
     if released:
         remarks.append(f"the round begins with the last release, {released.name}")
-    return ClientRound(_recipe(document, base, taking, where), tuple(remarks))
+    made = _recipe(document, base, taking, where)
+    if not (said.momentum and released):
+        return ClientRound((made,), tuple(remarks))
+    before = _begun_with(released, directory, digest_of)
+    if before is None:
+        remarks.append("without momentum: what the last round began with is not there any more")
+        return ClientRound((made,), tuple(remarks))
+    remarks.append(f"{said.momentum:g} times the last step, from {Path(before).name}, is taken again")
+    return ClientRound(_with_momentum(made, before, said.momentum), tuple(remarks))
 
 
-def _said(document: Mapping[str, Any], where: str) -> tuple[list[str], Mapping[str, float], int]:
-    patterns, samples, at_least = (
-        document.get(key, usual) for key, usual in zip(CLIENT_KEYS, ((), {}, 1), strict=True)
+class _Said(NamedTuple):
+    """What a recipe says of clients."""
+
+    patterns: list[str]
+    samples: Mapping[str, float]
+    at_least: int
+    momentum: float
+
+
+def _said(document: Mapping[str, Any], where: str) -> _Said:
+    patterns, samples, at_least, momentum = (
+        document.get(key, usual) for key, usual in zip(CLIENT_KEYS, ((), {}, 1, 0), strict=True)
     )
     if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
         raise InvalidInput(f"{where}: clients", found=f"{patterns!r:.60}", expected="a list of directories or patterns")
@@ -138,9 +163,11 @@ def _said(document: Mapping[str, Any], where: str) -> tuple[list[str], Mapping[s
         raise InvalidInput(f"{where}: samples", found=f"{samples!r:.60}", expected="a number above 0 for each client")
     if type(at_least) is not int or at_least < 1:
         raise InvalidInput(f"{where}: at_least", found=f"{at_least!r:.60}", expected="a whole number from 1")
+    if isinstance(momentum, bool) or not isinstance(momentum, (int, float)) or not 0 <= momentum < 1:
+        raise InvalidInput(f"{where}: momentum", found=f"{momentum!r:.60}", expected="a number from 0, below 1")
     if wrong := next((key for key in ("models", "slices", "modules") if key in document), None):
         raise InvalidInput(f"{where}: {wrong}", found="beside clients", expected="either: clients are the models")
-    return patterns, samples, at_least
+    return _Said(patterns, samples, at_least, float(momentum))
 
 
 def _is_count(value: object) -> bool:
@@ -213,13 +240,40 @@ def _counted(released: Path) -> frozenset[str]:
         return frozenset()
 
 
-def _last_recipe(released: Path, where: str) -> Mapping[str, Any]:
+def _last_recipe(released: Path) -> tuple[Mapping[str, Any], ...]:
     documents = read_yaml(released / RECIPE, "the recipe of the last release")
-    if len(documents) != 1 or not isinstance(documents[0], Mapping):
-        raise InvalidInput(
-            f"{where}: {RECIPE} of the last release", found=f"{len(documents)} documents", expected="one recipe"
-        )
-    return documents[0]
+    found = tuple(one for one in documents if isinstance(one, Mapping))
+    if not found or len(found) < len(documents):
+        raise InvalidInput(str(released / RECIPE), found=f"{documents!r:.60}", expected="the recipe of a release")
+    return found
+
+
+def _begun_with(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> str | None:
+    """What the last round began with, as its recipe names it, if it is still there and still the same."""
+    with suppress(MergegateError, OSError, ValueError):
+        *_, last = _last_recipe(released)
+        base = last.get("base_model")
+        if isinstance(base, str) and (directory / base).is_dir() and digest_of(directory / base) in _counted(released):
+            return base
+    return None
+
+
+# What the step that is taken says, and not the round before it.
+_OF_THE_RESULT = frozenset(("dtype", "out_dtype", "tokenizer_source", "tokenizer", "chat_template"))
+
+
+def _with_momentum(
+    made: Mapping[str, Any], before: str, momentum: float
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """A round, and the step that is taken when the last one (from ``before`` to its base) goes on."""
+    of_the_round = {key: value for key, value in made.items() if key not in _OF_THE_RESULT}
+    of_the_step = {key: value for key, value in made.items() if key in _OF_THE_RESULT}
+    models = [
+        {"model": _ROUND, "parameters": {"weight": 1.0}},
+        {"model": before, "parameters": {"weight": -momentum}},
+    ]
+    step = {"merge_method": TASK_ARITHMETIC.name, "base_model": made["base_model"], "models": models, **of_the_step}
+    return {**of_the_round, "name": _ROUND, "dtype": "float32"}, step
 
 
 def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], where: str) -> dict[str, Any]:

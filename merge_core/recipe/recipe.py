@@ -55,7 +55,7 @@ RECIPE_KEYS = (
     "leave_out_beyond",
 )
 # Of a round of clients, from which a profile makes a recipe.
-CLIENT_KEYS = ("clients", "samples", "at_least")
+CLIENT_KEYS = ("clients", "samples", "at_least", "momentum")
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,11 @@ class Recipe:
         """Whether it must be known how far its models are from each other."""
         by_distance = self.mixture is None and self.method.traits.by_distance
         return by_distance or self.leave_out_beyond is not None
+
+    @property
+    def every_place(self) -> dict[str, ModelPlace]:
+        """Where models stood that were chosen by their distances, of all documents."""
+        return {model: place for one in (*self.steps, self) for model, place in (one.places or {}).items()}
 
     @property
     def left_out(self) -> dict[str, str]:

@@ -31,6 +31,12 @@ _TYPES: dict[str, dict[str, Any]] = {
         "description": "In a profile: directories of models that train from the last release.",
     },
     "samples": {"type": "object", "description": "How much each client has seen."},
+    "momentum": {
+        "type": "number",
+        "minimum": 0,
+        "exclusiveMaximum": 1,
+        "description": "How much of the last round's step is taken again.",
+    },
     "at_least": {"type": "integer", "description": "Clients with something new, for a round to take place."},
     "leave_out_beyond": {
         "type": "number",

@@ -9,13 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from client_rounds import HONEST, MODELS, Clients
 from demo_project import PROFILES, Project
+from safetensors.torch import load_file, save_file
 
 from flows.candidates import ClientRound, client_round
+from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.errors import InvalidInput, Refused
+from merge_core.store import sha256_file
 
 DOCUMENT: dict[str, Any] = {"base_model": "base", "clients": ["clients/*"], "merge_method": "median"}
 
@@ -37,7 +42,7 @@ def round_of(place: Path, released: Path | None = None, **changes: Any) -> Clien
 
 
 def names(found: ClientRound) -> list[str]:
-    return [Path(one["model"]).name for one in found.document["models"]]
+    return [Path(one["model"]).name for one in found.documents[-1]["models"]]
 
 
 def release(place: Path, *made_of: str) -> Path:
@@ -53,13 +58,13 @@ def release(place: Path, *made_of: str) -> Path:
 
 def test_a_first_round_begins_with_the_base_and_takes_everybody(place: Path) -> None:
     found = round_of(place)
-    assert (found.document["base_model"], names(found), found.remarks) == ("base", sorted(HONEST), ())
-    assert "clients" not in found.document
+    assert (found.documents[-1]["base_model"], names(found), found.remarks) == ("base", sorted(HONEST), ())
+    assert "clients" not in found.documents[-1]
 
 
 def test_the_next_round_begins_with_the_release_and_leaves_out_who_is_late(place: Path) -> None:
     found = round_of(place, release(place, "ada", "cleo"))
-    assert found.document["base_model"] == "releases/v1"
+    assert found.documents[-1]["base_model"] == "releases/v1"
     assert names(found) == ["ben", "dan"]
     late = [remark for remark in found.remarks if "late" in remark]
     assert [remark.partition(":")[0] for remark in late] == ["clients/ada", "clients/cleo"]
@@ -70,7 +75,7 @@ def test_the_next_round_begins_with_the_release_and_leaves_out_who_is_late(place
 def test_where_too_few_have_something_new_the_last_round_stands(place: Path, at_least: int) -> None:
     made_of = tuple(HONEST) if at_least == 1 else ("ada", "ben", "cleo")
     found = round_of(place, release(place, *made_of), at_least=at_least)
-    assert found.document == {"merge_method": "median", "base_model": "base", "models": []}
+    assert found.documents == ({"merge_method": "median", "base_model": "base", "models": []},)
     assert "the last round stands" in found.remarks[-1]
 
 
@@ -98,7 +103,7 @@ def test_who_is_not_there_or_not_whole_or_of_another_shape_is_left_out_by_name(p
 def test_a_pattern_may_be_absolute_and_names_one_client_once(place: Path) -> None:
     found = round_of(place, clients=[f"{place}/clients/*", "clients/ada"])
     assert names(found) == sorted(HONEST)
-    assert all(not one["model"].startswith("/") for one in found.document["models"])
+    assert all(not one["model"].startswith("/") for one in found.documents[-1]["models"])
 
 
 def test_a_card_that_is_no_file_leaves_its_client_out(place: Path) -> None:
@@ -115,16 +120,16 @@ def test_samples_are_weights_and_those_of_the_recipe_win(place: Path, method: st
     for number, name in enumerate(sorted(HONEST), start=1):
         (place / "clients" / name / "README.md").write_text(f"---\nlicense: mit\nsamples: {100 * number}\n---\n")
     found = round_of(place, merge_method=method, samples={"clients/ada": 7})
-    weights = [one["parameters"]["weight"] for one in found.document["models"]]
+    weights = [one["parameters"]["weight"] for one in found.documents[-1]["models"]]
     assert weights == [7, 200, 300, 400]
-    assert found.document.get("parameters", {}).get("normalize", True)
+    assert found.documents[-1].get("parameters", {}).get("normalize", True)
 
 
 def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
     document = {key: value for key, value in DOCUMENT.items() if key != "merge_method"}
     found = client_round(document, place, "profile", released=None, digest_of=lambda one: one.name)
-    assert found.document["merge_method"] == "task_arithmetic"
-    assert found.document["parameters"] == {"normalize": True}
+    assert found.documents[-1]["merge_method"] == "task_arithmetic"
+    assert found.documents[-1]["parameters"] == {"normalize": True}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +144,9 @@ def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
         ({"clients": ["clients/*", 3]}, "a list of directories"),
         ({"at_least": 0}, "from 1"),
         ({"at_least": True}, "from 1"),
+        ({"momentum": 1}, "below 1"),
+        ({"momentum": -0.1}, "from 0"),
+        ({"momentum": True}, "from 0"),
         ({"models": [{"model": "a"}]}, "clients are the models"),
         ({"base_model": None}, "base_model"),
         ({"merge_method": "task_arithmetic", "samples": {"clients/ada": 3}}, "none of clients/ben"),
@@ -149,6 +157,74 @@ def test_what_a_round_cannot_be(place: Path, changes: Mapping[str, Any], said: s
     with pytest.raises(InvalidInput) as problem:
         round_of(place, **changes)
     assert said in str(problem.value)
+
+
+# --- momentum ---
+
+
+def save_tiny(place: Path, weights: np.ndarray) -> Path:
+    place.mkdir(parents=True, exist_ok=True)
+    save_file({"model.norm.weight": torch.from_numpy(weights.astype(np.float32))}, place / "model.safetensors")
+    (place / "config.json").write_text('{"model_type": "llama"}')
+    return place
+
+
+def read_tiny(place: Path) -> np.ndarray:
+    return load_file(place / "model.safetensors")["model.norm.weight"].double().numpy()
+
+
+@pytest.mark.parametrize(("momentum", "rate"), [(0.9, 1.0), (0.5, 0.3)])
+def test_rounds_with_momentum_are_those_of_its_formula(tmp_path: Path, momentum: float, rate: float) -> None:
+    """v' = momentum v + D, w' = w + rate v', where nothing is kept but releases."""
+    draw = np.random.default_rng(5)
+    w, v = draw.normal(size=300), np.zeros(300)
+    save_tiny(tmp_path / "base", w)
+    samples = {"clients/a": 100, "clients/b": 300}
+    document = {
+        "base_model": "base",
+        "clients": ["clients/*"],
+        "samples": samples,
+        "momentum": momentum,
+        "parameters": {"lambda": rate},
+        "dtype": "float32",
+    }
+
+    def digest_of(place: Path) -> str:
+        return sha256_file(place / "model.safetensors")
+
+    released: Path | None = None
+    for number in range(1, 6):
+        begin = read_tiny(released or tmp_path / "base")
+        steps = {name: draw.normal(size=300) for name in samples}
+        for name, step in steps.items():
+            save_tiny(tmp_path / name, begin + step)
+        found = client_round(document, tmp_path, "profile", released=released, digest_of=digest_of)
+        assert len(found.documents) == (1 if number == 1 else 2)
+        recipe = load_recipe(yaml.safe_dump_all([dict(one) for one in found.documents]))
+        checkpoints = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
+        parents = [{"digest": {"sha256": digest_of(tmp_path / ref.path)}} for ref in recipe.references()]
+        released = tmp_path / f"releases/{number}"
+        merge_weights(plan_merge(recipe, checkpoints), released, seed=0)
+        statement = {"predicate": {"buildDefinition": {"resolvedDependencies": parents}}}
+        (released / "provenance.json").write_text(json.dumps(statement))
+        (released / "recipe.yaml").write_text(yaml.safe_dump_all([dict(one) for one in found.documents]))
+        (released / "config.json").write_text('{"model_type": "llama"}')
+        v = momentum * v + sum(steps[name] * count for name, count in samples.items()) / sum(samples.values())
+        w = w + rate * v
+        np.testing.assert_allclose(read_tiny(released), w, atol=5e-6)
+    assert any(f"{momentum:g} times the last step, from 3" in remark for remark in found.remarks)
+
+
+@pytest.mark.parametrize("lost", ["gone", "another", "no recipe"])
+def test_where_the_release_before_the_last_is_not_there_momentum_begins_anew(place: Path, lost: str) -> None:
+    released = release(place, "nobody", *([] if lost == "another" else ["base"]))
+    if lost == "gone":
+        (place / "base").unlink()
+    elif lost == "no recipe":
+        (released / "recipe.yaml").write_text("{}\n---\n{}\n")
+    found = round_of(place, released, momentum=0.9)
+    assert len(found.documents) == 1
+    assert any("without momentum" in remark for remark in found.remarks)
 
 
 # --- a whole project over rounds ---
@@ -216,6 +292,30 @@ def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -
     clients.train("ada", begin)
     checked = project.mergegate("check", name)
     assert "clients-median/ben: left out: late" in checked.output.replace("\n", " "), checked.output
+
+
+@pytest.mark.slow
+def test_a_round_with_momentum_is_released_and_made_again(project: Project) -> None:
+    name = make_profile(project, "median", leave_out_beyond=5, momentum=0.4)
+    clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
+    begin = MODELS / "base"
+    for _ in range(3):
+        for client in HONEST:
+            clients.train(client, begin)
+        clients.turn("eve", begin, 30)
+        result = project.mergegate("run", name)
+        assert result.exit_code == 0, result.output
+        begin = (home / "latest").resolve()
+    assert "0.4 times the last step" in " ".join(result.output.split()), result.output
+    assert len(list(yaml.safe_load_all((begin / "recipe.yaml").read_text()))) == 2
+    report = (project.root / ".mergegate/reports/rounds-median.html").read_text()
+    assert "left out" in report
+    before = {stage: project.artifacts(stage) for stage in ("merge", "distances", "evaluate")}
+    again = project.mergegate("run", name)
+    assert "nothing new" in again.output, again.output
+    assert {stage: project.artifacts(stage) for stage in before} == before
+    made = project.mergegate("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
+    assert made.exit_code == 0, made.output
 
 
 @pytest.mark.slow
