@@ -50,8 +50,8 @@ class Swept(NamedTuple):
 
 def swept(name: str, sampler: str, seed: int) -> Swept:
     """Search and confirm, as the flow does; nothing is kept but the ledger."""
+    from flows.attempt import prepare_search
     from flows.profile import load_profile
-    from flows.sweep import prepare_search
     from tasks.outside import open_runner
     from tasks.sweep import Confirmation, Workshop, open_ledger, study_key
 

@@ -21,14 +21,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from flows.candidates import (
     AUTO,
     MOST_PROPOSED,
+    TUNE,
     Candidate,
     ClientRound,
     SearchedRecipe,
+    TuningSize,
     Written,
     candidate_recipes,
     client_round,
     clients_document,
     recipe_of_documents,
+    scale_search,
     searched_recipe,
 )
 from merge_core.errors import InvalidInput, suggest
@@ -56,7 +59,7 @@ from tasks.publish.targets import Target, publish_targets
 from tasks.serve import ServeSettings
 from tasks.shadow import ShadowSettings
 from tasks.stage import Limits, device_kind, formats_without_units, store
-from tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep
+from tasks.sweep import SweepEvidence, SweepSettings, at_start, pin_sweep, relocated
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -99,8 +102,9 @@ class Profile(ProfileSection):
     serve: ServeSettings | None = Field(default=None, description="How it is served first; absent: it is not.")
     remedies: Remedies = Field(
         default=(),
-        description="Tried in order when the gate refuses: changes ('density: 0.3'), or another recipe. 'auto', alone "
-        "or as the last of them: then what the refusal itself proposes, three times at most.",
+        description="Tried in order when the gate refuses: changes ('density: 0.3'), or another recipe. After them "
+        "'tune: scale': the scale that a search finds, on documents that the gate then never sees. 'auto', alone or as "
+        "the last of them: then what the refusal itself proposes, three times at most.",
     )
     runner: RunnerSettings = Field(
         default=RunnerSettings(), description="Where models are measured side by side; absent: here, one after another."
@@ -122,6 +126,7 @@ class Profile(ProfileSection):
         """``demo · ties of 2 over base``."""
         own, *remedies = self.candidates()
         more = f", {len(remedies)} {'remedy' if len(remedies) == 1 else 'remedies'}" if remedies else ""
+        more += ", then its best scale" if TUNE in self.remedies else ""
         more += ", then what a refusal proposes" if self.proposed else ""
         otherwise = f" · {', '.join(self.overrides)}" if self.overrides else ""
         return f"{self.name} · {own.recipe.summary()}{more}{otherwise}"
@@ -157,6 +162,48 @@ class Profile(ProfileSection):
         if AUTO in self.remedies[:-1]:
             raise ValueError("remedies: 'auto' stands last: what a refusal proposes is tried after what is written")
         return self
+
+    @model_validator(mode="after")
+    def _tunes_after_what_is_written(self) -> Self:
+        tuning = [one for one in self.remedies if isinstance(one, dict) and "tune" in one]
+        if wrong := next((one for one in tuning if one != TUNE), None):
+            raise ValueError(f"remedies: {wrong!r:.60}: what can be searched for is the scale: 'tune: scale'")
+        if tuning and (len(tuning) > 1 or next(one for one in reversed(self.remedies) if one != AUTO) != TUNE):
+            raise ValueError("remedies: 'tune: scale' stands after all that is written, once")
+        return self
+
+    @property
+    def tuning(self) -> Profile | None:
+        """The profile of the search that the remedy ``tune: scale`` stands for; None where it is not among them.
+
+        Raises:
+            InvalidInput: for a profile without tasks, and a recipe without one scale.
+        """
+        return self._tuning
+
+    @cached_property
+    def _tuning(self) -> Profile | None:
+        return self.tuned(TuningSize()) if TUNE in self.remedies else None
+
+    def tuned(self, size: TuningSize) -> Profile:
+        """The same profile with a search for the scale of its merge, over the documents of its tasks.
+
+        Raises:
+            InvalidInput: for a profile that searches already or has no task, and a recipe without one scale.
+        """
+        where = f"profile {self.name}"
+        if self.sweep:
+            raise InvalidInput(
+                where, found="a section 'sweep'", expected="a recipe without holes", remedy="mergegate sweep does it"
+            )
+        if not self.evaluate:
+            raise InvalidInput(
+                where, found="no tasks", expected="evaluate.tasks: what the merge is asked to be sure of"
+            )
+        recipe = self.searched_recipe()
+        content, settings = scale_search(recipe, [guard.task for guard in self.evaluate.tasks], size)
+        searching = self.with_recipe(relocated(content, recipe.directory, self.root))
+        return Profile.model_validate({**dict(searching), "sweep": settings})
 
     @property
     def proposed(self) -> int:
@@ -202,7 +249,7 @@ class Profile(ProfileSection):
         if self.sweep:
             searched = self.searched_recipe()
             own = replace(searched, document=at_start(searched.document, self.sweep, searched.where))
-        written = [one for one in self.remedies if one != AUTO]
+        written = [one for one in self.remedies if one not in (AUTO, TUNE)]
         if (tonight := self._client_round) is not None:
             read = recipe_of_documents(tonight[0].documents, tonight[1], f"profile {self.name}: recipe")
             own = replace(read, text=tonight[0].text + read.text, remarks=tonight[0].remarks)
@@ -262,9 +309,10 @@ class Profile(ProfileSection):
         if without_units := formats_without_units(device_kind()):
             others = self._written_dtypes() if made is None else made
             evidence = in_computed_dtype(evidence, {*stored_dtypes(parents), *others}, without_units)
-        if self.sweep is None:
+        searching = self if self.sweep else self.tuning
+        if searching is None:
             return evidence
-        swept = self.pin_sweep(evidence, hashes)
+        swept = searching.pin_sweep(evidence, hashes)
         return evidence._replace(
             tasks=swept.left_for_the_gate(evidence.tasks), documents=swept.text_of("gate") or evidence.documents
         )

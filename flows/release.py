@@ -11,7 +11,7 @@ in seconds, a changed threshold runs only the gate. Whatever refuses says where,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from flows.attempt import (
     judge_answers,
     proposed_remedy,
     serve_merge,
+    tuned_remedy,
 )
 from flows.outcome import (
     RunOutcome,
@@ -115,7 +116,12 @@ def make_release(
         assert ready.evidence is not None  # or its problem had been raised
 
         attempt, earlier = first_that_passes(
-            ready.cleared, profile, ready.evidence, judgements, runner, proposed=profile.proposed
+            with_tuned(ready.cleared, profile, runner),
+            profile,
+            ready.evidence,
+            judgements,
+            runner,
+            most=len(ready.cleared) + bool(profile.tuning) + profile.proposed,
         )
     if isinstance(attempt, AlreadyReleased):
         return already_released(profile.name, attempt)
@@ -127,23 +133,29 @@ def make_release(
     return published(profile, profile.publish, attempt, content, report)
 
 
+def with_tuned(cleared: Sequence[ClearedCandidate], profile: Profile, runner: Runner) -> Iterator[ClearedCandidate]:
+    """What somebody wrote, the recipe and its remedies; then, where the profile says so, its best scale."""
+    yield from cleared
+    if profile.tuning and (found := tuned_remedy(cleared[0], profile, runner)):
+        yield found
+
+
 def first_that_passes(
-    cleared: Sequence[ClearedCandidate],
+    ahead: Iterator[ClearedCandidate],
     profile: Profile,
     evidence: Evidence,
     judgements: Sequence[FurtherJudgement],
     runner: Runner,
     *,
-    proposed: int = 0,
+    most: int,
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
     """The first recipe whose merge passes the gate, else the last one; and what was tried before it.
 
     Args:
-        cleared: What somebody wrote: the recipe and its remedies.
-        proposed: How many remedies that follow from the refusals are tried after them, at most.
+        ahead: What is tried first; after it, remedies that follow from the refusals.
+        most: How many are tried at most.
     """
     tried: list[Attempt | AlreadyReleased | FailedMerge] = []
-    ahead, most = iter(cleared), len(cleared) + proposed
     while len(tried) < most and (one := next(ahead, None) or proposed_remedy(_refused(tried), profile)):
         if tried:
             announce(f"remedy {len(tried)}: {one.candidate.remedy}")

@@ -1,6 +1,7 @@
 """The recipes that a profile would release: its own, then the remedies, in the order in which they are tried.
 
 ``candidates.py`` reads them. ``clients.py`` makes the recipe of tonight's round out of the clients that are there.
+``tuning.py`` says where the scale of a recipe is searched for.
 """
 
 from flows.candidates.candidates import (
@@ -15,18 +16,24 @@ from flows.candidates.candidates import (
     searched_recipe,
 )
 from flows.candidates.clients import ClientRound, client_round, clients_document
+from flows.candidates.tuning import SCALE, TUNE, TuningSize, has_a_scale, scale_search
 
 __all__ = [
     "AUTO",
     "MOST_PROPOSED",
+    "SCALE",
+    "TUNE",
     "Candidate",
     "ClientRound",
     "SearchedRecipe",
+    "TuningSize",
     "Written",
     "candidate_recipes",
     "changed_candidate",
     "client_round",
     "clients_document",
+    "has_a_scale",
     "recipe_of_documents",
+    "scale_search",
     "searched_recipe",
 ]

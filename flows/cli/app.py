@@ -210,10 +210,10 @@ def tune_command(
     """Find the scale ('lambda') at which a merge is surest of what it says; right answers are not needed."""
     with _refusals(as_json):
         _prepare_environment()
-        from flows.cli.tune import tuned_profile
+        from flows.candidates import TuningSize
         from flows.sweep import sweep
 
-        read = tuned_profile(_read_profile(profile, "sweep"), trials=trials, search=search, confirmation=confirmation)
+        read = _read_profile(profile, "sweep").tuned(TuningSize(trials, search, confirmation))
         console = _console(as_json)
         flow = partial(sweep, read, release=release, return_state=True)
         outcome = _watched(flow, read.headline(), profile, console, verbose=verbose)

@@ -51,7 +51,7 @@ def check_file(file: Path, console: Console, as_json: bool, verbose: bool = Fals
         if (night := plan_night(profile, ready, problems.examples)) and night.left:
             problems.summary.append(f"time: {night.time()}")
     else:
-        from flows.sweep import all_candidates
+        from flows.attempt import all_candidates
 
         named = all_candidates(profile)
         preflight_profile(profile, problems, named.searched, named.by_hand)

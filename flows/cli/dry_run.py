@@ -71,8 +71,10 @@ def _further(profile: Profile) -> Iterator[str]:
     written = len(profile.candidates()) - 1
     if written:
         yield f"when the gate refuses: {written} written {'remedy' if written == 1 else 'remedies'}, not counted above"
+    if profile.tuning:
+        yield f"{'then' if written else 'when the gate refuses:'} a search for the scale, not counted above"
     if profile.proposed:
-        then = "then" if written else "when the gate refuses:"
+        then = "then" if written or profile.tuning else "when the gate refuses:"
         yield f"{then} up to {profile.proposed} that the refusal proposes, not counted above"
 
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flows.candidates import has_a_scale
 from flows.cli.looks import short_path
 from flows.cli.score_table import print_scores, print_table
 from flows.cli.sweep_summary import sweep_summary
-from flows.cli.tune import has_a_scale
 from flows.outcome import RunOutcome
 from tasks.report import CostTable, costs, final_table
 from tasks.stage import Section

@@ -15,8 +15,8 @@ from demo_project import PROFILES, SOURCES, Printed, Project
 from kept import digest_of, kept
 from numpy.typing import NDArray
 
+from flows.attempt import all_candidates, labels_of
 from flows.profile import parse_profile
-from flows.sweep import all_candidates, labels_of
 from merge_core import load_recipe, merge_weights, plan_merge
 from merge_core.checkpoint import open_checkpoint
 from tasks.evaluation.document_scores import SCORES_FILE, read_document_scores

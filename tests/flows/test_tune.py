@@ -10,9 +10,11 @@ import pytest
 import yaml
 from demo_project import PROFILES, Project, make_project
 
-from flows.cli.tune import has_a_scale, tuned_profile
+from flows.candidates import TuningSize, has_a_scale
 from flows.profile import Profile, parse_profile
 from merge_core.errors import InvalidInput
+from merge_core.store import HashMemo
+from tasks.checkpoints import resolve_parents
 
 AVERAGE = {
     "merge_method": "task_arithmetic",
@@ -42,7 +44,7 @@ def profile(recipe: dict[str, Any] | Path, **more: Any) -> Profile:
 
 
 def tuned(of: Profile) -> Profile:
-    return tuned_profile(of, trials=8, search=20, confirmation=40)
+    return of.tuned(TuningSize(trials=8, search=20, confirmation=40))
 
 
 def scaled(value: Any, **more: Any) -> dict[str, Any]:
@@ -119,6 +121,41 @@ def test_a_refusal_only_offers_it_where_it_would_be_taken(recipe: str, has: bool
     assert has_a_scale(recipe) is has
 
 
+@pytest.mark.parametrize(
+    ("remedies", "words"),
+    [
+        ([{"tune": "density"}], "what can be searched for is the scale"),
+        ([{"tune": "scale"}, {"lambda": 0.5}], "after all that is written"),
+        ([{"tune": "scale"}, {"tune": "scale"}], "once"),
+        (["auto", {"tune": "scale"}], "'auto' stands last"),
+    ],
+)
+def test_where_the_remedy_may_stand(remedies: list[Any], words: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        profile(AVERAGE, remedies=remedies)
+    assert words in str(refused.value)
+
+
+def test_the_gate_never_sees_what_the_remedy_searches_on(tmp_path: Path) -> None:
+    """From the first attempt on: whether the search is ever begun is not known then."""
+    hashes = HashMemo(tmp_path / "hashes.db")
+    plain, remedied = (
+        profile(AVERAGE, remedies=remedies) for remedies in ([], [{"lambda": 0.5}, {"tune": "scale"}, "auto"])
+    )
+    assert remedied.tuning is not None
+    assert len(remedied.candidates()) == 2
+    parents = resolve_parents(plain.candidates()[0].recipe)
+    before, after = (one.pin_evidence(parents, hashes).tasks for one in (plain, remedied))
+    searched = remedied.tuning.pin_sweep(plain.pin_evidence(parents, hashes), hashes)
+    for whole, left in zip(before, after, strict=True):
+        assert whole.only is None
+        assert left.only is not None
+        for name in ("search", "confirmation"):
+            (task,) = (one for one in searched.tasks_of(name) if one.name == left.name)
+            assert task.only is not None
+            assert task.only != left.only
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Project:
     project = make_project(tmp_path_factory.mktemp("tuned"))
@@ -146,3 +183,28 @@ def test_a_plain_average_that_forgets_becomes_a_release_at_the_scale_that_is_fou
     winner = yaml.safe_load((project.home / "sweeps/plain-winner.yaml").read_text())
     assert 1.4 < winner["parameters"]["lambda"] < 2.1, "1.7 is best by right answers"
     assert min(exact(released).values()) > 98
+
+
+@pytest.mark.slow
+def test_a_refused_average_is_tuned_in_the_same_night(project: Project) -> None:
+    remedied = {
+        **PLAIN,
+        "name": "remedied",
+        "remedies": [{"lambda": 0.5}, {"tune": "scale"}],
+        "publish": {"to": "directory", "path": "../releases/remedied"},
+    }
+    (project.root / "profiles/remedied.yaml").write_text(yaml.safe_dump(remedied, sort_keys=False))
+    assert "a search for the scale" in project.mergegate("run", "profiles/remedied.yaml", "--dry-run").stdout
+    done = project.mergegate("run", "profiles/remedied.yaml", "--json")
+    outcome = json.loads(done.stdout)
+    assert (done.exit_code, outcome["status"]) == (0, "released"), done.output
+    tried = [(one["change"], one["outcome"]) for one in outcome["content"]["attempts"]]
+    assert [result for _, result in tried] == ["fail", "fail", "pass"]
+    assert "which a search found" in tried[2][0]
+    recipe = yaml.safe_load((project.root / "releases/remedied/latest/recipe.yaml").read_text())
+    assert 1.4 < recipe["parameters"]["lambda"] < 2.1
+    # Nothing is searched for again, and nothing is made.
+    before = {stage: project.artifacts(stage) for stage in ("merge", "evaluate")}
+    again = project.mergegate("run", "profiles/remedied.yaml")
+    assert "nothing new" in again.stdout, again.output
+    assert {stage: project.artifacts(stage) for stage in before} == before

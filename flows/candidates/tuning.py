@@ -1,62 +1,66 @@
-"""``mergegate tune``: the scale of a merge (``lambda``) at which it is surest of what it says, without right answers.
+"""The scale of a merge (``lambda``) at which it is surest of what it says, searched without right answers.
 
 A plain method at its best scale comes close to elaborate ones at theirs, and the scale at which predictions have the
 least entropy is close to the one that right answers would choose. A model may be sure and wrong, so this is a search
 like any other: confirmed on documents that no candidate saw, and judged by the gate before it is released.
+
+``mergegate tune`` asks for it, and the remedy ``tune: scale``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from flows.profile import Profile
+from flows.candidates.candidates import SearchedRecipe
 from merge_core.errors import InvalidInput
 from merge_core.methods import find_method, merge_methods
 from merge_core.parsing import parse_yaml
-from tasks.sweep import SweepSettings, relocated
+from tasks.sweep import SweepSettings
 
+TUNE: Mapping[str, str] = {"tune": "scale"}  # as a remedy
 SCALE = "lambda"  # as recipes call it
 _RANGE = 2.5  # times smaller and larger than what is written
 
 
-def tuned_profile(profile: Profile, *, trials: int, search: int, confirmation: int) -> Profile:
-    """``profile`` with a search for the scale of its merge, over the documents of its tasks.
+class TuningSize(NamedTuple):
+    """How much a search for a scale may take.
 
     Args:
         trials: Candidates.
         search, confirmation: Documents of each task that the search looks at, and the confirmation; the gate has the
             others.
+    """
+
+    trials: int = 16
+    search: int = 50
+    confirmation: int = 100
+
+
+def scale_search(
+    recipe: SearchedRecipe, tasks: Sequence[str], size: TuningSize
+) -> tuple[dict[str, Any], SweepSettings]:
+    """The recipe with a hole where its scale stands, and what fills it, over the documents of ``tasks``.
 
     Raises:
-        InvalidInput: for a profile that searches already or has no task, and a recipe without one scale.
+        InvalidInput: for a recipe without one scale.
     """
-    where = f"profile {profile.name}"
-    if profile.sweep:
-        raise InvalidInput(
-            where, found="a section 'sweep'", expected="a recipe without holes", remedy="mergegate sweep does it"
-        )
-    if not profile.evaluate:
-        raise InvalidInput(where, found="no tasks", expected="evaluate.tasks: what the merge is asked to be sure of")
-    recipe = profile.searched_recipe()
     start = _scale_in(recipe.document, recipe.where)
     parameters = {**(recipe.document.get("parameters") or {}), SCALE: f"${SCALE}"}
-    content = relocated({**recipe.document, "parameters": parameters}, recipe.directory, profile.root)
-    tasks = tuple(dict.fromkeys(guard.task for guard in profile.evaluate.tasks))
     settings = SweepSettings.model_validate(
         {
             "parameters": {SCALE: {"type": "log", "low": start / _RANGE, "high": start * _RANGE, "start": start}},
-            "objective": [{"task": task, "measure": "entropy"} for task in tasks],
-            "documents": {"search": search, "confirmation": confirmation},
-            "budget": {"trials": trials},
+            "objective": [{"task": task, "measure": "entropy"} for task in dict.fromkeys(tasks)],
+            "documents": {"search": size.search, "confirmation": size.confirmation},
+            "budget": {"trials": size.trials},
             "baseline": 0,
         }
     )
-    return profile.model_copy(update={"sweep": settings}).with_recipe(content)
+    return {**recipe.document, "parameters": parameters}, settings
 
 
 def has_a_scale(recipe: str) -> bool:
-    """Whether :func:`tuned_profile` would find what it searches for in a recipe as YAML."""
+    """Whether :func:`scale_search` would find what it searches for in a recipe as YAML."""
     try:
         documents = parse_yaml(recipe, "recipe")
         return len(documents) == 1 and isinstance(documents[0], Mapping) and _scale_in(documents[0], "recipe") > 0
@@ -70,6 +74,8 @@ def _scale_in(recipe: Mapping[str, Any], where: str) -> float:
     Raises:
         InvalidInput: when it has no such number, or several.
     """
+    if "clients" in recipe:
+        raise InvalidInput(where, found="a round of clients", expected="a recipe that is the same every night")
     method = find_method(recipe.get("merge_method"), f"{where}: merge_method")
     parameter = method.parameter(SCALE)
     if parameter is None:
