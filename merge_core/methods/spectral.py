@@ -9,7 +9,8 @@ With task matrices ``d_i = w_i (x_i - b)`` ``[out, in]`` of k models, ``d_i = U_
   the published singular value form is not unique where two models are alike, and merges a model with itself wrongly.
 * ``svc``: the sum ``M = sum d_i = U S V'``, of which each direction is shrunk where the tasks already agree on it. With
   ``a_r = u_r' M`` and ``a_ri = u_r' d_i``, ``s_ri = <a_r, a_ri> / |a_ri|^2``, the r-th singular value is multiplied by
-  ``k / sum_i max(alpha, s_ri)``. https://arxiv.org/abs/2602.05536
+  ``k / sum_i max(alpha, s_ri)``. https://arxiv.org/abs/2602.05536. What is said to be ``merged`` (by any method: the
+  result of another document) takes the place of the sum: the after-treatment of a merge.
 
 * ``knots``: ``[d_1 .. d_k] = U S [V_1' .. V_k']``; in the directions ``U`` that all tasks share, ``S V_i'`` are merged
   by TIES (the ``density`` largest of each, signs elected, what agrees averaged), and turned back. For adapters, whose
@@ -26,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from merge_core.errors import InvalidInput
 from merge_core.methods.combination import combine
 from merge_core.methods.contract import (
     Block,
@@ -37,6 +39,7 @@ from merge_core.methods.contract import (
     Steps,
     TensorTask,
     Traits,
+    Values,
     add_in_order,
 )
 from merge_core.methods.matrices import DeltaProducts, WholeDeltas, deltas_of, grain_of_rows, rows_of
@@ -57,6 +60,9 @@ _CHUNK = 2048
 _WEIGHT = Parameter("weight", "float", "non_base", 1.0, "factor of each task vector")
 _DENSITY = Parameter(
     "density", "float", "non_base", 0.5, "share of each task's numbers in the shared directions that is kept", 0.0, 1.0
+)
+_MERGED = Parameter(
+    "merged", "bool", "non_base", False, "this model is what the others were merged into: it is treated, not their sum"
 )
 _ALPHA = Parameter("alpha", "float", "shared", 1.0, "least agreement that is assumed; 1 only shrinks", 1e-3)
 
@@ -87,7 +93,7 @@ def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
     return root
 
 
-def _tsv_factors(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor]:
+def _tsv_factors(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor | None]:
     """``M_i`` of each model, so that the merged task matrix is ``sum d_i M_i``."""
     import torch
 
@@ -103,53 +109,72 @@ def _tsv_factors(products: Products, models: int, shorter: int, task: TensorTask
     return [own @ part for own, part in zip(left, rows, strict=True)]
 
 
-def _calibration(
-    products: Products, models: int, alpha: float, agreements: Callable[..., torch.Tensor]
-) -> torch.Tensor:
-    """``V gamma V'`` of the sum of all tasks, or ``U gamma U'``, in the space of the products."""
-    pairs = [(i, j) for i in range(models) for j in range(models)]
-    total = add_in_order([_of(products, i, j) for i, j in pairs])
+def _divided(task: TensorTask) -> tuple[list[int], list[int]]:
+    """Numbers of the models that are tasks, and of those whose sum is treated: the same, or the one that is merged."""
+    merged = [at for at, values in enumerate(task.per_input[1:]) if values.get("merged")]
+    tasks = [at for at in range(len(task.per_input) - 1) if at not in merged]
+    return tasks, merged or tasks
+
+
+def _check_merged(shared: Values, per_input: Sequence[Values], where: str) -> None:
+    said = [values["merged"] for values in per_input if "merged" in values]
+    if sum(said) > 1 or all(said):
+        raise InvalidInput(
+            f"{where}: merged",
+            found=f"{sum(said)} of {len(said)} models",
+            expected="none, or one beside those that were merged into it",
+        )
+
+
+def _calibrated(
+    products: Products, task: TensorTask, agreements: Callable[..., torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """``V gamma V'`` of what is treated, or ``U gamma U'``, in the space of the products; of all others None."""
+    tasks, treated = _divided(task)
+    total = add_in_order([_of(products, i, j) for i in treated for j in treated])
     vectors, sizes = _directions(total, len(total))
-    shrunk = add_in_order([agreements(i, vectors, sizes).clamp_min(alpha) for i in range(models)])
-    return (vectors * (models / shrunk)) @ vectors.T
+    alpha = float(task.shared["alpha"])
+    with_all = {i: add_in_order([_of(products, j, i) for j in treated]) for i in tasks}
+    shrunk = add_in_order([agreements(i, with_all[i], vectors, sizes).clamp_min(alpha) for i in tasks])
+    factor = (vectors * (len(tasks) / shrunk)) @ vectors.T
+    return [factor if at in treated else None for at in range(len(task.per_input) - 1)]
 
 
-def _svc_by_columns(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor]:
+def _svc_by_columns(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor | None]:
     """From ``d_i' d_j``: ``<a_r, a_ri> = v' P_i v`` and ``|a_ri| = |P_i' v| / s`` with ``P_i = M' d_i``."""
 
-    def agreements(i: int, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def agreements(i: int, product: torch.Tensor, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         import torch
 
-        with_all = add_in_order([_of(products, j, i) for j in range(models)]).T @ vectors
+        with_all = product.T @ vectors
         length = with_all.square().sum(0) / sizes.square()
         together = (vectors * with_all).sum(0)
         return torch.where(length > 0, together / length.clamp_min(1e-300), 0.0)
 
-    factor = _calibration(products, models, float(task.shared["alpha"]), agreements)
-    return [factor] * models
+    return _calibrated(products, task, agreements)
 
 
-def _svc_by_rows(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor]:
+def _svc_by_rows(products: Products, models: int, shorter: int, task: TensorTask) -> list[torch.Tensor | None]:
     """From ``d_i d_j'``: ``<a_r, a_ri> = u' M d_i' u`` and ``|a_ri|^2 = u' d_i d_i' u``."""
 
-    def agreements(i: int, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    def agreements(i: int, product: torch.Tensor, vectors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         import torch
 
-        with_all = add_in_order([_of(products, j, i) for j in range(models)])
         length = (vectors * (products[i, i] @ vectors)).sum(0)
-        together = (vectors * (with_all @ vectors)).sum(0)
+        together = (vectors * (product @ vectors)).sum(0)
         return torch.where(length > 0, together / length.clamp_min(1e-300), 0.0)
 
-    factor = _calibration(products, models, float(task.shared["alpha"]), agreements)
-    return [factor] * models
+    return _calibrated(products, task, agreements)
 
 
-def _mean(weights: Sequence[float], scale: float) -> Map:
-    """Of what is no matrix: the mean of the weighted task vectors, scaled."""
-    return combine([weight * scale / len(weights) for weight in weights], about_base=True)
+def _mean(weights: Sequence[float], scale: float, treated: Sequence[int]) -> Map:
+    """Of what is no matrix: the mean of the weighted task vectors, scaled; of a merge that is treated it alone."""
+    shares = [weight * scale / len(treated) if at in treated else 0.0 for at, weight in enumerate(weights)]
+    return combine(shares, about_base=True)
 
 
-Factors: TypeAlias = "Callable[[Products, int, int, TensorTask], list[torch.Tensor]]"
+# One for each model, with which its task matrix is multiplied; None: it does not count itself.
+Factors: TypeAlias = "Callable[[Products, int, int, TensorTask], list[torch.Tensor | None]]"
 
 
 def _steps(by_columns: Factors, by_rows: Factors) -> Callable[[TensorTask], Steps]:
@@ -157,7 +182,7 @@ def _steps(by_columns: Factors, by_rows: Factors) -> Callable[[TensorTask], Step
         weights, scale = task.column("weight"), float(task.shared["lambda"])
         models = len(weights)
         if not task.is_projection:
-            return _mean(weights, scale)
+            return _mean(weights, scale, _divided(task)[1])
         out, width = task.shape
         if out < width:
             whole = WholeDeltas(task)
@@ -188,14 +213,15 @@ def _merged_whole(deltas: torch.Tensor, by_rows: Factors, task: TensorTask) -> t
     merged = torch.empty_like(deltas[0])
     columns = zip(torch.split(deltas, _CHUNK, dim=2), torch.split(merged, _CHUNK, dim=1), strict=True)
     for chunk, into in columns:
-        into.copy_(add_in_order([factor.T @ own.double() for factor, own in zip(factors, chunk, strict=True)]))
+        beside = zip(factors, chunk, strict=True)
+        into.copy_(add_in_order([factor.T @ own.double() for factor, own in beside if factor is not None]))
     return merged
 
 
 def _knots(task: TensorTask) -> Steps:
     weights, scale = task.column("weight"), float(task.shared["lambda"])
     if not task.is_projection:
-        return _mean(weights, scale)
+        return _mean(weights, scale, range(len(weights)))
     whole = WholeDeltas(task, weighted=False)
     yield whole.fold()
     merged = yield Solve(lambda device: _in_shared_directions(whole.taken(), weights, task.column("density")))
@@ -260,14 +286,15 @@ def _placed(task: TensorTask, merged: torch.Tensor, scale: float) -> Map:
     return Map(lambda block: block.base + flat[block.start : block.start + len(block.base)] * scale)
 
 
-def _multiplied(task: TensorTask, factors: list[torch.Tensor], weights: list[float], scale: float) -> Map:
+def _multiplied(task: TensorTask, factors: list[torch.Tensor | None], weights: list[float], scale: float) -> Map:
     def of(block: Block) -> torch.Tensor:
         import torch
 
         done = []
         for part in rows_of(block, task.shape[-1]):
             deltas = deltas_of(part, weights)
-            merged = add_in_order([own @ factor for own, factor in zip(deltas, factors, strict=True)])
+            pairs = zip(deltas, factors, strict=True)
+            merged = add_in_order([own @ factor for own, factor in pairs if factor is not None])
             done.append((part[0].double() + merged * scale).to(part.dtype).reshape(-1))
         return torch.cat(done)
 
@@ -309,6 +336,7 @@ def _method(
         parameters=(_WEIGHT, *more, LAMBDA),
         steps=_steps(by_columns, by_rows),
         grain=grain_of_rows,
+        check=_check_merged if _MERGED in more else lambda *_: None,
         costs=Costs(
             map=1.5,
             fold=1.5,
@@ -377,5 +405,6 @@ METHODS = (
         1,
         4,
         _ALPHA,
+        _MERGED,
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from family import load, save_checkpoint
 from safetensors.torch import save_file
 
@@ -133,11 +134,12 @@ def tsv_m(deltas: list[Array]) -> Array:
     return u * np.concatenate([s for _, s, _ in parts]) @ v.T
 
 
-def svc(deltas: list[Array], alpha: float) -> Array:
-    u, s, vt = np.linalg.svd(sum(deltas), full_matrices=False)
+def svc(deltas: list[Array], alpha: float, merged: Array | None = None) -> Array:
+    treated = sum(deltas) if merged is None else merged
+    u, s, vt = np.linalg.svd(treated, full_matrices=False)
     shrunk = np.zeros(len(s))
     for delta in deltas:
-        whole, own = u.T @ sum(deltas), u.T @ delta
+        whole, own = u.T @ treated, u.T @ delta
         shrunk += np.maximum(alpha, (whole * own).sum(1) / (own**2).sum(1))
     return u * (s * len(deltas) / shrunk) @ vt
 
@@ -246,6 +248,38 @@ def test_spectral_methods_are_those_of_whole_matrices(
         deltas = [w * (model[name] - base[name]) for model, w in zip(tuned, weights, strict=True)]
         wanted[name] = base[name] + 0.8 * (reference(deltas) if name in MATRICES else sum(deltas) / 3)
     agrees(root, planned(root, recipe), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.6])
+def test_svc_treats_what_another_method_has_merged(root: Path, weight: float) -> None:
+    """In a recipe of two documents; what is no matrix is as the first has left it."""
+    models = [{"model": name, "parameters": {"weight": 1.0, "density": 0.4}} for name in NAMES]
+    ties = {"merge_method": "ties", "base_model": "base", "models": models, "dtype": "float32"}
+    elected = merged(planned(root, ties))
+    treated = {"model": "elected", "parameters": {"merged": True, "weight": weight}}
+    svc_of_it = {
+        "merge_method": "svc",
+        "base_model": "base",
+        "models": [*({"model": name} for name in NAMES[:2]), treated, {"model": NAMES[2]}],
+        "parameters": {"alpha": 0.3},
+        "dtype": "float32",
+    }
+    both = load_recipe(yaml.safe_dump_all([{**ties, "name": "elected"}, svc_of_it]))
+    plan = plan_merge(both, {str(ref): open_checkpoint(root / ref.path) for ref in both.references()})
+    base, tuned = load(root / "base"), [load(root / name) for name in NAMES]
+    wanted = {}
+    for name in SHAPES:
+        whole = weight * (elected[name] - base[name])
+        deltas = [model[name] - base[name] for model in tuned]
+        wanted[name] = base[name] + (svc(deltas, 0.3, whole) if name in MATRICES else whole)
+    agrees(root, plan, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("said", [(True, True, False), (True, True, True)])
+def test_one_model_at_most_is_what_the_others_were_merged_into(root: Path, said: tuple[bool, ...]) -> None:
+    models = [{"model": name, "parameters": {"merged": one}} for name, one in zip(NAMES, said, strict=True)]
+    with pytest.raises(InvalidInput, match=r"merged(.|\n)*none, or one"):
+        planned(root, {"merge_method": "svc", "base_model": "base", "models": models})
 
 
 @pytest.mark.parametrize("density", [0.3, 0.5])

@@ -56,8 +56,8 @@ def _methods(
         )
         return found["layer.weight"]
 
-    def svc(alpha: float) -> Any:
-        merged = base + sum(deltas)
+    def svc(alpha: float, merged: Any = None) -> Any:
+        merged = base + sum(deltas) if merged is None else merged
         return calibration.subspace_consistency_spectral_calibration(base, models, merged, alpha, torch.device("cpu"))
 
     def consensus() -> Any:
@@ -77,6 +77,7 @@ def _methods(
     yield "fisher as usual", lambda: fisher()
     yield "svc 1", lambda: svc(1.0)
     yield "svc .5", lambda: svc(0.5)
+    yield "svc of a median", lambda: svc(0.5, base + torch.stack(deltas).median(0).values)
     yield "tsv_m", lambda: base + compute_and_sum_svd_mem_reduction(named)["layer.weight"]
     yield "wudi", lambda: base + wudi_merging(named, accelerator="cpu")["layer.weight"]
     yield "consensus_ta", consensus

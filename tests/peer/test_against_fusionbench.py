@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from merge_core import load_recipe, merge_tensors, open_checkpoint, plan_merge
@@ -147,6 +148,26 @@ def test_the_same_numbers(
         apart = distance(theirs[f"{their}/{name}"], found, given[f"{name}/base"])
         print(f"{their:14} {name}: {apart:.1e}")
         assert apart < 1e-4, name
+
+
+def test_svc_of_what_another_method_has_merged(
+    given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], root: Path
+) -> None:
+    names = [f"model{i}" for i in range(MODELS)]
+    steps = [
+        {"name": "middle", "merge_method": "median", "models": [{"model": name} for name in names]},
+        {
+            "merge_method": "svc",
+            "models": [*({"model": name} for name in names), {"model": "middle", "parameters": {"merged": True}}],
+            "parameters": {"alpha": 0.5},
+        },
+    ]
+    recipe = load_recipe(yaml.safe_dump_all([{**one, "base_model": "base", "dtype": "float32"} for one in steps]))
+    checkpoints = {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
+    for name, found in merge_tensors(plan_merge(recipe, checkpoints), seed=0):
+        apart = distance(theirs[f"svc of a median/{name}"], found, given[f"{name}/base"])
+        print(f"svc of a median {name}: {apart:.1e}")
+        assert apart < 1e-4
 
 
 def test_wudi_in_closed_form_is_where_adam_is_going(
