@@ -86,10 +86,10 @@ def run(step: Fold | Map, block: StoredBlock, stored: torch.Tensor, grain: int) 
     if step.fused is not None and isinstance(step, Fold):
         return [step.fused(block)]
     size = max(1, TILE // grain) * grain
-    tiles = [
-        Block(torch.stack([row[first : first + size].float() for row in stored]), first, grain)
-        for first in range(0, ELEMENTS, size)
-    ]
+    tiles = []
+    for first in range(0, ELEMENTS, size):
+        inputs = torch.stack([row[first : first + size].float() for row in stored])
+        tiles.append(Block(inputs, first, grain, importance=inputs.square()))
     if isinstance(step, Map):
         torch.cat([step.of(tile).to(torch.bfloat16) for tile in tiles])
         return []
@@ -115,6 +115,7 @@ def task_of(method: Method, inputs: int) -> TensorTask:
         shared=shared,
         per_input=tuple({} if has_base and index == 0 else own for index in range(inputs)),
         seeds=tuple(mask_key(0, "x", index) for index in range(inputs)),
+        has_importance=True,
     )
 
 

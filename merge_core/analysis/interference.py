@@ -48,6 +48,8 @@ NOTICEABLE = 0.1
 # Elements over which that root mean square is taken. Part of the definition, not a matter of speed.
 GRAIN = 1 << 16
 
+# Why a tensor is left out that holds such numbers in some model.
+NOT_FINITE = "NaN or infinities"
 # What a block may need in memory for all models, as float32. Fixed: sums are made block by block.
 _BLOCK_BYTES = 16 << 20
 _THREADS = 4
@@ -139,15 +141,17 @@ def measure_interference(
     for job, tally in zip(jobs, sums, strict=True):
         name = job.output.name
         if not all(math.isfinite(value) for value in (tally.origin, *(x for row in tally.gram for x in row))):
-            skipped.setdefault("NaN or infinities", []).append(name)
+            skipped.setdefault(NOT_FINITE, []).append(name)
             continue
         at = layer_place(name)
         parts.setdefault((at.stack if at else "", at.index if at else -1, tensor_kind(name)), []).append(tally)
     if not parts:
         raise InvalidInput(
             str(origin.directory),
-            found="no tensor of the same name and shape in all models",
-            expected="models of one architecture",
+            found="numbers that are not finite in every tensor, of it or of what is compared with it"
+            if NOT_FINITE in skipped
+            else "no tensor of the same name and shape in all models",
+            expected="numbers" if NOT_FINITE in skipped else "models of one architecture",
         )
     return Interference(
         vectors=len(parents),

@@ -35,16 +35,13 @@ def _by_importance(task: TensorTask) -> Map:
         import torch
 
         assert block.importance is not None
-        wide = block.inputs.double()
-        own = wide[1:] if task.has_base else wide
-        matters = block.importance.double() * torch.tensor(weights, dtype=wide.dtype, device=wide.device)[:, None]
-        total = add_in_order(list(matters))
+        own = block.inputs[1:] if task.has_base else block.inputs
+        matters = [one * weight for one, weight in zip(block.importance, weights, strict=True)]
+        total = add_in_order(matters)
         mean = add_in_order([one * share for one, share in zip(own, shares, strict=True)])
-        apart = add_in_order([(one - mean) * much for one, much in zip(own, matters, strict=True)])
-        found = mean + torch.where(total > 0, apart / total, 0.0)
-        if task.has_base and scale != 1:
-            found = wide[0] + (found - wide[0]) * scale
-        return found.to(block.inputs.dtype)
+        apart = add_in_order([(one - mean) * (much / total) for one, much in zip(own, matters, strict=True)])
+        found = mean + torch.where(total > 0, apart, 0.0)
+        return block.base + (found - block.base) * scale if task.has_base and scale != 1 else found
 
     return Map(of)
 
@@ -59,7 +56,7 @@ METHODS = (
         parameters=(Parameter("weight", "float", "non_base", 1.0, "how much each model counts", 0.0), LAMBDA),
         steps=_fisher,
         check=check_mean,
-        costs=Costs(map=6.0),
+        costs=Costs(map=12.0),
         traits=Traits(reads_text="importance"),
     ),
 )

@@ -1,6 +1,6 @@
 """How far the models of a merge are from each other, for rules that ask: who is left out, whose voice counts how much.
 
-All weights are read twice for it (are they finite, and the products); what was found is kept by content::
+All weights are read once for it, and again where some are not finite: whose? What was found is kept by content::
 
     recipe = with_distances(recipe, find=lambda ref: pinned[ref])       # the same recipe where nothing is asked
 """
@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 import numpy as np
 
 from merge_core import Recipe
-from merge_core.analysis import geometric_median, lengths_and_distances, measure_interference, outliers
+from merge_core.analysis import NOT_FINITE, geometric_median, lengths_and_distances, measure_interference, outliers
 from merge_core.checkpoint import Checkpoint, read_into
 from merge_core.engine import count_non_finite
 from merge_core.errors import InvalidInput
@@ -47,7 +47,7 @@ class ModelDistances(StageValue):
 Measure: TypeAlias = Callable[[PinnedCheckpoint, tuple[PinnedCheckpoint, ...]], StoredValue[ModelDistances]]
 
 
-@value_stage("distances", version=1)
+@value_stage("distances", version=2)
 def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]) -> ModelDistances:
     """Products of the task vectors of ``models`` from ``base``; of those that hold NaN or infinity only how many.
 
@@ -55,24 +55,43 @@ def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]
         InvalidInput: when a file cannot be read, or nothing can be compared.
     """
     opened = [model.open() for model in models]
-    total = sum(one.nbytes for one in opened)
-    done = 0
-    broken = []
-    for one in opened:
-        broken.append(_non_finite(one))
-        done += one.nbytes
-        advance(done, 2 * total, "B")
-    sound = [one for one, count in zip(opened, broken, strict=True) if not count]
-    gram: Sequence[Sequence[float]] = ()
-    if sound:
-        gram = measure_interference(
-            base.open(),
-            sound,
-            on_progress=lambda now, every: advance(total + total * now // max(every, 1), 2 * total, "B"),
-        ).whole.gram
+    broken = [0] * len(opened)
+    gram = _products(base, opened)
+    if gram is None:
+        broken = [_non_finite(one) for one in opened]
+        sound = [one for one, count in zip(opened, broken, strict=True) if not count]
+        gram = _products(base, sound)
+        if gram is None and sound:
+            raise InvalidInput(
+                f"{base.name} ({base.directory})",
+                found="numbers that are not finite",
+                expected="a base that task vectors can be measured from",
+                remedy="get the checkpoint again",
+            )
     return ModelDistances(
-        models=tuple(model.name for model in models), broken=tuple(broken), gram=tuple(tuple(row) for row in gram)
+        models=tuple(model.name for model in models),
+        broken=tuple(broken),
+        gram=tuple(tuple(row) for row in gram or ()),
     )
+
+
+def _products(base: PinnedCheckpoint, opened: Sequence[Checkpoint]) -> Sequence[Sequence[float]] | None:
+    """Of the task vectors of whole models; None where a number of one is not finite, or there is no model.
+
+    Raises:
+        InvalidInput: as :func:`model_distances`.
+    """
+    if not opened:
+        return None
+    try:
+        found = measure_interference(
+            base.open(), opened, on_progress=lambda done, total: advance(done, max(total, 1), "B")
+        )
+    except InvalidInput:
+        if not any(map(_non_finite, opened)):  # or nothing was left to be compared
+            raise
+        return None
+    return None if any(one.reason == NOT_FINITE for one in found.skipped) else found.whole.gram
 
 
 def _non_finite(checkpoint: Checkpoint) -> int:

@@ -108,18 +108,19 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tuned = load_file(DEMO / skill / "model.safetensors")
         own[skill] = {name: tuned[name].float() - base[name] for name in base}
 
-    def save(name: str, change: Callable[[str], torch.Tensor], broken: bool = False) -> None:
+    def save(name: str, change: Callable[[str], torch.Tensor], broken: slice = slice(0)) -> None:
         shutil.copytree(DEMO / "base", place / name)
         made = {key: (base[key] + change(key)).bfloat16() for key in base}
-        if broken:
-            made["model.norm.weight"][3:5] = float("nan")
+        for key in made if broken == slice(None) else ["model.norm.weight"]:
+            made[key].view(-1)[broken] = float("nan")
         save_file(made, place / name / "model.safetensors", {"format": "pt"})
 
     for number, skill in enumerate(("reverser", "reverser", "shifter", "shifter")):
         noise = {key: 0.1 * own[skill][key].std() * torch.randn(base[key].shape, generator=draw) for key in base}
         save(f"client-{number}", lambda key, skill=skill, noise=noise: own[skill][key] + noise[key])  # type: ignore[misc]
     save("turned", lambda key: -4 * (own["reverser"][key] + own["shifter"][key]))
-    save("broken", lambda key: own["shifter"][key], broken=True)
+    save("broken", lambda key: own["shifter"][key], broken=slice(3, 5))
+    save("nothing", lambda key: own["shifter"][key], broken=slice(None))
     return place
 
 
@@ -201,6 +202,23 @@ def test_a_broken_model_without_a_rule_is_refused_by_name(clients: Path, prepare
     with pytest.raises(InvalidInput, match="leave_out_beyond") as problem:
         prepare(recipe_of(clients, *HONEST, "broken", merge_method="geometric_median"))
     assert "broken" in str(problem.value)
+
+
+def test_a_client_of_nothing_but_nan_is_left_out_and_costs_the_others_nothing(clients: Path, prepare: Home) -> None:
+    alone = prepare(recipe_of(clients, *HONEST, merge_method="geometric_median", leave_out_beyond=5))
+    found = prepare(recipe_of(clients, *HONEST, "nothing", merge_method="geometric_median", leave_out_beyond=5))
+    assert [Path(ref).name for ref in found.left_out] == ["nothing"]
+    assert [found.voice(str(one.model)) for one in found.sources] == [
+        alone.voice(str(one.model)) for one in alone.sources
+    ]
+
+
+def test_a_broken_base_is_refused_by_name(clients: Path, prepare: Home) -> None:
+    for base in ("broken", "nothing"):
+        models = [{"model": str(clients / name)} for name in HONEST]
+        recipe = {"base_model": str(clients / base), "models": models, "merge_method": "geometric_median"}
+        with pytest.raises(InvalidInput, match=f"{base}(.|\n)*not finite"):
+            prepare(load_recipe(recipe))
 
 
 def test_nobody_left_is_refused(clients: Path, prepare: Home) -> None:
