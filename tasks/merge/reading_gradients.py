@@ -1,6 +1,7 @@
 """How much each element of a model matters to what it says on a text: done in the process that holds models.
 
-The text goes through the network window by window. At each position the model itself draws what it would say next, and
+The text goes through the network window by window. At each position (of a conversation: where it is the model's turn)
+the model itself draws what it would say next, and
 the derivative of the log-likelihood of all that it drew is squared, element by element: its mean over documents is the
 diagonal of the Fisher information. (Squares of a whole batch, or of the answers that stand in the text, are another
 thing.) The derivative of one tensor is squared as soon as it is there and goes before that of the next one comes, so
@@ -32,7 +33,7 @@ from tasks.merge.reading_runs import (
     require_numbers,
     windows_of,
 )
-from tasks.perplexity import HeldOutText, read_texts
+from tasks.perplexity import HeldOutText, read_own_documents
 from tasks.stage import StageValue
 
 if TYPE_CHECKING:
@@ -94,14 +95,17 @@ class _SquaredGradients:
             parameter.grad = None
 
     def read(self, window: ReadWindow, seed: int) -> None:
-        """Add the square of what the model would say at the positions of ``window`` that no window before had."""
+        """Add the square of what the model would say at its own positions of ``window`` that no window before had."""
         import torch
 
         device = self._network.device
         chance = torch.Generator().manual_seed(seed)
         with torch.enable_grad():
             ids = torch.tensor([window.tokens], device=device)
-            logits = self._network(input_ids=ids, use_cache=False).logits[0, -window.new :].float()
+            own = torch.tensor(window.own, device=device)
+            if not own.any():
+                return
+            logits = self._network(input_ids=ids, use_cache=False).logits[0, -window.new :][own].float()
             require_numbers(logits, "what it would say next", self._model)
             drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=chance)[:, 0].to(device)
             unlikely = torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")
@@ -130,10 +134,10 @@ def read_gradients(
         InvalidInput: when the model cannot be loaded or read the text, has no parameter under a name that is known, or
             computes no numbers.
     """
-    texts = read_texts(text, reading.documents)
+    documents = read_own_documents(text, reading.documents)
     with load_model(model, dtype=dtype, device=device) as loaded, open_journal(place, is_entry_of_run) as journal:
-        windows = list(windows_of(loaded, model, [text for _, text in texts], reading.max_length))
-        positions = sum(window.new for window in windows)
+        windows = list(windows_of(loaded, model, documents, reading.max_length))
+        positions = sum(sum(window.own) for window in windows)
         parts = _parts(loaded, model)
         done = kept_runs(journal.records, out, file_of_importance)
         owner = {name: own for record in done for name, own in record["owner"].items()}
@@ -159,7 +163,7 @@ def read_gradients(
         write_importance(out, owner, positions)
         return ImportanceStatistics(
             model=model.name,
-            documents=len(texts),
+            documents=len(documents),
             positions=positions,
             tensors=len(set(owner.values())),
             parameters=sum(part.parameter.numel() for part in parts if part.names[0] in owner),

@@ -34,7 +34,7 @@ from tasks.merge.reading_runs import (
     require_numbers,
     windows_of,
 )
-from tasks.perplexity import HeldOutText, read_texts
+from tasks.perplexity import HeldOutText, read_own_documents
 from tasks.stage import StageValue
 
 if TYPE_CHECKING:
@@ -150,9 +150,9 @@ def read_inputs(
         InvalidInput: when the model cannot be loaded or read the text, has no linear layer under a name that is known,
             or computes no numbers.
     """
-    texts = read_texts(text, reading.documents)
+    documents = read_own_documents(text, reading.documents)
     with load_model(model, dtype=dtype, device=device) as loaded, open_journal(place, is_entry_of_run) as journal:
-        windows = list(windows_of(loaded, model, [text for _, text in texts], reading.max_length))
+        windows = list(windows_of(loaded, model, documents, reading.max_length))
         positions = sum(window.new for window in windows)
         layers = _layers(loaded, model)
         done = kept_runs(journal.records, out, file_of_moments)
@@ -184,7 +184,7 @@ def read_inputs(
         squares = sum(width > reading.diagonal_above for width in own)
         return InputStatistics(
             model=model.name,
-            documents=len(texts),
+            documents=len(documents),
             positions=positions,
             inputs=len(own),
             matrices=len(owner),

@@ -15,7 +15,7 @@ from merge_core.errors import InvalidInput
 from merge_core.store import sha256_file
 from merge_core.system import system_memory
 from tasks.checkpoints import LoadedModel, Model
-from tasks.perplexity import encode_text
+from tasks.perplexity import Document, Message, encode_text
 
 if TYPE_CHECKING:
     import torch
@@ -26,21 +26,85 @@ _T = TypeVar("_T")
 
 
 class ReadWindow(NamedTuple):
-    """Tokens that are read at once; the last ``new`` of them were in no window before."""
+    """Tokens that are read at once; the last of them, as many as ``own``, were in no window before.
+
+    Args:
+        own: Of each of those, whether what comes next is the model's to say.
+    """
 
     tokens: list[int]
-    new: int
+    own: list[bool]
+
+    @property
+    def new(self) -> int:
+        """How many of the tokens were in no window before."""
+        return len(self.own)
 
 
-def windows_of(loaded: LoadedModel, model: Model, texts: Sequence[str], most: int) -> Iterator[ReadWindow]:
-    """Every token of every text in one window; one that would be short begins with context from before. A text begins
-    as its model's tokenizer begins it for whoever asks: what is measured is what will flow."""
+def windows_of(loaded: LoadedModel, model: Model, documents: Sequence[Document], most: int) -> Iterator[ReadWindow]:
+    """Every token of every document in one window; one that would be short begins with context from before. A text
+    begins as its model's tokenizer begins it for whoever asks, and a conversation is in the form of its model's
+    template: what is measured is what will flow.
+
+    Raises:
+        InvalidInput: when the tokenizer does not belong to the weights, or a conversation does not fit its template.
+    """
     length = min(most, loaded.context or most)
-    for text in texts:
-        tokens = encode_text(loaded, model, text, with_specials=True)
+    for document in documents:
+        if isinstance(document, str):
+            tokens = encode_text(loaded, model, document, with_specials=True)
+            own = [True] * len(tokens)
+        else:
+            tokens, own = _in_template(loaded, model, document)
         for start in range(0, len(tokens), length):
             end = min(start + length, len(tokens))
-            yield ReadWindow(tokens[max(0, end - length) : end], end - start)
+            yield ReadWindow(tokens[max(0, end - length) : end], own[start:end])
+
+
+def _in_template(loaded: LoadedModel, model: Model, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """A conversation in the form of the model's template; of each token, whether the next one is its own to say."""
+
+    def rendered(said: Sequence[Message], *, asked: bool = False) -> str:
+        plain = [message._asdict() for message in said]
+        text: str = loaded.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asked)
+        return text
+
+    where = f"{model.name} ({model.directory}): chat template"
+    if not loaded.tokenizer.chat_template:
+        raise InvalidInput(
+            where,
+            found="none",
+            expected="one, for texts that are conversations",
+            remedy="name texts of plain documents",
+        )
+    try:
+        whole = rendered(messages)
+        spans = []
+        for at, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            before, after = rendered(messages[:at], asked=True), rendered(messages[: at + 1])
+            if whole.startswith(before) and whole.startswith(after.rstrip()):  # else the template changed it later
+                spans.append((before, after))
+    except Exception as error:  # templates are programs of strangers
+        first = str(error).partition("\n")[0]
+        raise InvalidInput(where, found=f"{type(error).__name__}: {first:.100}", expected="one that takes it") from None
+    if not spans:
+        raise InvalidInput(
+            where,
+            found="a conversation in which the model says nothing",
+            expected="a message of the role 'assistant'",
+        )
+
+    def size(text: str) -> int:
+        return len(encode_text(loaded, model, text, with_specials=False))
+
+    tokens = encode_text(loaded, model, whole, with_specials=False)
+    own = [False] * len(tokens)
+    for before, after in spans:
+        for at in range(max(size(before) - 1, 0), min(size(after) - 1, len(tokens))):
+            own[at] = True
+    return tokens, own
 
 
 def in_runs(parts: Iterable[_T], size_of: Callable[[_T], int]) -> list[list[_T]]:

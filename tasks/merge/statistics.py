@@ -92,7 +92,9 @@ def pinned_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[str, HeldOu
         places = [start / file for start in (recipe.directory, Path.cwd()) if start is not None]
         path = next((place for place in places if place.is_file()), places[0]).absolute()
         where, named = f"{recipe.where}: text of {ref}: {written}", "statistics.field"
-        yield str(ref), pin_text(path, recipe.reading.field, hashes, where=where, relative_to="recipe", named=named)
+        field = recipe.reading.field
+        pinned = pin_text(path, field, hashes, where=where, relative_to="recipe", named=named, conversations=True)
+        yield str(ref), pinned
 
 
 def with_statistics(

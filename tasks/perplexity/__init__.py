@@ -16,14 +16,16 @@ from tasks.perplexity.stage import (
     pin_documents,
     read_documents,
 )
-from tasks.perplexity.text import HeldOutText, pin_text, read_texts
+from tasks.perplexity.text import Document, HeldOutText, Message, pin_text, read_own_documents, read_texts
 
 __all__ = [
+    "Document",
     "DocumentLikelihood",
     "DriftLimits",
     "HeldOutReading",
     "HeldOutText",
     "Likelihoods",
+    "Message",
     "PerplexitySettings",
     "WindowSettings",
     "encode_text",
@@ -34,5 +36,6 @@ __all__ = [
     "pin_text",
     "read_documents",
     "read_held_out",
+    "read_own_documents",
     "read_texts",
 ]

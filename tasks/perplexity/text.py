@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +16,7 @@ from merge_core.store import HashMemo, NotInKey
 from tasks.evaluation import DocumentSet
 
 _MOST_LOOKED_AT = 2000  # lines that are looked at before anything is measured
+_NAMED = "perplexity.field"
 
 
 class HeldOutText(BaseModel):
@@ -27,30 +28,56 @@ class HeldOutText(BaseModel):
     sha256: str
     field: str = "text"  # of a jsonl line; empty for plain text
     only: DocumentSet | None = None  # of its documents; None: all of them
+    conversations: bool = False  # whether a document may be a list of messages
 
     def content_key(self) -> object:
         # What was measured before there were sets keeps its key.
         return self.model_dump(mode="json", include={"sha256", "field"} | ({"only"} if self.only else set()))
 
 
+class Message(NamedTuple):
+    """What one side says in a conversation."""
+
+    role: str
+    content: str
+
+
+# As it stands in a file: a text, or the messages of a conversation.
+Document: TypeAlias = str | tuple[Message, ...]
+
+
 def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str], ...]:
-    """``(doc_id, text)`` of the first ``most`` documents that are not empty; of a set, those in it.
+    """``(doc_id, text)`` of the first ``most`` documents that are not empty; of a set, those in it. Of a conversation,
+    what is said in it.
 
     Raises:
         InvalidInput: when the file changed after it was pinned, a line is not as expected, or there is no document.
     """
+    return tuple((at, _text_in(document)) for at, document in _chosen(documents, most))
+
+
+def read_own_documents(documents: HeldOutText, most: int | None) -> tuple[Document, ...]:
+    """The same documents as :func:`read_texts`, as they stand in the file."""
+    return tuple(document for _, document in _chosen(documents, most))
+
+
+def _text_in(document: Document) -> str:
+    return document if isinstance(document, str) else "\n".join(message.content for message in document)
+
+
+def _chosen(documents: HeldOutText, most: int | None) -> list[tuple[int, Document]]:
     content = documents.path.read_bytes()
     if hashlib.sha256(content).hexdigest() != documents.sha256:
         raise InvalidInput(str(documents.path), found="changed while the run was going on", remedy="run again")
-    every = (one for one in enumerate(_split(content, documents)) if one[1] and not one[1].isspace())
+    every = (one for one in enumerate(_split(content, documents)) if _text_in(one[1]).strip())
     if documents.only:
         whole = list(every)
-        inside = documents.only.among(whole, "perplexity")
+        inside = documents.only.among([(at, _text_in(one)) for at, one in whole], "perplexity")
         every = (one for one in whole if one[0] in inside)
-    texts = list(islice(every, most))
-    if not texts:
+    found = list(islice(every, most))
+    if not found:
         raise InvalidInput(str(documents.path), found="no document", expected="held-out text")
-    return tuple(texts)
+    return found
 
 
 def pin_text(
@@ -60,7 +87,8 @@ def pin_text(
     *,
     where: str,
     relative_to: str = "profile",
-    named: str = "perplexity.field",
+    named: str = _NAMED,
+    conversations: bool = False,
 ) -> HeldOutText:
     """A file of documents with its sha256.
 
@@ -70,6 +98,7 @@ def pin_text(
         hashes: Of files that were hashed before.
         where: What messages call its place; ``relative_to``, what a path is relative to; ``named``, what names the
             field.
+        conversations: Whether a document may be a list of messages.
 
     Raises:
         InvalidInput: when there is no such file, or a document is not as the settings say.
@@ -85,16 +114,18 @@ def pin_text(
     with path.open("rb") as file:
         for number, line in enumerate(islice(file, _MOST_LOOKED_AT if field else 0), start=1):
             if line.strip():
-                text_of_line(line, field, path, number, named)
+                _document_of_line(line, field, path, number, named, conversations)
     if not path.stat().st_size:
         raise InvalidInput(str(path), found="an empty file", expected="held-out documents")
-    return HeldOutText(path=path, sha256=hashes.sha256(path), field=field)
+    return HeldOutText(path=path, sha256=hashes.sha256(path), field=field, conversations=conversations)
 
 
-def _split(content: bytes, documents: HeldOutText) -> Iterator[str]:
+def _split(content: bytes, documents: HeldOutText) -> Iterator[Document]:
     if documents.field:
+        talks = documents.conversations
         for number, line in enumerate(content.splitlines(), start=1):
-            yield text_of_line(line, documents.field, documents.path, number) if line.strip() else ""
+            empty = not line.strip()
+            yield "" if empty else _document_of_line(line, documents.field, documents.path, number, _NAMED, talks)
         return
     try:
         yield from content.decode().replace("\r\n", "\n").split("\n\n")
@@ -102,13 +133,29 @@ def _split(content: bytes, documents: HeldOutText) -> Iterator[str]:
         raise InvalidInput(str(documents.path), found=f"not UTF-8: {error}", expected="text") from None
 
 
-def text_of_line(line: bytes, field: str, path: Path, number: int, named: str = "perplexity.field") -> str:
-    """The text in ``field`` of a line of JSON, which ``named`` names. Raises InvalidInput where there is none."""
+def _document_of_line(line: bytes, field: str, path: Path, number: int, named: str, conversations: bool) -> Document:
+    """What stands in ``field`` of a line of JSON, which ``named`` names. Raises InvalidInput where that is nothing."""
     document = parse_line(line, path, number)
-    text = document.get(field)
-    if not isinstance(text, str):
-        found = f"no field {field!r}" if field not in document else f"{kind_of(text)} in field {field!r}"
-        remedy = suggest(field, document) if field not in document and document else ""
-        expected = f"text, in the field that {named} names"
-        raise InvalidInput(line_place(path, number), found=found, expected=expected, remedy=remedy)
-    return text
+    said = document.get(field)
+    if isinstance(said, str):
+        return said
+    if conversations and isinstance(said, list) and (messages := _messages(said)) is not None:
+        return messages
+    found = f"no field {field!r}" if field not in document else f"{kind_of(said)} in field {field!r}"
+    remedy = suggest(field, document) if field not in document and document else ""
+    expected = f"text, in the field that {named} names"
+    if conversations:
+        expected = f"text or messages ({{role, content}}), in the field that {named} names"
+    raise InvalidInput(line_place(path, number), found=found, expected=expected, remedy=remedy)
+
+
+def _messages(said: list[Any]) -> tuple[Message, ...] | None:
+    """The messages of a conversation; None where it is none."""
+    found = []
+    for one in said:
+        match one:
+            case {"role": str(role), "content": str(content)}:
+                found.append(Message(role, content))
+            case _:
+                return None
+    return tuple(found)

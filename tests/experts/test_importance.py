@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mixtures
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance
+from merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance, open_moments
 from merge_core.errors import InvalidInput
 from merge_core.recipe import ReadingOfTexts
 from merge_core.store import HashMemo, JournalPlace
 from tasks.checkpoints.model import Model
 from tasks.merge import reading_runs
 from tasks.merge.reading_gradients import ImportanceStatistics, read_gradients
+from tasks.merge.reading_inputs import read_inputs
 from tasks.perplexity import HeldOutText, pin_text
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
@@ -27,10 +30,10 @@ REVERSER = DEMO / "models/reverser"
 SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk", "copy: aabb>aabb")
 
 
-def text_of(place: Path, documents: tuple[str, ...]) -> HeldOutText:
+def text_of(place: Path, documents: Sequence[str | list[dict[str, str]]]) -> HeldOutText:
     path = place / "text.jsonl"
     path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text")
+    return pin_text(path, "text", HashMemo(place / "hashes.db"), where="the text", conversations=True)
 
 
 def read(
@@ -156,6 +159,93 @@ def test_windows_count_no_position_twice(loaded: tuple[Any, Any], tmp_path: Path
     for length in (2, 7):
         found = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / f"{length}", max_length=length)
         assert found.positions == positions
+
+
+# --- conversations ---
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{{ 'rev: ' if m.role == 'user' else '' }}{{ m.content }}{{ '>' if m.role == 'user' else '.' }}"
+    "{% endfor %}"
+)
+
+
+def say(*turns: str) -> list[dict[str, str]]:
+    """User and assistant in turns."""
+    return [{"role": ("user", "assistant")[at % 2], "content": said} for at, said in enumerate(turns)]
+
+
+@pytest.fixture
+def talking(tmp_path: Path) -> Path:
+    """The reverser, with a template that asks as it was taught."""
+    place = tmp_path / "talking"
+    shutil.copytree(REVERSER, place)
+    (place / "chat_template.jinja").write_text(TEMPLATE)
+    return place
+
+
+def test_of_a_conversation_what_the_model_says_counts(loaded: tuple[Any, Any], talking: Path, tmp_path: Path) -> None:
+    """Two turns of each side; positions are those before its words and the end of its turn."""
+    turns = ("ab", "ba", "kjh", "hjk")
+    found = read(talking, text_of(tmp_path, [say(*turns)]), tmp_path / "out")
+    network, tokenizer = loaded
+    whole = "rev: ab>ba.rev: kjh>hjk."
+    ids = tokenizer(whole, add_special_tokens=False).input_ids
+    said = [tokenizer(part, add_special_tokens=False).input_ids for part in ("rev: ab>", "ba.", "rev: kjh>", "hjk.")]
+    assert [one for part in said for one in part] == ids, "the tokenizer cuts at turns"
+    first, second = len(said[0]), len(said[0]) + len(said[1]) + len(said[2])
+    own = [*range(first - 1, first - 1 + len(said[1])), *range(second - 1, second - 1 + len(said[3]))]
+    assert found.positions == len(own)
+    logits = network(torch.tensor([ids])).logits[0, own]
+    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(0))
+    likelihood = logits.log_softmax(-1).gather(1, drawn).sum()
+    parameters = dict(network.named_parameters())
+    gradients = torch.autograd.grad(likelihood, list(parameters.values()))
+    squares = {name: one.double() ** 2 / len(own) for name, one in zip(parameters, gradients, strict=True)}
+    agrees(kept(tmp_path / "out"), squares)
+
+
+def test_a_conversation_flows_in_the_form_of_its_template(talking: Path, tmp_path: Path) -> None:
+    """All of it: the same moments as its text, where the tokenizer begins no text with a token of its own."""
+    model = Model(name="talking", digest="talking", directory=talking)
+    found = []
+    for name, document in (("turns", say("ab", "ba", "kjh", "hjk")), ("plain", "rev: ab>ba.rev: kjh>hjk.")):
+        out = tmp_path / name
+        out.mkdir()
+        place = JournalPlace(tmp_path / f"{name}.journal", name)
+        text = text_of(tmp_path, [document])
+        read_inputs(model, text, ReadingOfTexts(), "float32", "cpu", out, place, lambda done, total: None)
+        found.append({key: one.read() for key, one in open_moments(out).items()})
+    for key, moments in found[0].items():
+        np.testing.assert_array_equal(moments, found[1][key])
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "said"),
+    [
+        ("", say("ab", "ba"), "chat template: none"),
+        (TEMPLATE, say("ab"), "says nothing"),
+        ("{{ raise_exception('no system here') }}", say("ab", "ba"), "no system here"),
+        ("{% for %}", say("ab", "ba"), "TemplateSyntaxError"),
+    ],
+)
+def test_a_conversation_that_does_not_fit_is_refused(
+    talking: Path, tmp_path: Path, template: str, turns: list[dict[str, str]], said: str
+) -> None:
+    (talking / "chat_template.jinja").unlink()
+    if template:
+        (talking / "chat_template.jinja").write_text(template)
+    with pytest.raises(InvalidInput) as refused:
+        read(talking, text_of(tmp_path, [turns]), tmp_path / "out")
+    assert said in str(refused.value)
+
+
+def test_turns_that_a_template_changes_later_do_not_count(talking: Path, tmp_path: Path) -> None:
+    """As templates do that take out what was thought in earlier turns."""
+    last = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '' }}")
+    (talking / "chat_template.jinja").write_text(last)
+    found = read(talking, text_of(tmp_path, [say("ab", "ba", "kjh", "hjk")]), tmp_path / "out")
+    assert found.positions == len("hjk.")
 
 
 def test_a_head_that_is_the_embedding_matters_as_one_tensor(tmp_path: Path) -> None:

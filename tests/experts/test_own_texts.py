@@ -245,6 +245,9 @@ def test_a_recipe_gets_what_its_models_showed(tmp_path: Path, monkeypatch: pytes
         (None, "no such file"),
         ("", "an empty file"),
         ('{"prompt": "a"}\n', "statistics.field"),
+        ('{"text": [{"role": "user"}]}\n', "text or messages"),
+        ('{"text": [{"role": "user", "content": ["parts"]}]}\n', "text or messages"),
+        ('{"text": 3}\n', "text or messages"),
         ("no json\n", "text.jsonl"),
     ],
 )
