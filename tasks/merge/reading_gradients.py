@@ -138,6 +138,12 @@ def read_gradients(
     with load_model(model, dtype=dtype, device=device) as loaded, open_journal(place, is_entry_of_run) as journal:
         windows = list(windows_of(loaded, model, documents, reading.max_length))
         positions = sum(sum(window.own) for window in windows)
+        if not positions:
+            raise InvalidInput(
+                str(text.path),
+                found=f"nothing that {model.name} would say",
+                expected="texts, or conversations with messages of the role 'assistant'",
+            )
         parts = _parts(loaded, model)
         done = kept_runs(journal.records, out, file_of_importance)
         owner = {name: own for record in done for name, own in record["owner"].items()}

@@ -224,7 +224,7 @@ def test_a_conversation_flows_in_the_form_of_its_template(talking: Path, tmp_pat
     ("template", "turns", "said"),
     [
         ("", say("ab", "ba"), "chat template: none"),
-        (TEMPLATE, say("ab"), "says nothing"),
+        (TEMPLATE, say("ab"), "nothing that talking would say"),
         ("{{ raise_exception('no system here') }}", say("ab", "ba"), "no system here"),
         ("{% for %}", say("ab", "ba"), "TemplateSyntaxError"),
     ],
