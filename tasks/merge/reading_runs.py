@@ -15,7 +15,7 @@ from merge_core.errors import InvalidInput
 from merge_core.store import sha256_file
 from merge_core.system import system_memory
 from tasks.checkpoints import LoadedModel, Model
-from tasks.perplexity import Document, Message, encode_text
+from tasks.perplexity import ChatMessage, OwnDocument, encode_text
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class ReadWindow(NamedTuple):
         return len(self.own)
 
 
-def windows_of(loaded: LoadedModel, model: Model, documents: Sequence[Document], most: int) -> Iterator[ReadWindow]:
+def windows_of(loaded: LoadedModel, model: Model, documents: Sequence[OwnDocument], most: int) -> Iterator[ReadWindow]:
     """Every token of every document in one window; one that would be short begins with context from before. A text
     begins as its model's tokenizer begins it for whoever asks, and a conversation is in the form of its model's
     template: what is measured is what will flow.
@@ -61,10 +61,10 @@ def windows_of(loaded: LoadedModel, model: Model, documents: Sequence[Document],
             yield ReadWindow(tokens[max(0, end - length) : end], own[start:end])
 
 
-def _in_template(loaded: LoadedModel, model: Model, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+def _in_template(loaded: LoadedModel, model: Model, messages: Sequence[ChatMessage]) -> tuple[list[int], list[bool]]:
     """A conversation in the form of the model's template; of each token, whether the next one is its own to say."""
 
-    def rendered(said: Sequence[Message], *, asked: bool = False) -> str:
+    def rendered(said: Sequence[ChatMessage], *, asked: bool = False) -> str:
         plain = [message._asdict() for message in said]
         text: str = loaded.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=asked)
         return text

@@ -16,16 +16,16 @@ from tasks.perplexity.stage import (
     pin_documents,
     read_documents,
 )
-from tasks.perplexity.text import Document, HeldOutText, Message, pin_text, read_own_documents, read_texts
+from tasks.perplexity.text import ChatMessage, HeldOutText, OwnDocument, pin_text, read_own_documents, read_texts
 
 __all__ = [
-    "Document",
+    "ChatMessage",
     "DocumentLikelihood",
     "DriftLimits",
     "HeldOutReading",
     "HeldOutText",
     "Likelihoods",
-    "Message",
+    "OwnDocument",
     "PerplexitySettings",
     "WindowSettings",
     "encode_text",

@@ -35,7 +35,7 @@ class HeldOutText(BaseModel):
         return self.model_dump(mode="json", include={"sha256", "field"} | ({"only"} if self.only else set()))
 
 
-class Message(NamedTuple):
+class ChatMessage(NamedTuple):
     """What one side says in a conversation."""
 
     role: str
@@ -43,7 +43,7 @@ class Message(NamedTuple):
 
 
 # As it stands in a file: a text, or the messages of a conversation.
-Document: TypeAlias = str | tuple[Message, ...]
+OwnDocument: TypeAlias = str | tuple[ChatMessage, ...]
 
 
 def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str], ...]:
@@ -56,16 +56,16 @@ def read_texts(documents: HeldOutText, most: int | None) -> tuple[tuple[int, str
     return tuple((at, _text_in(document)) for at, document in _chosen(documents, most))
 
 
-def read_own_documents(documents: HeldOutText, most: int | None) -> tuple[Document, ...]:
+def read_own_documents(documents: HeldOutText, most: int | None) -> tuple[OwnDocument, ...]:
     """The same documents as :func:`read_texts`, as they stand in the file."""
     return tuple(document for _, document in _chosen(documents, most))
 
 
-def _text_in(document: Document) -> str:
+def _text_in(document: OwnDocument) -> str:
     return document if isinstance(document, str) else "\n".join(message.content for message in document)
 
 
-def _chosen(documents: HeldOutText, most: int | None) -> list[tuple[int, Document]]:
+def _chosen(documents: HeldOutText, most: int | None) -> list[tuple[int, OwnDocument]]:
     content = documents.path.read_bytes()
     if hashlib.sha256(content).hexdigest() != documents.sha256:
         raise InvalidInput(str(documents.path), found="changed while the run was going on", remedy="run again")
@@ -120,7 +120,7 @@ def pin_text(
     return HeldOutText(path=path, sha256=hashes.sha256(path), field=field, conversations=conversations)
 
 
-def _split(content: bytes, documents: HeldOutText) -> Iterator[Document]:
+def _split(content: bytes, documents: HeldOutText) -> Iterator[OwnDocument]:
     if documents.field:
         talks = documents.conversations
         for number, line in enumerate(content.splitlines(), start=1):
@@ -133,7 +133,7 @@ def _split(content: bytes, documents: HeldOutText) -> Iterator[Document]:
         raise InvalidInput(str(documents.path), found=f"not UTF-8: {error}", expected="text") from None
 
 
-def _document_of_line(line: bytes, field: str, path: Path, number: int, named: str, conversations: bool) -> Document:
+def _document_of_line(line: bytes, field: str, path: Path, number: int, named: str, conversations: bool) -> OwnDocument:
     """What stands in ``field`` of a line of JSON, which ``named`` names. Raises InvalidInput where that is nothing."""
     document = parse_line(line, path, number)
     said = document.get(field)
@@ -149,13 +149,13 @@ def _document_of_line(line: bytes, field: str, path: Path, number: int, named: s
     raise InvalidInput(line_place(path, number), found=found, expected=expected, remedy=remedy)
 
 
-def _messages(said: list[Any]) -> tuple[Message, ...] | None:
+def _messages(said: list[Any]) -> tuple[ChatMessage, ...] | None:
     """The messages of a conversation; None where it is none."""
     found = []
     for one in said:
         match one:
             case {"role": str(role), "content": str(content)}:
-                found.append(Message(role, content))
+                found.append(ChatMessage(role, content))
             case _:
                 return None
     return tuple(found)
