@@ -10,16 +10,14 @@ head that is the embedding matters as one tensor)::
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
+from merge_core.checkpoint.measured_files import read_owners, write_owners
+from merge_core.checkpoint.safetensors_file import StoredTensor
 from merge_core.errors import InvalidInput
-from merge_core.parsing import read_json
 
 IMPORTANCE = "importance.json"
 FILES_OF_IMPORTANCE = "importance-*.safetensors"
@@ -49,8 +47,7 @@ def file_of_importance(number: int) -> str:
 
 def write_importance(directory: Path, tensors: Mapping[str, str], positions: int) -> None:
     """Write ``importance.json``: by which tensor each is kept; means are over so many positions."""
-    text = json.dumps({"positions": positions, "tensors": dict(tensors)}, indent=1)
-    (directory / IMPORTANCE).write_text(f"{text}\n", encoding="utf-8")
+    write_owners(directory / IMPORTANCE, "tensors", tensors, positions)
 
 
 def open_importance(directory: Path) -> dict[str, StoredTensor]:
@@ -60,15 +57,9 @@ def open_importance(directory: Path) -> dict[str, StoredTensor]:
         InvalidInput: Files that are missing or damaged, or do not belong together.
     """
     place = directory / IMPORTANCE
-    said: Any = read_json(place)
-    tensors = said.get("tensors") if isinstance(said, Mapping) else None
-    if not isinstance(tensors, Mapping):
-        raise InvalidInput(str(place), found="no 'tensors'", expected=_EXPECTED, remedy="run again")
-    kept = {tensor.name: tensor for file in sorted(directory.glob(FILES_OF_IMPORTANCE)) for tensor in read_header(file)}
     found = {}
-    for name, owner in tensors.items():
-        tensor = kept.get(owner)
+    for name, tensor in read_owners(place, "tensors", FILES_OF_IMPORTANCE, _EXPECTED).items():
         if tensor is None or tensor.dtype.code != "F32":
             raise InvalidInput(f"{place}: {name}", found="nothing of that name", expected=_EXPECTED, remedy="run again")
-        found[str(name)] = tensor
+        found[name] = tensor
     return found

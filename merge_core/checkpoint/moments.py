@@ -10,7 +10,6 @@ network is multiplied with which of them::
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint.safetensors_file import StoredTensor, read_header, read_into
+from merge_core.checkpoint.measured_files import read_owners, write_owners
+from merge_core.checkpoint.safetensors_file import StoredTensor, read_into
 from merge_core.errors import InvalidInput
-from merge_core.parsing import read_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -104,8 +103,7 @@ def file_of_moments(number: int) -> str:
 
 def write_inputs(directory: Path, inputs: Mapping[str, str], positions: int) -> None:
     """Write ``inputs.json``: by which tensor the input of each matrix is kept; means are over so many positions."""
-    text = json.dumps({"positions": positions, "inputs": dict(inputs)}, indent=1)
-    (directory / INPUTS).write_text(f"{text}\n", encoding="utf-8")
+    write_owners(directory / INPUTS, "inputs", inputs, positions)
 
 
 def open_moments(directory: Path) -> dict[str, StoredMoments]:
@@ -115,12 +113,8 @@ def open_moments(directory: Path) -> dict[str, StoredMoments]:
         InvalidInput: Files that are missing or damaged, or do not belong together.
     """
     place = directory / INPUTS
-    said: Any = read_json(place)
-    inputs = said.get("inputs") if isinstance(said, Mapping) else None
-    kept = {tensor.name: tensor for file in sorted(directory.glob(FILES_OF_MOMENTS)) for tensor in read_header(file)}
-    if not isinstance(inputs, Mapping):
-        raise InvalidInput(str(place), found="no 'inputs'", expected=_EXPECTED, remedy="run again")
-    return {str(name): _moments(kept.get(owner), f"{place}: {name}") for name, owner in inputs.items()}
+    owners = read_owners(place, "inputs", FILES_OF_MOMENTS, _EXPECTED)
+    return {name: _moments(tensor, f"{place}: {name}") for name, tensor in owners.items()}
 
 
 def _moments(tensor: StoredTensor | None, where: str) -> StoredMoments:
