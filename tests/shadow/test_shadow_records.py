@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from sqlite3 import connect
 from typing import Any
 
 import pytest
@@ -61,6 +63,17 @@ def test_many_that_begin_at_once_make_the_tables_once(url: str) -> None:
             one.close()
     with open_records(url) as records:
         assert list(records.pairs("v1")) == []
+
+
+def test_proxies_that_begin_at_once_on_a_new_file_wait_for_each_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        for number in range(15):
+            new = tmp_path / f"{number}.sqlite"
+            for one in pool.map(lambda _, new=new: open_records(f"sqlite:///{new}"), range(6)):
+                one.close()
+            with closing(connect(new)) as made:
+                assert made.execute("pragma journal_mode").fetchone() == ("wal",)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".sqlite"}  # No lock is left behind.
 
 
 def test_the_migrations_make_what_the_code_reads(tmp_path: Path) -> None:

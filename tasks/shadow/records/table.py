@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from merge_core.errors import InvalidInput
+from merge_core.store import locked
 from tasks.shadow.arms import ArmRow
 from tasks.shadow.recorded import RecordedAnswer, RecordedPair, ShadowRecord
 
@@ -148,10 +149,9 @@ def open_records(url: str) -> Records:
         sqlalchemy.exc.SQLAlchemyError: The database cannot be reached, or does not let itself be changed.
     """
     engine = sa.create_engine(_with_driver(url), connect_args=_patience(url), pool_pre_ping=True, hide_parameters=True)
-    if engine.dialect.name == "sqlite":
-        Path(engine.url.database or "").parent.mkdir(parents=True, exist_ok=True)
-        sa.event.listen(engine, "connect", _prepare_sqlite)
     try:
+        if engine.dialect.name == "sqlite":
+            _prepare_sqlite(engine)
         _bring_up_to_date(engine)
     except BaseException:
         engine.dispose()
@@ -194,11 +194,21 @@ def _patience(url: str) -> dict[str, int]:
     return {"timeout": _WAIT_S} if url.startswith("sqlite") else {"connect_timeout": _WAIT_S}
 
 
-def _prepare_sqlite(connection: sa.engine.interfaces.DBAPIConnection, _: object) -> None:
-    cursor = connection.cursor()
-    cursor.execute("pragma journal_mode=wal")  # Who reads does not keep the proxy from writing.
-    cursor.execute("pragma synchronous=normal")
-    cursor.close()
+def _prepare_sqlite(engine: sa.Engine) -> None:
+    """Let readers and the proxy work side by side: a mode of the file (WAL), set by whoever makes it.
+
+    Of two connections that set it at once, SQLite sends one away without waiting, lest they wait for each other
+    (https://www.sqlite.org/c3ref/busy_handler.html); so ours take turns.
+    """
+    path = Path(engine.url.database or "")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sa.event.listen(engine, "connect", _write_without_waiting)
+    with locked(path.with_name(path.name + ".lock"), remove=True, required=False), engine.connect() as connection:
+        connection.exec_driver_sql("pragma journal_mode=wal")
+
+
+def _write_without_waiting(connection: sa.engine.interfaces.DBAPIConnection, _: object) -> None:
+    connection.execute("pragma synchronous=normal")  # type: ignore[attr-defined]  # sqlite3's own
 
 
 def _answer(row: Mapping[str, object]) -> RecordedAnswer:
