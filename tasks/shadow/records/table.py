@@ -208,7 +208,7 @@ def _prepare_sqlite(engine: sa.Engine) -> None:
 
 
 def _write_without_waiting(connection: sa.engine.interfaces.DBAPIConnection, _: object) -> None:
-    connection.execute("pragma synchronous=normal")  # type: ignore[attr-defined]  # sqlite3's own
+    connection.execute("pragma synchronous=normal")
 
 
 def _answer(row: Mapping[str, object]) -> RecordedAnswer:
