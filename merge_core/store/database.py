@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from merge_core.store.state import make_way
+from merge_core.store.state import is_misplaced, make_way
 
 _BESIDE = ("", "-journal", "-wal", "-shm")
 # Somebody else holds it, or the disk says no: nothing is wrong with the file.
@@ -60,4 +60,4 @@ def set_sqlite_aside(database: Path, why: str) -> None:
 def misplaced_file(database: Path) -> Path | None:
     """What stands in the place of the database or of a file beside it and is no file. SQLite waits for pipes."""
     places = (database.with_name(database.name + suffix) for suffix in _BESIDE)
-    return next((at for at in places if (at.exists() or at.is_symlink()) and not at.is_file()), None)
+    return next((at for at in places if is_misplaced(at, through_links=True)), None)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from merge_core.store.state import make_way
+from merge_core.store.state import is_misplaced, make_way
 
 # What opening says where a directory, a link or a socket stands in place of ours.
 _NO_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
@@ -118,7 +118,7 @@ def _opened(path: Path, flags: int) -> int:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
-    if path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK | os.W_OK):  # nobody was quicker
+    if is_misplaced(path) or not os.access(path, os.R_OK | os.W_OK):  # nobody was quicker
         make_way(path, "no file to be locked")
     return os.open(path, ours, 0o644)
 

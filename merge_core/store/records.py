@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from merge_core.store.locks import lock_file
-from merge_core.store.state import make_way, remove_any
+from merge_core.store.state import is_misplaced, make_way, remove_any
 from merge_core.system import flush_data
 
 JOURNAL = "unfinished.journal"
@@ -146,7 +146,7 @@ class RecordJournal:
         self._place = None
 
     def _open(self, path: Path) -> None:
-        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        if is_misplaced(path):
             make_way(path, "no journal")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         # The process of a killed run may have a moment left to live.

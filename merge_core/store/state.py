@@ -124,6 +124,19 @@ def set_aside(path: Path) -> Path | None:
     return place if _is_there(place) else None
 
 
+def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
+    """Whether something is at ``path`` that is no file. One look: what somebody removes meanwhile is not in the way.
+
+    Args:
+        through_links: A link to a file counts as one.
+    """
+    try:
+        status = path.stat() if through_links else path.lstat()
+    except OSError:  # nothing, or a link that leads nowhere
+        return path.is_symlink()
+    return not stat.S_ISREG(status.st_mode)
+
+
 def make_way(path: Path, why: str) -> None:
     """Set aside what is at ``path`` and cannot be believed, with a line in the log. Nothing there: nothing said."""
     if _is_there(path):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from merge_core.store import hashing
+from merge_core.store.database import misplaced_file
 from merge_core.store.hashing import HashMemo
 
 
@@ -138,3 +141,23 @@ def test_a_memo_that_another_process_holds_costs_only_time(tmp_path: Path, monke
         assert memo.sha256(file) == hashlib.sha256(b"abc").hexdigest()
     assert place.is_file()
     assert not list(tmp_path.glob("*.old"))
+
+
+def test_a_journal_that_is_removed_while_it_is_looked_at_is_not_in_the_way(tmp_path: Path) -> None:
+    """SQLite makes and removes one with every write, while others look at what stands in its place."""
+    database, over = tmp_path / "memo.sqlite", threading.Event()
+    journal = tmp_path / "memo.sqlite-journal"
+
+    def write() -> None:
+        while not over.is_set():
+            journal.touch()
+            journal.unlink()
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(write)
+        seen = {misplaced_file(database) for _ in range(10_000)}
+        over.set()
+        writing.result()
+    assert seen == {None}
+    journal.mkdir()
+    assert misplaced_file(database) == journal
