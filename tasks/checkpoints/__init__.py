@@ -8,6 +8,7 @@ from tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
 from tasks.checkpoints.applied import loadable, loadable_alone, loadable_before
 from tasks.checkpoints.fetch import fetch_weights
 from tasks.checkpoints.files import deciding_files, identify_files, require_same_files
+from tasks.checkpoints.lean_imports import import_lean
 from tasks.checkpoints.memory import gpu_memory
 from tasks.checkpoints.model import Model, files_state
 from tasks.checkpoints.model_cache import (
@@ -66,6 +67,7 @@ __all__ = [
     "gpu_memory",
     "identify_files",
     "identify_parents",
+    "import_lean",
     "load_apart",
     "load_model",
     "loadable",

@@ -22,6 +22,7 @@ from typing import Any
 from merge_core.errors import InvalidInput
 from merge_core.store import digest
 from merge_core.system import system_memory
+from tasks.checkpoints.lean_imports import import_lean
 from tasks.checkpoints.memory import gpu_memory
 from tasks.checkpoints.model import Model
 
@@ -209,6 +210,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     where = f"{model.name} ({model.directory})"
+    import_lean("accelerate")
     import transformers
 
     # mypy: transformers declares no return types here.

@@ -43,6 +43,7 @@ from merge_core.errors import InvalidInput, MergegateError, Refused
 from merge_core.store import refusing_disk, state_directory
 from merge_core.system import system_memory
 from merge_core.wording import detail
+from tasks.checkpoints.lean_imports import import_lean
 from tasks.checkpoints.messages import receive
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import SMALLER, ShortOfMemory, also_unload, hold_at_most, unload
@@ -436,6 +437,7 @@ def answer_questions() -> None:
     if _ALONE in sys.argv[2:]:
         hold_at_most(1)
     asker = Connection(descriptor)
+    import_lean("portalocker", "requests")
     while True:
         try:
             function, arguments = asker.recv()

@@ -13,6 +13,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
+from tasks.checkpoints import import_lean
 from tasks.evaluation.task_file import Function
 
 _DEFAULTS = {  # lm-eval's, where a task lists none
@@ -90,7 +91,7 @@ def _given(metric: str, kind: str, is_foreign: bool) -> _OfADocument:
 
 
 def _is_known(metric: str) -> bool:
-    import lm_eval.api.metrics  # noqa: F401  # fills the registries
+    import_lean("lm_eval.api.metrics")  # fills the registries
     from lm_eval.api.registry import METRIC_REGISTRY
 
     return metric in METRIC_REGISTRY

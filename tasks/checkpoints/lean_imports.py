@@ -1,0 +1,26 @@
+"""Importing libraries without what they take along wherever it is installed, and is never asked anything here.
+
+``requests`` looks for a second guesser of encodings, ``portalocker`` (of lm-eval's metrics) for a client of Redis,
+``accelerate`` for one of AWS. Together they are a fifth of what a process that holds models spends before its first
+answer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+_UNASKED = ("boto3", "chardet", "redis")
+
+
+def import_lean(*modules: str) -> None:
+    """Import ``modules`` as if what nobody asks were not installed."""
+    unseen = [name for name in _UNASKED if name not in sys.modules]
+    for name in unseen:
+        sys.modules[name] = None  # type: ignore[assignment]  # "not to be found", for imports and find_spec alike
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    finally:
+        for name in unseen:
+            del sys.modules[name]
