@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import sampled
 from tiny_models import make_model, words, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,7 +107,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", sampled(ALL, ["choices"]))
 def test_a_kill_in_any_batch_costs_that_batch_and_changes_no_bit(
     tmp_path: Path, lm: Any, batches: Watched, name: str
 ) -> None:

@@ -118,9 +118,13 @@ def theirs(root: Path, name: str, scratch: Path, said: dict[str, Any]) -> dict[t
     ("name", "said"),
     [
         ("written", {"gen_kwargs": {"max_gen_toks": 3, "until": ["a", "."]}}),
-        ("written", {"num_fewshot": 2, "apply_chat_template": True, "system_instruction": "be kind"}),
+        pytest.param(
+            "written",
+            {"num_fewshot": 2, "apply_chat_template": True, "system_instruction": "be kind"},
+            marks=pytest.mark.slow,
+        ),
         ("written", {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": False}),
-        ("letters", {"num_fewshot": 3, "system_instruction": "be kind"}),
+        pytest.param("letters", {"num_fewshot": 3, "system_instruction": "be kind"}, marks=pytest.mark.slow),
         ("letters", {"apply_chat_template": True, "system_instruction": "be kind"}),
     ],
 )

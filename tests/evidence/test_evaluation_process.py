@@ -54,6 +54,7 @@ def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object
     return process.score_in_child(model, task, settings, DocumentRange(first=first, last=last), "cpu", silent)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
@@ -64,6 +65,7 @@ def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, m
     assert process.look_in_child(task).documents == 40
 
 
+@pytest.mark.slow
 def test_the_process_stays_for_the_next_part(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     for first in (0, 10, 20):
@@ -71,6 +73,7 @@ def test_the_process_stays_for_the_next_part(tmp_path: Path, model: Model) -> No
     assert len({process for process, _ in asked(task)}) == 1
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path, model: Model) -> None:
     deed = f'{SLEEPER}\n(HERE / "child").write_text(str(child.pid))\nchild.wait()'
     task = write_trap(tmp_path / "tasks", deed, at=12)
@@ -200,6 +203,7 @@ attempt("merged weights", lambda: open(Path(os.environ["MERGEGATE_HOME"]) / "sto
     assert set(found.values()) == {"PermissionError"}
 
 
+@pytest.mark.slow
 def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     (tmp_path / "tasks" / "prompts.py").write_text(f"import time\ntime.sleep({LONGER_THAN_HANG_S})\n")
@@ -221,6 +225,7 @@ def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_p
     assert len(documents_of(score(model, task, 10, 15).outcomes)) == 5
 
 
+@pytest.mark.slow
 def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     score(model, task, 0, 5)

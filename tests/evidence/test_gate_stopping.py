@@ -9,6 +9,7 @@ from typing import Literal
 import gate_samples as samples
 import numpy as np
 import pytest
+from samples import sampled
 
 from merge_core.store import Artifact
 from tasks.evaluation.document_scores import DocumentScore
@@ -40,7 +41,7 @@ def merges(place: Path, drops: tuple[float, ...], seed: int) -> dict[str, list[A
     return found
 
 
-@pytest.mark.parametrize("rule", ["each", "suite"])
+@pytest.mark.parametrize("rule", sampled(["each", "suite"], ["suite"]))
 def test_a_run_that_stops_early_would_have_failed_in_the_end_and_no_other_is_changed(
     tmp_path: Path, rule: Literal["each", "suite"]
 ) -> None:

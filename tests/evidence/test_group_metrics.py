@@ -234,9 +234,13 @@ def graded(tmp_path: Path, deed: str) -> Path:
             "return {'other': 1.0}",
             "task own: no metric that is a mean over documents .*only acc, other",
         ),
-        ("return {'acc': (1, 0)}", "task g: scores of documents that lm-eval cannot sum up"),
+        pytest.param(
+            "return {'acc': (1, 0)}", "task g: scores of documents that lm-eval cannot sum up", marks=pytest.mark.slow
+        ),
         ("return {'acc': float('nan')}", r"model: task own: acc,none of document \d is nan(.|\n)*perplexity"),
-        ("return {'acc': float('-inf')}", r"model: task own: acc,none of document \d is -inf"),
+        pytest.param(
+            "return {'acc': float('-inf')}", r"model: task own: acc,none of document \d is -inf", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_document_without_a_score_is_refused_by_leaf_before_anything_is_stored(

@@ -173,6 +173,7 @@ def test_the_page_says_what_a_profile_may_say(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_five_tasks_by_name_score_as_lm_eval_scores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agreement = load_benchmark("lm_eval_agreement")
     monkeypatch.setattr(agreement, "DOCUMENTS", 3)

@@ -90,6 +90,7 @@ def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
     assert ask_child(asked_there.loads, (), where="here") == ["a", "b", "merge"]
 
 
+@pytest.mark.slow
 def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
@@ -113,6 +114,7 @@ def test_where_memory_runs_short_with_several_it_goes_on_with_one(tmp_path: Path
     assert notes.read_text().splitlines() == ["a 1", "b 2", "b 1", "a 1", "b 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
 def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
@@ -147,6 +149,7 @@ class Killed(BaseException):
     """Stands in for SIGKILL in this process."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "together"])
 def test_reading_goes_on_where_it_was_killed_and_no_bit_differs(
     tmp_path: Path, documents: HeldOutText, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -275,6 +278,7 @@ def test_a_large_one_makes_as_much_room_as_it_needs(monkeypatch: pytest.MonkeyPa
     assert keep(monkeypatch, 100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd") == ["c", "d"]
 
 
+@pytest.mark.slow
 def test_one_at_a_time_holds_wherever_more_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_cache, "_most", 1)
     assert keep(monkeypatch, 10**6, dict.fromkeys("abcd", 1), "abc") == ["c"]

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_memory import stack
 from safetensors.torch import load_file
+from samples import sampled
 from tiny_families import BY_NAME, FAMILIES, LAYERS, load, logits, make
 from transformers import AutoConfig
 
@@ -30,13 +31,13 @@ SAMPLE = ("gemma3, unlisted", "qwen3_moe", "llama4, unlisted", "lfm2", "nemotron
 PARTS_SAMPLE = ("gpt_neox", "phimoe", "bert", "mamba2")
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", sampled(SAMPLE, SAMPLE[::2]))
 def test_a_sample_of_families_is_stacked_bit_by_bit_or_refused_by_name(name: str, tmp_path: Path) -> None:
     models = parents_of(BY_NAME[name], tmp_path)
     assert list(cells(tried(BY_NAME[name], models, tmp_path))) == rows()[name][:2]
 
 
-@pytest.mark.parametrize("name", PARTS_SAMPLE)
+@pytest.mark.parametrize("name", sampled(PARTS_SAMPLE, PARTS_SAMPLE[:2]))
 def test_a_sample_has_vocabularies_adapters_and_experts_bit_by_bit_or_refused_by_name(
     name: str, tmp_path: Path
 ) -> None:
@@ -133,7 +134,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS.split())
+@pytest.mark.parametrize("kind", sampled(KINDS.split(), KINDS.split()[::3]))
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(values=SETTINGS, picks=PICKS)
 def test_the_library_reads_of_the_result_what_it_read_of_the_parents(

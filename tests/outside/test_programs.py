@@ -35,9 +35,13 @@ def confined(monkeypatch: pytest.MonkeyPatch) -> None:
         ("exit()\nassert False", "failed"),
         ("print('passed')\ninput()", "failed"),
         ("kept = bytearray(1 << 30)", "failed"),
-        ("import os\nwhile True: os.fork()", "failed"),
+        pytest.param("import os\nwhile True: os.fork()", "failed", marks=pytest.mark.slow),
         ("while True: pass", "out of time"),
-        ("import signal, time\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass", "out of time"),
+        pytest.param(
+            "import signal, time\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass",
+            "out of time",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_program_passes_if_it_comes_to_its_end(program: str, end: str) -> None:

@@ -107,6 +107,7 @@ def test_every_place_has_a_process_of_its_own_with_its_share_and_keeps_it() -> N
     assert not alive(first)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("children", "home")
 def test_they_are_asked_at_the_same_time(tmp_path: Path) -> None:
     """Each waits for the other: one after the other they would wait for ever."""
@@ -130,6 +131,7 @@ def test_one_that_is_killed_beside_others_is_asked_again_when_they_are_gone(tmp_
         asked_at(slots[0], work.die, models=(model,))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("children", "home")
 def test_when_nobody_waits_any_more_its_process_is_ended(tmp_path: Path) -> None:
     gone = threading.Event()

@@ -302,6 +302,7 @@ def test_the_token_comes_from_the_environment_and_shows_in_no_representation(mon
         hub_access(writing=True)
 
 
+@pytest.mark.slow
 def test_a_token_can_come_from_a_secret_block(monkeypatch: pytest.MonkeyPatch, prefect_api: None) -> None:
     from prefect.blocks.system import Secret
 

@@ -69,12 +69,11 @@ def release(place: Path, number: int, *, shards: int) -> dict[str, Path]:
 
 
 def scenes() -> Iterator[Any]:
-    """Every fault, on both transports, for the first release and for one that replaces another. Two in every run, two
-    more in the slow suite."""
+    """Every fault, on both transports, for the first release and for one that replaces another. Four in the slow
+    suite."""
     for by, first, kind in itertools.product(("lfs", "xet"), (False, True), ("fail", "down", "drop", "kill")):
-        quick = (by, first) == ("lfs", False) and kind in ("drop", "kill")
-        sometimes = pytest.mark.slow if (by, kind) in (("xet", "kill"), ("xet", "drop")) and first else pytest.mark.long
-        marks = () if quick else sometimes
+        often = by == ("xet" if first else "lfs") and kind in ("drop", "kill")
+        marks = pytest.mark.slow if often else pytest.mark.long
         yield pytest.param(by, first, kind, id=f"{by}-{'first' if first else 'replacing'}-{kind}", marks=marks)
 
 

@@ -238,7 +238,7 @@ def test_what_cannot_be_meant_is_said_with_its_place(settings: dict[str, Any], m
 @pytest.mark.parametrize(
     ("kind", "stride"),
     [
-        pytest.param("kill", 5, id="kill-some"),
+        pytest.param("kill", 5, id="kill-some", marks=pytest.mark.slow),
         *(pytest.param(kind, 1, marks=pytest.mark.long) for kind in ("kill", "after")),
         *(pytest.param(kind, 4, marks=pytest.mark.long) for kind in ("before", "503", "silence", "down")),
     ],

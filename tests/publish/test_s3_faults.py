@@ -60,8 +60,8 @@ def what_stands(s3: S3OnLoopback) -> dict[str, bytes] | None:
 
 
 def scenes() -> Iterator[Any]:
-    """Faults in a release that replaces another and in a first one. In every run: some of the kills."""
-    yield pytest.param(False, "kill", 6, id="next-kill-some")
+    """Faults in a release that replaces another and in a first one."""
+    yield pytest.param(False, "kill", 6, id="next-kill-some", marks=pytest.mark.slow)
     # What is done without an answer, and a kill, at every request; what does nothing differs from those little.
     for kind, stride in (("after", 1), ("kill", 1), ("down", 4), ("before", 4), ("503", 4), ("silence", 4)):
         yield pytest.param(False, kind, stride, id=f"next-{kind}", marks=pytest.mark.long)

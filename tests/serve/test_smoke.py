@@ -45,6 +45,7 @@ def smoke(checkpoint: Path, log: Path, configured: ServeSettings) -> ServeVerdic
     return smoke_checkpoint(model_in(checkpoint), configured, find_server(configured, Path()), device="cpu", log=log)
 
 
+@pytest.mark.slow
 def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path) -> None:
     done: list[tuple[int, str]] = []
     configured = settings("--model", "{model}")
