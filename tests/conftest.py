@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import os
 import shutil
@@ -29,7 +30,14 @@ os.environ.pop("PREFECT_API_URL", None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 configure(Path(os.environ["PREFECT_HOME"]))
 
+# Libraries and thousands of tests are millions of objects that stay, and were an eighth of all time to look through.
+gc.set_threshold(50_000, 20, 20)
+
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

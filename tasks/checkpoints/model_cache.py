@@ -152,13 +152,15 @@ def make_room(size: int, device: str) -> None:
     """Let go of the models that were not asked for longest, until one of ``size`` bytes may stand beside the others."""
     with _lock:
         held = {asked: _bytes_of(loaded) for asked, loaded in _loaded.items()}
+        before = len(held)
         memory = gpu_memory(device) if device.startswith("cuda") else system_memory()
         capacity = memory.available + _held_on(device, held) if memory else 0
         for asked in tuple(_loaded):
             if (_most is None or len(_loaded) < _most) and _held_on(device, held) + size <= _SHARE * capacity:
                 break
             del _loaded[asked], held[asked]
-        _give_back()
+        if len(held) < before:
+            _give_back()
 
 
 def hold_at_most(models: int | None) -> None:
