@@ -92,7 +92,9 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path,
     ("deed", "found", "remedy"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", "batch_size"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)", "batch_size"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)", "batch_size", marks=pytest.mark.long
+        ),
         ('os.write(2, b"device lost\\n"); os._exit(7)', "exit code 7: device lost", ""),
     ],
 )
@@ -139,8 +141,12 @@ def test_a_mistake_in_a_template_of_the_users_task_is_said_as_one(tmp_path: Path
     ("deed", "found"),
     [
         ("class Panic(BaseException): pass\nraise Panic('index out of bounds')", "Panic: index out of bounds"),
-        ("sys.exit(3)", "SystemExit: 3"),
-        ("class Bare(BaseException): pass\nraise Bare", r"Bare: raise Bare \(prompts.py, line \d+\)"),
+        pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.long),
+        pytest.param(
+            "class Bare(BaseException): pass\nraise Bare",
+            r"Bare: raise Bare \(prompts.py, line \d+\)",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["a panic of a library", "an exit", "one that says nothing"],
 )
@@ -255,7 +261,7 @@ def flow(model: Model, task: EvalTask) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "hang",
-    ["signal.pause()", f"ctypes.PyDLL(None).sleep({LONGER_THAN_HANG_S})"],
+    [pytest.param("signal.pause()", marks=pytest.mark.long), f"ctypes.PyDLL(None).sleep({LONGER_THAN_HANG_S})"],
     ids=["waiting", "in code that does not let go of the interpreter"],
 )
 def test_it_dies_with_the_flow_even_when_that_is_killed(
