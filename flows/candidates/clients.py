@@ -3,16 +3,17 @@
     recipe:
       merge_method: median                  # task_arithmetic (the mean), trimmed_mean, geometric_median, ...
       base_model: models/base               # of the first round; then the last release at the target
-      clients: [clients/*]                  # directories: patterns, or names that must be there
+      clients: [clients/*]                  # directories: patterns, or names that must be there; models or adapters
       samples: {clients/a: 1200}            # how much each has seen; else 'samples' in a client's card; else all alike
       at_least: 2                           # clients with something new, for a round to take place
       momentum: 0.9                         # how much of the last round's step is taken again
       leave_out_beyond: 5                   # see docs/methods.md
 
 Who takes part is decided by what lies there: a client that is not there, has no whole checkpoint, is of another shape,
-or is the very one that the last release was made of, is left out and named. Where nothing is new the last round's
-recipe stands, so that a night makes nothing. What comes out is a plain recipe: it is what is checked, released and made
-again.
+or is the very one that the last release was made of, is left out and named. A LoRA adapter takes part as that with which
+the round begins, and the adapter on it; it is late by its own bytes, whatever it was applied to. Where nothing is new the
+last round's recipe stands, so that a night makes nothing. What comes out is a plain recipe: it is what is checked,
+released and made again.
 
 Momentum needs no state beside the releases. With ``v' = momentum v + D`` and ``w' = w + rate v'`` (Hsu et al. 2019,
 https://arxiv.org/abs/1909.06335; ``D`` is what the clients changed together, the rate is their method's ``lambda``) the
@@ -30,10 +31,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from merge_core import Checkpoint, open_checkpoint
+from merge_core.adapters import apply_adapter, is_adapter, open_adapter
 from merge_core.errors import InvalidInput, MergegateError, Refused
 from merge_core.methods import TASK_ARITHMETIC, find_method
 from merge_core.parsing import parse_json, read_yaml
 from merge_core.recipe import CLIENT_KEYS, expanded
+from merge_core.store import HashMemo
+from tasks.checkpoints import adapter_files_digest, checkpoint_digest, files_digest
 from tasks.publish import CARD, PROVENANCE, RECIPE, metadata_beside
 
 _PATTERN = frozenset("*?[")
@@ -60,11 +64,16 @@ class ClientRound:
 
 @dataclass(frozen=True)
 class _Client:
-    """A client that can take part: as the recipe will name it, digest of its files, how much it has seen."""
+    """A client that can take part: its directory, digest of its files, how much it has seen, what it brings."""
 
     name: str
     digest: str
     samples: float | None
+    adapter: bool
+
+    def model(self, base: str) -> str:
+        """As a recipe names it whose round begins with ``base``."""
+        return f"{base}+{self.name}" if self.adapter else self.name
 
 
 def clients_document(written: Path | Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], Path] | None:
@@ -94,7 +103,7 @@ def client_round(
         directory: What its paths are relative to.
         where: What messages call it.
         released: The checkpoint that is published now; None before the first round.
-        digest_of: Digest of a checkpoint's files, by its directory.
+        digest_of: Digest of what lies in a directory, as of :func:`client_digest`.
 
     Raises:
         InvalidInput: The document says something that has no meaning.
@@ -110,8 +119,9 @@ def client_round(
     present = []
     for name, place in _places(said.patterns, directory, remarks, f"{where}: clients"):
         try:
-            _require_like(begun, open_checkpoint(place))
-            present.append(_Client(name, digest_of(place), _samples_of(name, place, samples)))
+            adapter = _brings_adapter(place)
+            _require_like(begun, _adapted(begun, base, name, place) if adapter else open_checkpoint(place))
+            present.append(_Client(name, digest_of(place), _samples_of(name, place, samples), adapter))
         except (MergegateError, OSError) as error:
             why = f"{error.where}: {error.found}" if isinstance(error, MergegateError) else str(error.strerror)
             remarks.append(f"{name}: left out: {_without_place(why, place)}")
@@ -141,6 +151,15 @@ def client_round(
         return ClientRound((made,), tuple(remarks))
     remarks.append(f"{said.momentum:g} times the last step, from {Path(before).name}, is taken again")
     return ClientRound(_with_momentum(made, before, said.momentum), tuple(remarks))
+
+
+def client_digest(place: Path, hashes: HashMemo) -> str:
+    """Digest of the files of a whole checkpoint, or of an adapter alone.
+
+    Raises:
+        InvalidInput: For a directory that is neither.
+    """
+    return adapter_files_digest(place, hashes) if _brings_adapter(place) else checkpoint_digest(place, hashes)
 
 
 class _Said(NamedTuple):
@@ -212,9 +231,29 @@ def _opened(place: Path) -> Checkpoint | None:
     return None
 
 
-def _require_like(base: Checkpoint | None, client: Checkpoint) -> None:
+def _brings_adapter(place: Path) -> bool:
+    """Whether a client is an adapter: what has a configuration of its own is a model, whatever else lies there."""
+    return is_adapter(place) and not (place / "config.json").exists()
+
+
+def _adapted(begun: Checkpoint | None, base: str, name: str, place: Path) -> Checkpoint | None:
+    """What the round begins with, with the adapter of a client on it; None where that cannot be opened.
+
+    Raises:
+        InvalidInput: The adapter cannot be applied, or not be named in a recipe.
+    """
+    if "+" in base:
+        raise InvalidInput(f"base_model {base}", found="a base with an adapter", expected="a model that takes another")
+    if "@" in name or "+" in name:
+        raise InvalidInput(name, found="an adapter with @ or + in its name", expected="a name that a recipe can have")
+    adapter = open_adapter(place)
+    return apply_adapter(begun, adapter) if begun else None
+
+
+def _require_like(base: Checkpoint | None, client: Checkpoint | None) -> None:
     """Raise InvalidInput unless the client has the tensors of the base, in their shapes."""
-    for name, tensor in base.tensors.items() if base else ():
+    for name, tensor in base.tensors.items() if base and client else ():
+        assert client is not None
         own = client.tensors.get(name)
         if own is None or own.shape != tensor.shape:
             found = "missing" if own is None else f"shape {list(own.shape)}"
@@ -231,12 +270,13 @@ def _samples_of(name: str, place: Path, said: Mapping[str, float]) -> float | No
 
 
 def _counted(released: Path) -> frozenset[str]:
-    """Digests of all that a release was made of, those that its round left out among them."""
+    """Digests of all that a release was made of, those that its round left out among them; adapters by themselves."""
     try:
         said: Any = parse_json((released / PROVENANCE).read_bytes(), PROVENANCE)
         parents = said["predicate"]["buildDefinition"]["resolvedDependencies"]
-        return frozenset(str(one["digest"]["sha256"]) for one in parents)
-    except (OSError, MergegateError, KeyError, TypeError):
+        adapters = [one["annotations"]["adapter"]["files"] for one in parents if "adapter" in one.get("annotations", {})]
+        return frozenset((*(str(one["digest"]["sha256"]) for one in parents), *map(files_digest, adapters)))
+    except (OSError, MergegateError, KeyError, TypeError, AttributeError):
         return frozenset()
 
 
@@ -297,7 +337,7 @@ def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], 
     models = []
     for client in clients:
         weight = {"parameters": {"weight": client.samples or 1.0}} if weighted else {}
-        models.append({"model": client.name, **weight})
+        models.append({"model": client.model(base), **weight})
     shared = plain.get("parameters") or {}
     if method.parameter("normalize") is not None and isinstance(shared, Mapping):
         plain["parameters"] = {"normalize": True, **shared}

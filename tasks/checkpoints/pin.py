@@ -295,6 +295,22 @@ def adapter_digest(directory: Path, hashes: HashMemo) -> str:
     return merkle(_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes))
 
 
+def adapter_files_digest(directory: Path, hashes: HashMemo) -> str:
+    """As :func:`files_digest`, of an adapter: what a provenance tells of one.
+
+    Raises:
+        InvalidInput: for a directory without any.
+    """
+    return files_digest(
+        dict(_listed(_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes)))
+    )
+
+
+def files_digest(files: Mapping[str, str]) -> str:
+    """Digest of files of which only name and sha256 are known."""
+    return canonical_digest({"files": files})
+
+
 def _adapter_files(adapter: ResolvedAdapter, hashes: HashMemo) -> dict[str, tuple[int, str]]:
     names = adapter.deciding
     if len(names) < 2:

@@ -17,11 +17,12 @@ from client_rounds import HONEST, MODELS, Clients
 from demo_project import PROFILES, Project
 from safetensors.torch import load_file, save_file
 
-from flows.candidates import ClientRound, client_round
+from flows.candidates import ClientRound, client_digest, client_round
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.errors import InvalidInput, Refused
-from merge_core.store import sha256_file
+from merge_core.store import HashMemo, sha256_file
 
+WEIGHTS = "adapter_model.safetensors"
 DOCUMENT: dict[str, Any] = {"base_model": "base", "clients": ["clients/*"], "merge_method": "median"}
 
 
@@ -157,6 +158,100 @@ def test_what_a_round_cannot_be(place: Path, changes: Mapping[str, Any], said: s
     with pytest.raises(InvalidInput) as problem:
         round_of(place, **changes)
     assert said in str(problem.value)
+
+
+# --- clients that are adapters ---
+
+ADAPTERS = MODELS.parent / "adapters"
+
+
+def adapt(place: Path, name: str, adapter: str = "reverser-lora") -> Path:
+    """The client brings an adapter instead of a whole checkpoint."""
+    shutil.rmtree(place / "clients" / name, ignore_errors=True)
+    return Path(shutil.copytree(ADAPTERS / adapter, place / "clients" / name))
+
+
+def change_config(adapter: Path, **said: Any) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, **said}))
+
+
+def models(found: ClientRound) -> list[str]:
+    return [one["model"] for one in found.documents[-1]["models"]]
+
+
+def test_adapters_take_part_on_what_the_round_begins_with_beside_whole_checkpoints(place: Path) -> None:
+    adapt(place, "ben")
+    adapt(place, "dan", "shifter-lora")
+    assert models(round_of(place)) == ["clients/ada", "base+clients/ben", "clients/cleo", "base+clients/dan"]
+    later = round_of(place, release(place, "ada"))
+    assert models(later) == ["releases/v1+clients/ben", "clients/cleo", "releases/v1+clients/dan"]
+
+
+def test_the_samples_of_an_adapter_stand_in_the_recipe_or_in_its_card(place: Path) -> None:
+    for number, name in enumerate(sorted(HONEST), start=1):
+        adapter = adapt(place, name)
+        (adapter / "README.md").write_text(f"---\nlicense: mit\nsamples: {100 * number}\n---\n")
+    found = round_of(place, merge_method="task_arithmetic", samples={"clients/ada": 7})
+    assert [one["parameters"]["weight"] for one in found.documents[-1]["models"]] == [7, 200, 300, 400]
+
+
+def test_an_adapter_is_late_by_its_own_bytes_whatever_it_was_applied_to(place: Path, tmp_path: Path) -> None:
+    for name in HONEST:
+        adapt(place, name)
+    change_config(place / "clients/cleo", lora_dropout=0.3)  # trained anew, as far as its bytes say
+    released = release(place)
+    files = {path.name: sha256_file(path) for path in (ADAPTERS / "reverser-lora").iterdir() if path.suffix != ".md"}
+    parents = [{"digest": {"sha256": "of base and adapter"}, "annotations": {"adapter": {"files": files}}}]
+    statement = {"predicate": {"buildDefinition": {"resolvedDependencies": parents}}}
+    (released / "provenance.json").write_text(json.dumps(statement))
+    hashes = HashMemo(tmp_path / "hashes.db")
+    found = client_round(
+        DOCUMENT, place, "profile", released=released, digest_of=lambda one: client_digest(one, hashes)
+    )
+    assert models(found) == ["releases/v1+clients/cleo"]
+    assert [remark.partition(":")[0] for remark in found.remarks if "late" in remark] == [
+        "clients/ada",
+        "clients/ben",
+        "clients/dan",
+    ]
+
+
+def test_adapters_that_cannot_be_applied_are_left_out_by_name(place: Path) -> None:
+    (adapt(place, "ada") / "adapter_model.safetensors").unlink()
+    (adapt(place, "ben") / "adapter_model.safetensors").write_bytes(b"half of it")
+    change_config(adapt(place, "dan"), peft_type="LOHA")
+    change_config(adapt(place, "eve"), r=8)
+    (adapt(place, "fay") / "adapter_config.json").write_text("{")
+    odd = adapt(place, "gus")
+    tensors = {f"base_model.model.elsewhere.{name}": one for name, one in load_file(odd / WEIGHTS).items()}
+    save_file(tensors, odd / WEIGHTS)
+    adapt(place, "north+1")
+    found = round_of(place)
+    assert models(found) == ["clients/cleo"]
+    said = {remark.partition(":")[0].removeprefix("clients/"): remark for remark in found.remarks}
+    assert set(said) == {"ada", "ben", "dan", "eve", "fay", "gus", "north+1"}
+    assert "no weights" in said["ada"] or "adapter_model" in said["ada"]
+    assert "adapter_model.safetensors" in said["ben"]
+    assert "LOHA" in said["dan"]
+    assert "rank 16" in said["eve"]
+    assert "adapter_config.json" in said["fay"]
+    assert "elsewhere" in said["gus"]
+    assert "@ or +" in said["north+1"]
+    assert str(place) not in found.text
+
+
+def test_on_a_base_that_has_an_adapter_no_other_takes_part(place: Path) -> None:
+    adapt(place, "ben")
+    (place / "lora").symlink_to(ADAPTERS / "shifter-lora")
+    found = round_of(place, base_model="base+lora")
+    assert "clients/ben" not in " ".join(models(found))
+    assert any(remark.startswith("clients/ben: left out: base_model base+lora") for remark in found.remarks)
+
+
+def test_a_directory_with_a_configuration_of_its_own_is_a_model_whatever_lies_beside_it(place: Path) -> None:
+    shutil.copy(ADAPTERS / "reverser-lora/adapter_config.json", place / "clients/ada")
+    assert models(round_of(place))[0] == "clients/ada"
 
 
 # --- momentum ---
