@@ -42,7 +42,7 @@ from tasks.checkpoints import ResolvedCheckpoint
 from tasks.evaluation import find_backend
 from tasks.gate import EvaluateSettings
 from tasks.judge import JudgeSettings
-from tasks.merge import MergeSettings
+from tasks.merge import MergeSettings, kept_place
 from tasks.outside import RunnerSettings
 from tasks.perplexity import PerplexitySettings
 from tasks.preflight import (
@@ -269,6 +269,7 @@ class Profile(ProfileSection):
             f"profile {self.name}: recipe",
             released=released.directory if released else None,
             digest_of=lambda place: client_digest(place, store().hashes),
+            kept_place=kept_place,
         )
         return made, directory
 

@@ -9,6 +9,9 @@ import torch
 from demo_project import PROFILES
 from safetensors.torch import load_file, save_file
 
+from merge_core import open_checkpoint
+from merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
+
 MODELS = PROFILES / "demo/models"
 STEP = 0.35  # of a fine-tune's way
 HONEST = {"ada": "reverser", "ben": "reverser", "cleo": "shifter", "dan": "shifter"}
@@ -55,6 +58,17 @@ class Clients:
         self._save(
             name, begin, {key: torch.full_like(one, float("nan")) for key, one in self._ways["reverser"].items()}
         )
+
+    def as_adapter(self, name: str, begin: Path) -> Path:
+        """What a client has trained as a LoRA adapter on what is released, in place of the whole checkpoint."""
+        place = self.place / name
+        tuned, base = open_checkpoint(place), open_checkpoint(begin)
+        made = extract_adapter(tuned, base, str(begin), ExtractionSettings(rank=24, dtype="bfloat16"))
+        shutil.rmtree(place)
+        place.mkdir()
+        write_adapter(made.adapter, place)
+        shutil.copy(MODELS / "base/README.md", place)
+        return place
 
     def _noisy(self, change: torch.Tensor) -> torch.Tensor:
         return change + 0.1 * change.square().mean().sqrt() * torch.randn(change.shape, generator=self._draw)
