@@ -204,7 +204,7 @@ def make_attempt(
         anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
     # The merge reads adapters as they are; what loads a model needs it whole.
-    parents = still_named(recipe, loadable(pinned.parents))
+    parents = loadable(still_named(recipe, pinned.parents))
     adapted = model if isinstance(model, PinnedCheckpoint) else None
     model = loadable([adapted])[0] if adapted else model
     assessment = assess_merge(model, parents, champion, evidence, anchor, runner)

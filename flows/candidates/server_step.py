@@ -7,7 +7,7 @@ https://arxiv.org/abs/1909.06335; the rate is the method's ``lambda``) the last 
 that ``w' = w + rate D + momentum (w - w_before)``: the round, and task arithmetic of it and of the release before the
 last.
 
-Adam (Reddi et al. 2020, https://arxiv.org/abs/2003.00295) needs the mean of the changes of all rounds, and that of their
+Adam (Reddi et al. 2020, https://arxiv.org/abs/2003.00295) needs the mean of the changes of all rounds, and of their
 squares, which no release holds. Each is a document of its own, of the round and of what the last round has kept of it;
 what it makes is kept beside the release (:mod:`tasks.merge.optimizer`).
 """

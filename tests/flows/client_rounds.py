@@ -40,6 +40,16 @@ class Clients:
         way = self._ways[HONEST[name]]
         self._save(name, begin, {key: STEP * self._noisy(one) for key, one in way.items()})
 
+    def approach(self, name: str, begin: Path) -> None:
+        """An honest client that learns less the more of its skill is there: a step of the way that is left."""
+        base, here = _wide(MODELS / "base"), _wide(begin)
+        skills = list(self._ways)
+        ways = torch.stack([torch.cat([way.flatten() for way in self._ways[skill].values()]) for skill in skills], 1)
+        gone = torch.cat([(here[key] - base[key]).flatten() for key in base])
+        share = float(torch.linalg.lstsq(ways, gone[:, None]).solution[skills.index(HONEST[name])])
+        way = self._ways[HONEST[name]]
+        self._save(name, begin, {key: STEP * (1 - share) * self._noisy(one) for key, one in way.items()})
+
     def turn(self, name: str, begin: Path, times: float) -> None:
         """A client that goes where all honest ones come from, and so many times as far."""
         both = [self._ways[skill] for skill in ("reverser", "shifter")]
