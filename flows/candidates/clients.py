@@ -146,12 +146,8 @@ def client_round(
     documents: tuple[Mapping[str, Any], ...] = (made,)
     if said.adam:
         kept = kept_states(released, kept_place, digest_of) if released else {}
-        if kept:
-            remarks.append("Adam goes on with what the last round has kept")
-        elif released:
-            remarks.append("Adam begins anew: the last round has kept nothing for it, or it is not there any more")
-        named = {name: os.path.relpath(place, directory) for name, place in kept.items()}
-        documents = with_adam(made, named, said.adam)
+        documents = with_adam(made, {name: os.path.relpath(one, directory) for name, one in kept.items()}, said.adam)
+        remarks += _on_adam(released, kept)
     elif said.momentum and released:
         if before := begun_with(released, directory, digest_of):
             remarks.append(f"{said.momentum:g} times the last step, from {Path(before).name}, is taken again")
@@ -159,6 +155,14 @@ def client_round(
         else:
             remarks.append("without momentum: what the last round began with is not there any more")
     return ClientRound(documents, tuple(remarks))
+
+
+def _on_adam(released: Path | None, kept: Mapping[str, Path]) -> list[str]:
+    if released is None:
+        return []
+    if kept:
+        return ["Adam goes on with what the last round has kept"]
+    return ["Adam begins anew: the last round has kept nothing for it, or it is not there any more"]
 
 
 def client_digest(place: Path, hashes: HashMemo) -> str:
