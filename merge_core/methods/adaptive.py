@@ -96,7 +96,7 @@ METHODS = (
         models=(1, 2),
         parameters=(_keep(0.9),),
         steps=_moving_mean,
-        costs=Costs(map=0.8),
+        costs=Costs(map=0.6),
         traits=Traits(may_zero=True, states_from=1),
     ),
     Method(
@@ -107,7 +107,7 @@ METHODS = (
         models=(1, 2),
         parameters=(_keep(0.99),),
         steps=_moving_squares,
-        costs=Costs(map=0.8),
+        costs=Costs(map=0.6),
         traits=Traits(may_zero=True, states_from=1),
     ),
     Method(
@@ -121,7 +121,7 @@ METHODS = (
             Parameter("tau", "float", "shared", 1e-3, "added to the root: least size of changes that counts", 1e-9),
         ),
         steps=_adam,
-        costs=Costs(map=1.0),
+        costs=Costs(map=0.8),
         traits=Traits(states_from=0),
     ),
 )

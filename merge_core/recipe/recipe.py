@@ -237,9 +237,9 @@ class Recipe:
         found: dict[str, None] = {}
         for document in (*self.steps, self):
             first = None if document.mixture is not None else document.method.traits.states_from
-            if first is not None:
-                models = [str(one.model) for one in document.sources if one.model != document.base]
-                found |= dict.fromkeys(models[first:])
+            for cut in (cut for module in document.modules for cut in module.slices if first is not None):
+                base = cut.base or document.base
+                found |= dict.fromkeys([str(one.model) for one in cut.sources if one.model != base][first:])
         return tuple(found)
 
     def ending_with(self, name: str) -> Recipe:
