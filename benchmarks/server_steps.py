@@ -29,6 +29,7 @@ from method_table import TEST, demo_setting, means_of  # noqa: E402
 ROUNDS = 5
 STEPS: dict[str, dict[str, Any]] = {
     "the mean": {},
+    "the mean, lambda 2": {"parameters": {"lambda": 2.0}},
     "momentum 0.4": {"momentum": 0.4},
     "momentum 0.9": {"momentum": 0.9},
     "adam, rate 0.003": {"adam": {"rate": 0.003}},

@@ -97,7 +97,7 @@ METHODS = (
         parameters=(_keep(0.9),),
         steps=_moving_mean,
         costs=Costs(map=0.6),
-        traits=Traits(may_zero=True, states_from=1),
+        traits=Traits(may_zero=True, states_from=1, makes_state=True),
     ),
     Method(
         name="moving_squares",
@@ -108,7 +108,7 @@ METHODS = (
         parameters=(_keep(0.99),),
         steps=_moving_squares,
         costs=Costs(map=0.6),
-        traits=Traits(may_zero=True, states_from=1),
+        traits=Traits(may_zero=True, states_from=1, makes_state=True),
     ),
     Method(
         name="adam",

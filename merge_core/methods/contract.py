@@ -370,6 +370,7 @@ class Traits:
         by_distance: The weights of models follow from how far they are from each other.
         states_from: Position from which its models are none, but what an optimizer keeps from merge to merge in their
             shape. None: all of them are models.
+        makes_state: What it makes is no model either: it may be of any size.
     """
 
     adds_up: bool = False
@@ -382,6 +383,7 @@ class Traits:
     reads_text: Literal["moments", "importance"] | None = None
     by_distance: bool = False
     states_from: int | None = None
+    makes_state: bool = False
 
 
 @dataclass(frozen=True)

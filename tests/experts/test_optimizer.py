@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a merge: made by the steps of its recipe, both or neither, believed only where it is whole."""
+"""What an optimizer keeps of a merge: made by steps of its recipe, both or neither, believed only where it is whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from safetensors.torch import load_file, save_file
 from merge_core import load_recipe
 from merge_core.store import Artifact, HashMemo
 from tasks.checkpoints import PinnedRecipe, pin_checkpoints, resolve_parents
-from tasks.merge import MergeSettings, OptimizerState, kept_names, kept_place, kept_places, numerics, optimizer_state
+from tasks.merge import (
+    MergeSettings,
+    OptimizerState,
+    kept_names,
+    kept_place,
+    kept_places,
+    merge,
+    numerics,
+    optimizer_state,
+)
 
 TEXT = """
 name: round
@@ -96,3 +105,8 @@ def test_what_a_killed_run_has_left_changes_nothing(pinned: PinnedRecipe) -> Non
     (half / "mean/model.safetensors").write_bytes(b"half of it")
     (half / "squares").write_text("in the way")
     assert kept(pinned).digest == made.digest
+
+
+def test_nothing_is_said_of_the_size_of_what_is_no_model(pinned: PinnedRecipe) -> None:
+    said = merge.build(pinned, numerics(MergeSettings(device="cpu"))).value.warnings
+    assert not [warning for warning in said if "large" in warning]

@@ -522,14 +522,14 @@ def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Proj
     name = make_profile(project, "median", leave_out_beyond=5)
     clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
     begin = MODELS / "base"
-    for number in range(4):
+    for number in range(3):
         for client, skill in HONEST.items():
             clients.train(client, begin)
             if skill == "reverser":
                 clients.as_adapter(client, begin)
         clients.turn("eve", begin, 30)
         eve = clients.as_adapter("eve", begin)
-        if number == 2:
+        if number == 1:
             tensors = {key: one.fill_(float("nan")) for key, one in load_file(eve / WEIGHTS).items()}
             save_file(tensors, eve / WEIGHTS)
         result = project.mergegate("run", name)
@@ -539,8 +539,8 @@ def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Proj
         adapters = [one for one in said["resolvedDependencies"] if "adapter" in one["annotations"]]
         assert [Path(one["name"]).name for one in adapters] == ["ada", "ben", "eve"]
         assert "eve" in result.output
-    assert scores(project, "median")["reverse"] >= 0.8
-    assert scores(project, "median")["shift"] >= 0.95
+    assert scores(project, "median")["reverse"] >= 0.6
+    assert scores(project, "median")["shift"] >= 0.9
     before = {stage: project.artifacts(stage) for stage in ("merge", "distances", "evaluate", "apply")}
     again = project.mergegate("run", name)
     assert "nothing new" in again.output, again.output
