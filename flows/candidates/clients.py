@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.candidates.last_round import begun_with, counted, kept_states, last_recipe
+from flows.candidates.last_round import begun_with, counted, is_as_made, kept_states, last_recipe
 from flows.candidates.server_step import Adam, parse_adam, with_adam, with_momentum
 from merge_core import Checkpoint, open_checkpoint
 from merge_core.adapters import apply_adapter, is_adapter, open_adapter
 from merge_core.errors import InvalidInput, MergegateError, Refused
-from merge_core.methods import TASK_ARITHMETIC, find_method
+from merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
 from merge_core.parsing import read_yaml
 from merge_core.recipe import CLIENT_KEYS, expanded
 from merge_core.store import HashMemo
@@ -131,7 +131,12 @@ def client_round(
     if released and len(taking) < at_least:
         few = f"{len(taking)} of {len(present)} clients have something new"
         wanted = f", {at_least} are wanted" if taking else ""
-        return ClientRound(last_recipe(released), (*remarks, f"{few}{wanted}: the last round stands"))
+        stands = (*remarks, f"{few}{wanted}: the last round stands")
+        if is_as_made(released, directory, digest_of):
+            return ClientRound(last_recipe(released), stands)
+        # Its recipe would make something else by now, or nothing.
+        itself = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
+        return ClientRound((itself,), (*stands, "what it was made of is not all there any more, or is another"))
     if len(taking) < at_least:
         raise Refused(
             f"{where}: clients",

@@ -9,6 +9,7 @@ from typing import Any
 
 from merge_core.errors import InvalidInput, MergegateError
 from merge_core.parsing import parse_json, read_yaml
+from merge_core.recipe import expanded, parse_reference
 from tasks.checkpoints import files_digest
 from tasks.publish import PROVENANCE, RECIPE
 
@@ -36,6 +37,29 @@ def last_recipe(released: Path) -> tuple[Mapping[str, Any], ...]:
     if not found or len(found) < len(documents):
         raise InvalidInput(str(released / RECIPE), found=f"{documents!r:.60}", expected="the recipe of a release")
     return found
+
+
+def is_as_made(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> bool:
+    """Whether all that a release was made of is still there and the same. Of the Hub, and where none can tell: yes."""
+
+    def same(parent: Mapping[str, Any]) -> bool:
+        notes, digest = parent.get("annotations", {}), parent["digest"]
+        adapter, reference = notes.get("adapter"), parse_reference(parent["name"], PROVENANCE)
+        if notes.get("role") == "text" or (adapter or digest).get("gitCommit"):
+            return True
+        place, wanted = reference.path, digest["sha256"]
+        if adapter:  # what it is applied to is a parent of its own
+            place, wanted = str(reference.adapter), files_digest(adapter["files"])
+        return (directory / expanded(place)).is_dir() and digest_of(directory / expanded(place)) == wanted
+
+    try:
+        parents = _predicate(released)["buildDefinition"]["resolvedDependencies"]
+    except (OSError, MergegateError, KeyError, TypeError):
+        return True
+    try:
+        return all(map(same, parents))
+    except (OSError, MergegateError, KeyError, TypeError, AttributeError, ValueError):
+        return False
 
 
 def begun_with(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> str | None:

@@ -81,6 +81,23 @@ def test_where_too_few_have_something_new_the_last_round_stands(place: Path, at_
     assert "the last round stands" in found.remarks[-1]
 
 
+@pytest.mark.parametrize("what", ["another client", "a client is gone"])
+def test_where_the_last_round_stands_and_its_recipe_would_make_another_the_release_is_itself(
+    place: Path, what: str
+) -> None:
+    """One of four has trained anew, and three are wanted: his weights must not come in through the last recipe."""
+    released = release(place, *HONEST)
+    if what == "another client":
+        said = json.loads((released / "provenance.json").read_text())
+        said["predicate"]["buildDefinition"]["resolvedDependencies"][0]["digest"]["sha256"] = "before he trained"
+        (released / "provenance.json").write_text(json.dumps(said))
+    else:
+        shutil.rmtree(place / "clients/dan")
+    found = round_of(place, released, at_least=3)
+    assert found.documents == ({"merge_method": "passthrough", "models": [{"model": "releases/v1"}]},)
+    assert "is another" in found.remarks[-1]
+
+
 def test_a_first_round_of_too_few_is_refused(place: Path) -> None:
     with pytest.raises(Refused, match="at least 5"):
         round_of(place, at_least=5)
@@ -519,7 +536,7 @@ def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -
 @pytest.mark.slow
 def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Project) -> None:
     """The skill of one comes as adapters on the last release, that of the other as whole checkpoints."""
-    name = make_profile(project, "median", leave_out_beyond=5)
+    name = make_profile(project, "median", leave_out_beyond=5, at_least=2)
     clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
     begin = MODELS / "base"
     for number in range(3):
@@ -550,6 +567,10 @@ def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Proj
     # Another name of the base is a warning, as of every adapter; the others are late.
     clients.train("ada", begin)
     change_config(clients.as_adapter("ada", begin), base_model_name_or_path="acme/another")
+    alone = project.mergegate("run", name)
+    assert "nothing new" in alone.output, alone.output
+    assert (home / "latest").resolve() == begin  # one of two: what he has learnt waits for another
+    clients.train("cleo", begin)
     checked = " ".join(project.mergegate("check", name).output.split())
     assert "base_model_name_or_path" in checked, checked
     assert "clients-median/ben: left out: late" in checked, checked
