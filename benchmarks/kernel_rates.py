@@ -30,8 +30,11 @@ from merge_core.methods.contract import Block, Fold, Map, Method, StoredBlock, T
 
 BLOCK = 1 << 20
 SHAPES = {"rows": (16384, 512), "long": (512, 16384)}
-INPUTS = {"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1, "karcher": 3}
-CHOSEN: dict[str, Any] = {"weight": 0.5, "t": 0.5, "density": 0.5, "select_topk": 0.5}
+INPUTS = {
+    **{"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1, "karcher": 3},
+    **{"moving_mean": 3, "moving_squares": 3, "adam": 3},
+}
+CHOSEN: dict[str, Any] = {"weight": 0.5, "t": 0.5, "density": 0.5, "select_topk": 0.5, "rate": 0.01}
 # Whatever else a recipe may ask of a method whose passes depend on it.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

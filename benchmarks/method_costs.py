@@ -24,7 +24,11 @@ from merge_core.methods.registry import merge_methods
 ROWS, COLUMNS = 512, 4096
 ELEMENTS = ROWS * COLUMNS
 TILE = 1 << 15
-REQUIRED_VALUES = {"weight": 0.5, "t": 0.5}
+REQUIRED_VALUES = {"weight": 0.5, "t": 0.5, "rate": 0.01}
+INPUTS = {
+    **{"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1},
+    **{"moving_mean": 3, "moving_squares": 3, "adam": 3},
+}
 CHOSEN = {"density": 0.5, "select_topk": 0.5}
 
 
@@ -33,7 +37,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{'method':<18}{'folds':>6}{'fold units':>12}{'map units':>12}   kernels")
     for name, method in sorted(merge_methods().items()):
-        inputs = {"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1}.get(name, 4)
+        inputs = INPUTS.get(name, 4)
         folds, fold_time, map_time, fused = measured(method, inputs)
         unit = min(unit_time() for _ in range(5))
         per_fold = fold_time / max(folds, 1) / inputs / unit

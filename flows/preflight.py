@@ -200,14 +200,15 @@ def preflight_profile(
                 profile.check_references(found)
         cleared.append(_clear(candidate, found, rules, problems))
     if evidence:
-        _require_tokenizers(evidence, parents[0], problems)
+        measured = tuple(parent for parent in parents[0] if not parent.is_state)
+        _require_tokenizers(evidence, measured, problems)
         readers: Sequence[TokenizerPlace] = ()
         with problems.noted():
-            readers = _readers(parents[0], profile.checks.code.trusted)
+            readers = _readers(measured, profile.checks.code.trusted)
         evidence = _with_data(evidence, readers, problems)
         _require_unread([candidate.recipe for candidate in every], evidence, problems)
         if not problems.stop_at_once:  # a release will see soon enough
-            _note_power(evidence, parents[0], profile, len(candidates), problems)
+            _note_power(evidence, measured, profile, len(candidates), problems)
     return Preflight(tuple(one for one in cleared if one), evidence)
 
 

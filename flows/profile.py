@@ -28,6 +28,7 @@ from flows.candidates import (
     TuningSize,
     Written,
     candidate_recipes,
+    client_digest,
     client_round,
     clients_document,
     recipe_of_documents,
@@ -37,11 +38,11 @@ from flows.candidates import (
 from merge_core.errors import InvalidInput, suggest
 from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
 from merge_core.store import FileIdentity, HashMemo, file_identity
-from tasks.checkpoints import ResolvedCheckpoint, checkpoint_digest
+from tasks.checkpoints import ResolvedCheckpoint
 from tasks.evaluation import find_backend
 from tasks.gate import EvaluateSettings
 from tasks.judge import JudgeSettings
-from tasks.merge import MergeSettings
+from tasks.merge import MergeSettings, kept_place
 from tasks.outside import RunnerSettings
 from tasks.perplexity import PerplexitySettings
 from tasks.preflight import (
@@ -267,7 +268,8 @@ class Profile(ProfileSection):
             directory,
             f"profile {self.name}: recipe",
             released=released.directory if released else None,
-            digest_of=lambda place: checkpoint_digest(place, store().hashes),
+            digest_of=lambda place: client_digest(place, store().hashes),
+            kept_place=kept_place,
         )
         return made, directory
 

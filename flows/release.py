@@ -51,10 +51,10 @@ from merge_core.store import Artifact
 from tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, fetch_weights, loadable, pin_checkpoints
 from tasks.explain import explain_merge
 from tasks.gate import needs_champion
-from tasks.merge import merge, merged_model, numerics, prepared, still_named
+from tasks.merge import kept_names, merge, merged_model, numerics, optimizer_state, prepared, still_named
 from tasks.outside import Runner, RunnerSettings, open_runner
 from tasks.preflight import Evidence
-from tasks.publish import ReleaseParts, pending_release, publish
+from tasks.publish import ReleaseParts, beside_state, pending_release, publish
 from tasks.publish.releases import find_anchor, find_champion
 from tasks.publish.targets import Target
 from tasks.report import Report, ReportContent, write_report
@@ -204,7 +204,7 @@ def make_attempt(
         anchor = find_anchor(profile.publish, profile.root, evidence.rule.anchor, model, store().hashes)
         anchor = anchor if anchor and anchor.digest != champion.digest else None
     # The merge reads adapters as they are; what loads a model needs it whole.
-    parents = still_named(recipe, loadable(pinned.parents))
+    parents = loadable(still_named(recipe, pinned.parents))
     adapted = model if isinstance(model, PinnedCheckpoint) else None
     model = loadable([adapted])[0] if adapted else model
     assessment = assess_merge(model, parents, champion, evidence, anchor, runner)
@@ -233,9 +233,11 @@ def published(
     profile: Profile, target: Target, attempt: Attempt, content: ReportContent, report: Artifact[Report]
 ) -> RunOutcome:
     """Publish what passed; with a person's yes, where the profile asks for one."""
-    parts = ReleaseParts(
-        content, attempt.pinned, numerics(profile.merge), attempt.cleared.license, attempt.merged, report
-    )
+    license, numeric = attempt.cleared.license, numerics(profile.merge)
+    state = None
+    if kept_names(attempt.pinned):  # for the next round
+        state = optimizer_state(attempt.pinned, numeric, beside_state(attempt.pinned.parents, license.value))
+    parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state)
 
     def released(approved: str | None = None) -> RunOutcome:
         made = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)

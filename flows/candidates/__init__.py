@@ -15,7 +15,7 @@ from flows.candidates.candidates import (
     recipe_of_documents,
     searched_recipe,
 )
-from flows.candidates.clients import ClientRound, client_round, clients_document
+from flows.candidates.clients import ClientRound, client_digest, client_round, clients_document
 from flows.candidates.tuning import SCALE, TUNE, TuningSize, has_a_scale, scale_search
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Written",
     "candidate_recipes",
     "changed_candidate",
+    "client_digest",
     "client_round",
     "clients_document",
     "has_a_scale",

@@ -3,21 +3,18 @@
     recipe:
       merge_method: median                  # task_arithmetic (the mean), trimmed_mean, geometric_median, ...
       base_model: models/base               # of the first round; then the last release at the target
-      clients: [clients/*]                  # directories: patterns, or names that must be there
+      clients: [clients/*]                  # directories: patterns, or names that must be there; models or adapters
       samples: {clients/a: 1200}            # how much each has seen; else 'samples' in a client's card; else all alike
       at_least: 2                           # clients with something new, for a round to take place
-      momentum: 0.9                         # how much of the last round's step is taken again
+      momentum: 0.9                         # how much of the last round's step is taken again; or
+      adam: {rate: 0.01}                    # see server_step.py
       leave_out_beyond: 5                   # see docs/methods.md
 
 Who takes part is decided by what lies there: a client that is not there, has no whole checkpoint, is of another shape,
-or is the very one that the last release was made of, is left out and named. Where nothing is new the last round's
-recipe stands, so that a night makes nothing. What comes out is a plain recipe: it is what is checked, released and made
-again.
-
-Momentum needs no state beside the releases. With ``v' = momentum v + D`` and ``w' = w + rate v'`` (Hsu et al. 2019,
-https://arxiv.org/abs/1909.06335; ``D`` is what the clients changed together, the rate is their method's ``lambda``) the
-last step is ``w - w_before = rate v``, so that ``w' = w + rate D + momentum (w - w_before)``: the round, and task
-arithmetic of it and of the release before the last.
+or is the very one that the last release was made of, is left out and named. A LoRA adapter takes part as the model that
+the round begins with, with the adapter on it; it is late by its own bytes, whatever it was applied to. Where nothing is
+new the last round's recipe stands, so that a night makes nothing. What comes out is a plain recipe: it is what is
+checked, released and made again.
 """
 
 from __future__ import annotations
@@ -29,15 +26,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flows.candidates.last_round import begun_with, counted, is_as_made, kept_states, last_recipe
+from flows.candidates.server_step import Adam, parse_adam, with_adam, with_momentum
 from merge_core import Checkpoint, open_checkpoint
+from merge_core.adapters import apply_adapter, is_adapter, open_adapter
 from merge_core.errors import InvalidInput, MergegateError, Refused
-from merge_core.methods import TASK_ARITHMETIC, find_method
-from merge_core.parsing import parse_json, read_yaml
+from merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
+from merge_core.parsing import read_yaml
 from merge_core.recipe import CLIENT_KEYS, expanded
-from tasks.publish import CARD, PROVENANCE, RECIPE, metadata_beside
+from merge_core.store import HashMemo
+from tasks.checkpoints import adapter_files_digest, checkpoint_digest
+from tasks.publish import CARD, metadata_beside
 
 _PATTERN = frozenset("*?[")
-_ROUND = "round"  # name of the document that the clients make together, where another follows
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class ClientRound:
     """The recipe of a round, and who does not take part.
 
     Args:
-        documents: A plain recipe: what the clients make together; after it, with momentum, the step that is taken.
+        documents: A plain recipe: what the clients make together; after it, with momentum or Adam, the step that is
+            taken.
         remarks: A line for each client that is left out, and for what the round begins with.
     """
 
@@ -60,11 +62,16 @@ class ClientRound:
 
 @dataclass(frozen=True)
 class _Client:
-    """A client that can take part: as the recipe will name it, digest of its files, how much it has seen."""
+    """A client that can take part: its directory, digest of its files, how much it has seen, what it brings."""
 
     name: str
     digest: str
     samples: float | None
+    adapter: bool
+
+    def model(self, base: str) -> str:
+        """As a recipe names it whose round begins with ``base``."""
+        return f"{base}+{self.name}" if self.adapter else self.name
 
 
 def clients_document(written: Path | Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], Path] | None:
@@ -86,6 +93,7 @@ def client_round(
     *,
     released: Path | None,
     digest_of: Callable[[Path], str],
+    kept_place: Callable[[str], Path | None] = lambda stored: None,
 ) -> ClientRound:
     """Tonight's round.
 
@@ -94,7 +102,8 @@ def client_round(
         directory: What its paths are relative to.
         where: What messages call it.
         released: The checkpoint that is published now; None before the first round.
-        digest_of: Digest of a checkpoint's files, by its directory.
+        digest_of: Digest of what lies in a directory, as of :func:`client_digest`.
+        kept_place: Where something lies that an optimizer has kept, by what a provenance calls its place.
 
     Raises:
         InvalidInput: The document says something that has no meaning.
@@ -110,18 +119,24 @@ def client_round(
     present = []
     for name, place in _places(said.patterns, directory, remarks, f"{where}: clients"):
         try:
-            _require_like(begun, open_checkpoint(place))
-            present.append(_Client(name, digest_of(place), _samples_of(name, place, samples)))
+            adapter = _brings_adapter(place)
+            _require_like(begun, _adapted(begun, base, name, place) if adapter else open_checkpoint(place))
+            present.append(_Client(name, digest_of(place), _samples_of(name, place, samples), adapter))
         except (MergegateError, OSError) as error:
             why = f"{error.where}: {error.found}" if isinstance(error, MergegateError) else str(error.strerror)
             remarks.append(f"{name}: left out: {_without_place(why, place)}")
-    counted = _counted(released) if released else frozenset()
-    late = [client for client in present if client.digest in counted]
-    taking = [client for client in present if client.digest not in counted]
+    used = counted(released) if released else frozenset()
+    late = [client for client in present if client.digest in used]
+    taking = [client for client in present if client.digest not in used]
     if released and len(taking) < at_least:
         few = f"{len(taking)} of {len(present)} clients have something new"
         wanted = f", {at_least} are wanted" if taking else ""
-        return ClientRound(_last_recipe(released), (*remarks, f"{few}{wanted}: the last round stands"))
+        stands = (*remarks, f"{few}{wanted}: the last round stands")
+        if is_as_made(released, directory, digest_of):
+            return ClientRound(last_recipe(released), stands)
+        # Its recipe would make something else by now, or nothing.
+        itself = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
+        return ClientRound((itself,), (*stands, "what it was made of is not all there any more, or is another"))
     if len(taking) < at_least:
         raise Refused(
             f"{where}: clients",
@@ -133,14 +148,35 @@ def client_round(
     if released:
         remarks.append(f"the round begins with the last release, {released.name}")
     made = _recipe(document, base, taking, where)
-    if not (said.momentum and released):
-        return ClientRound((made,), tuple(remarks))
-    before = _begun_with(released, directory, digest_of)
-    if before is None:
-        remarks.append("without momentum: what the last round began with is not there any more")
-        return ClientRound((made,), tuple(remarks))
-    remarks.append(f"{said.momentum:g} times the last step, from {Path(before).name}, is taken again")
-    return ClientRound(_with_momentum(made, before, said.momentum), tuple(remarks))
+    documents: tuple[Mapping[str, Any], ...] = (made,)
+    if said.adam:
+        kept = kept_states(released, kept_place, digest_of) if released else {}
+        documents = with_adam(made, {name: os.path.relpath(one, directory) for name, one in kept.items()}, said.adam)
+        remarks += _on_adam(released, kept)
+    elif said.momentum and released:
+        if before := begun_with(released, directory, digest_of):
+            remarks.append(f"{said.momentum:g} times the last step, from {Path(before).name}, is taken again")
+            documents = with_momentum(made, before, said.momentum)
+        else:
+            remarks.append("without momentum: what the last round began with is not there any more")
+    return ClientRound(documents, tuple(remarks))
+
+
+def _on_adam(released: Path | None, kept: Mapping[str, Path]) -> list[str]:
+    if released is None:
+        return []
+    if kept:
+        return ["Adam goes on with what the last round has kept"]
+    return ["Adam begins anew: the last round has kept nothing for it, or it is not there any more"]
+
+
+def client_digest(place: Path, hashes: HashMemo) -> str:
+    """Digest of the files of a whole checkpoint, or of an adapter alone.
+
+    Raises:
+        InvalidInput: For a directory that is neither.
+    """
+    return adapter_files_digest(place, hashes) if _brings_adapter(place) else checkpoint_digest(place, hashes)
 
 
 class _Said(NamedTuple):
@@ -150,12 +186,12 @@ class _Said(NamedTuple):
     samples: Mapping[str, float]
     at_least: int
     momentum: float
+    adam: Adam | None
 
 
 def _said(document: Mapping[str, Any], where: str) -> _Said:
-    patterns, samples, at_least, momentum = (
-        document.get(key, usual) for key, usual in zip(CLIENT_KEYS, ((), {}, 1, 0), strict=True)
-    )
+    usual: tuple[object, ...] = ((), {}, 1, 0, None)
+    patterns, samples, at_least, momentum, adam = map(document.get, CLIENT_KEYS, usual)
     if not isinstance(patterns, list) or not patterns or not all(isinstance(one, str) and one for one in patterns):
         raise InvalidInput(f"{where}: clients", found=f"{patterns!r:.60}", expected="a list of directories or patterns")
     sound = isinstance(samples, Mapping) and all(_is_count(one) for one in samples.values())
@@ -167,7 +203,10 @@ def _said(document: Mapping[str, Any], where: str) -> _Said:
         raise InvalidInput(f"{where}: momentum", found=f"{momentum!r:.60}", expected="a number from 0, below 1")
     if wrong := next((key for key in ("models", "slices", "modules") if key in document), None):
         raise InvalidInput(f"{where}: {wrong}", found="beside clients", expected="either: clients are the models")
-    return _Said(patterns, samples, at_least, float(momentum))
+    taken = parse_adam(adam, f"{where}: adam")
+    if taken and momentum:
+        raise InvalidInput(f"{where}: adam", found="beside momentum", expected="either: Adam has a momentum, beta1")
+    return _Said(patterns, samples, at_least, float(momentum), taken)
 
 
 def _is_count(value: object) -> bool:
@@ -212,9 +251,29 @@ def _opened(place: Path) -> Checkpoint | None:
     return None
 
 
-def _require_like(base: Checkpoint | None, client: Checkpoint) -> None:
+def _brings_adapter(place: Path) -> bool:
+    """Whether a client is an adapter: what has a configuration of its own is a model, whatever else lies there."""
+    return is_adapter(place) and not (place / "config.json").exists()
+
+
+def _adapted(begun: Checkpoint | None, base: str, name: str, place: Path) -> Checkpoint | None:
+    """What the round begins with, with the adapter of a client on it; None where that cannot be opened.
+
+    Raises:
+        InvalidInput: The adapter cannot be applied, or not be named in a recipe.
+    """
+    if "+" in base:
+        raise InvalidInput(f"base_model {base}", found="a base with an adapter", expected="a model that takes another")
+    if "@" in name or "+" in name:
+        raise InvalidInput(name, found="an adapter with @ or + in its name", expected="a name that a recipe can have")
+    adapter = open_adapter(place)
+    return apply_adapter(begun, adapter) if begun else None
+
+
+def _require_like(base: Checkpoint | None, client: Checkpoint | None) -> None:
     """Raise InvalidInput unless the client has the tensors of the base, in their shapes."""
-    for name, tensor in base.tensors.items() if base else ():
+    for name, tensor in base.tensors.items() if base and client else ():
+        assert client is not None
         own = client.tensors.get(name)
         if own is None or own.shape != tensor.shape:
             found = "missing" if own is None else f"shape {list(own.shape)}"
@@ -228,52 +287,6 @@ def _samples_of(name: str, place: Path, said: Mapping[str, float]) -> float | No
     if value is not None and not _is_count(value):
         raise InvalidInput(f"{CARD}: samples", found=f"{value!r:.60}", expected="a number above 0")
     return None if value is None else float(value)  # type: ignore[arg-type]  # _is_count
-
-
-def _counted(released: Path) -> frozenset[str]:
-    """Digests of all that a release was made of, those that its round left out among them."""
-    try:
-        said: Any = parse_json((released / PROVENANCE).read_bytes(), PROVENANCE)
-        parents = said["predicate"]["buildDefinition"]["resolvedDependencies"]
-        return frozenset(str(one["digest"]["sha256"]) for one in parents)
-    except (OSError, MergegateError, KeyError, TypeError):
-        return frozenset()
-
-
-def _last_recipe(released: Path) -> tuple[Mapping[str, Any], ...]:
-    documents = read_yaml(released / RECIPE, "the recipe of the last release")
-    found = tuple(one for one in documents if isinstance(one, Mapping))
-    if not found or len(found) < len(documents):
-        raise InvalidInput(str(released / RECIPE), found=f"{documents!r:.60}", expected="the recipe of a release")
-    return found
-
-
-def _begun_with(released: Path, directory: Path, digest_of: Callable[[Path], str]) -> str | None:
-    """What the last round began with, as its recipe names it, if it is still there and still the same."""
-    with suppress(MergegateError, OSError, ValueError):
-        *_, last = _last_recipe(released)
-        base = last.get("base_model")
-        if isinstance(base, str) and (directory / base).is_dir() and digest_of(directory / base) in _counted(released):
-            return base
-    return None
-
-
-# What the step that is taken says, and not the round before it.
-_OF_THE_RESULT = frozenset(("dtype", "out_dtype", "tokenizer_source", "tokenizer", "chat_template"))
-
-
-def _with_momentum(
-    made: Mapping[str, Any], before: str, momentum: float
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """A round, and the step that is taken when the last one (from ``before`` to its base) goes on."""
-    of_the_round = {key: value for key, value in made.items() if key not in _OF_THE_RESULT}
-    of_the_step = {key: value for key, value in made.items() if key in _OF_THE_RESULT}
-    models = [
-        {"model": _ROUND, "parameters": {"weight": 1.0}},
-        {"model": before, "parameters": {"weight": -momentum}},
-    ]
-    step = {"merge_method": TASK_ARITHMETIC.name, "base_model": made["base_model"], "models": models, **of_the_step}
-    return {**of_the_round, "name": _ROUND, "dtype": "float32"}, step
 
 
 def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], where: str) -> dict[str, Any]:
@@ -297,7 +310,7 @@ def _recipe(document: Mapping[str, Any], base: str, clients: Sequence[_Client], 
     models = []
     for client in clients:
         weight = {"parameters": {"weight": client.samples or 1.0}} if weighted else {}
-        models.append({"model": client.name, **weight})
+        models.append({"model": client.model(base), **weight})
     shared = plain.get("parameters") or {}
     if method.parameter("normalize") is not None and isinstance(shared, Mapping):
         plain["parameters"] = {"normalize": True, **shared}

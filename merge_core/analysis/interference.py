@@ -176,7 +176,8 @@ def tally_grains(block: StoredBlock, vectors: int) -> Tally:
     for first in range(0, block.length, block.grain):
         part = rows[:, first : first + block.grain]
         deltas = (part[1:] - part[0]).astype(np.float64)
-        products = deltas @ deltas.T
+        with np.errstate(invalid="ignore"):  # what is not finite is looked at when all are summed up
+            products = deltas @ deltas.T
         origin, gram = origin + float(np.sum(part[0].astype(np.float64) ** 2)), gram + products
         limits = _limits(np.diag(products)[:vectors], part.shape[1])[:, None]
         signs = (deltas[:vectors] > limits).astype(np.int8) - (deltas[:vectors] < -limits).astype(np.int8)

@@ -144,7 +144,8 @@ def merge_weights(
                 digests = dict(outcome.digests)
                 if part is plan:
                     digests.update(write_companions(part, place, before_sealing))
-            findings += judge_health(outcome.health, may_zero=part.method.traits.may_zero)
+            traits = part.method.traits
+            findings += judge_health(outcome.health, may_zero=traits.may_zero, any_size=traits.makes_state)
             found += outcome.found
             done += part.bytes_written
     return MergeRecord(

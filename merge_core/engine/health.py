@@ -62,17 +62,20 @@ def sampled(values: NDArray[Any], start: int, numel: int) -> NDArray[Any]:
     return rest[: len(rest) // period * period].reshape(-1, period)[:, :_RUN]
 
 
-def judge_health(tensors: Sequence[TensorHealth], *, may_zero: bool = False) -> tuple[Finding, ...]:
+def judge_health(
+    tensors: Sequence[TensorHealth], *, may_zero: bool = False, any_size: bool = False
+) -> tuple[Finding, ...]:
     """Findings about the tensors of a finished merge; NaN and Inf block, and zeros out of parents that have none.
 
     Args:
         tensors: What was seen.
         may_zero: Whether the recipe itself can scale a tensor to zero.
+        any_size: Whether its numbers may be of another size than those of its parents, zero too.
     """
-    return tuple(finding for tensor in tensors for finding in _judge(tensor, may_zero))
+    return tuple(finding for tensor in tensors for finding in _judge(tensor, may_zero, any_size))
 
 
-def _judge(tensor: TensorHealth, may_zero: bool) -> Iterator[Finding]:
+def _judge(tensor: TensorHealth, may_zero: bool, any_size: bool) -> Iterator[Finding]:
     if tensor.non_finite:
         yield Finding(
             "block",
@@ -81,6 +84,8 @@ def _judge(tensor: TensorHealth, may_zero: bool) -> Iterator[Finding]:
             expected="finite numbers",
             remedy="check the parents for NaN, and the range of the output dtype",
         )
+        return
+    if any_size:
         return
     low, high = min(tensor.parents, default=0.0), max(tensor.parents, default=0.0)
     if tensor.zero and (high > 0 or not tensor.parents):

@@ -368,6 +368,9 @@ class Traits:
         reads_text: What each model has to show on a text of its own: what flows into its matrices
             (:class:`InputMoments`), or how much each of its elements matters (:attr:`Block.importance`).
         by_distance: The weights of models follow from how far they are from each other.
+        states_from: Position from which its models are none, but what an optimizer keeps from merge to merge in their
+            shape. None: all of them are models.
+        makes_state: What it makes is no model either: it may be of any size.
     """
 
     adds_up: bool = False
@@ -379,6 +382,8 @@ class Traits:
     first_draft: str = ""
     reads_text: Literal["moments", "importance"] | None = None
     by_distance: bool = False
+    states_from: int | None = None
+    makes_state: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from merge_core.errors import InvalidInput, suggest
 from merge_core.methods import (
+    adaptive,
     agreement,
     combination,
     fisher,
@@ -34,6 +35,7 @@ _FAMILIES = (
     task_vectors,
     agreement,
     robust,
+    adaptive,
     model_stock,
     sce,
     ram,

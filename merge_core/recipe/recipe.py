@@ -55,7 +55,7 @@ RECIPE_KEYS = (
     "leave_out_beyond",
 )
 # Of a round of clients, from which a profile makes a recipe.
-CLIENT_KEYS = ("clients", "samples", "at_least", "momentum")
+CLIENT_KEYS = ("clients", "samples", "at_least", "momentum", "adam")
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,28 @@ class Recipe:
                 return f"{document.merge_method}: the models have not read their texts"
         return ""
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What stands in the place of models in any document and is none: what an optimizer keeps, its results or those
+        of earlier merges."""
+        found: dict[str, None] = {}
+        for document in (*self.steps, self):
+            first = None if document.mixture is not None else document.method.traits.states_from
+            for cut in (cut for module in document.modules for cut in module.slices if first is not None):
+                base = cut.base or document.base
+                found |= dict.fromkeys([str(one.model) for one in cut.sources if one.model != base][first:])
+        return tuple(found)
+
+    def ending_with(self, name: str) -> Recipe:
+        """The step called ``name`` as the result, after the steps that it needs."""
+        result = next(step for step in self.steps if step.name == name)
+        needed, kept = {str(ref) for ref in result.own_references()}, list[Recipe]()
+        for step in reversed(self.steps):
+            if step.name in needed and step is not result:
+                kept.insert(0, step)
+                needed |= {str(ref) for ref in step.own_references()}
+        return replace(result, steps=tuple(kept))
+
     def own_references(self) -> tuple[CheckpointRef, ...]:
         """Every model this document names, in order; base and tokenizer last when they are not among the sources."""
         found = [source.model for module in self.modules for cut in module.slices for source in cut.sources]
@@ -258,7 +280,7 @@ class Recipe:
                 merged |= {source.model: None for source in cut.sources if not (only_origin and source.model == base)}
                 if base is not None and method.traits.merges_base:
                     merged[base] = None
-        return tuple(ref for ref in self.references() if ref in merged)
+        return tuple(ref for ref in self.references() if ref in merged and str(ref) not in self.states)
 
     def summary(self) -> str:
         """``ties of 2 over llama-base``."""

@@ -37,6 +37,18 @@ _TYPES: dict[str, dict[str, Any]] = {
         "exclusiveMaximum": 1,
         "description": "How much of the last round's step is taken again.",
     },
+    "adam": {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["rate"],
+        "description": "The server's step by Adam, in place of momentum: {rate: 0.01}; what it keeps is in the store.",
+        "properties": {
+            "rate": {"type": "number", "exclusiveMinimum": 0, "description": "About how far a weight goes in a round."},
+            "beta1": {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "description": "Of the mean (0.9)."},
+            "beta2": {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "description": "Of squares (0.99)."},
+            "tau": {"type": "number", "exclusiveMinimum": 0, "description": "Added to their root (0.001)."},
+        },
+    },
     "at_least": {"type": "integer", "description": "Clients with something new, for a round to take place."},
     "leave_out_beyond": {
         "type": "number",

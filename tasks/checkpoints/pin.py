@@ -47,6 +47,7 @@ class ResolvedCheckpoint(BaseModel):
     revision: str | None = None  # commit of a Hub repository; None for a local directory
     is_base: bool = False
     is_merged: Annotated[bool, NotInKey] = True  # its weights are, see ``Recipe.merged_references``
+    is_state: Annotated[bool, NotInKey] = False  # no model, see ``Recipe.states``
     snapshot: Annotated[Snapshot | None, NotInKey] = None  # of a Hub repository: what its commit lists
     adapter: Annotated[ResolvedAdapter | None, NotInKey] = None  # that is applied to it
 
@@ -279,7 +280,7 @@ def _pinned(parent: ResolvedCheckpoint, hashes: HashMemo, trusted: Collection[st
             revision=parent.adapter.revision,
             files=_listed(own),
         )
-    known = parent.model_dump(exclude={"snapshot", "adapter"})
+    known = parent.model_dump(exclude={"snapshot", "adapter", "is_state"})
     named = f"{parent.snapshot.repo}@{parent.snapshot.commit}" if parent.snapshot else None
     return PinnedCheckpoint(
         **known, digest=digest, files=_listed(files), adapter=adapter, runs_code=named is not None and named in trusted
@@ -293,6 +294,20 @@ def adapter_digest(directory: Path, hashes: HashMemo) -> str:
         InvalidInput: for a directory without any.
     """
     return merkle(_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes))
+
+
+def adapter_files_digest(directory: Path, hashes: HashMemo) -> str:
+    """As :func:`files_digest`, of an adapter: what a provenance tells of one.
+
+    Raises:
+        InvalidInput: for a directory without any.
+    """
+    return files_digest(dict(_listed(_adapter_files(ResolvedAdapter(ref=str(directory), directory=directory), hashes))))
+
+
+def files_digest(files: Mapping[str, str]) -> str:
+    """Digest of files of which only name and sha256 are known."""
+    return canonical_digest({"files": files})
 
 
 def _adapter_files(adapter: ResolvedAdapter, hashes: HashMemo) -> dict[str, tuple[int, str]]:
@@ -360,7 +375,7 @@ def _snapshot(repo: str, revision: str | None, is_adapter: bool) -> Snapshot | M
 def _found(
     recipe: Recipe, located: Mapping[tuple[CheckpointRef, Path | None], Located]
 ) -> tuple[ResolvedCheckpoint, ...]:
-    references, merged = recipe.references(), set(recipe.merged_references())
+    references, merged, states = recipe.references(), set(recipe.merged_references()), set(recipe.states)
     found = []
     for reference, name in zip(references, _unique_names(references), strict=True):
         place = located[reference, recipe.directory]
@@ -375,6 +390,7 @@ def _found(
                 revision=snapshot.commit if snapshot else None,
                 is_base=recipe.base is not None and str(reference) == str(recipe.base),
                 is_merged=reference in merged,
+                is_state=str(reference) in states,
                 snapshot=snapshot,
                 adapter=adapter,
             )

@@ -3,9 +3,11 @@
 ``stage.py`` is the stage. ``preparation.py`` has models asked beforehand what a recipe wants of them: ``gates.py``
 makes the router rows of a mixture of experts out of its prompts, ``statistics.py`` measures what a model
 shows on a text of its own (``reading_inputs.py`` and ``reading_gradients.py``, in the process that holds models),
-``distances.py`` looks how far models are from each other.
+``distances.py`` looks how far models are from each other. ``optimizer.py`` is the stage of what a server's optimizer
+keeps of a merge for the next one.
 """
 
+from tasks.merge.optimizer import OptimizerState, kept_names, kept_place, kept_places, optimizer_state
 from tasks.merge.preparation import prepared, prepared_before, still_named
 from tasks.merge.stage import (
     MERGED,
@@ -26,12 +28,17 @@ __all__ = [
     "MergeSettings",
     "Merged",
     "Numerics",
+    "OptimizerState",
     "RouterDistance",
     "StatisticsNeeds",
     "combine_parents",
+    "kept_names",
+    "kept_place",
+    "kept_places",
     "merge",
     "merged_model",
     "numerics",
+    "optimizer_state",
     "pinned_texts",
     "prepared",
     "prepared_before",

@@ -8,13 +8,14 @@ All weights are read once for it, and again where some are not finite: whose? Wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, TypeAlias
+from functools import partial
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
 from merge_core import Recipe
 from merge_core.analysis import NOT_FINITE, geometric_median, lengths_and_distances, measure_interference, outliers
-from merge_core.checkpoint import Checkpoint, read_into
+from merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, read_into
 from merge_core.engine import count_non_finite
 from merge_core.errors import InvalidInput
 from merge_core.recipe import ModelPlace, chosen_models
@@ -58,10 +59,10 @@ def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]
     broken = [0] * len(opened)
     gram = _products(base, opened)
     if gram is None:
-        broken = [_non_finite(one) for one in opened]
-        sound = [one for one, count in zip(opened, broken, strict=True) if not count]
-        gram = _products(base, sound)
-        if gram is None and sound:
+        if not _non_finite(base.open()):  # else what is an adapter on it would be blamed
+            broken = [_non_finite(one) for one in opened]
+            gram = _products(base, [one for one, count in zip(opened, broken, strict=True) if not count])
+        if gram is None and not all(broken):
             raise InvalidInput(
                 f"{base.name} ({base.directory})",
                 found="numbers that are not finite",
@@ -95,16 +96,23 @@ def _products(base: PinnedCheckpoint, opened: Sequence[Checkpoint]) -> Sequence[
 
 
 def _non_finite(checkpoint: Checkpoint) -> int:
+    """Numbers of a model that are none: also such that an adapter of sound numbers makes."""
     count = 0
-    for tensor in checkpoint.stored():
+    for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind != "float":
             continue
-        with tensor.file.open("rb") as file:
-            for start in range(0, tensor.nbytes, _PIECE):
-                piece = np.empty(min(_PIECE, tensor.nbytes - start), np.uint8)
-                read_into(file.fileno(), piece.data, tensor.offset + start, tensor.file)
-                count += count_non_finite(piece, tensor.dtype, fused=False)
+        elements = tensor.open(_read) if isinstance(tensor, DerivedTensor) else partial(_read, tensor)
+        size = tensor.dtype.size
+        for first in range(0, tensor.numel, _PIECE // size):
+            piece = np.empty(min(_PIECE, (tensor.numel - first) * size), np.uint8)
+            elements(first, piece)
+            count += count_non_finite(piece, tensor.dtype, fused=False)
     return count
+
+
+def _read(tensor: StoredTensor, first: int, into: Any) -> None:
+    with tensor.file.open("rb") as file:
+        read_into(file.fileno(), into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
 
 def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None = None) -> Recipe:

@@ -33,8 +33,8 @@ def prepared(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow
 
 
 def still_named(recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """Those of ``parents`` that a prepared recipe has not left out."""
-    names = {str(ref) for ref in recipe.references()}
+    """Those of ``parents`` that a prepared recipe has not left out; without what is no model, but kept for it."""
+    names = {str(ref) for ref in recipe.references()} - set(recipe.states)
     return tuple(parent for parent in parents if parent.ref in names)
 
 

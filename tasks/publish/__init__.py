@@ -1,6 +1,7 @@
 """Publishing: what a release consists of, and the step that brings it to its target, whole or not at all."""
 
 from tasks.publish.approval import ApprovalSettings, PendingRelease
+from tasks.publish.beside_state import beside_state
 from tasks.publish.card_metadata import front_matter, metadata_beside
 from tasks.publish.card_scores import escaped
 from tasks.publish.content import (
@@ -33,6 +34,7 @@ __all__ = [
     "Release",
     "ReleaseFile",
     "ReleaseParts",
+    "beside_state",
     "checksums_text",
     "escaped",
     "front_matter",

@@ -39,6 +39,7 @@ def provenance(
     verdict: GateVerdict,
     license: LicenseVerdict,
     card: Mapping[str, object],
+    byproducts: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> str:
     """``provenance.json`` over ``files``: what was made, from what, by which recipe, and why it was let through.
 
@@ -50,6 +51,7 @@ def provenance(
         evaluation_seed: Of the sample of documents and the few-shot examples; None: nothing was evaluated.
         versions: Of the libraries that decide scores; those that decide weights come with ``numerics``.
         card: Metadata of the model card.
+        byproducts: What the merge made beside the release, for the next one: digest and place in the store, by name.
     """
     seeds = {"merge": numerics.seed} | ({} if evaluation_seed is None else {"evaluation": evaluation_seed})
     statement = {
@@ -74,7 +76,10 @@ def provenance(
                     *(_text_read(name, sha256) for name, sha256 in sorted(texts.items())),
                 ],
             },
-            "runDetails": {"builder": {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}}},
+            "runDetails": {
+                "builder": {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}},
+                **({"byproducts": [_byproduct(*one) for one in byproducts.items()]} if byproducts else {}),
+            },
             "mergegate_verdict": verdict.model_dump(mode="json"),
             "mergegate_licence": _license(license),
             "mergegate_card": card,
@@ -97,6 +102,12 @@ def _dependency(parent: PinnedCheckpoint) -> dict[str, object]:
             "files": dict(parent.adapter.files),
         }
     return {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}
+
+
+def _byproduct(name: str, made: tuple[str, str]) -> dict[str, object]:
+    digest, stored = made
+    uri = f"urn:mergegate:checkpoint:{digest}"
+    return {"name": name, "uri": uri, "digest": {"sha256": digest}, "annotations": {"stored": stored}}
 
 
 def _text_read(name: str, sha256: str) -> dict[str, object]:

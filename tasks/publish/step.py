@@ -8,8 +8,8 @@ from typing import NamedTuple
 from merge_core.errors import Refused
 from merge_core.parsing import parse_yaml
 from merge_core.store import Artifact, StoredValue
-from tasks.checkpoints import PinnedRecipe
-from tasks.merge import Merged, Numerics
+from tasks.checkpoints import PinnedRecipe, checkpoint_digest
+from tasks.merge import Merged, Numerics, OptimizerState, kept_places
 from tasks.preflight.licenses import LicenseVerdict
 from tasks.publish.approval import PendingRelease, release_digest, stands_in
 from tasks.publish.bom import bill_of_materials
@@ -46,6 +46,7 @@ class ReleaseParts(NamedTuple):
     license: StoredValue[LicenseVerdict]
     merged: Artifact[Merged]
     report: Artifact[Report]
+    state: Artifact[OptimizerState] | None = None  # of a merge whose optimizer keeps something for the next one
 
 
 def _stands(
@@ -127,8 +128,8 @@ def pending_release(
 
 def _files_for(target: PublishTarget, root: Path, parts: ReleaseParts) -> tuple[ReleaseFile, ...]:
     key = root / target.sign_key if target.sign_key else None
-    content, pinned, numerics, license, merged, report = parts
-    return release_files(content, pinned, numerics, license.value, merged, report, target.address, key)
+    content, pinned, numerics, license, merged, report, state = parts
+    return release_files(content, pinned, numerics, license.value, merged, report, target.address, key, state)
 
 
 def release_files(
@@ -140,6 +141,7 @@ def release_files(
     report: Artifact[Report],
     place: str,
     key: Path | None = None,
+    state: Artifact[OptimizerState] | None = None,
 ) -> tuple[ReleaseFile, ...]:
     """Everything that a release consists of; the same inputs give the same bytes.
 
@@ -148,6 +150,7 @@ def release_files(
 
     Args:
         place: What to name to mergegate where it will stand: a repository, or '.' in its directory.
+        state: What stays behind for the next merge: the provenance names it.
 
     Raises:
         InvalidInput: when ``key`` is no key.
@@ -182,6 +185,10 @@ def release_files(
         verdict=content.verdict,
         license=license,
         card=metadata,
+        byproducts={
+            name: (checkpoint_digest(directory, store().hashes), stored)
+            for name, (stored, directory) in (kept_places(state) if state else {}).items()
+        },
     )
     files.append(written_file(PROVENANCE, origin))
     files.append(written_file(SUMS, checksums(files)))

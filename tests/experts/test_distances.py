@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from merge_core import Recipe, load_recipe, merge_tensors, open_checkpoint, plan_merge
+from merge_core.adapters import apply_adapter, open_adapter
 from merge_core.analysis import geometric_median, outliers
 from merge_core.errors import InvalidInput
 from merge_core.store import HashMemo
@@ -219,6 +220,75 @@ def test_a_broken_base_is_refused_by_name(clients: Path, prepare: Home) -> None:
         recipe = {"base_model": str(clients / base), "models": models, "merge_method": "geometric_median"}
         with pytest.raises(InvalidInput, match=f"{base}(.|\n)*not finite"):
             prepare(load_recipe(recipe))
+
+
+# --- adapters in place of models ---
+
+LORA = DEMO.parent / "adapters/reverser-lora"
+
+
+def adapter(place: Path, name: str, factor: float, at: int | None = None) -> str:
+    """The shipped adapter with both factors times ``factor``, or one number of them NaN; as a recipe names it."""
+    shutil.copytree(LORA, place / name)
+    tensors = {key: one.float() * factor for key, one in load_file(LORA / "adapter_model.safetensors").items()}
+    if at is not None:
+        next(iter(tensors.values())).view(-1)[at] = float("nan")
+    save_file(tensors, place / name / "adapter_model.safetensors", {"format": "pt"})
+    return f"{DEMO / 'base'}+{place / name}"
+
+
+def test_adapters_stand_where_the_models_that_they_make_stand(clients: Path, prepare: Home, tmp_path: Path) -> None:
+    names = [adapter(tmp_path, "sound", 1), adapter(tmp_path, "far", 4)]  # 16 times as far
+    named = [*(str(clients / one) for one in HONEST), *names]
+    found = prepare(
+        load_recipe(
+            {
+                "base_model": str(DEMO / "base"),
+                "models": [{"model": one} for one in named],
+                "merge_method": "median",
+                "leave_out_beyond": 5,
+            }
+        )
+    )
+    assert set(found.left_out) == {names[1]}
+    base = load_file(DEMO / "base/model.safetensors")
+    made = dict(merge_tensors(plan_merge(_as_model(names[0]), _opened_adapter(names[0]))))
+    lengths = [_length(base, load_file(clients / one / "model.safetensors")) for one in HONEST]
+    lengths += [_length(base, made)]
+    median = float(np.median([*lengths, 16 * lengths[-1]]))
+    assert found.places is not None
+    assert (found.places[names[0]].length or 0) == pytest.approx(lengths[-1] / median, rel=0.02)
+
+
+def _length(base: dict[str, torch.Tensor], model: dict[str, torch.Tensor]) -> float:
+    return float(sum((model[key].double() - one.double()).square().sum() for key, one in base.items()) ** 0.5)
+
+
+def _as_model(ref: str) -> Recipe:
+    return load_recipe({"merge_method": "passthrough", "models": [{"model": ref}]})
+
+
+def _opened_adapter(ref: str) -> dict[str, Any]:
+    base, _, lora = ref.partition("+")
+    return {ref: apply_adapter(open_at(base), open_adapter(Path(lora)))}
+
+
+@pytest.mark.parametrize(("factor", "at"), [(1.0, 3), (1e25, None)], ids=["NaN", "a product that is infinite"])
+def test_an_adapter_that_makes_what_is_no_number_is_left_out(
+    clients: Path, prepare: Home, tmp_path: Path, factor: float, at: int | None
+) -> None:
+    broken = adapter(tmp_path, "broken", factor, at)
+    models = [{"model": one} for one in [*(str(clients / name) for name in HONEST), broken]]
+    recipe = {"base_model": str(DEMO / "base"), "models": models, "merge_method": "median", "leave_out_beyond": 5}
+    assert "not finite" in prepare(load_recipe(recipe)).left_out[broken]
+
+
+def test_a_broken_base_is_not_blamed_on_the_adapters_on_it(clients: Path, prepare: Home, tmp_path: Path) -> None:
+    named = [adapter(tmp_path, name, 1).replace(str(DEMO / "base"), str(clients / "broken")) for name in ("one", "two")]
+    models = [{"model": one} for one in named]
+    recipe = {"base_model": str(clients / "broken"), "models": models, "merge_method": "median", "leave_out_beyond": 5}
+    with pytest.raises(InvalidInput, match="a base that task vectors"):
+        prepare(load_recipe(recipe))
 
 
 def test_nobody_left_is_refused(clients: Path, prepare: Home) -> None:

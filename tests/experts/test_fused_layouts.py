@@ -46,7 +46,7 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe_of(method: str, names: tuple[str, str, str]) -> str:
     base, a, b = names
     needs = {parameter.name for parameter in merge_methods()[method].parameters}
-    values = {"weight": 0.6, "density": 0.5, "t": 0.3, "epsilon": 0.1, "select_topk": 0.5, "scale": 0.5}
+    values = {"weight": 0.6, "density": 0.5, "t": 0.3, "epsilon": 0.1, "select_topk": 0.5, "scale": 0.5, "rate": 0.01}
     given = ", ".join(f"{name}: {value}" for name, value in values.items() if name in needs)
     low, high = merge_methods()[method].models
     models = [a, b][: high or 2] if low < 3 else [base, a, b]

@@ -9,6 +9,9 @@ import torch
 from demo_project import PROFILES
 from safetensors.torch import load_file, save_file
 
+from merge_core import open_checkpoint
+from merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
+
 MODELS = PROFILES / "demo/models"
 STEP = 0.35  # of a fine-tune's way
 HONEST = {"ada": "reverser", "ben": "reverser", "cleo": "shifter", "dan": "shifter"}
@@ -37,6 +40,16 @@ class Clients:
         way = self._ways[HONEST[name]]
         self._save(name, begin, {key: STEP * self._noisy(one) for key, one in way.items()})
 
+    def approach(self, name: str, begin: Path) -> None:
+        """An honest client that learns less the more of its skill is there: a step of the way that is left."""
+        base, here = _wide(MODELS / "base"), _wide(begin)
+        skills = list(self._ways)
+        ways = torch.stack([torch.cat([way.flatten() for way in self._ways[skill].values()]) for skill in skills], 1)
+        gone = torch.cat([(here[key] - base[key]).flatten() for key in base])
+        share = float(torch.linalg.lstsq(ways, gone[:, None]).solution[skills.index(HONEST[name])])
+        way = self._ways[HONEST[name]]
+        self._save(name, begin, {key: STEP * (1 - share) * self._noisy(one) for key, one in way.items()})
+
     def turn(self, name: str, begin: Path, times: float) -> None:
         """A client that goes where all honest ones come from, and so many times as far."""
         both = [self._ways[skill] for skill in ("reverser", "shifter")]
@@ -55,6 +68,17 @@ class Clients:
         self._save(
             name, begin, {key: torch.full_like(one, float("nan")) for key, one in self._ways["reverser"].items()}
         )
+
+    def as_adapter(self, name: str, begin: Path) -> Path:
+        """What a client has trained as a LoRA adapter on what is released, in place of the whole checkpoint."""
+        place = self.place / name
+        tuned, base = open_checkpoint(place), open_checkpoint(begin)
+        made = extract_adapter(tuned, base, str(begin), ExtractionSettings(rank=24, dtype="bfloat16"))
+        shutil.rmtree(place)
+        place.mkdir()
+        write_adapter(made.adapter, place)
+        shutil.copy(MODELS / "base/README.md", place)
+        return place
 
     def _noisy(self, change: torch.Tensor) -> torch.Tensor:
         return change + 0.1 * change.square().mean().sqrt() * torch.randn(change.shape, generator=self._draw)

@@ -17,11 +17,13 @@ from client_rounds import HONEST, MODELS, Clients
 from demo_project import PROFILES, Project
 from safetensors.torch import load_file, save_file
 
-from flows.candidates import ClientRound, client_round
+from flows.candidates import ClientRound, client_digest, client_round
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.errors import InvalidInput, Refused
-from merge_core.store import sha256_file
+from merge_core.store import HashMemo, sha256_file
+from tasks.merge import kept_place
 
+WEIGHTS = "adapter_model.safetensors"
 DOCUMENT: dict[str, Any] = {"base_model": "base", "clients": ["clients/*"], "merge_method": "median"}
 
 
@@ -77,6 +79,23 @@ def test_where_too_few_have_something_new_the_last_round_stands(place: Path, at_
     found = round_of(place, release(place, *made_of), at_least=at_least)
     assert found.documents == ({"merge_method": "median", "base_model": "base", "models": []},)
     assert "the last round stands" in found.remarks[-1]
+
+
+@pytest.mark.parametrize("what", ["another client", "a client is gone"])
+def test_where_the_last_round_stands_and_its_recipe_would_make_another_the_release_is_itself(
+    place: Path, what: str
+) -> None:
+    """One of four has trained anew, and three are wanted: his weights must not come in through the last recipe."""
+    released = release(place, *HONEST)
+    if what == "another client":
+        said = json.loads((released / "provenance.json").read_text())
+        said["predicate"]["buildDefinition"]["resolvedDependencies"][0]["digest"]["sha256"] = "before he trained"
+        (released / "provenance.json").write_text(json.dumps(said))
+    else:
+        shutil.rmtree(place / "clients/dan")
+    found = round_of(place, released, at_least=3)
+    assert found.documents == ({"merge_method": "passthrough", "models": [{"model": "releases/v1"}]},)
+    assert "is another" in found.remarks[-1]
 
 
 def test_a_first_round_of_too_few_is_refused(place: Path) -> None:
@@ -148,6 +167,16 @@ def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
         ({"momentum": -0.1}, "from 0"),
         ({"momentum": True}, "from 0"),
         ({"models": [{"model": "a"}]}, "clients are the models"),
+        ({"adam": True}, "{rate: ...}"),
+        ({"adam": {}}, "{rate: ...}"),
+        ({"adam": {"rate": 0}}, "above 0"),
+        ({"adam": {"rate": "0.1"}}, "above 0"),
+        ({"adam": {"rate": 0.1, "tau": 0}}, "above 0"),
+        ({"adam": {"rate": 0.1, "tau": float("nan")}}, "above 0"),
+        ({"adam": {"rate": 0.1, "beta1": 1}}, "below 1"),
+        ({"adam": {"rate": 0.1, "beta2": -0.1}}, "from 0"),
+        ({"adam": {"rate": 0.1, "beta_1": 0.9}}, "beta1"),
+        ({"adam": {"rate": 0.1}, "momentum": 0.9}, "beside momentum"),
         ({"base_model": None}, "base_model"),
         ({"merge_method": "task_arithmetic", "samples": {"clients/ada": 3}}, "none of clients/ben"),
         ({"samples": dict.fromkeys([f"clients/{name}" for name in HONEST], 3)}, "count alike"),
@@ -157,6 +186,100 @@ def test_what_a_round_cannot_be(place: Path, changes: Mapping[str, Any], said: s
     with pytest.raises(InvalidInput) as problem:
         round_of(place, **changes)
     assert said in str(problem.value)
+
+
+# --- clients that are adapters ---
+
+ADAPTERS = MODELS.parent / "adapters"
+
+
+def adapt(place: Path, name: str, adapter: str = "reverser-lora") -> Path:
+    """The client brings an adapter instead of a whole checkpoint."""
+    shutil.rmtree(place / "clients" / name, ignore_errors=True)
+    return Path(shutil.copytree(ADAPTERS / adapter, place / "clients" / name))
+
+
+def change_config(adapter: Path, **said: Any) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, **said}))
+
+
+def models(found: ClientRound) -> list[str]:
+    return [one["model"] for one in found.documents[-1]["models"]]
+
+
+def test_adapters_take_part_on_what_the_round_begins_with_beside_whole_checkpoints(place: Path) -> None:
+    adapt(place, "ben")
+    adapt(place, "dan", "shifter-lora")
+    assert models(round_of(place)) == ["clients/ada", "base+clients/ben", "clients/cleo", "base+clients/dan"]
+    later = round_of(place, release(place, "ada"))
+    assert models(later) == ["releases/v1+clients/ben", "clients/cleo", "releases/v1+clients/dan"]
+
+
+def test_the_samples_of_an_adapter_stand_in_the_recipe_or_in_its_card(place: Path) -> None:
+    for number, name in enumerate(sorted(HONEST), start=1):
+        adapter = adapt(place, name)
+        (adapter / "README.md").write_text(f"---\nlicense: mit\nsamples: {100 * number}\n---\n")
+    found = round_of(place, merge_method="task_arithmetic", samples={"clients/ada": 7})
+    assert [one["parameters"]["weight"] for one in found.documents[-1]["models"]] == [7, 200, 300, 400]
+
+
+def test_an_adapter_is_late_by_its_own_bytes_whatever_it_was_applied_to(place: Path, tmp_path: Path) -> None:
+    for name in HONEST:
+        adapt(place, name)
+    change_config(place / "clients/cleo", lora_dropout=0.3)  # trained anew, as far as its bytes say
+    released = release(place)
+    files = {path.name: sha256_file(path) for path in (ADAPTERS / "reverser-lora").iterdir() if path.suffix != ".md"}
+    parents = [{"digest": {"sha256": "of base and adapter"}, "annotations": {"adapter": {"files": files}}}]
+    statement = {"predicate": {"buildDefinition": {"resolvedDependencies": parents}}}
+    (released / "provenance.json").write_text(json.dumps(statement))
+    hashes = HashMemo(tmp_path / "hashes.db")
+    found = client_round(
+        DOCUMENT, place, "profile", released=released, digest_of=lambda one: client_digest(one, hashes)
+    )
+    assert models(found) == ["releases/v1+clients/cleo"]
+    assert [remark.partition(":")[0] for remark in found.remarks if "late" in remark] == [
+        "clients/ada",
+        "clients/ben",
+        "clients/dan",
+    ]
+
+
+def test_adapters_that_cannot_be_applied_are_left_out_by_name(place: Path) -> None:
+    (adapt(place, "ada") / "adapter_model.safetensors").unlink()
+    (adapt(place, "ben") / "adapter_model.safetensors").write_bytes(b"half of it")
+    change_config(adapt(place, "dan"), peft_type="LOHA")
+    change_config(adapt(place, "eve"), r=8)
+    (adapt(place, "fay") / "adapter_config.json").write_text("{")
+    odd = adapt(place, "gus")
+    tensors = {f"base_model.model.elsewhere.{name}": one for name, one in load_file(odd / WEIGHTS).items()}
+    save_file(tensors, odd / WEIGHTS)
+    adapt(place, "north+1")
+    found = round_of(place)
+    assert models(found) == ["clients/cleo"]
+    said = {remark.partition(":")[0].removeprefix("clients/"): remark for remark in found.remarks}
+    assert set(said) == {"ada", "ben", "dan", "eve", "fay", "gus", "north+1"}
+    assert "no weights" in said["ada"] or "adapter_model" in said["ada"]
+    assert "adapter_model.safetensors" in said["ben"]
+    assert "LOHA" in said["dan"]
+    assert "rank 16" in said["eve"]
+    assert "adapter_config.json" in said["fay"]
+    assert "elsewhere" in said["gus"]
+    assert "@ or +" in said["north+1"]
+    assert str(place) not in found.text
+
+
+def test_on_a_base_that_has_an_adapter_no_other_takes_part(place: Path) -> None:
+    adapt(place, "ben")
+    (place / "lora").symlink_to(ADAPTERS / "shifter-lora")
+    found = round_of(place, base_model="base+lora")
+    assert "clients/ben" not in " ".join(models(found))
+    assert any(remark.startswith("clients/ben: left out: base_model base+lora") for remark in found.remarks)
+
+
+def test_a_directory_with_a_configuration_of_its_own_is_a_model_whatever_lies_beside_it(place: Path) -> None:
+    shutil.copy(ADAPTERS / "reverser-lora/adapter_config.json", place / "clients/ada")
+    assert models(round_of(place))[0] == "clients/ada"
 
 
 # --- momentum ---
@@ -227,6 +350,122 @@ def test_where_the_release_before_the_last_is_not_there_momentum_begins_anew(pla
     assert any("without momentum" in remark for remark in found.remarks)
 
 
+# --- Adam ---
+
+
+def test_rounds_by_adam_are_those_of_its_formula(tmp_path: Path) -> None:
+    """m' = beta1 m + (1 - beta1) D, v' = beta2 v + (1 - beta2) D^2, w' = w + rate m' / (sqrt v' + tau)."""
+    draw = np.random.default_rng(6)
+    w, m, v = draw.normal(size=300), np.zeros(300), np.zeros(300)
+    rate, beta1, beta2, tau = 0.03, 0.8, 0.95, 0.02
+    save_tiny(tmp_path / "base", w)
+    samples = {"clients/a": 100, "clients/b": 300}
+    document = {
+        "base_model": "base",
+        "clients": ["clients/*"],
+        "samples": samples,
+        "adam": {"rate": rate, "beta1": beta1, "beta2": beta2, "tau": tau},
+        "dtype": "float32",
+    }
+
+    def digest_of(place: Path) -> str:
+        return sha256_file(place / "model.safetensors")
+
+    released: Path | None = None
+    for number in range(1, 5):
+        begin = read_tiny(released or tmp_path / "base")
+        steps = {name: draw.normal(size=300) for name in samples}
+        for name, step in steps.items():
+            save_tiny(tmp_path / name, begin + step)
+        found = client_round(
+            document, tmp_path, "profile", released=released, digest_of=digest_of, kept_place=tmp_path.joinpath
+        )
+        recipe = load_recipe(yaml.safe_dump_all([dict(one) for one in found.documents]))
+        assert len(recipe.references()) == (3 if number == 1 else 5)
+        checkpoints = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
+        released = tmp_path / f"releases/{number}"
+        merge_weights(plan_merge(recipe, checkpoints), released, seed=0)
+        kept = []
+        for name in ("mean", "squares"):
+            place = tmp_path / f"kept/{number}/{name}"
+            merge_weights(plan_merge(recipe.ending_with(name), checkpoints), place, seed=0)
+            stored = {"stored": place.relative_to(tmp_path).as_posix()}
+            kept.append({"name": name, "digest": {"sha256": digest_of(place)}, "annotations": stored})
+        statement = {"predicate": {"buildDefinition": {"resolvedDependencies": []}, "runDetails": {"byproducts": kept}}}
+        (released / "provenance.json").write_text(json.dumps(statement))
+        change = sum(steps[name] * count for name, count in samples.items()) / sum(samples.values())
+        m = beta1 * m + (1 - beta1) * change
+        v = beta2 * v + (1 - beta2) * change**2
+        w = w + rate * m / (np.sqrt(v) + tau)
+        np.testing.assert_allclose(read_tiny(released), w, atol=2e-6)
+    assert any("goes on" in remark for remark in found.remarks)
+
+
+def adam_after(place: Path, **byproduct: Any) -> ClientRound:
+    """A round by Adam after a release that has kept one thing."""
+    released = release(place, "nobody")
+    kept = {"name": "mean", "digest": {"sha256": "mean"}, "annotations": {"stored": "kept/mean"}, **byproduct}
+    said = json.loads((released / "provenance.json").read_text())
+    said["predicate"]["runDetails"] = {"byproducts": [kept]}
+    (released / "provenance.json").write_text(json.dumps(said))
+
+    def digest_of(directory: Path) -> str:
+        return directory.name
+
+    document = {**DOCUMENT, "adam": {"rate": 0.01}}
+    return client_round(
+        document, place, "profile", released=released, digest_of=digest_of, kept_place=lambda one: place_if(place / one)
+    )
+
+
+def place_if(place: Path) -> Path | None:
+    return place if place.is_dir() else None
+
+
+def test_a_round_by_adam_is_plain_documents_that_name_what_was_kept(place: Path) -> None:
+    (place / "kept/mean").mkdir(parents=True)
+    documents = adam_after(place).documents
+    assert [one.get("name", "") for one in documents] == ["round", "mean", "squares", ""]
+    assert documents[1]["models"] == [{"model": "round"}, {"model": "kept/mean"}]
+    assert documents[3]["models"] == [{"model": "mean"}, {"model": "squares"}]
+    assert {one["base_model"] for one in documents} == {"releases/v1"}
+    read = load_recipe(yaml.safe_dump_all([dict(one) for one in documents]))
+    assert read.states == ("kept/mean", "mean", "squares")
+    assert "kept/mean" not in map(str, read.merged_references())
+
+
+@pytest.mark.parametrize(
+    "byproduct",
+    [{}, {"digest": {"sha256": "another"}}, {"annotations": {}}, {"digest": 3}],
+    ids=["gone", "another", "nowhere", "nonsense"],
+)
+def test_where_what_was_kept_is_not_there_adam_begins_anew(place: Path, byproduct: Mapping[str, Any]) -> None:
+    if byproduct:
+        (place / "kept/mean").mkdir(parents=True)
+    found = adam_after(place, **byproduct)
+    assert [len(one["models"]) for one in found.documents[1:3]] == [1, 1]
+    assert any("Adam begins anew" in remark for remark in found.remarks)
+
+
+def test_a_step_of_a_recipe_is_a_recipe_of_those_that_it_needs(place: Path) -> None:
+    documents = round_of(place, adam={"rate": 0.01}).documents
+    squares = load_recipe(yaml.safe_dump_all([dict(one) for one in documents])).ending_with("squares")
+    assert [step.name for step in squares.steps] == ["round"]
+    assert squares.states == ()
+
+
+@pytest.mark.parametrize(
+    "stored", ["../../etc", "optimizer/*/mean", f"merge/{'0' * 32}/mean", f"optimizer/{'0' * 32}/../mean", ""]
+)
+def test_a_provenance_leads_nowhere_but_into_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str
+) -> None:
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path))
+    (tmp_path / f"store/optimizer/{'0' * 32}/mean").mkdir(parents=True)
+    assert kept_place(stored) is None
+    assert kept_place(f"optimizer/{'0' * 32}/mean") is None  # without a manifest
+
+
 # --- a whole project over rounds ---
 
 
@@ -295,6 +534,49 @@ def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -
 
 
 @pytest.mark.slow
+def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Project) -> None:
+    """The skill of one comes as adapters on the last release, that of the other as whole checkpoints."""
+    name = make_profile(project, "median", leave_out_beyond=5, at_least=2)
+    clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
+    begin = MODELS / "base"
+    for number in range(3):
+        for client, skill in HONEST.items():
+            clients.train(client, begin)
+            if skill == "reverser":
+                clients.as_adapter(client, begin)
+        clients.turn("eve", begin, 30)
+        eve = clients.as_adapter("eve", begin)
+        if number == 1:
+            tensors = {key: one.fill_(float("nan")) for key, one in load_file(eve / WEIGHTS).items()}
+            save_file(tensors, eve / WEIGHTS)
+        result = project.mergegate("run", name)
+        assert result.exit_code == 0, result.output
+        begin = (home / "latest").resolve()
+        said = json.loads((begin / "provenance.json").read_text())["predicate"]["buildDefinition"]
+        adapters = [one for one in said["resolvedDependencies"] if "adapter" in one["annotations"]]
+        assert [Path(one["name"]).name for one in adapters] == ["ada", "ben", "eve"]
+        assert "eve" in result.output
+    assert scores(project, "median")["reverse"] >= 0.6
+    assert scores(project, "median")["shift"] >= 0.9
+    before = {stage: project.artifacts(stage) for stage in ("merge", "distances", "evaluate", "apply")}
+    again = project.mergegate("run", name)
+    assert "nothing new" in again.output, again.output
+    assert {stage: project.artifacts(stage) for stage in before} == before
+    made = project.mergegate("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
+    assert made.exit_code == 0, made.output
+    # Another name of the base is a warning, as of every adapter; the others are late.
+    clients.train("ada", begin)
+    change_config(clients.as_adapter("ada", begin), base_model_name_or_path="acme/another")
+    alone = project.mergegate("run", name)
+    assert "nothing new" in alone.output, alone.output
+    assert (home / "latest").resolve() == begin  # one of two: what he has learnt waits for another
+    clients.train("cleo", begin)
+    checked = " ".join(project.mergegate("check", name).output.split())
+    assert "base_model_name_or_path" in checked, checked
+    assert "clients-median/ben: left out: late" in checked, checked
+
+
+@pytest.mark.slow
 def test_a_round_with_momentum_is_released_and_made_again(project: Project) -> None:
     name = make_profile(project, "median", leave_out_beyond=5, momentum=0.4)
     clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
@@ -316,6 +598,55 @@ def test_a_round_with_momentum_is_released_and_made_again(project: Project) -> N
     assert {stage: project.artifacts(stage) for stage in before} == before
     made = project.mergegate("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
     assert made.exit_code == 0, made.output
+
+
+@pytest.mark.slow
+def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_kept(project: Project) -> None:
+    name = make_profile(project, "median", leave_out_beyond=5, adam={"rate": 0.02})
+    clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
+    begin = MODELS / "base"
+
+    def run_round() -> str:
+        nonlocal begin
+        for client in HONEST:
+            clients.train(client, begin)
+        clients.turn("eve", begin, 30)
+        result = project.mergegate("run", name)
+        assert result.exit_code == 0, result.output
+        begin = (home / "latest").resolve()
+        return " ".join(result.output.split())
+
+    def provenance() -> dict[str, Any]:
+        return dict(json.loads((begin / "provenance.json").read_text())["predicate"])
+
+    run_round()
+    kept = provenance()["runDetails"]["byproducts"]
+    assert [one["name"] for one in kept] == ["mean", "squares"]
+    assert "Adam goes on" in run_round()
+    inputs = {one["name"]: one for one in provenance()["buildDefinition"]["resolvedDependencies"]}
+    for one in kept:
+        named = os.path.relpath(project.home / "store" / one["annotations"]["stored"], project.root / "profiles")
+        assert inputs[named]["digest"] == one["digest"]
+    # What is kept is no model: nobody asks it anything.
+    lines = [line for file in (project.home / "runs").glob("*.jsonl") for line in file.read_text().splitlines()]
+    noted = [json.loads(line) for line in lines if line]
+    assert {one.get("subject") for one in noted if one.get("stage") == "evaluate"}.isdisjoint({"mean", "squares"})
+    before = {stage: project.artifacts(stage) for stage in ("merge", "distances", "evaluate", "optimizer")}
+    again = project.mergegate("run", name)
+    assert "nothing new" in again.output, again.output
+    assert {stage: project.artifacts(stage) for stage in before} == before
+    # What the release that stands was made of, and what the next round needs, outlives every collection.
+    assert project.mergegate("store", "gc", "--older", "0").exit_code == 0
+    assert project.artifacts("optimizer") == before["optimizer"]
+    arguments = ("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
+    made = project.mergegate(*arguments)
+    assert made.exit_code == 0, made.output
+    newest = provenance()["runDetails"]["byproducts"][0]["annotations"]["stored"].split("/")[1]
+    (project.home / "store/optimizer" / newest / "squares/model.safetensors").write_bytes(b"damaged")
+    assert "Adam begins anew" in run_round()
+    shutil.rmtree(project.home / "store/optimizer")
+    lost = project.mergegate(*arguments)
+    assert lost.exit_code == 0, lost.output  # the last one began anew: it needs nothing
 
 
 @pytest.mark.slow

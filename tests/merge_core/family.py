@@ -167,11 +167,13 @@ def load(directory: Path) -> dict[str, np.ndarray]:
 def recipe_of(method: str) -> str:
     """A recipe that makes use of everything a method can do with ``base``, ``a``, ``b`` and ``c``."""
     models = {"slerp": "a, b", "nuslerp": "a, b", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
+    models |= dict.fromkeys(("moving_mean", "moving_squares", "adam"), "a, b")
     parameters = {
         "slerp": "t: 0.4",
         "nearswap": "t: 0.0005",
         "ramplus_tl": "epsilon: 0.0001",
         "sce": "select_topk: 0.3",
+        "adam": "rate: 0.01",
     }
     usual = {"weight": 0.5, "density": 0.4}
     taken = {name: value for name, value in usual.items() if merge_methods()[method].parameter(name)}

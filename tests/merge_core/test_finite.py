@@ -27,8 +27,9 @@ STORED = {dtype.torch_name: dtype for dtype in BY_CODE.values()}
 CONFIG = {"num_hidden_layers": 0, "tie_word_embeddings": True}
 # What the methods ask for: models beside the base, and parameters that must be given.
 MODELS = {"slerp": "ab", "nuslerp": "ab", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
+MODELS |= dict.fromkeys(("moving_mean", "moving_squares", "adam"), "ab")
 WITHOUT_BASE = ("linear", "slerp", "karcher", "passthrough")
-PARAMETERS = {"slerp": "t: 0.4", "nearswap": "t: 0.0005", "sce": "select_topk: 0.3"}
+PARAMETERS = {"slerp": "t: 0.4", "nearswap": "t: 0.0005", "sce": "select_topk: 0.3", "adam": "rate: 0.01"}
 USUAL = {"weight": 0.5, "density": 0.4}
 # Further passes, and rows in place of grains.
 VARIANTS = {

@@ -19,6 +19,7 @@ models:
 base_model: base
 """
 ONE = "\nbase_model: base\nmodels: [{model: a}]\n"
+FIRST = "\nbase_model: 'base'\nmodels: [{model: a}]\n"  # beside which there is no model
 TWO = "\nmodels: [{model: a, parameters: {weight: 0.7}}, {model: b, parameters: {weight: 0.2}}]\n"
 THREE = "\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\n"
 WEIGHTS, DENSITIES = [0.7, 0.5, -0.3], [0.4, 0.6, 1.0]
@@ -99,6 +100,23 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {"left_out": 1, "scale": 1.3},
     ),
     "trimmed_mean of few": ("merge_method: trimmed_mean" + THREE, oracle.trimmed_mean, {"left_out": 0}),
+    "moving_mean of a first round": ("merge_method: moving_mean" + FIRST, oracle.moving_mean, {"keep": 0.9}),
+    "moving_mean": (
+        "merge_method: moving_mean\nbase_model: base\nmodels: [{model: a}, {model: b}]\nparameters: {keep: 0.7}",
+        oracle.moving_mean,
+        {"keep": 0.7},
+    ),
+    "moving_squares of a first round": ("merge_method: moving_squares" + FIRST, oracle.moving_squares, {"keep": 0.99}),
+    "moving_squares": (
+        "merge_method: moving_squares\nbase_model: base\nmodels: [{model: a}, {model: b}]\nparameters: {keep: 0.6}",
+        oracle.moving_squares,
+        {"keep": 0.6},
+    ),
+    "adam": (
+        "merge_method: adam\nbase_model: base\nmodels: [{model: a}, {model: b}]\nparameters: {rate: 0.02, tau: 0.01}",
+        oracle.adam,
+        {"rate": 0.02, "tau": 0.01},
+    ),
     "slerp of three, one after the other": (
         "merge_method: slerp\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\nparameters: {t: 0.3}",
         oracle.slerp_chain,

@@ -88,7 +88,7 @@ def test_passes_are_those_that_the_method_makes(name: str, chosen: dict[str, Any
     if name in ("nearswap", "arcee_fusion"):
         count = 2
     has_base = method.base == "required"
-    typical = {"density": 0.5, "select_topk": 0.5, "weight": 0.5, "t": 0.5, **chosen}
+    typical = {"density": 0.5, "select_topk": 0.5, "weight": 0.5, "t": 0.5, "rate": 0.01, **chosen}
     values = {
         parameter.name: typical.get(parameter.name, parameter.default)
         for parameter in method.parameters

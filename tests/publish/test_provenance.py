@@ -96,7 +96,7 @@ _SCHEMA = {
 }
 
 
-def text_of(root: Path) -> str:
+def text_of(root: Path, **more: Any) -> str:
     said, both = content((share("arc_easy", 300, 400),)), parents(root)
     verdict = license_verdict("other", "mit", accepted={"acme/other": "alice: we have a contract"})
     return provenance(
@@ -110,6 +110,7 @@ def text_of(root: Path) -> str:
         verdict=said.verdict,
         license=verdict,
         card=card_metadata(said, both, verdict.combination),
+        **more,
     )
 
 
@@ -120,6 +121,14 @@ def statement(tmp_path: Path) -> Any:
 
 def test_it_has_the_form_of_the_specifications(statement: Any) -> None:
     jsonschema.validate(statement, _SCHEMA)
+
+
+def test_what_stays_behind_for_the_next_merge_is_a_byproduct(tmp_path: Path) -> None:
+    statement = json.loads(text_of(tmp_path, byproducts={"mean": (sha("mean"), "optimizer/5d0c/mean")}))
+    jsonschema.validate(statement, _SCHEMA)
+    (kept,) = statement["predicate"]["runDetails"]["byproducts"]
+    assert (kept["name"], kept["digest"]) == ("mean", {"sha256": sha("mean")})
+    assert kept["annotations"] == {"stored": "optimizer/5d0c/mean"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ sums have explicit lanes. Compiled once per machine, see :mod:`.compiled`.
 Stored numbers are uint16 (bit patterns of bfloat16) or float32; arithmetic is float32, long sums are float64.
 """
 
+from merge_core.methods.kernels.adaptive import adam, moving
 from merge_core.methods.kernels.agreement import consensus
 from merge_core.methods.kernels.change import add_change
 from merge_core.methods.kernels.combination import combine, gram
@@ -32,6 +33,7 @@ from merge_core.methods.kernels.windows import look_into_windows
 
 __all__ = [
     "TILE",
+    "adam",
     "add_change",
     "changes",
     "combine",
@@ -46,6 +48,7 @@ __all__ = [
     "kept_norms",
     "look_into_windows",
     "middle",
+    "moving",
     "nearswap",
     "next_digit_of",
     "next_digits",

@@ -1,0 +1,30 @@
+"""What an optimizer keeps has a card of its own: its licence is found as that of any parent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from release_samples import license_verdict, parents
+
+from tasks.checkpoints import ResolvedCheckpoint
+from tasks.preflight.licenses import load_table, read_licenses
+from tasks.publish import beside_state
+
+
+@pytest.mark.parametrize("licenses", [("apache-2.0",), ("mit", "apache-2.0")])
+def test_the_licence_of_the_release_is_read_where_the_state_lies(tmp_path: Path, licenses: tuple[str, ...]) -> None:
+    verdict = license_verdict(*licenses)
+    for name, text in beside_state((), verdict):
+        (tmp_path / "mean" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mean" / name).write_text(text)
+    found = ResolvedCheckpoint(name="mean", ref="mean", directory=tmp_path / "mean")
+    declared = read_licenses([found], load_table(), lambda name: (_ for _ in ()).throw(AssertionError(name)))
+    assert declared.families["mean"][0].license.id == (verdict.combination.license_name or verdict.combination.license)
+
+
+def test_the_same_release_gives_the_same_files(tmp_path: Path) -> None:
+    verdict = license_verdict("apache-2.0", "mit")
+    made = [beside_state(parents(tmp_path / name), verdict) for name in ("one", "two")]
+    assert made[0] == made[1]
+    assert "No model" in dict(made[0])["README.md"]
