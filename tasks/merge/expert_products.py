@@ -12,7 +12,7 @@ transformers can compute experts, the plain one does it expert by expert; it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -81,21 +81,21 @@ class ExpertProducts(TorchFunctionMode):
             known = self._taken is not None and given.ndim == 2 and len(self._taken) == len(given)
             self._seen(ExpertProduct(name, number, given, self._taken if known else None, inputs_first))
         elif list(matrix.shape) == [experts, *sizes] and given.ndim == 3 and len(given) == experts:
-            every = torch.arange(given.shape[1], device=given.device)
+            # All tokens come to each expert, as zeros where its router did not choose it.
             for number, own in enumerate(given):
-                self._seen(ExpertProduct(name, number, own, every, inputs_first))
+                positions = own.any(-1).nonzero()[:, 0]
+                self._seen(ExpertProduct(name, number, own[positions], positions, inputs_first))
 
 
 @contextmanager
-def experts_one_by_one(network: Any) -> Iterator[None]:
-    """``network`` computes its experts in the plain way, where transformers has several."""
-    config, choose = network.config, getattr(network, "set_experts_implementation", None)
-    before = getattr(config, "_experts_implementation", None)
-    if choose is None or before in (None, "eager"):
-        yield
-        return
-    choose("eager")
+def experts_one_by_one(modules: Iterable[Any]) -> Iterator[None]:
+    """Modules of experts compute in the plain way, where transformers has several: their configuration says which."""
+    configs = {id(one.config): one.config for one in modules if hasattr(one, "config")}.values()
+    before = [(one, way) for one in configs if (way := getattr(one, "_experts_implementation", None)) is not None]
+    for config, _ in before:
+        config._experts_implementation = "eager"
     try:
         yield
     finally:
-        choose(before)
+        for config, way in before:
+            config._experts_implementation = way

@@ -168,10 +168,10 @@ class _Sums:
         if self._parameters:
             from tasks.merge.expert_products import ExpertProducts, experts_one_by_one
 
-            for name in self._parameters:
-                module = self._network.get_submodule(name.rpartition(".")[0])
+            modules = {name: self._network.get_submodule(name.rpartition(".")[0]) for name in self._parameters}
+            for name, module in modules.items():
                 self._hooks.append(module.register_forward_hook(lambda *_, name=name: self._is_done(name)))
-            self._around.enter_context(experts_one_by_one(self._network))
+            self._around.enter_context(experts_one_by_one(modules.values()))
             self._around.enter_context(ExpertProducts(self._parameters, self._see_expert))
         return self
 

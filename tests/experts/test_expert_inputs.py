@@ -218,7 +218,7 @@ def test_the_way_of_computing_experts_is_chosen_only_meanwhile(built: Callable[[
 
     network = built("mixtral")
     before = network.config._experts_implementation
-    with experts_one_by_one(network):
+    with experts_one_by_one(layer.mlp.experts for layer in network.model.layers):
         assert network.config._experts_implementation == "eager" != before
     assert network.config._experts_implementation == before
 
@@ -395,6 +395,27 @@ def test_both_layouts_merge_into_the_same_numbers(
     for name, values in single.items():
         np.testing.assert_array_equal(values, fused[name])
         np.testing.assert_array_equal(values, mixed[name])
+
+
+@pytest.mark.parametrize("family", tried(("mixtral", "llama4"), "mixtral"))
+def test_a_killed_merge_of_experts_goes_on_to_the_same_bytes(
+    pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path, family: str
+) -> None:
+    root, models = pair(family)
+    if family in IN_TWO_LAYOUTS:
+        models = {f"{name}-fused": out for name, out in models.items()}
+    plan = planned(root, models)
+    merge_weights(plan, tmp_path / "whole", settings=EngineSettings(threads=1, block_elements=1))
+
+    def halt(done: int, total: int) -> None:
+        if done > total // 2:
+            raise Halted
+
+    with pytest.raises(Halted):
+        merge_weights(plan, tmp_path / "killed", on_progress=halt, settings=EngineSettings(threads=1))
+    merge_weights(plan, tmp_path / "killed", settings=EngineSettings(threads=2, block_elements=5000))
+    name = "model.safetensors"
+    assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_an_expert_that_no_text_reaches_is_exactly_the_mean(
