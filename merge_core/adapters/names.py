@@ -132,8 +132,9 @@ class StoredNames:
         if tensor is not None:
             return (ExpertPlace(tensor),)
         experts = self._experts.get(self._reduce(module), {})
-        if own := self._parts(experts, (parameter,), 0):
-            return tuple(own)
+        pieces = [one for one in self._parts(experts, (parameter,), 0) if not one.tensor.name.endswith(".weight")]
+        if pieces:  # Of a tensor of all experts, taken apart.
+            return tuple(pieces)
         if parameter == "down_proj":
             return tuple(self._parts(experts, _DOWN, 0))
         gates = self._parts(experts, _GATE, 0)
