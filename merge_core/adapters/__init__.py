@@ -8,7 +8,7 @@ from merge_core.adapters.applying import adapter_findings, apply_adapter
 from merge_core.adapters.combination import Combined, combine_adapters, require_products
 from merge_core.adapters.configuration import CONFIG_FILE
 from merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
-from merge_core.adapters.names import StoredNames
+from merge_core.adapters.names import ExpertPlace, StoredNames
 from merge_core.adapters.size import CombinedSize, combined_size
 from merge_core.adapters.writing import NewAdapter, write_adapter
 
@@ -19,6 +19,7 @@ __all__ = [
     "Adapter",
     "Combined",
     "CombinedSize",
+    "ExpertPlace",
     "Extracted",
     "ExtractionSettings",
     "ModuleError",

@@ -21,8 +21,8 @@ from merge_core.errors import InvalidInput
 # Containers around a text model that layouts have or have not. Towers of images and sound keep their names.
 _CONTAINERS = frozenset({"model", "language_model", "transformer", "backbone"})
 _SAME_PART = {"block_sparse_moe": "mlp", "embed_out": "lm_head"}
-# One expert of a mixture, and what its projections are called in the layouts of one file per expert.
-_EXPERT = re.compile(r"^(?P<module>.+\.experts)\.(?P<number>[0-9]{1,5})\.(?P<part>\w+)\.weight$")
+# One expert of a mixture, also as a piece of a tensor of all; and what its projections are called one by one.
+_EXPERT = re.compile(r"^(?P<module>.+\.experts)\.(?P<number>[0-9]{1,5})\.(?P<part>\w+?)(?:\.weight)?$")
 _GATE, _UP, _DOWN = ("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")
 # A mixture in which the experts are modules of their own names on disk, and one module in memory.
 _FUSED_ELSEWHERE = {"gate_up_proj": "input_linear.weight", "down_proj": "output_linear.weight"}
@@ -132,6 +132,9 @@ class StoredNames:
         if tensor is not None:
             return (ExpertPlace(tensor),)
         experts = self._experts.get(self._reduce(module), {})
+        pieces = [one for one in self._parts(experts, (parameter,), 0) if not one.tensor.name.endswith(".weight")]
+        if pieces:  # Of a tensor of all experts, taken apart.
+            return tuple(pieces)
         if parameter == "down_proj":
             return tuple(self._parts(experts, _DOWN, 0))
         gates = self._parts(experts, _GATE, 0)

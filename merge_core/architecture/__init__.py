@@ -24,7 +24,15 @@ from merge_core.architecture.layers import before_layers, layer_place, stacks
 from merge_core.architecture.layouts import in_layout_of
 from merge_core.architecture.parts import main_depth, main_stack, places_outside, prediction_tensors
 from merge_core.architecture.stacking import LayerOrigin, in_place, stacked_config
-from merge_core.architecture.tensor_kinds import KINDS, TensorKind, is_projection, is_routed_expert, tensor_kind
+from merge_core.architecture.tensor_kinds import (
+    KINDS,
+    TensorKind,
+    input_width,
+    is_inputs_first,
+    is_projection,
+    is_routed_expert,
+    tensor_kind,
+)
 
 __all__ = [
     "KINDS",
@@ -39,8 +47,10 @@ __all__ = [
     "has_vocabulary_rows",
     "in_layout_of",
     "in_place",
+    "input_width",
     "is_embedding",
     "is_head",
+    "is_inputs_first",
     "is_optional",
     "is_projection",
     "is_routed_expert",

@@ -66,3 +66,14 @@ def is_projection(name: str) -> bool:
     """Whether the tensor called ``name`` belongs to a linear layer inside a layer of the network: attention's and the
     feed-forward network's, not a router, a norm, an embedding or the head."""
     return tensor_kind(name) in _PROJECTIONS and layer_place(name) is not None
+
+
+def is_inputs_first(name: str) -> bool:
+    """Whether the projection called ``name`` is ``[in, out]``: one expert of a tensor in which all of them lie so
+    (Llama 4, GPT-OSS). Every other is ``[out, in]``."""
+    return is_routed_expert(name) and not name.endswith((".weight", ".bias")) and is_projection(name)
+
+
+def input_width(name: str, shape: tuple[int, ...]) -> int:
+    """How many numbers flow into the matrix called ``name``."""
+    return shape[0] if is_inputs_first(name) else shape[-1]

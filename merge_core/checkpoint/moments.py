@@ -2,8 +2,9 @@
 
 A directory with ``inputs.json`` and safetensors files. Of each distinct input (query, key and value share one) there is
 one tensor of float32: the mean of ``x x'`` over all positions, of which the upper triangle is kept row by row
-``[1, in (in + 1) / 2]``; or, where that would be too large, its diagonal ``[in]``. The JSON says which matrix of the
-network is multiplied with which of them::
+``[1, in (in + 1) / 2]``; or, where that would be too large, its diagonal ``[in]``; of an expert that no position
+reached nothing, ``[0, in]`` or ``[0, 0, in]``. The JSON says which matrix of the network is multiplied with which of
+them; matrices of experts go by the names that they have one by one, whatever the layout on disk::
 
     {"positions": 2304, "inputs": {"model.layers.0.self_attn.k_proj.weight": "model.layers.0.self_attn.q_proj.weight"}}
 """
@@ -44,12 +45,19 @@ class StoredMoments:
     width: int
     is_diagonal: bool
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether no position reached it."""
+        return self.tensor.shape[0] == 0
+
     def read(self) -> NDArray[np.float64]:
         """float64, symmetric ``[in, in]``; ``[in]`` where only the squares are kept.
 
         Raises:
             InvalidInput: They cannot be read, or are no moments: not finite, or squares below zero.
         """
+        if self.is_nothing:
+            return np.zeros(self.width if self.is_diagonal else (self.width, self.width))
         stored = np.empty(self.tensor.shape, np.float32)
         try:
             with self.tensor.file.open("rb") as file:
@@ -79,6 +87,11 @@ class ExpectedMoments:
     def read(self) -> NDArray[np.float64]:
         """There is nothing to read yet."""
         raise AssertionError("a merge was begun that nobody prepared")
+
+
+def no_moments(width: int, *, is_diagonal: bool) -> NDArray[np.float32]:
+    """What is kept of an input that no position had."""
+    return np.zeros((0, 0, width) if is_diagonal else (0, width), np.float32)
 
 
 def packed_moments(moments: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
@@ -121,6 +134,8 @@ def _moments(tensor: StoredTensor | None, where: str) -> StoredMoments:
     match tensor.shape if tensor is not None and tensor.dtype.code == "F32" else None:
         case (width,) if tensor is not None and width > 0:
             return StoredMoments(tensor, width, is_diagonal=True)
+        case (0, *more, width) if tensor is not None and width > 0 and more in ([], [0]):
+            return StoredMoments(tensor, width, is_diagonal=bool(more))
         case (1, count) if tensor is not None and count > 0:
             width = (math.isqrt(8 * count + 1) - 1) // 2
             if width * (width + 1) // 2 == count:

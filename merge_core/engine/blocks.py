@@ -123,7 +123,7 @@ class JobInputs:
         self.numel = job.output.numel
         self.count = -(-self.numel // block)
         self._files, self._pool = files, pool
-        beside = [tensor for tensor in job.importance if isinstance(tensor, StoredTensor)]
+        beside = job.measured_importance
         tensors = [*(item.tensor for item in job.inputs), *beside]
         self.dtypes = [tensor.dtype for tensor in tensors]
         self._row_maps = [*(item.rows for item in job.inputs), *(None for _ in beside)]

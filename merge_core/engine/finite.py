@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.checkpoint import EXPONENTS, DType, StoredTensor, patterns
+from merge_core.checkpoint import EXPONENTS, DType, ExpectedImportance, patterns
 from merge_core.errors import InvalidInput
 from merge_core.plan import TensorJob, step_of
 
@@ -97,9 +97,9 @@ def require_finite(job: TensorJob, counts: Sequence[int] | NDArray[Any]) -> None
     """
     inputs = len(job.inputs)
     for measured, count in zip(job.importance, counts[inputs:], strict=True):
-        if count and isinstance(measured, StoredTensor):
+        if count and not isinstance(measured, ExpectedImportance):
             raise InvalidInput(
-                f"{measured.file}: {measured.name}",
+                f"{measured.parts[0].file}: {measured.parts[0].name}",
                 found=f"{int(count)} numbers that are NaN or infinite",
                 expected="the importance of elements as mergegate measures it",
                 remedy="run again",

@@ -105,6 +105,7 @@ class TensorTask:
         per_input: Values of the other parameters, one mapping per input (the base's first, when there is one).
         seeds: One key per input for :mod:`merge_core.methods.masks`.
         is_projection: Whether it is the matrix ``[out, in]`` of a linear layer inside a layer of the network.
+        inputs_first: Whether that matrix lies as ``[in, out]``.
         moments: Of each input, what its matrix is multiplied with; None where that has not been measured.
         has_importance: Whether blocks say how much each element of each model matters.
     """
@@ -117,6 +118,7 @@ class TensorTask:
     per_input: tuple[Values, ...]
     seeds: tuple[tuple[int, int], ...]
     is_projection: bool = False
+    inputs_first: bool = False
     moments: tuple[InputMoments | None, ...] = ()
     has_importance: bool = False
 
@@ -127,6 +129,11 @@ class TensorTask:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def width(self) -> int:
+        """Of a matrix: how many numbers flow into it."""
+        return self.shape[0] if self.inputs_first else self.shape[-1]
 
     def column(self, name: str) -> list[float]:
         """Values of the per-input parameter ``name``, for the inputs that are not the base."""

@@ -20,11 +20,15 @@ where k is the last model, and the last step holds because ``sum w_i (X_i - m) =
 mean, and one product is saved. Rows do not depend on each other, so a block is a run of rows; float64 throughout,
 Cholesky, the floor a share of the mean of the diagonal. What is no matrix of a linear layer, or was not measured, is
 the mean.
+
+Each expert of a mixture is a matrix of its own here, with moments of the tokens that were sent to it. Of what few
+tokens reach, the floor leaves most to the mean; what none reaches is exactly the mean. Experts of some families lie as
+``[in, out]`` (:attr:`.TensorTask.inputs_first`), where rows do depend on each other: ``R`` is summed over runs of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +37,7 @@ from merge_core.methods.combination import check_mean, mean_of_models
 from merge_core.methods.contract import (
     Block,
     Costs,
+    Fold,
     InputMoments,
     Map,
     Method,
@@ -68,11 +73,20 @@ class _System:
     differences: tuple[torch.Tensor, ...]
     factor: torch.Tensor | None
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether more than squares counts, and models differ in it."""
+        return self.factor is not None and self.factor.ndim == 2 and bool(self.differences)
+
+    def mean(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[models, rows, columns]`` → ``[rows, columns]``."""
+        return add_in_order([own * share for own, share in zip(rows, self.shares, strict=True)])
+
     def solved(self, rows: torch.Tensor) -> torch.Tensor:
         """``[models, rows, in]`` float64 → ``[rows, in]``."""
         import torch
 
-        mean = add_in_order([own * share for own, share in zip(rows, self.shares, strict=True)])
+        mean = self.mean(rows)
         if self.factor is None or not self.differences:
             return mean
         pairs = list(zip(rows[:-1], self.differences, strict=True))
@@ -125,37 +139,107 @@ def _of_deltas(products: DeltaProducts, device: str) -> list[torch.Tensor]:
     return found
 
 
-def _answer(task: TensorTask, system: _System) -> Map:
+def _answer(task: TensorTask, solved: Callable[[torch.Tensor, int], torch.Tensor]) -> Map:
+    """The last pass.
+
+    Args:
+        task: The matrix.
+        solved: ``[models, rows, columns]`` float64, and the number of the first row → ``[rows, columns]``.
+    """
     scale = float(task.shared["lambda"])
 
     def of(block: Block) -> torch.Tensor:
         import torch
 
-        done = []
+        done, row = [], block.start // task.shape[-1]
         for part in rows_of(block, task.shape[-1]):
             wide = part.double()
-            solved = system.solved(wide[1:] if task.has_base else wide)
+            found = solved(wide[1:] if task.has_base else wide, row)
             if task.has_base and scale != 1:
-                solved = wide[0] + (solved - wide[0]) * scale
-            done.append(solved.to(part.dtype).reshape(-1))
+                found = wide[0] + (found - wide[0]) * scale
+            done.append(found.to(part.dtype).reshape(-1))
+            row += part.shape[1]
         return torch.cat(done)
 
     return Map(of)
+
+
+class _Sides:
+    """Of a matrix ``[in, out]``: ``R'``, summed over runs of its rows, and then what is added to the mean.
+
+    Args:
+        task: The matrix.
+        system: Its problem.
+    """
+
+    def __init__(self, task: TensorTask, system: _System) -> None:
+        self._task, self._system = task, system
+        self._sum: torch.Tensor | None = None
+
+    def fold(self) -> Fold:
+        """The pass that adds it up."""
+        return Fold(self._add, lambda parts: parts[-1], in_order=True)
+
+    def _add(self, block: Block) -> torch.Tensor:
+        import torch
+
+        row = block.start // self._task.shape[-1]
+        for part in rows_of(block, self._task.shape[-1]):
+            models = part.double()[int(self._task.has_base) :]
+            mean, rows = self._system.mean(models), slice(row, row + part.shape[1])
+            for own, apart in zip(models[:-1], self._system.differences, strict=True):
+                if self._sum is None:
+                    self._sum = apart[:, rows] @ (own - mean)
+                else:
+                    self._sum.addmm_(apart[:, rows], own - mean)
+            row += part.shape[1]
+        return torch.zeros(0)
+
+    def change(self) -> torch.Tensor:
+        """``[in, out]``; what was summed goes."""
+        import torch
+
+        assert self._sum is not None
+        assert self._system.factor is not None
+        side, self._sum = self._sum, None
+        return torch.cholesky_solve(side, self._system.factor)
+
+
+def _answer_inputs_first(task: TensorTask, system: _System) -> Steps:
+    """The answer of a matrix ``[in, out]``."""
+    if system.is_matrix:
+        sides = _Sides(task, system)
+        yield sides.fold()
+        change = yield Solve(lambda device: sides.change())
+        return _answer(task, lambda models, row: system.mean(models) + change[row : row + models.shape[1]])
+
+    def solved(models: torch.Tensor, row: int) -> torch.Tensor:
+        mean = system.mean(models)
+        if system.factor is None or not system.differences:
+            return mean
+        rows = slice(row, row + models.shape[1])
+        pairs = zip(models[:-1], system.differences, strict=True)
+        apart = add_in_order([(own - mean) * squares[rows, None] for own, squares in pairs])
+        return mean + apart / system.factor[rows, None]
+
+    return _answer(task, solved)
 
 
 def _regmean(task: TensorTask) -> Steps:
     moments = task.model_moments if task.is_projection else ()
     if not moments:
         return mean_of_models(task)
-    if wrong := next((one.width for one in moments if one.width != task.shape[-1]), None):
+    if wrong := next((one.width for one in moments if one.width != task.width), None):
         raise InvalidInput(
             task.name,
             found=f"measured inputs of width {wrong}",
-            expected=f"{task.shape[-1]}, the columns of the matrix",
+            expected=f"{task.width}, the {'rows' if task.inputs_first else 'columns'} of the matrix",
         )
     weights, keep = task.column("weight"), float(task.shared["off_diagonals"])
     system = yield Solve(lambda device: _system(weights, _measured(moments, keep, device), _FLOOR))
-    return _answer(task, system)
+    if task.inputs_first:
+        return (yield from _answer_inputs_first(task, system))
+    return _answer(task, lambda models, row: system.solved(models))
 
 
 def _wudi(task: TensorTask) -> Steps:
@@ -165,16 +249,16 @@ def _wudi(task: TensorTask) -> Steps:
     products = DeltaProducts(task, crossed=False, weighted=False)
     yield products.fold()
     system = yield Solve(lambda device: _system(weights, _of_deltas(products, device), ridge))
-    return _answer(task, system)
+    return _answer(task, lambda models, row: system.solved(models))
 
 
 def _models(task: TensorTask) -> int:
     return len(task.per_input) - task.has_base
 
 
-def _solving(task: TensorTask) -> float:
+def _solving(task: TensorTask, width: int) -> float:
     """Operations of the products with moments, of the factor, and of two triangular solves."""
-    rows, width = task.shape
+    rows = task.numel // width
     return 2.0 * rows * width**2 * (_models(task) - 1) + width**3 / 3 + 2.0 * rows * width**2
 
 
@@ -183,9 +267,14 @@ def _has_matrices(task: TensorTask) -> bool:
     return bool(known) and not any(one.is_diagonal for one in known) and bool(task.shared["off_diagonals"])
 
 
-def _held(task: TensorTask) -> int:
+def _held(task: TensorTask, width: int) -> int:
     """All moments, their sum and its factor, and what a factor is made with."""
-    return 8 * task.shape[-1] ** 2 * (_models(task) + 3)
+    return 8 * width**2 * (_models(task) + 3)
+
+
+def _held_sides(task: TensorTask) -> int:
+    """Of a matrix ``[in, out]``: what is summed, what is solved, and a copy that solving takes."""
+    return 3 * 8 * task.numel if task.inputs_first else 0
 
 
 def _grams(task: TensorTask) -> float:
@@ -217,8 +306,10 @@ METHODS = (
         check=check_mean,
         costs=Costs(
             map=1.5,
-            products=lambda task: _solving(task) if _has_matrices(task) else 0.0,
-            held=lambda task: _held(task) if _has_matrices(task) else 0,
+            fold=1.5,
+            folds=lambda task: int(task.inputs_first and _has_matrices(task)),
+            products=lambda task: _solving(task, task.width) if _has_matrices(task) else 0.0,
+            held=lambda task: _held(task, task.width) + _held_sides(task) if _has_matrices(task) else 0,
         ),
         traits=Traits(reads_text="moments"),
     ),
@@ -240,8 +331,8 @@ METHODS = (
             map=1.5,
             fold=1.5,
             folds=lambda task: int(task.is_projection),
-            products=lambda task: _grams(task) + _solving(task) if task.is_projection else 0.0,
-            held=lambda task: _held(task) if task.is_projection else 0,
+            products=lambda task: _grams(task) + _solving(task, task.shape[-1]) if task.is_projection else 0.0,
+            held=lambda task: _held(task, task.shape[-1]) if task.is_projection else 0,
         ),
     ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from merge_core.architecture import is_projection
+from merge_core.architecture import is_inputs_first, is_projection
 from merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
@@ -33,7 +33,7 @@ class Input:
     tensor: AnyTensor
     rows: RowMap | None = None
     moments: StoredMoments | ExpectedMoments | None = None
-    importance: StoredTensor | ExpectedImportance | None = None
+    importance: AnyTensor | ExpectedImportance | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,11 @@ class TensorJob:
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
         """The stored tensors that are read for it, block by block."""
-        beside = tuple(one for one in self.importance if isinstance(one, StoredTensor))
-        return (*(part for item in self.inputs for part in item.tensor.parts), *beside)
+        tensors = (*(item.tensor for item in self.inputs), *self.measured_importance)
+        return tuple(part for tensor in tensors for part in tensor.parts)
 
     @property
-    def importance(self) -> tuple[StoredTensor | ExpectedImportance, ...]:
+    def importance(self) -> tuple[AnyTensor | ExpectedImportance, ...]:
         """How much each element of each model that is not the base matters, of the output's shape; empty unless that
         is known of all."""
         if self.mode != "merge":
@@ -78,6 +78,11 @@ class TensorJob:
         found = [item.importance for item in self.inputs[1 if self.has_base else 0 :]]
         known = tuple(one for one in found if one is not None)
         return known if len(known) == len(found) else ()
+
+    @property
+    def measured_importance(self) -> tuple[AnyTensor, ...]:
+        """The same, once it has been measured."""
+        return tuple(one for one in self.importance if not isinstance(one, ExpectedImportance))
 
     @property
     def measured(self) -> tuple[StoredTensor, ...]:
@@ -109,6 +114,7 @@ class TensorJob:
             per_input=self.per_input,
             seeds=seeds or ((0, 0),) * len(self.inputs),
             is_projection=len(self.output.shape) == 2 and is_projection(self.output.name),
+            inputs_first=len(self.output.shape) == 2 and is_inputs_first(self.output.name),
             moments=tuple(item.moments for item in self.inputs),
             has_importance=bool(self.importance),
         )

@@ -17,10 +17,10 @@ from merge_core.architecture import (
     find_tensor,
     has_vocabulary_rows,
     in_layout_of,
+    input_width,
     is_head,
     is_optional,
     is_projection,
-    is_routed_expert,
     with_dtype,
 )
 from merge_core.architecture.experts import by_expert
@@ -283,19 +283,17 @@ def _moments(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredMoments | E
         return known.moments.get(tensor.name) if known else None
     if recipe.method.traits.reads_text != "moments" or len(tensor.shape) != 2 or not is_projection(tensor.name):
         return None
-    if is_routed_expert(tensor.name):
-        return None
-    width = tensor.shape[1]
+    width = input_width(tensor.name, tensor.shape)
     return ExpectedMoments(width, is_diagonal=width > recipe.reading.diagonal_above)
 
 
-def _importance(recipe: Recipe, model: str, tensor: AnyTensor) -> StoredTensor | ExpectedImportance | None:
+def _importance(recipe: Recipe, model: str, tensor: AnyTensor) -> AnyTensor | ExpectedImportance | None:
     """How much each element of a tensor was, or will be, found to matter; of rows that others lend, nothing is."""
     if recipe.measured is not None:
         known = recipe.measured.get(model)
         found = known.importance.get(tensor.name) if known else None
         return found if found is not None and found.shape == tensor.shape else None
-    if recipe.method.traits.reads_text != "importance" or is_routed_expert(tensor.name):
+    if recipe.method.traits.reads_text != "importance":
         return None
     return ExpectedImportance(tensor.shape)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from merge_core.checkpoint import StoredMoments, StoredTensor
+from merge_core.checkpoint import AnyTensor, StoredMoments
 from merge_core.errors import InvalidInput
 from merge_core.methods import Method
 from merge_core.recipe.keys import known_mapping
@@ -80,7 +80,7 @@ class MeasuredInputs:
     digest: str
     text: str
     moments: Mapping[str, StoredMoments] = field(default_factory=dict)
-    importance: Mapping[str, StoredTensor] = field(default_factory=dict)
+    importance: Mapping[str, AnyTensor] = field(default_factory=dict)
 
 
 def parse_reading(value: object, method: Method, where: str) -> ReadingOfTexts:

@@ -7,7 +7,9 @@ diagonal of the Fisher information. (Squares of a whole batch, or of the answers
 thing.) The derivative of one tensor is squared as soon as it is there and goes before that of the next one comes, so
 that of sums, as many as fit, each is held once; the rest is measured in further runs.
 
-Of experts that are one parameter in memory nothing is measured.
+Of experts that are one parameter in memory each element is kept under the tensor that it is on disk, one expert by one,
+whatever the layout there; those that no position reached matter nothing. Parameters of experts that lie otherwise on
+disk are named, and stay the mean of the models.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from merge_core.adapters import StoredNames
-from merge_core.architecture import is_routed_expert
+from merge_core.adapters import ExpertPlace, StoredNames
+from merge_core.architecture.experts import by_expert
 from merge_core.checkpoint import file_of_importance, open_checkpoint, write_importance
 from merge_core.errors import InvalidInput
 from merge_core.recipe import ReadingOfTexts
@@ -31,6 +33,7 @@ from tasks.merge.reading_runs import (
     is_entry_of_run,
     kept_runs,
     require_numbers,
+    unseen_experts,
     windows_of,
 )
 from tasks.perplexity import HeldOutText, read_own_documents
@@ -48,21 +51,37 @@ class ImportanceStatistics(StageValue):
     positions: int
     tensors: int
     parameters: int
+    unseen: tuple[str, ...] = ()  # parameters of experts that lie otherwise on disk
 
     def summary(self) -> str:
-        return f"{self.positions:,} positions of {self.documents} documents · {self.parameters:,} parameters"
+        said = f"{self.positions:,} positions of {self.documents} documents · {self.parameters:,} parameters"
+        return said + (f" · not seen, so the mean: {', '.join(self.unseen)}" if self.unseen else "")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A parameter of the network, and the names of the stored tensors that it is."""
+    """A parameter of the network, and the stored tensors that it is.
+
+    Args:
+        parameter: In memory.
+        names: Of stored tensors, each of which is all of it; of experts, of each piece.
+        pieces: Where it is the experts of a layer: what lies on disk of each.
+    """
 
     parameter: Any
     names: tuple[str, ...]
+    pieces: tuple[ExpertPlace, ...] = ()
 
     @property
     def owner(self) -> dict[str, str]:
-        return dict.fromkeys(self.names, self.names[0])
+        """By which tensor each name is kept."""
+        return {name: name for name in self.names} if self.pieces else dict.fromkeys(self.names, self.names[0])
+
+    def kept(self, total: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is kept of sums of the parameter's shape."""
+        if not self.pieces:
+            return {self.names[0]: total}
+        return {piece.tensor.name: _of_piece(total, piece).contiguous() for piece in self.pieces}
 
 
 class _SquaredGradients:
@@ -144,7 +163,8 @@ def read_gradients(
                 found=f"nothing that {model.name} would say",
                 expected="texts, or conversations with messages of the role 'assistant'",
             )
-        parts = _parts(loaded, model)
+        stored = by_expert(open_checkpoint(model.directory))
+        parts = _parts(loaded, StoredNames(stored))
         done = kept_runs(journal.records, out, file_of_importance)
         owner = {name: own for record in done for name, own in record["owner"].items()}
         runs = in_runs((part for part in parts if part.names[0] not in owner), lambda one: 4 * one.parameter.numel())
@@ -155,8 +175,10 @@ def read_gradients(
                     squares.read(window, seed=count)
                     on_progress(number * len(windows) + count + 1, total)
             path = out / file_of_importance(len(done) + number)
-            _write(path, squares.of, positions=positions, model=model)
-            own = {name: kept for part in run for name, kept in part.owner.items() if kept in squares.of}
+            told = [part for part in run if part.names[0] in squares.of]
+            sums = {name: total for part in told for name, total in part.kept(squares.of[part.names[0]]).items()}
+            _write(path, sums, positions=positions, model=model)
+            own = {name: kept for part in told for name, kept in part.owner.items()}
             journal.append(entry_of_run(path, own))
             owner |= own
         if not owner:
@@ -173,20 +195,46 @@ def read_gradients(
             positions=positions,
             tensors=len(set(owner.values())),
             parameters=sum(part.parameter.numel() for part in parts if part.names[0] in owner),
+            unseen=unseen_experts(stored, owner),
         )
 
 
-def _parts(loaded: LoadedModel, model: Model) -> list[_Part]:
-    """The parameters that lie on disk as they are in memory, in the order of the network."""
-    names = StoredNames(open_checkpoint(model.directory))
+def _parts(loaded: LoadedModel, names: StoredNames) -> list[_Part]:
+    """The parameters that lie on disk as they are in memory, or expert by expert, in the order of the network."""
     found: dict[int, tuple[Any, list[str]]] = {}
+    experts: dict[int, tuple[ExpertPlace, ...]] = {}
     for path, parameter in loaded.network.named_parameters(remove_duplicate=False):
-        stored = names.find(path)
-        if stored is None or stored.shape != tuple(parameter.shape) or not parameter.is_floating_point():
+        if not parameter.is_floating_point():
             continue
-        if not is_routed_expert(stored.name) and stored.name not in found.setdefault(id(parameter), (parameter, []))[1]:
-            found[id(parameter)][1].append(stored.name)
-    return [_Part(parameter, tuple(own)) for parameter, own in found.values()]
+        stored = names.find(path)
+        if stored is not None and stored.shape == tuple(parameter.shape):
+            own = found.setdefault(id(parameter), (parameter, []))[1]
+            if stored.name not in own:
+                own.append(stored.name)
+        elif stored is None and (pieces := _pieces(parameter, names.find_parameter(*_split(path)))):
+            found[id(parameter)] = (parameter, [piece.tensor.name for piece in pieces])
+            experts[id(parameter)] = pieces
+    return [_Part(parameter, tuple(own), experts.get(at, ())) for at, (parameter, own) in found.items()]
+
+
+def _split(path: str) -> tuple[str, str]:
+    module, _, last = path.rpartition(".")
+    return module, last
+
+
+def _pieces(parameter: Any, places: tuple[ExpertPlace, ...]) -> tuple[ExpertPlace, ...]:
+    """``places``, if they are the whole of a parameter of experts; else none."""
+    if not places or any(place.experts is None or place.experts >= len(parameter) for place in places):
+        return ()
+    fits = all(_of_piece(parameter, place).shape == place.tensor.shape for place in places)
+    return places if fits and sum(place.tensor.numel for place in places) == parameter.numel() else ()
+
+
+def _of_piece(whole: Any, place: ExpertPlace) -> Any:
+    """What a stored tensor is of a parameter of experts. It may be turned: sizes say so."""
+    own, shape = whole[place.experts], place.tensor.shape
+    rows = own[place.first_row : place.first_row + shape[0]]
+    return own.T if rows.shape != shape and own.T.shape == shape else rows
 
 
 def _write(path: Path, sums: dict[str, torch.Tensor], *, positions: int, model: Model) -> None:

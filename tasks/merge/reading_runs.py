@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from merge_core.architecture import is_projection, is_routed_expert
+from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput
 from merge_core.store import sha256_file
 from merge_core.system import system_memory
@@ -158,3 +160,13 @@ def require_numbers(total: torch.Tensor, what: str, model: Model) -> None:
             expected="numbers",
             remedy="the model is damaged, or computed in a format that is too narrow for it",
         )
+
+
+def unseen_experts(stored: Checkpoint, owner: Mapping[str, str]) -> tuple[str, ...]:
+    """Matrices of experts that were not measured, as parts of any layer and any expert."""
+    found = set()
+    for name, tensor in stored.tensors.items():
+        if name not in owner and len(tensor.shape) == 2 and is_routed_expert(name) and is_projection(name):
+            words = name.split(".")
+            found.add(".".join("*" if word.isdecimal() else word for word in words))
+    return tuple(sorted(found))

@@ -30,7 +30,7 @@ from tasks.stage import Runtime, advance, formats_without_units, runtime, stage,
 Measure: TypeAlias = Callable[[Model, HeldOutText, ReadingOfTexts, str, Runtime], Artifact[Any]]
 
 
-@stage("statistics", version=1, subject="model", resumable=True)
+@stage("statistics", version=2, subject="model", resumable=True)
 def input_statistics(
     out: Path, model: Model, text: HeldOutText, reading: ReadingOfTexts, dtype: str, runtime: Runtime
 ) -> InputStatistics:
@@ -50,7 +50,7 @@ def input_statistics(
     )
 
 
-@stage("importance", version=1, subject="model", resumable=True)
+@stage("importance", version=2, subject="model", resumable=True)
 def importance_statistics(
     out: Path, model: Model, text: HeldOutText, reading: ReadingOfTexts, dtype: str, runtime: Runtime
 ) -> ImportanceStatistics:

@@ -1,17 +1,20 @@
 """What it takes to measure what models show on texts, before it is done: from the plan, the texts' sizes, and rates.
 
 Pure but for a look at the sizes of texts. Of each position a model multiplies with all its weights, and each distinct
-input with itself, in float64; where the sums do not fit into memory at once, a text is read in several runs, each no
-further than its last layer. Where derivatives are asked for, it is read forward and back, in each run the whole way.
+input with itself, in float64 (of experts those that it is sent to); where the sums do not fit into memory at once, a
+text is read in several runs, each no further than its last layer. Where derivatives are asked for, it is read forward
+and back, in each run the whole way.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from merge_core import MergePlan
-from merge_core.architecture import TensorKind, is_projection, is_routed_expert, tensor_kind
+from merge_core.architecture import TensorKind, input_width, is_projection, is_routed_expert, tensor_kind
 from merge_core.engine.forecast import Rates
 from merge_core.store import HashMemo
 from tasks.merge.statistics import pinned_texts
@@ -24,6 +27,7 @@ _INPUT: dict[TensorKind, str] = {
     **dict.fromkeys(("gate", "up", "gate_up"), "into the feed-forward network"),
     "down": "out of it",
 }
+_NUMBER = re.compile(r"\.experts\.([0-9]+)\.")
 _BYTES_A_TOKEN = 4.0  # of English text, with the vocabularies of today
 _REACHED = 0.6  # of what a large product alone reaches
 
@@ -80,11 +84,13 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
         # As much again forward, twice as much back: to what comes before, and to the weights.
         operations = positions * 6 * plan.parameters
         return StatisticsNeeds(len(texts), positions, len(measured), len(texts) * size, size, operations, True)
-    widths = _inputs(plan)
+    found = _inputs(plan)
+    widths = [width for width, _ in found]
     whole = [width for width in widths if width <= recipe.reading.diagonal_above]
     kept = 4 * sum(width * (width + 1) // 2 for width in whole) + 4 * (sum(widths) - sum(whole))
     # In float64 a product takes twice as long as in float32.
-    each = 2 * plan.parameters + 2 * sum(2 * width**2 for width in whole)
+    products = sum(share * 2 * width**2 for width, share in found if width <= recipe.reading.diagonal_above)
+    each = 2 * plan.parameters + 2 * products
     return StatisticsNeeds(
         texts=len(texts),
         positions=positions,
@@ -95,14 +101,27 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
     )
 
 
-def _inputs(plan: MergePlan) -> list[int]:
-    """Widths of the distinct inputs of one model. Of experts nothing is measured: they are one parameter in memory."""
-    found: dict[tuple[str, str], int] = {}
+def _inputs(plan: MergePlan) -> list[tuple[int, float]]:
+    """Widths of the distinct inputs of one model, and which share of all positions each has."""
+    found: dict[tuple[str, str], tuple[int, float]] = {}
+    routed = _share_of_experts(plan)
     for job in plan.jobs:
         name, shape = job.output.name, job.output.shape
-        if len(shape) == 2 and is_projection(name) and not is_routed_expert(name):
-            found.setdefault((name.rsplit(".", 2)[0], _INPUT[tensor_kind(name)]), shape[1])
+        if len(shape) == 2 and is_projection(name):
+            module = name.removesuffix(".weight").rpartition(".")[0]
+            share = routed if is_routed_expert(name) else 1.0
+            found.setdefault((module, _INPUT[tensor_kind(name)]), (input_width(name, shape), share))
     return list(found.values())
+
+
+def _share_of_experts(plan: MergePlan) -> float:
+    """Of all experts of a layer, how many a position is sent to; 1 where the configuration does not say."""
+    numbers = {int(match[1]) for job in plan.jobs if (match := _NUMBER.search(job.output.name))}
+    for part in (plan.config, plan.config.get("text_config")):
+        asked = part.get("num_experts_per_tok") if isinstance(part, Mapping) else None
+        if numbers and type(asked) is int and 0 < asked <= len(numbers):
+            return asked / len(numbers)
+    return 1.0
 
 
 def _positions(text: HeldOutText, documents: int) -> float:

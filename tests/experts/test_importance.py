@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from merge_core.architecture.experts import by_expert
 from merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance, open_moments
 from merge_core.errors import InvalidInput
 from merge_core.recipe import ReadingOfTexts
@@ -264,14 +265,37 @@ def test_a_head_that_is_the_embedding_matters_as_one_tensor(tmp_path: Path) -> N
     assert found["lm_head.weight"] == found["model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_of_experts_that_are_one_parameter_nothing_is_said(tmp_path: Path, family: str) -> None:
-    mixtures.save(mixtures.build(family), tmp_path / "model")
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", pytest.param("granitemoe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_of_experts_that_are_one_parameter_each_element_is_kept_where_it_lies(
+    tmp_path: Path, family: str, fused: bool
+) -> None:
+    """Put together again, the pieces are what is asked of the parameter, in either layout."""
+    network, place = mixtures.build(family), tmp_path / "model"
+    mixtures.save(network, place, fused=fused)
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "out")
-    names = set(open_importance(tmp_path / "out"))
-    assert {name for name in open_checkpoint(tmp_path / "model").tensors if ".experts." not in name} == names
+        (place / file).write_bytes((DEMO / "models/base" / file).read_bytes())
+    told = read(place, text_of(tmp_path, SENTENCES), tmp_path / "out")
+    found = kept(tmp_path / "out")
+    tensors = by_expert(open_checkpoint(place)).tensors
+    assert {name: tuple(one.shape) for name, one in found.items()} == {name: one.shape for name, one in tensors.items()}
+    assert told.parameters == sum(one.numel for one in tensors.values())
+    assert told.unseen == ()
+    wanted = by_autograd((network, transformers.AutoTokenizer.from_pretrained(place)), SENTENCES)
+    parts = {"gate_up_proj": ("w1.weight", "w3.weight"), "down_proj": ("w2.weight",)}
+    if family == "granitemoe":
+        parts = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
+    elif family == "gpt_oss":
+        parts = {part: (part,) for name in ("gate_up_proj", "down_proj") for part in (name, f"{name}_bias")}
+    for name, values in wanted.items():
+        if ".experts." not in name:
+            continue
+        module, _, part = name.rpartition(".")
+        module = module.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else module
+        every = [
+            torch.cat([found[f"{module}.{expert}.{own}"] for own in parts[part]]) for expert in range(mixtures.EXPERTS)
+        ]
+        agrees({name: torch.stack(every)}, {name: values})
 
 
 def test_a_model_that_says_no_numbers_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from family import load, save_checkpoint
 from safetensors.torch import save_file
 
 from merge_core import EngineSettings, load_recipe, merge_tensors, merge_weights, open_checkpoint, plan_merge
-from merge_core.checkpoint import file_of_moments, open_moments, packed_moments, write_inputs
+from merge_core.checkpoint import file_of_moments, no_moments, open_moments, packed_moments, write_inputs
 from merge_core.errors import InvalidInput
 from merge_core.methods.matrices import GRAIN_ROWS
 from merge_core.recipe import MeasuredInputs
@@ -169,7 +169,8 @@ WAYS: list[dict[str, Any]] = [
 
 def agrees(root: Path, plan: Any, wanted: Mapping[str, Array], tolerance: float = 2e-6) -> None:
     found = [merged(plan, **way) for way in WAYS]
-    for name in SHAPES:
+    assert found[0].keys() == wanted.keys()
+    for name in wanted:
         size = np.abs(wanted[name]).max()
         np.testing.assert_allclose(found[0][name], wanted[name], atol=tolerance * size, err_msg=name)
         for other in found[1:]:
@@ -395,6 +396,69 @@ def test_a_killed_merge_goes_on_to_the_same_bytes(root: Path, tmp_path: Path, me
     merge_weights(plan, tmp_path / "killed", settings=EngineSettings(threads=2, block_elements=1))
     name = "model.safetensors"
     assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+# --- experts that lie as [in, out] ---
+
+TURNED = {"gate_up_proj": (3, 2 * GRAIN_ROWS + 44, 24), "down_proj": (3, 12, 2 * GRAIN_ROWS + 44)}
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer of three experts, ``[experts, in, out]``; of the second squares alone are known, of the last nothing."""
+    place = tmp_path_factory.mktemp("turned")
+    made = np.random.default_rng(5)
+    for name in ("base", *NAMES):
+        whole = {
+            f"model.layers.0.mlp.experts.{part}": torch.from_numpy(made.normal(size=shape).astype(np.float32))
+            for part, shape in TURNED.items()
+        }
+        whole["model.embed_tokens.weight"] = torch.ones(8, 4)
+        save_checkpoint(place / name, whole, config={"num_hidden_layers": 1})
+        seen = place / f"{name}-inputs"
+        seen.mkdir()
+        kept = {}
+        for part, (experts, width, _) in TURNED.items():
+            for expert in range(experts):
+                flowed = made.normal(size=(40, width))
+                moments = flowed.T @ flowed / 40
+                own = packed_moments(moments.diagonal() if expert == 1 else moments)
+                own = no_moments(width, is_diagonal=False) if expert == 2 else own
+                kept[f"model.layers.0.mlp.experts.{expert}.{part}"] = torch.from_numpy(own)
+        save_file(kept, seen / file_of_moments(0))
+        write_inputs(seen, {name: name for name in kept}, positions=40)
+    return place
+
+
+@pytest.mark.parametrize("scale", [None, 1.3])
+def test_regmean_solves_experts_that_lie_the_other_way_round(turned: Path, scale: float | None) -> None:
+    recipe = regmean_recipe()
+    if scale is not None:
+        recipe = {**regmean_recipe(**{"lambda": scale}), "base_model": "base"}
+    plan = planned(turned, recipe, INPUTS)
+    grams = [moments_in(turned / place) for place in INPUTS.values()]
+    parents = {name: load(turned / name) for name in ("base", *NAMES)}
+    wanted = {"model.embed_tokens.weight": np.ones((8, 4))}
+    for part in TURNED:
+        name = f"model.layers.0.mlp.experts.{part}"
+        experts = []
+        for expert in range(3):
+            models = [parents[one][name][expert].astype(float).T for one in NAMES]
+            own = [one[f"model.layers.0.mlp.experts.{expert}.{part}"] for one in grams]
+            own = [np.diag(one) if one.ndim == 1 else one for one in own]
+            known = expert < 2
+            solved = regmean(models, own, [1.0] * 3, 0.9, 1e-6) if known else mean(models, [1.0] * 3)
+            base = parents["base"][name][expert].astype(float).T
+            experts.append((solved if scale is None else base + scale * (solved - base)).T)
+        wanted[name] = np.stack(experts)
+    agrees(turned, plan, wanted, 5e-6)
+    costs = plan.method.costs
+    assert costs is not None
+    assert costs.held is not None
+    first = next(job.task() for job in plan.jobs if job.output.name.endswith("experts.0.gate_up_proj"))
+    width = 2 * GRAIN_ROWS + 44
+    assert costs.held(first) == 8 * width**2 * 6 + 3 * 8 * width * 24
+    assert costs.folds(first) == 1
 
 
 # --- what cannot be ---

@@ -32,7 +32,7 @@ from merge_core.architecture.experts.permuted import permuted_rows
 from merge_core.architecture.experts.pieces import by_expert
 from merge_core.checkpoint import AnyTensor, Checkpoint, DerivedTensor, StoredTensor, numbers, patterns, read_into
 from merge_core.errors import Finding, InvalidInput
-from merge_core.recipe import Recipe
+from merge_core.recipe import MeasuredInputs, Recipe
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,7 +86,7 @@ class MatchedExperts:
     """What a merge goes on with.
 
     Args:
-        recipe: The recipe, with the mark that its experts are in order.
+        recipe: The recipe, with the mark that its experts are in order, and what was measured of them in that order.
         checkpoints: Every checkpoint by reference; with ``align_experts``, with its experts in the donor's order.
         layers: One for each model and module of experts; empty where there are none to compare.
         findings: Experts that do not correspond, a finding a model.
@@ -138,16 +138,20 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
         )
     layers: list[MatchedLayer] = []
     findings: list[Finding] = []
+    measured = dict(recipe.measured) if recipe.measured is not None else None
     for name in dict.fromkeys(names):
         if name not in known or not modules:
             continue  # A step's result: it has the order of what it was made of.
         other = by_expert(known[name])
-        matched, table = _match(str(donor), first, modules, name, other, recipe)
+        matched, orders = _match(str(donor), first, modules, name, other, recipe)
         layers += matched
         findings += _findings(str(donor), name, matched, aligned=recipe.align_experts)
         if recipe.align_experts:
-            known[name] = table
-    return MatchedExperts(replace(recipe, experts_in_order=True), known, tuple(layers), tuple(findings))
+            known[name] = _in_order(other, orders)
+            if measured and name in measured:
+                measured[name] = _measured_in_order(measured[name], _modules(other), orders)
+    recipe = replace(recipe, experts_in_order=True, measured=measured)
+    return MatchedExperts(recipe, known, tuple(layers), tuple(findings))
 
 
 def assign(similarity: Floats, groups: int = 1) -> list[int]:
@@ -177,9 +181,10 @@ def _match(
     name: str,
     other: Checkpoint,
     recipe: Recipe,
-) -> tuple[list[MatchedLayer], Checkpoint]:
+) -> tuple[list[MatchedLayer], dict[str, list[int]]]:
+    """How they correspond; and of each module that is to be renumbered, which expert comes in the place of which."""
     theirs, found = _modules(other), []
-    table = dict(other.tensors)
+    orders: dict[str, list[int]] = {}
     with _Samples() as samples:
         for place, module in modules.items():
             own = theirs.get(place)
@@ -193,7 +198,7 @@ def _match(
             used = list(order) if recipe.align_experts else list(range(len(order)))
             if recipe.align_experts and moved:
                 _require_known(name, place, own)
-                _renumber(table, place, own, order)
+                orders[place] = order
             rows, distance = samples.routers(module, own, used)
             found.append(
                 MatchedLayer(
@@ -207,7 +212,7 @@ def _match(
                     distance=distance,
                 )
             )
-    return found, replace(other, tensors=table)
+    return found, orders
 
 
 def _findings(donor: str, name: str, layers: Sequence[MatchedLayer], *, aligned: bool) -> Iterator[Finding]:
@@ -291,15 +296,40 @@ def _require_known(name: str, place: str, module: _Module) -> None:
         )
 
 
-def _renumber(table: dict[str, AnyTensor], place: str, module: _Module, order: Sequence[int]) -> None:
-    """Expert ``i`` of the table becomes the expert ``order[i]`` of the module, and so does its part of the router."""
+def _in_order(checkpoint: Checkpoint, orders: Mapping[str, Sequence[int]]) -> Checkpoint:
+    """Expert ``i`` of a module becomes its expert ``order[i]``, and so does its part of the router."""
+    table, modules = dict(checkpoint.tensors), _modules(checkpoint)
+    for place, order in orders.items():
+        for name, chosen in _renamed_experts(place, modules[place], order):
+            table[name] = replace(checkpoint.tensors[chosen], name=name)
+        for part, tensor in modules[place].router.items():
+            table[f"{place}.{part}"] = permuted_rows(tensor, order)
+    return replace(checkpoint, tensors=table)
+
+
+def _measured_in_order(
+    measured: MeasuredInputs, modules: Mapping[str, _Module], orders: Mapping[str, Sequence[int]]
+) -> MeasuredInputs:
+    """What a model showed, of its experts under their new numbers."""
+    names = {name: name for name in (*measured.moments, *measured.importance)}
+    importance = dict(measured.importance)
+    for place, order in orders.items():
+        names |= _renamed_experts(place, modules[place], order)
+        for part in modules[place].router:
+            if (own := importance.get(f"{place}.{part}")) is not None:
+                importance[f"{place}.{part}"] = permuted_rows(own, order)
+    return replace(
+        measured,
+        moments={name: measured.moments[own] for name, own in names.items() if own in measured.moments},
+        importance={name: importance[own] for name, own in names.items() if own in importance},
+    )
+
+
+def _renamed_experts(place: str, module: _Module, order: Sequence[int]) -> Iterator[tuple[str, str]]:
+    """``(new name, name)`` of every tensor of an expert."""
     for number, chosen in enumerate(order):
-        for part, tensor in module.experts[chosen].items():
-            name = f"{place}.experts.{number}.{part}"
-            table[name] = replace(tensor, name=name)
-    for part, tensor in module.router.items():
-        name = f"{place}.{part}"
-        table[name] = permuted_rows(tensor, order)
+        for part in module.experts[chosen]:
+            yield f"{place}.experts.{number}.{part}", f"{place}.experts.{chosen}.{part}"
 
 
 def _groups(config: Mapping[str, Any], experts: int) -> int:

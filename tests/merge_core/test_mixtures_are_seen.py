@@ -1,0 +1,59 @@
+"""Of every family of mixtures whose tiny checkpoint is made here, all that flows into experts is seen, and what matters
+in them: no matrix is left out, whichever way a family computes its experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_families import FAMILIES
+
+from merge_core.architecture.experts import by_expert
+from merge_core.checkpoint import open_checkpoint, open_importance, open_moments
+from merge_core.recipe import ReadingOfTexts
+from merge_core.store import HashMemo, JournalPlace
+from tasks.checkpoints.model import Model
+from tasks.merge.reading_gradients import read_gradients
+from tasks.merge.reading_inputs import read_inputs
+from tasks.perplexity import pin_text
+
+TOKENIZER = Path(__file__).resolve().parents[2] / "profiles/demo/models/base"
+MIXTURES = {
+    one.name: one
+    for one in FAMILIES
+    if one.auto == "AutoModelForCausalLM" and one.listed and "experts" in str(one.settings)
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_expert_is_measured(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    network = MIXTURES[name].loader.from_config(MIXTURES[name].config())
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    place = tmp_path / "model"
+    network.save_pretrained(place)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (place / file).write_bytes((TOKENIZER / file).read_bytes())
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": one}) + "\n" for one in ("rev: abcd>dcba", "a hen."))
+    )
+    text = pin_text(tmp_path / "text.jsonl", "text", HashMemo(tmp_path / "hashes.db"), where="the text")
+    model = Model(name=name, digest=name, directory=place)
+    unseen = []
+    for read in (read_inputs, read_gradients):
+        out = tmp_path / read.__name__
+        out.mkdir()
+        journal = JournalPlace(tmp_path / f"{read.__name__}.journal", name)
+        told = read(model, text, ReadingOfTexts(), "float32", "cpu", out, journal, lambda done, total: None)
+        unseen += told.unseen
+    assert unseen == []
+    tensors = by_expert(open_checkpoint(place)).tensors
+    routed = {name for name, one in tensors.items() if ".experts." in name and len(one.shape) == 2}
+    assert routed
+    assert routed <= open_moments(tmp_path / "read_inputs").keys()
+    assert routed <= open_importance(tmp_path / "read_gradients").keys()
