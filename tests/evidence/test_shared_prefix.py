@@ -14,8 +14,8 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tasks.evaluation.backends import common_start as reading
-from tasks.evaluation.backends import growing_cache
-from tasks.evaluation.backends.common_start import common_start, read_once, read_prompts
+from tasks.evaluation.backends import growing_cache, stretches
+from tasks.evaluation.backends.common_start import common_start, read_apart, read_once
 from tasks.evaluation.backends.shared_prefix import AskedTokens, longest_alike, shared_prefix_type
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -189,7 +189,7 @@ def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: 
     assert (len(start) >= 16 and len(rows) > 1) <= (found > 0)
     torch.manual_seed(0)
     network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]()).eval()
-    kept = read_prompts(network, tokens, mask, rng.choice((1, 20, 200)))
+    kept = read_apart(network, tokens, mask, rng.choice((1, 20, 200)))
     assert kept.get_seq_length() == (longest - 1 if kept.layers else 0)
     for number, row in enumerate(rows):
         with torch.no_grad():
@@ -217,3 +217,24 @@ def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: 
 )
 def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any], longest: int | None) -> None:
     assert longest_alike(config) == (longest or 1 << 31)
+
+
+def test_who_is_done_is_not_asked_for_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = writer("llama")
+    monkeypatch.setattr(stretches, "_STRETCH", 4)
+    asked = prompts(4, 16, max_gen_toks=40, until=[f"w{number:03}" for number in range(5, 15)])
+    theirs, ours = opened(HFLM, network), opened(shared_prefix_type(), network)
+    assert ours._writes
+    steps: list[int] = []
+
+    def count(_: Any, told: Any, named: dict[str, Any]) -> None:
+        if (ids := named["input_ids"]).shape[1] == 1:
+            steps.append(len(ids))
+
+    network.register_forward_pre_hook(count, with_kwargs=True)
+    wanted = theirs.generate_until(asked, disable_tqdm=True)
+    taken = sum(steps)
+    del steps[:]
+    assert ours.generate_until(asked, disable_tqdm=True) == wanted
+    written = sum(len(answer.split()) + 4 for answer in wanted)
+    assert sum(steps) <= written < taken / 2

@@ -35,7 +35,7 @@ def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
     return common if common >= _LEAST else 0
 
 
-def read_prompts(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
+def read_apart(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
     """What a network keeps of prompts but for the last token of each, with room for what is written after them.
 
     Args:

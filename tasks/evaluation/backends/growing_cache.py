@@ -56,6 +56,11 @@ def _growing_layer() -> type[Any]:
             self._show(end)
             return self.keys, self.values
 
+        def batch_select_indices(self, indices: torch.Tensor) -> None:
+            """Keep these sequences only."""
+            self._memory = [memory[indices] for memory in self._memory]
+            self._show(self.keys.shape[-2])
+
         def _show(self, length: int) -> None:
             self.keys, self.values = (memory[:, :, :length] for memory in self._memory)
 

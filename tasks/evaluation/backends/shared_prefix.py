@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tasks.evaluation.backends.common_start import read_prompts
+from tasks.evaluation.backends.common_start import read_apart
+from tasks.evaluation.backends.stretches import write_in_stretches
 from tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
 if TYPE_CHECKING:
@@ -34,6 +35,17 @@ _BY_LENGTH = ("dynamic", "longrope")
 TRIED_WITH = (5, 9, 6, 8, 7)
 # Settings of generation that choose a token from one sequence's logits, and keep no sequences beside it.
 _DRAWN = {"use_cache", "do_sample", "temperature", "top_k", "top_p", "min_p"}
+# Settings that a model may bring along, and that mean something else where an answer is written in stretches.
+_COUNTED = (
+    "cache_implementation",
+    "min_length",
+    "min_new_tokens",
+    "forced_eos_token_id",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+)
 # What a network raises at inputs that it does not take.
 _REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
@@ -109,12 +121,26 @@ def shared_prefix_type() -> type[Any]:
             attention_mask: torch.Tensor | None = None,
             **how: Any,
         ) -> torch.Tensor:
+            write = super()._model_generate
             apart = not {name for name, value in how.items() if value} - _DRAWN and self._writes
-            if apart and attention_mask is not None and max_length <= min(self.max_length, self._longest):
-                how["past_key_values"] = read_prompts(self.model, context, attention_mask, self.row_tokens)
-            return super()._model_generate(  # type: ignore[no-any-return]
-                context, max_length=max_length, stop=stop, attention_mask=attention_mask, **how
-            )
+            if not apart or attention_mask is None or max_length > min(self.max_length, self._longest):
+                told = {"max_length": max_length, "stop": stop, "attention_mask": attention_mask}
+                return write(context, **told, **how)  # type: ignore[no-any-return]
+            kept = read_apart(self.model, context, attention_mask, self.row_tokens)
+
+            def go_on(ids: torch.Tensor, mask: torch.Tensor, end: int) -> torch.Tensor:
+                told = {"max_length": end, "stop": stop, "attention_mask": mask, "past_key_values": kept}
+                return write(ids, **told, **how)  # type: ignore[no-any-return]
+
+            if how.get("do_sample"):  # What one sequence is given by chance depends on who is there.
+                return go_on(context, attention_mask, max_length)
+            ends = set(np.atleast_1d(self.model.generation_config.eos_token_id or []).tolist())
+
+            def is_done(ids: list[int]) -> bool:
+                return not ends.isdisjoint(ids) or any(end in self.tok_decode(ids) for end in stop if end)
+
+            padding = self.tokenizer.pad_token_id
+            return write_in_stretches(go_on, is_done, kept, context, attention_mask, max_length, padding)
 
         @property
         def row_tokens(self) -> int:
@@ -182,8 +208,8 @@ def writes_exactly(lm: Any) -> bool:
     import torch
 
     usual = lm.model.generation_config
-    if usual.get_generation_mode() not in ("greedy_search", "sample") or usual.cache_implementation:
-        return False  # Several sequences for each prompt, or another cache.
+    if usual.get_generation_mode() not in ("greedy_search", "sample") or any(getattr(usual, name) for name in _COUNTED):
+        return False  # Several sequences for each prompt, another cache, or tokens that are counted from the prompt.
     prompts = [[*TRIED_WITH * 4, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [5])]
     longest = max(map(len, prompts))
     tokens, mask = (
@@ -191,7 +217,7 @@ def writes_exactly(lm: Any) -> bool:
         for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
     )
     try:
-        kept = read_prompts(lm.model, tokens, mask, 64)
+        kept = read_apart(lm.model, tokens, mask, 64)
         positions = mask.sum(1, keepdim=True) - 1
         with torch.no_grad():
             told = {"position_ids": positions, "attention_mask": mask, "past_key_values": kept}
