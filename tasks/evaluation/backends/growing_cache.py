@@ -1,7 +1,7 @@
 """Keys and values of a batch in memory with room behind them: a token that is written is added, and nothing is moved.
 
 What transformers keeps of a sequence (``DynamicCache``) is copied whole, in every layer, for each token that comes: of
-sixteen sequences of 600 tokens under 135 M parameters three quarters of the time that a token took.
+sixteen sequences of 560 tokens under 135 M parameters a fifth of what a token took, and far more where memory is busy.
 """
 
 from __future__ import annotations
