@@ -13,8 +13,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tasks.evaluation.backends import shared_prefix
-from tasks.evaluation.backends.common_start import common_start, padded_behind, read_once
+from tasks.evaluation.backends import common_start as reading
+from tasks.evaluation.backends import growing_cache, stretches
+from tasks.evaluation.backends.common_start import common_start, read_apart, read_once
 from tasks.evaluation.backends.shared_prefix import AskedTokens, longest_alike, shared_prefix_type
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -103,10 +104,10 @@ def test_what_is_shared_is_read_once() -> None:
     assert read == len(examples) + 2 * (1 + len(question) + 2)
 
 
-def prompts(seed: int, count: int, **how: Any) -> list[Instance]:
+def prompts(seed: int, count: int, same: int = 24, **how: Any) -> list[Instance]:
     """With the same examples before all of them, questions of one to twelve words; some stop early."""
     rng = random.Random(seed)
-    examples = [f"w{number:03}" for number in rng.choices(range(2, 128), k=24)]
+    examples = [f"w{number:03}" for number in rng.choices(range(2, 128), k=same)]
     found = []
     for number in range(count):
         question = [f"w{word:03}" for word in rng.choices(range(2, 128), k=rng.randrange(1, 13))]
@@ -115,29 +116,67 @@ def prompts(seed: int, count: int, **how: Any) -> list[Instance]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def writer(family: str) -> Any:
+    """A network that says something else at each token, and something else to each prompt."""
     torch.manual_seed(0)
-    make, may_share = FAMILIES[family]
-    config = make()
+    config = FAMILIES[family][0]()
     config.tie_word_embeddings = False  # else what was said is said again
     network = tf.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in network.parameters():
             weight.mul_(8 if weight.dim() > 1 else 1)
+    return network
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_is_what_lm_eval_writes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = writer(family)
     asked = prompts(2, 21)
     theirs = opened(HFLM, network).generate_until(asked, disable_tqdm=True)
     assert len(set(theirs)) > 6  # or there would be nothing to compare
     begun: list[int] = []
-    monkeypatch.setattr(shared_prefix, "read_once", lambda *told: begun.append(len(told[1])) or read_once(*told))
     ours = opened(shared_prefix_type(), network)
+    assert ours._writes is FAMILIES[family][1]
+    monkeypatch.setattr(reading, "read_once", lambda *told: begun.append(len(told[1])) or read_once(*told))
     assert ours.generate_until(asked, disable_tqdm=True) == theirs
     windowed = getattr(network.config, "sliding_window", None)
+    may_share = FAMILIES[family][1]
     assert begun == ([24, 24, 24] if may_share and not windowed else [])  # batches of 8, 8 and 5
 
 
+DRAWN = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+# How prompts are asked, beside what is usual, and how many at once.
+ASKED: dict[str, tuple[dict[str, Any], int]] = {
+    "nothing in common": ({"same": 0}, 8),
+    "one at a time": ({}, 1),
+    "one token": ({"max_gen_toks": 1}, 8),
+    "longer than there is room for": ({"max_gen_toks": 60, "until": []}, 8),
+    "drawn": (DRAWN, 8),
+    "drawn from a few": ({**DRAWN, "top_k": 5, "same": 0}, 8),
+    "of several beams": ({"num_beams": 2}, 8),
+    "said once": ({"repetition_penalty": 1.3}, 8),
+}
+
+
+@pytest.mark.parametrize("how", ASKED)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])  # heads in groups, each its own; a window
+def test_however_it_is_asked_what_is_written_is_the_same(
+    family: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = writer(family)
+    monkeypatch.setattr(growing_cache, "_ROOM", 7)  # so that it grows several times
+    told, together = ASKED[how]
+    asked = prompts(3, 11, **told)
+    answers = []
+    for kind in (HFLM, shared_prefix_type()):
+        torch.manual_seed(5)
+        answers.append(opened(kind, network, batch_size=together).generate_until(asked, disable_tqdm=True))
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) > 3
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_the_padding_goes_behind_what_all_begin_with(seed: int) -> None:
+def test_what_is_kept_of_prompts_read_apart_is_what_is_kept_of_each_alone(seed: int) -> None:
     rng = random.Random(seed)
     start = [rng.randrange(2, 9) for _ in range(rng.choice((0, 3, 16, 30)))]
     rows = [start + [rng.randrange(2, 9) for _ in range(rng.randrange(1, 9))] for _ in range(rng.randrange(1, 6))]
@@ -148,11 +187,18 @@ def test_the_padding_goes_behind_what_all_begin_with(seed: int) -> None:
     assert found == 0 or (found >= len(start) and all(row[:found] == rows[0][:found] for row in rows))
     assert found == 0 or all(len(row) > found for row in rows)
     assert (len(start) >= 16 and len(rows) > 1) <= (found > 0)
-    moved, seen = padded_behind(tokens, mask, found)
-    assert moved.shape == seen.shape == tokens.shape
-    assert seen[:, :found].all()
-    for row, ids, own in zip(rows, moved, seen, strict=True):
-        assert ids[own.bool()].tolist() == row
+    torch.manual_seed(0)
+    network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]()).eval()
+    kept = read_apart(network, tokens, mask, rng.choice((1, 20, 200)))
+    assert kept.get_seq_length() == (longest - 1 if kept.layers else 0)
+    for number, row in enumerate(rows):
+        with torch.no_grad():
+            alone = network(torch.tensor([row]), use_cache=True).past_key_values
+        for layer, own in zip(kept.layers, alone.layers, strict=False):
+            padding = longest - len(row)
+            assert not layer.keys[number, :, :padding].any()
+            for states, wanted in ((layer.keys, own.keys), (layer.values, own.values)):
+                assert torch.allclose(states[number, :, padding:], wanted[0, :, :-1], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -171,3 +217,24 @@ def test_the_padding_goes_behind_what_all_begin_with(seed: int) -> None:
 )
 def test_how_long_sequences_are_alike_in_a_row_and_alone(config: dict[str, Any], longest: int | None) -> None:
     assert longest_alike(config) == (longest or 1 << 31)
+
+
+def test_who_is_done_is_not_asked_for_another_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = writer("llama")
+    monkeypatch.setattr(stretches, "_STRETCH", 4)
+    asked = prompts(4, 16, max_gen_toks=40, until=[f"w{number:03}" for number in range(5, 15)])
+    theirs, ours = opened(HFLM, network), opened(shared_prefix_type(), network)
+    assert ours._writes
+    steps: list[int] = []
+
+    def count(_: Any, told: Any, named: dict[str, Any]) -> None:
+        if (ids := named["input_ids"]).shape[1] == 1:
+            steps.append(len(ids))
+
+    network.register_forward_pre_hook(count, with_kwargs=True)
+    wanted = theirs.generate_until(asked, disable_tqdm=True)
+    taken = sum(steps)
+    del steps[:]
+    assert ours.generate_until(asked, disable_tqdm=True) == wanted
+    written = sum(len(answer.split()) + 4 for answer in wanted)
+    assert sum(steps) <= written < taken / 2

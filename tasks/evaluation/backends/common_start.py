@@ -1,17 +1,19 @@
-"""Prompts that begin alike, as a task's examples do: the beginning is read once, whoever goes on from it.
+"""Prompts read before anything is written after them: what all begin with once, the rest without padding.
 
-lm-eval pads prompts on the left, each to the longest of its batch. Here the padding goes behind what they share, so
-that one reading of that stands before all of them; who sees what, and at which position, stays the same::
+lm-eval pads prompts on the left, each to the longest of its batch, and reads them together. Here they are laid into
+rows (:mod:`.token_rows`) behind what they share, and what the network keeps of each is put where it would have stood;
+who sees what, and at which position, stays the same::
 
-    . . A B C x        A B C . . x
-    A B C y z w   →    A B C y z w        "A B C" is read once, for both
+    . . A B C x        A B C              "A B C" is read once, for both
+    A B C y z w   →          y z          a row behind it; x and w are read when the first token is written
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tasks.evaluation.backends.token_rows import shared_beginning
+from tasks.evaluation.backends.growing_cache import growing_cache
+from tasks.evaluation.backends.token_rows import row_inputs, shared_beginning, token_rows
 
 if TYPE_CHECKING:
     import torch
@@ -27,28 +29,69 @@ def common_start(tokens: torch.Tensor, mask: torch.Tensor) -> int:
         tokens: Ids, padded on the left, ``[prompts, length]``.
         mask: 1 where a token is one of the prompt, ``[prompts, length]``.
     """
-    prompts = [row[seen.bool()].tolist() for row, seen in zip(tokens, mask, strict=True)]
-    first, *others = prompts
+    first, *others = _without_padding(tokens, mask)
     common = min((shared_beginning(first, other) for other in others), default=0)
-    common = min(common, *(len(prompt) - 1 for prompt in prompts))
+    common = min(common, *(len(prompt) - 1 for prompt in (first, *others)))
     return common if common >= _LEAST else 0
 
 
-def padded_behind(tokens: torch.Tensor, mask: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same prompts and their mask, with the padding after the first ``start`` tokens."""
-    moved, seen = tokens.clone(), mask.clone()
-    for row, (ids, own) in enumerate(zip(tokens, mask, strict=True)):
-        padding = int((own == 0).sum())
-        moved[row, :start], seen[row, :start] = ids[padding : padding + start], 1
-        moved[row, start : start + padding], seen[row, start : start + padding] = ids[:padding], 0
-    return moved, seen
+def read_apart(network: Any, tokens: torch.Tensor, mask: torch.Tensor, row_tokens: int) -> Any:
+    """What a network keeps of prompts but for the last token of each, with room for what is written after them.
 
+    Args:
+        tokens, mask: As of ``common_start``.
+        row_tokens: Tokens of a row, where a single prompt is not longer.
 
-def read_once(network: Any, start: torch.Tensor, prompts: int) -> Any:
-    """What a network keeps of the tokens ``start``, ``[length]``, for so many prompts that begin with them."""
+    Returns:
+        A cache of ``length - 1`` tokens; zeros where a prompt has its padding.
+    """
     import torch
 
-    with torch.inference_mode():
-        kept = network(input_ids=start[None], use_cache=True, logits_to_keep=1).past_key_values
-    kept.batch_repeat_interleave(prompts)
+    prompts = _without_padding(tokens, mask)
+    start = common_start(tokens, mask)
+    kept = growing_cache()
+
+    def keep(number: int, of_row: Any, places: slice | torch.Tensor, known: int) -> None:
+        """Of one prompt what stands at ``places`` of a row, behind the tokens ``known`` of it."""
+        if not kept.layers:
+            _fill(kept, of_row, len(prompts), tokens.shape[1] - 1)
+        at = tokens.shape[1] - len(prompts[number]) + known
+        for layer, found in zip(kept.layers, of_row.layers, strict=True):
+            for all_states, states in ((layer.keys, found.keys), (layer.values, found.values)):
+                of_it = states[0, :, places]
+                all_states[number, :, at : at + of_it.shape[1]] = of_it
+
+    with torch.no_grad():
+        begun = growing_cache()
+        if start:
+            begun = read_once(network, torch.tensor(prompts[0][:start], device=tokens.device))
+            for number in range(len(prompts)):
+                keep(number, begun, slice(0, start), 0)
+        longer = [number for number, prompt in enumerate(prompts) if len(prompt) > start + 1]
+        for row in token_rows([prompts[number][start:-1] for number in longer], row_tokens):
+            network(**row_inputs(network, row, start), past_key_values=begun, use_cache=True, logits_to_keep=1)
+            for number, path in zip(row.sequences, row.paths, strict=True):
+                keep(longer[number], begun, torch.from_numpy(path + start).to(tokens.device), start)
+            begun.crop(-len(row.tokens))
     return kept
+
+
+def read_once(network: Any, start: torch.Tensor) -> Any:
+    """A cache of one sequence, the tokens ``start``, ``[length]``."""
+    import torch
+
+    kept = growing_cache()
+    with torch.no_grad():
+        network(input_ids=start[None], past_key_values=kept, use_cache=True, logits_to_keep=1)
+    return kept
+
+
+def _without_padding(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    return [row[seen.bool()].tolist() for row, seen in zip(tokens, mask, strict=True)]
+
+
+def _fill(kept: Any, like: Any, prompts: int, length: int) -> None:
+    """Zeros for so many prompts of such a length, in layers like those of another cache."""
+    for number, layer in enumerate(like.layers):
+        shapes = ((prompts, states.shape[1], length, states.shape[3]) for states in (layer.keys, layer.values))
+        kept.update(*(layer.keys.new_zeros(shape) for shape in shapes), number)

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tasks.evaluation.backends.common_start import common_start, padded_behind, read_once
-from tasks.evaluation.backends.token_rows import SharedRow, token_rows
+from tasks.evaluation.backends.common_start import read_apart
+from tasks.evaluation.backends.stretches import write_in_stretches
+from tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,21 @@ _TOKENS_A_REQUEST = 24
 _BY_LENGTH = ("dynamic", "longrope")
 # Tokens that begin every sequence with which a network is tried.
 TRIED_WITH = (5, 9, 6, 8, 7)
+# Settings of generation that choose a token from one sequence's logits, and keep no sequences beside it.
+_DRAWN = {"use_cache", "do_sample", "temperature", "top_k", "top_p", "min_p"}
+# Settings that a model may bring along, and that mean something else where an answer is written in stretches.
+_COUNTED = (
+    "cache_implementation",
+    "min_length",
+    "min_new_tokens",
+    "forced_eos_token_id",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+)
+# What a network raises at inputs that it does not take.
+_REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
 
 AskedTokens = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
 
@@ -92,21 +108,9 @@ def shared_prefix_type() -> type[Any]:
             """Logits after the tokens at ``places``, ``[places, vocabulary]``."""
             import torch
 
-            mask = None  # of a sequence alone: what networks are quickest at
-            if len(row.sequences) > 1:
-                dtype = next(self.model.parameters()).dtype
-                sees = torch.from_numpy(row.sees).to(self.device)
-                mask = torch.zeros((1, 1, *sees.shape), dtype=dtype, device=self.device)
-                mask.masked_fill_(~sees, torch.finfo(dtype).min)
             kept = torch.from_numpy(places).to(self.device)
             with torch.inference_mode():
-                out = self.model(
-                    input_ids=torch.from_numpy(row.tokens).to(self.device)[None],
-                    position_ids=torch.from_numpy(row.positions).to(self.device)[None],
-                    attention_mask=mask,
-                    use_cache=False,
-                    logits_to_keep=kept,
-                )
+                out = self.model(**row_inputs(self.model, row), use_cache=False, logits_to_keep=kept)
             return out.logits[0]  # type: ignore[no-any-return]  # transformers' outputs are untyped here
 
         def _model_generate(
@@ -117,14 +121,26 @@ def shared_prefix_type() -> type[Any]:
             attention_mask: torch.Tensor | None = None,
             **how: Any,
         ) -> torch.Tensor:
-            greedy = not {name for name, value in how.items() if value} - {"use_cache"}
-            alike = greedy and max_length <= min(self.max_length, self._longest) and self._shares
-            if alike and attention_mask is not None and (start := common_start(context, attention_mask)):
-                context, attention_mask = padded_behind(context, attention_mask, start)
-                how["past_key_values"] = read_once(self.model, context[0, :start], len(context))
-            return super()._model_generate(  # type: ignore[no-any-return]
-                context, max_length=max_length, stop=stop, attention_mask=attention_mask, **how
-            )
+            write = super()._model_generate
+            apart = not {name for name, value in how.items() if value} - _DRAWN and self._writes
+            if not apart or attention_mask is None or max_length > min(self.max_length, self._longest):
+                told = {"max_length": max_length, "stop": stop, "attention_mask": attention_mask}
+                return write(context, **told, **how)  # type: ignore[no-any-return]
+            kept = read_apart(self.model, context, attention_mask, self.row_tokens)
+
+            def go_on(ids: torch.Tensor, mask: torch.Tensor, end: int) -> torch.Tensor:
+                told = {"max_length": end, "stop": stop, "attention_mask": mask, "past_key_values": kept}
+                return write(ids, **told, **how)  # type: ignore[no-any-return]
+
+            if how.get("do_sample"):  # What one sequence is given by chance depends on who is there.
+                return go_on(context, attention_mask, max_length)
+            ends = set(np.atleast_1d(self.model.generation_config.eos_token_id or []).tolist())
+
+            def is_done(ids: list[int]) -> bool:
+                return not ends.isdisjoint(ids) or any(end in self.tok_decode(ids) for end in stop if end)
+
+            padding = self.tokenizer.pad_token_id
+            return write_in_stretches(go_on, is_done, kept, context, attention_mask, max_length, padding)
 
         @property
         def row_tokens(self) -> int:
@@ -142,6 +158,10 @@ def shared_prefix_type() -> type[Any]:
         @cached_property
         def _shares(self) -> bool:
             return shares_exactly(self)
+
+        @cached_property
+        def _writes(self) -> bool:
+            return self._shares and writes_exactly(self)
 
     return SharedPrefixLM
 
@@ -176,12 +196,44 @@ def shares_exactly(lm: Any) -> bool:
             seen.append(lm.row_logits(row, path[-4:]).float())
         with torch.inference_mode():
             whole = lm.model(torch.tensor([one], device=lm.device), use_cache=False).logits[0]
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError):
+    except _REFUSALS:
         return False  # It takes no such mask, no positions, no choice of logits.
     together, again = seen
-    if together.shape != (4, whole.shape[-1]):
-        return False
     alone = whole[-4:].float()
-    # What the order of sums moves the last places by, through many layers; another position moves far more.
-    bound = math.sqrt(torch.finfo(whole.dtype).eps) * float(alone.std())
-    return bool((together - alone).abs().max() <= bound and (together - again).abs().max() <= bound)
+    return _alike(together, alone, whole.dtype) and _alike(together, again, whole.dtype)
+
+
+def writes_exactly(lm: Any) -> bool:
+    """Whether what is written after prompts that were read apart is what is written after whole ones."""
+    import torch
+
+    usual = lm.model.generation_config
+    if usual.get_generation_mode() not in ("greedy_search", "sample") or any(getattr(usual, name) for name in _COUNTED):
+        return False  # Several sequences for each prompt, another cache, or tokens that are counted from the prompt.
+    prompts = [[*TRIED_WITH * 4, *end] for end in ([13, 9, 15, 8], [10, 12, 11], [5])]
+    longest = max(map(len, prompts))
+    tokens, mask = (
+        torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=lm.device)
+        for rows in (prompts, [[1] * len(prompt) for prompt in prompts])
+    )
+    try:
+        kept = read_apart(lm.model, tokens, mask, 64)
+        positions = mask.sum(1, keepdim=True) - 1
+        with torch.no_grad():
+            told = {"position_ids": positions, "attention_mask": mask, "past_key_values": kept}
+            written = lm.model(tokens[:, -1:], **told, use_cache=True).logits[:, -1]
+            alone = [lm.model(torch.tensor([ids], device=lm.device), use_cache=False).logits[0, -1] for ids in prompts]
+    except _REFUSALS:
+        return False  # It keeps something else of what it has read.
+    return _alike(written, torch.stack(alone), written.dtype)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits are equal but for what the order of sums moves the last places by, through many layers; another
+    position moves far more."""
+    import torch
+
+    if one.shape != other.shape:
+        return False
+    bound = math.sqrt(torch.finfo(dtype).eps) * float(other.float().std())
+    return bool((one.float() - other.float()).abs().max() <= bound)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
 # A row may be so many times as long as a sequence that shares more than half of itself with the one before it.
@@ -65,6 +66,23 @@ def token_rows(sequences: Sequence[Sequence[int]], length: int) -> Iterator[Shar
         size += len(sequence) - shared
     if row:
         yield _laid(row, sequences)
+
+
+def row_inputs(network: Any, row: SharedRow, start: int = 0) -> dict[str, torch.Tensor | None]:
+    """A row as a network of transformers takes it, behind ``start`` tokens that it has kept, which all of it sees."""
+    import torch
+
+    mask = None  # of a sequence alone: what networks are quickest at
+    if len(row.sequences) > 1:
+        sees = torch.from_numpy(np.pad(row.sees, ((0, 0), (start, 0)), constant_values=True)).to(network.device)
+        dtype = next(network.parameters()).dtype
+        mask = torch.zeros((1, 1, *sees.shape), dtype=dtype, device=network.device)
+        mask.masked_fill_(~sees, torch.finfo(dtype).min)
+    return {
+        "input_ids": torch.from_numpy(row.tokens).to(network.device)[None],
+        "position_ids": torch.from_numpy(row.positions + start).to(network.device)[None],
+        "attention_mask": mask,
+    }
 
 
 def shared_beginning(one: Sequence[int], other: Sequence[int]) -> int:
