@@ -8,8 +8,9 @@ PORT   ?= 4200
 # Our environments are compiled as they are imported; an image that forbids it would have every process compile anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Whoever is done takes over half of what the other still has: both are busy to the end.
-PARALLEL := -n 2 --dist worksteal
+# One more than there are cores, since tests wait for processes and servers; whoever is done takes over half of what
+# another still has, so all are busy to the end.
+PARALLEL := -n 3 --dist worksteal
 
 .PHONY: help pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-_BY_ROWS = frozenset({"linear"})  # [out, in]
+_BY_ROWS = frozenset({torch.nn.functional.linear.__name__})  # [out, in]
 _BY_COLUMNS = frozenset({"matmul", "mm", "__matmul__", "bmm"})  # [in, out]
 
 
