@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,16 @@ def at_the_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def said(world: Path, at_the_hub: str) -> dict[str, Said]:
+def said_of(world: Path, at_the_hub: str) -> Callable[[Mistake], Said]:
+    """What is said of a mistake, which is made once in each process that has a test of it."""
+    by_number = cache(lambda number: _said(MISTAKES[number], world / f"{number:03}", at_the_hub))
+    return lambda mistake: by_number(MISTAKES.index(mistake))
+
+
+@pytest.fixture(scope="module")
+def said(said_of: Callable[[Mistake], Said]) -> dict[str, Said]:
     """Of each mistake, by its title."""
-    return {
-        mistake.title: _said(mistake, world / f"{number:03}", at_the_hub) for number, mistake in enumerate(MISTAKES)
-    }
+    return {mistake.title: said_of(mistake) for mistake in MISTAKES}
 
 
 def _reach(url: str, patch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -162,10 +168,14 @@ def test_no_message_speaks_to_programmers(said: dict[str, Said]) -> None:
 
 @pytest.mark.parametrize("mistake", CHECKED, ids=[mistake.title for mistake in CHECKED])
 def test_what_check_finds_first_is_what_run_stops_at(
-    mistake: Mistake, said: dict[str, Said], world: Path, at_the_hub: str, monkeypatch: pytest.MonkeyPatch
+    mistake: Mistake,
+    said_of: Callable[[Mistake], Said],
+    world: Path,
+    at_the_hub: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place = world / f"{MISTAKES.index(mistake):03}"
-    found = said[mistake.title]
+    found = said_of(mistake)
     monkeypatch.chdir(place)
     monkeypatch.setenv("MERGEGATE_HOME", str(world / "home"))
     monkeypatch.setattr(DeclaredStage, "__call__", _without_prefect)
