@@ -1,12 +1,14 @@
-"""Five clients over five rounds, one of them absurd: what each way to merge them keeps. A table of docs/methods.md.
+"""Five clients over five rounds, one of them absurd: what each way to merge them keeps. Tables of docs/clients.md.
 
 ::
 
     .venv/bin/python benchmarks/client_rounds.py         # the demo family, three minutes; prints Markdown
+    .venv/bin/python benchmarks/client_rounds.py --alike # clients that have all seen of everything
 
-Two clients go a third of the way to reversing in each round, two to shifting (``tests/flows/client_rounds.py``), from
-what the round before made of them. The fifth goes where the honest ones come from, or holds noise, five times as far;
-or its numbers are none. Right answers of 1,000 documents in %, after the fifth round.
+Two clients go a third of the way to reversing in each round, two to shifting (``tests/flows/client_rounds.py``), or all
+four a third of the way to both, from what the round before made of them. The fifth goes where the honest ones come
+from, or holds noise, five times as far; or its numbers are none. Right answers of 1,000 documents in %, after the fifth
+round.
 """
 
 from __future__ import annotations
@@ -54,11 +56,13 @@ def merged(recipe: Mapping[str, Any], out: Path, hashes: Any) -> None:
     merge_weights(plan_merge(ready, {ref: one.open() for ref, one in pinned.items()}), out, device="cpu")
 
 
-def after_rounds(method: Mapping[str, Any], fifth: Train | None, place: Path, hashes: Any) -> Path | None:
+def after_rounds(
+    method: Mapping[str, Any], fifth: Train | None, place: Path, hashes: Any, *, alike: bool
+) -> Path | None:
     """The model after the last round; None where a round could not be merged."""
     from merge_core.errors import MergegateError
 
-    begin, clients = MODELS / "base", Clients(place / "clients")
+    begin, clients = MODELS / "base", Clients(place / "clients", alike=alike)
     for number in range(ROUNDS):
         for name in HONEST:
             clients.train(name, begin)
@@ -83,6 +87,7 @@ def main() -> int:
     from merge_core.store import HashMemo
     from tasks.checkpoints import end_child
 
+    alike = "--alike" in sys.argv[1:]
     with tempfile.TemporaryDirectory(prefix="mergegate-rounds-") as name:
         place = Path(name)
         os.environ["MERGEGATE_HOME"] = str(place / "home")
@@ -94,7 +99,7 @@ def main() -> int:
             for method, said in METHODS.items():
                 own = place / f"{who}-{method}".replace(" ", "-")
                 own.mkdir()
-                last = after_rounds(said, fifth, own, hashes)
+                last = after_rounds(said, fifth, own, hashes, alike=alike)
                 if last is None:
                     cells.append("refused")
                     continue

@@ -27,17 +27,19 @@ class Clients:
 
     Args:
         place: Directory of the clients.
+        alike: Each honest one has documents of every skill, else of its own alone.
     """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, *, alike: bool = False) -> None:
         self.place = place
         base = _wide(MODELS / "base")
         self._ways = {skill: {n: t - base[n] for n, t in _wide(MODELS / skill).items()} for skill in HONEST.values()}
+        self._alike = alike
         self._draw = torch.Generator().manual_seed(0)
 
     def train(self, name: str, begin: Path) -> None:
         """An honest client's step from what is released, with a little noise of its own."""
-        way = self._ways[HONEST[name]]
+        way = self._between if self._alike else self._ways[HONEST[name]]
         self._save(name, begin, {key: STEP * self._noisy(one) for key, one in way.items()})
 
     def approach(self, name: str, begin: Path) -> None:
@@ -52,8 +54,7 @@ class Clients:
 
     def turn(self, name: str, begin: Path, times: float) -> None:
         """A client that goes where all honest ones come from, and so many times as far."""
-        both = [self._ways[skill] for skill in ("reverser", "shifter")]
-        self._save(name, begin, {key: -times * STEP * (both[0][key] + both[1][key]) / 2 for key in both[0]})
+        self._save(name, begin, {key: -times * STEP * one for key, one in self._between.items()})
 
     def confuse(self, name: str, begin: Path, times: float) -> None:
         """A client that holds noise, so many times as large as a step."""
@@ -79,6 +80,12 @@ class Clients:
         write_adapter(made.adapter, place)
         shutil.copy(MODELS / "base/README.md", place)
         return place
+
+    @property
+    def _between(self) -> dict[str, torch.Tensor]:
+        """The way to both skills: what the honest ones go together."""
+        one, other = (self._ways[skill] for skill in ("reverser", "shifter"))
+        return {key: (one[key] + other[key]) / 2 for key in one}
 
     def _noisy(self, change: torch.Tensor) -> torch.Tensor:
         return change + 0.1 * change.square().mean().sqrt() * torch.randn(change.shape, generator=self._draw)
