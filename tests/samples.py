@@ -1,4 +1,4 @@
-"""Parameters of tests of which the fast suite has a sample, and the slow one the rest."""
+"""Parameters of tests of which a quicker suite has a sample, and a longer one the rest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 import pytest
 
 
-def sampled(values: Iterable[Any], often: Collection[Any]) -> list[Any]:
-    """``values``, of which those that are not among ``often`` are tried in the slow suite alone."""
-    return [value if value in often else pytest.param(value, marks=pytest.mark.slow) for value in values]
+def sampled(values: Iterable[Any], often: Collection[Any], rest: Any = pytest.mark.slow) -> list[Any]:
+    """``values``, of which those that are not among ``often`` have the mark ``rest``."""
+    return [value if value in often else pytest.param(value, marks=rest) for value in values]

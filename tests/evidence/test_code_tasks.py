@@ -228,6 +228,7 @@ def test_each_document_is_scored_by_what_its_program_does(tmp_path: Path, coder:
     assert not (owner / "taken").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("home")
 def test_mbpp_is_scored_through_the_same_door(tmp_path: Path, coder: Model) -> None:

@@ -218,6 +218,7 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
         process.look_in_child(task, 2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")

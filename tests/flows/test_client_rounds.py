@@ -533,6 +533,7 @@ def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -
     assert "clients-median/ben: left out: late" in checked.output.replace("\n", " "), checked.output
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Project) -> None:
     """The skill of one comes as adapters on the last release, that of the other as whole checkpoints."""
@@ -576,6 +577,7 @@ def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Proj
     assert "clients-median/ben: left out: late" in checked, checked
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_round_with_momentum_is_released_and_made_again(project: Project) -> None:
     name = make_profile(project, "median", leave_out_beyond=5, momentum=0.4)
@@ -649,6 +651,7 @@ def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_
     assert lost.exit_code == 0, lost.output  # the last one began anew: it needs nothing
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_mean_of_the_same_clients_is_lost(project: Project) -> None:
     name = make_profile(project, "task_arithmetic")

@@ -129,7 +129,7 @@ with local_api():
 
 
 @pytest.mark.slow  # a database from the beginning is a hundred migrations
-@pytest.mark.parametrize("kind", PREFECT if EVERY else list(PREFECT)[::26])
+@pytest.mark.parametrize("kind", PREFECT if EVERY else list(PREFECT)[::78])
 def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path, tmp_path: Path, kind: str) -> None:
     database = tmp_path / "prefect" / "prefect.db"
     database.parent.mkdir()

@@ -285,6 +285,7 @@ def test_a_refused_run_is_no_crash_in_any_log(
     assert state in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_of_the_nights_that_nobody_carried_out_one_is_made_up_for(served_alone: Served) -> None:
     """Two nights without a worker: when there is one again, one is carried out, and the other is not left to be."""
     served = served_alone

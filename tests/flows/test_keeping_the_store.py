@@ -247,6 +247,7 @@ def test_a_home_with_nothing_in_it(tmp_path: Path) -> None:
     assert not (tmp_path / ".mergegate").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_collecting_all_the_time_beside_a_run_changes_nothing(
     tmp_path: Path, released: tuple[Project, Printed]

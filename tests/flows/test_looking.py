@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from demo_project import Printed, Project
+from samples import sampled
 
 from flows import release
 from flows.outcome import RunOutcome
@@ -160,7 +161,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("kind", sampled(CHANGES, list(CHANGES)[::6], pytest.mark.long))
 def test_a_look_says_what_the_run_would_say_or_nothing(
     own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -87,6 +87,7 @@ class Person:
         return done.stdout
 
 
+@pytest.mark.long
 def test_the_page_word_for_word(clone: Path, database: str) -> None:
     activate, server, worker, deploy, by_hand, refused, report = blocks("From a bare machine to last night's report")
     (nights,) = blocks("From a bare machine to last night's report", "yaml")

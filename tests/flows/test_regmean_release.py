@@ -108,6 +108,7 @@ def test_it_is_reproduced_from_its_texts_or_says_which_is_another(released: Rele
     assert "another text" in result.output
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_search_looks_at_the_texts_once(released: Released) -> None:
     """The scale of a merge that looks at data is searched for like any other."""

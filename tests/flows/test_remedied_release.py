@@ -148,6 +148,7 @@ def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(re
     assert not broken.publishable
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_refusal_proposes_is_new_and_is_tried_when_asked_for(released: Released) -> None:
     """The lopsided average is not sent to the plain one, for which another profile was refused, but over the base."""

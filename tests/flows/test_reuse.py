@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from demo_project import Printed, Project
+from samples import sampled
 
 Released = tuple[Project, Printed]
 
@@ -63,7 +64,9 @@ def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("profile", ["demo-lopsided.yaml", "demo-refused.yaml"])
+@pytest.mark.parametrize(
+    "profile", sampled(["demo-lopsided.yaml", "demo-refused.yaml"], ["demo-refused.yaml"], pytest.mark.long)
+)
 def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
     project, _ = released
     code, found = run(project, f"profiles/{profile}")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from demo_project import PROFILES, Project
 from optional_stages import run_with_everything
+from samples import sampled
 from tampering import CHANGES, HARMLESS
 
 from merge_core.errors import ChangedInput
@@ -172,7 +173,7 @@ def test_a_merge_whose_parents_are_touched_is_the_same_merge(release: Release, t
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("block", [0, 7])
+@pytest.mark.parametrize("block", sampled([0, 7], [7], pytest.mark.long))
 def test_a_merge_does_not_end_with_mixed_bytes(
     release: Release, change: Callable[[Path], None], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

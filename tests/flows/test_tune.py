@@ -169,6 +169,7 @@ def exact(outcome: dict[str, Any]) -> dict[str, float]:
     return {score["task"]: 100 * score["score"] for score in merge["scores"]["tasks"] if score["metric"] == "acc,none"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_plain_average_that_forgets_becomes_a_release_at_the_scale_that_is_found(project: Project) -> None:
     """Without one right answer: at its best scale the plainest method keeps both skills."""

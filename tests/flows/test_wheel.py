@@ -47,6 +47,7 @@ def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) 
     assert data == {file for file in wanted if file.startswith("profiles/")} - made_with
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_wheel_alone_is_all_that_a_first_hour_needs(tmp_path: Path) -> None:
     bare = load_benchmark("bare_wheel")

@@ -39,7 +39,9 @@ def look(watch: Watched) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "code", "serving_now"), [(0, 0, "promoted"), (5, 3, "rolled back")], ids=["good", "lopsided"]
+    ("wrong", "code", "serving_now"),
+    [pytest.param(0, 0, "promoted", marks=pytest.mark.long), (5, 3, "rolled back")],
+    ids=["good", "lopsided"],
 )
 def test_a_look_that_is_killed_is_gone_on_with_and_nothing_is_asked_twice(
     tmp_path: Path, wrong: int, code: int, serving_now: str
