@@ -29,7 +29,7 @@ test: $(VENV)/ready .venv-cyclonedx/ready ## the test suite
 test-slow: $(VENV)/ready .tokenizers/ready ## the longer proofs: servers, schedules, kills (make .registry/ready first: a real one, too)
 	MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "slow and not long and not night and not gpu and not peer and not fusionbench and not serve and not ray"
 
-test-long: $(VENV)/ready .tokenizers/ready ## every fault at every request, kills at every stage, every family (half an hour)
+test-long: $(VENV)/ready .tokenizers/ready ## every fault at every request, kills at every stage, every family (most of an hour)
 	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray"
 
 test-nights: $(VENV)/ready ## nights on a server, killed at every part of it (a quarter of an hour)
