@@ -4,10 +4,12 @@
 
     .venv/bin/python benchmarks/matrix_costs.py                    # some ten minutes; prints Markdown
     .venv/bin/python benchmarks/matrix_costs.py --largest 2048     # without the large ones
+    .venv/bin/python benchmarks/matrix_costs.py --largest 0        # only what reading texts takes
 
 Two bfloat16 models and a base, random, one matrix each, merged by the engine in one thread, in a process of its own.
 Memory is what the process had at most above what it had before; in brackets what the plan says is held beside blocks.
-Then models of 8 and 70 B from headers alone: the operations that the plan adds up, at the speed that was measured.
+Then models of 8 and 70 B from headers alone: the operations that the plan adds up, at the speed that was measured; and
+what reading a text for two of them takes, at the speed of products in float32 on all cores of this machine.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ sys.path.insert(0, str(PROJECT / "tests" / "plan"))
 
 SIZES = ((1024, 1024), (2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096))
 METHODS = ("regmean", "wudi", "svc", "tsv_m", "knots")
+READERS = ("regmean", "fisher")  # of texts
+TEXT = "own.jsonl"
+DOCUMENTS, TOKENS = 256, 2048
 NAME = "model.layers.0.mlp.up_proj.weight"
 LLAMA_8B = {"layers": 32, "hidden": 4096, "wide": 14336, "keys": 1024, "tokens": 128256}
 
@@ -63,7 +68,7 @@ def plan_of(method: str, place: Path):  # type: ignore[no-untyped-def]
     from merge_core.checkpoint import open_moments
     from merge_core.recipe import MeasuredInputs
 
-    text = {"text": "own"} if method == "regmean" else {}
+    text = {"text": str(place / TEXT)} if method in READERS else {}
     models = [{"model": name, **text} for name in ("a", "b")]
     recipe = load_recipe({"merge_method": method, "base_model": "base", "models": models})
     if recipe.texts and (place / "a-inputs").is_dir():
@@ -118,7 +123,14 @@ def main() -> int:
         torch.linalg.cholesky(torch.eye(64, dtype=torch.float64) @ torch.eye(64, dtype=torch.float64))
         merge_one(options.one[0], Path(options.one[1]))
         return 0
-    sizes = [shape for shape in SIZES if min(shape) <= options.largest]
+    if options.largest:
+        print_matrices([shape for shape in SIZES if min(shape) <= options.largest])
+    print_reading()
+    return 0
+
+
+def print_matrices(sizes: list[tuple[int, int]]) -> None:
+    """Single matrices, and whole models."""
     print("| method | " + " | ".join(f"{out} x {width}" for out, width in sizes) + " | 10^9 operations a second |")
     print("|---|" + "--:|" * (len(sizes) + 1))
     speed: dict[str, float] = {}
@@ -140,7 +152,54 @@ def main() -> int:
             hours, held = whole_model(method, shapes, speed[method])
             cells.append(f"{hours:.1f} | {held:.1f} GiB")
         print(f"| `{method}` | {' | '.join(cells)} |", flush=True)
-    return 0
+    print()
+
+
+def print_reading() -> None:
+    """What reading texts takes, of whole models."""
+    from merge_core.engine.forecast import Rates
+    from merge_core.system import system_memory
+
+    rates = Rates(*(1.0,) * 5, same_disk=False, measured_at=time.time(), products=product_speed())
+    memory = system_memory()
+    room = memory.total // 2 if memory else 1 << 33
+    columns = "10^15 operations | hours | sums | kept"
+    print(f"| {DOCUMENTS} documents of {TOKENS:,} tokens for each of two models | 8 B: {columns} | 70 B: {columns} |")
+    print("|---|" + "--:|" * 8)
+    for method in READERS:
+        cells = []
+        for shapes in (LLAMA_8B, None):
+            needs = reading(method, shapes)
+            hours = (needs.seconds(rates, room) or 0) / 3600
+            cells.append(
+                f"{needs.operations / 1e15:.0f} | {hours:.0f} | {needs.sums / 2**30:.1f} GiB | {needs.nbytes / 2**30:.1f} GiB"
+            )
+        print(f"| `{method}` | {' | '.join(cells)} |", flush=True)
+
+
+def product_speed() -> float:
+    """Operations a second of a product in float32, on all cores."""
+    matrix, took = torch.rand(2048, 2048), []
+    for _ in range(5):
+        began = time.perf_counter()
+        torch.mm(matrix, matrix)
+        took.append(time.perf_counter() - began)
+    return 2 * 2048**3 / min(took)
+
+
+def reading(method: str, sizes: dict[str, int] | None):  # type: ignore[no-untyped-def]
+    """What the plan says of it, from headers."""
+    from sparse_models import LLAMA_70B, llama, save_sparse
+
+    from merge_core.store import HashMemo
+    from tasks.merge.statistics_cost import statistics_needs
+
+    with tempfile.TemporaryDirectory(prefix="mergegate-text-") as name:
+        place = Path(name)
+        for model in ("base", "a", "b"):
+            save_sparse(place / model, llama(**(sizes or LLAMA_70B)))
+        (place / TEXT).write_text(f"{json.dumps({'text': 'word' * TOKENS})}\n" * DOCUMENTS)
+        return statistics_needs(plan_of(method, place), HashMemo(place / "hashes.db"))
 
 
 def whole_model(method: str, sizes: dict[str, int] | None, speed: float) -> tuple[float, float]:
