@@ -171,9 +171,8 @@ def print_reading() -> None:
         for shapes in (LLAMA_8B, None):
             needs = reading(method, shapes)
             hours = (needs.seconds(rates, room) or 0) / 3600
-            cells.append(
-                f"{needs.operations / 1e15:.0f} | {hours:.0f} | {needs.sums / 2**30:.1f} GiB | {needs.nbytes / 2**30:.1f} GiB"
-            )
+            sizes = (f"{size / 2**30:.1f} GiB" for size in (needs.sums, needs.nbytes))
+            cells.append(" | ".join((f"{needs.operations / 1e15:.0f}", f"{hours:.0f}", *sizes)))
         print(f"| `{method}` | {' | '.join(cells)} |", flush=True)
 
 
