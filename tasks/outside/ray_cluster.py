@@ -11,6 +11,7 @@ environment when it is imported, so that is prepared before this file is (``ray_
 
 from __future__ import annotations
 
+import gc
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
@@ -56,7 +57,7 @@ class RayCluster:
             # Names of sockets have 107 characters, of which Ray takes most.
             place = tempfile.TemporaryDirectory(prefix="mg-ray-", dir="/tmp", ignore_cleanup_errors=True)
             directory = held.enter_context(place)
-            held.callback(ray.shutdown)
+            held.callback(_shut_down)
             _init(
                 num_cpus=workers,
                 include_dashboard=False,
@@ -75,7 +76,7 @@ class RayCluster:
             InvalidInput: when nobody answers there.
         """
         with ExitStack() as held:
-            held.callback(ray.shutdown)  # of our connection
+            held.callback(_shut_down)  # of our connection
             try:
                 _init(address=address)
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
@@ -107,6 +108,19 @@ class RayCluster:
 
     def close(self) -> None:
         self._held.close()
+
+
+def _shut_down() -> None:
+    """End Ray here. It ends the whole process when the last reference to a result goes in another thread meanwhile, as
+    it does where that thread looks for cycles: so they are looked for now, and then not until it is over."""
+    gc.collect()
+    looking = gc.isenabled()
+    gc.disable()
+    try:
+        ray.shutdown()
+    finally:
+        if looking:
+            gc.enable()
 
 
 def _init(**options: Any) -> None:
