@@ -15,11 +15,12 @@ _UNASKED = ("boto3", "chardet", "redis")
 
 def import_lean(*modules: str) -> None:
     """Import ``modules`` as if what nobody asks were not installed."""
-    unseen = [name for name in _UNASKED if name not in sys.modules]
+    wanted = [module for module in modules if module not in sys.modules]
+    unseen = [name for name in _UNASKED if wanted and name not in sys.modules]
     for name in unseen:
         sys.modules[name] = None  # type: ignore[assignment]  # "not to be found", for imports and find_spec alike
     try:
-        for module in modules:
+        for module in wanted:
             importlib.import_module(module)
     finally:
         for name in unseen:
