@@ -68,7 +68,13 @@ def pinned(place: Path, trusted: tuple[str, ...]) -> Model:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "trusted", [(), (f"acme/other@{COMMIT}",), (f"acme/own@{COMMIT[::-1]}",), (f"acme/own@{COMMIT}",)]
+    "trusted",
+    [
+        pytest.param((), marks=pytest.mark.long),
+        pytest.param((f"acme/other@{COMMIT}",), marks=pytest.mark.long),
+        (f"acme/own@{COMMIT[::-1]}",),
+        (f"acme/own@{COMMIT}",),
+    ],
 )
 def test_code_is_run_of_the_repository_that_is_named_at_its_commit_and_of_no_other(
     own: Path, trusted: tuple[str, ...]

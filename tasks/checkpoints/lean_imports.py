@@ -1,8 +1,6 @@
 """Importing libraries without what they take along wherever it is installed, and is never asked anything here.
 
-``requests`` looks for a second guesser of encodings, ``portalocker`` (of lm-eval's metrics) for a client of Redis,
-``accelerate`` for one of AWS. Together they are a fifth of what a process that holds models spends before its first
-answer.
+``requests`` looks for a second guesser of XX
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-_UNASKED = ("boto3", "chardet", "redis")
+_UNASKED = ("boto3", "chardet", "redis", "scipy")
 
 
 def import_lean(*modules: str) -> None:

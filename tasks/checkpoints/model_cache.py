@@ -212,7 +212,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     where = f"{model.name} ({model.directory})"
-    import_lean("accelerate")
+    import_lean("accelerate", "transformers.modeling_utils")
     import transformers
 
     # mypy: transformers declares no return types here.

@@ -102,6 +102,7 @@ def made() -> dict[str, tuple[int, int]]:
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTask) -> None:

@@ -95,7 +95,9 @@ def test_what_takes_too_long_is_stopped_with_all_that_it_started(tmp_path: Path,
         pytest.param(
             "os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)", "batch_size", marks=pytest.mark.long
         ),
-        ('os.write(2, b"device lost\\n"); os._exit(7)', "exit code 7: device lost", ""),
+        pytest.param(
+            'os.write(2, b"device lost\\n"); os._exit(7)', "exit code 7: device lost", "", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_death_is_explained_and_the_next_part_is_scored_all_the_same(
@@ -232,6 +234,7 @@ def test_whoever_stops_waiting_does_not_get_the_answer_to_another_question(tmp_p
     assert len(documents_of(score(model, task, 10, 15).outcomes)) == 5
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_model_held_there_is_let_go_before_one_is_loaded_here(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)

@@ -90,6 +90,7 @@ def test_perplexity_tasks_looks_and_the_ensemble_load_each_model_once(
     assert ask_child(asked_there.loads, (), where="here") == ["a", "b", "merge"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_where_one_fits_models_take_turns(tmp_path: Path, task: EvalTask) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
@@ -122,6 +123,7 @@ def test_one_that_dies_alone_is_not_asked_again(tmp_path: Path) -> None:
     assert "batch_size" in caught.value.remedy
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
 def test_perplexity_is_killed_by_no_more_than_a_task_is(

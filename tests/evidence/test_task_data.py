@@ -73,17 +73,24 @@ class CachedHub:
             os.utime(path, ns=(10**18 + self.times * 10**9,) * 2)
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CachedHub]:
-    """Here and in the process that scores, which reads its environment."""
-    cache = tmp_path / "datasets"
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(cache))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where datasets lie, here and in the process that scores, which reads its environment when it starts."""
+    cache = tmp_path_factory.mktemp("datasets")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("HF_DATASETS_CACHE", str(cache))
+        patched.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+        process.end_child()
+        yield cache
     process.end_child()
+
+
+@pytest.fixture
+def hub(cache: Path) -> CachedHub:
+    shutil.rmtree(cache)
     stand_in = CachedHub(cache)
     stand_in.fetch(COMMITS[0], right=0)
-    yield stand_in
-    process.end_child()
+    return stand_in
 
 
 @pytest.fixture

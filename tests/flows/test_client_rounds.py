@@ -496,6 +496,7 @@ def scores(project: Project, method: str) -> dict[str, float]:
     return {one["task"]: one["merge_score"] for one in said["predicate"]["mergegate_verdict"]["guards"]}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -> None:
     name = make_profile(project, "median", leave_out_beyond=5)

@@ -75,6 +75,7 @@ def test_everything_is_damaged_at_once_and_the_release_is_the_same_to_the_byte(c
     assert files_of(copied.latest) == release
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_file_after_the_other_is_damaged_and_the_release_stays_what_it_is(copied: Project) -> None:
     before, draw = version_of(copied), random.Random(14)
@@ -128,6 +129,7 @@ with local_api():
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow  # a database from the beginning is a hundred migrations
 @pytest.mark.parametrize("kind", PREFECT if EVERY else list(PREFECT)[::78])
 def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path, tmp_path: Path, kind: str) -> None:

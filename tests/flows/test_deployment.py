@@ -259,7 +259,13 @@ def test_everybody_is_told_once_of_each_whatever_else_is_written(served: Served,
     ("profile", "content", "state", "reason"),
     [
         ("profiles/demo-forbidden.yaml", None, "Refused", "does not permit sharing modified"),
-        ("profiles/bad.yaml", "name: support\nrecepe: x\n", "Invalid", "unknown key 'recepe'"),
+        pytest.param(
+            "profiles/bad.yaml",
+            "name: support\nrecepe: x\n",
+            "Invalid",
+            "unknown key 'recepe'",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_refused_run_is_no_crash_in_any_log(

@@ -174,7 +174,8 @@ def stages_made(project: Project) -> list[dict[str, int]]:
     return [{stage: number for stage, number in run.items() if number} for run in made]
 
 
-@pytest.mark.parametrize("number", [pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [2, 8])
 def test_runs_at_once_make_each_artifact_once_and_end_alike(
     tmp_path: Path, released: tuple[Project, Printed], number: int
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from demo_project import PROFILES, Project
 from made_families import FAMILIES, write_family
+from samples import sampled
 
 from flows.cli.draft import claimed_tasks
 from flows.cli.schema import generated_pages
@@ -54,7 +55,7 @@ def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, ["qwen2"], pytest.mark.long))
 def test_a_run_of_what_was_drafted_ends_in_a_verdict(project: Project, family: str) -> None:
     models = write_family(project.root / "models", FAMILIES[family], claims="openai/gsm8k")  # nobody can fetch it
     assert project.mergegate("init", *(f"models/{name}" for name in models), "--yes", "--name", "both").exit_code == 0

@@ -69,6 +69,7 @@ def test_parents_are_not_evaluated_again_for_a_remedy(remedied: Released) -> Non
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_when_every_remedy_is_refused_nothing_is_released(released: Released) -> None:
     project, _ = released

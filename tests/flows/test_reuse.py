@@ -23,6 +23,7 @@ def run(project: Project, profile: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, found
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_other_looks_at_the_same_models_ask_nothing(released: Released) -> None:
     project, _ = released

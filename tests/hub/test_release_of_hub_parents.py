@@ -85,6 +85,7 @@ def test_it_is_fetched_once_and_named_by_its_commits(project: Project, monkeypat
     assert merges_of(project) == 1, "names and revisions are no part of a merge, content is"
 
 
+@pytest.mark.long
 def test_a_branch_that_has_moved_is_merged_anew(project: Project) -> None:
     profile = project.write()
     first = project.run(profile)[2]

@@ -82,6 +82,7 @@ def lines(judged: JudgedAnswers, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_consistent_judge_is_counted_right(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:

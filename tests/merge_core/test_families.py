@@ -45,7 +45,7 @@ def test_a_sample_has_vocabularies_adapters_and_experts_bit_by_bit_or_refused_by
 
 
 EVERY_CELL = [
-    pytest.param(name, marks=pytest.mark.long if place % 7 else pytest.mark.slow) for place, name in enumerate(BY_NAME)
+    pytest.param(name, marks=pytest.mark.long if place % 14 else pytest.mark.slow) for place, name in enumerate(BY_NAME)
 ]
 
 

@@ -78,7 +78,8 @@ def download(url: str, cache: Path, token: str, *arguments: str, xet: bool) -> d
 
 
 @pytest.mark.parametrize(
-    "by", ["lfs", *(pytest.param(other, marks=pytest.mark.slow) for other in ("lfs in parts", "xet"))]
+    "by",
+    ["lfs", pytest.param("xet", marks=pytest.mark.slow), pytest.param("lfs in parts", marks=pytest.mark.long)],
 )
 def test_what_is_published_comes_back_byte_for_byte_and_loads(
     tmp_path: Path, by: str, request: pytest.FixtureRequest

@@ -190,6 +190,7 @@ def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
     assert served.parents["broken"].measured == ServingCost()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_cached_verdict_tells_what_was_measured_then(
     checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch

@@ -71,10 +71,8 @@ def failures(verdict: ServeVerdict) -> dict[str, str]:
     return {check.name: check.seen for check in verdict.failures}
 
 
-# Three ways to fail, in words, in numbers and by its end; the rest by make test-serve-long.
-@pytest.mark.parametrize(
-    "variant", sampled(LIVE, ["NaN weight", "narrowed heads", "small embeddings"], pytest.mark.long)
-)
+# One of them; that numbers are compared, an adapter with the wrong sign shows. The rest by make test-serve-long.
+@pytest.mark.parametrize("variant", sampled(LIVE, ["NaN weight"], pytest.mark.long))
 def test_what_the_static_checks_would_miss_is_seen_in_the_running_server(
     merge: Path, reference: Reference, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def smoke(merged: Model, adapter: Path, log: Path) -> ServeVerdict:
     return smoke_checkpoint(merged, SETTINGS, kind, device="cpu", log=log, adapted=pinned(adapter))
 
 
+@pytest.mark.long
 def test_an_adapter_is_served_as_lora_and_passes(adapter: Path, merged: Model, tmp_path: Path) -> None:
     verdict = smoke(merged, adapter, tmp_path / "server.log")
     assert verdict.way == "served as LoRA on its base: factors of rank 16, room for 16"

@@ -48,7 +48,10 @@ def served(who: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("parent", "candidate", "status", "code"),
-    [("reverser", "ties", "promoted", 0), ("ties", "lopsided", "rolled back", 3)],
+    [
+        pytest.param("reverser", "ties", "promoted", 0, marks=pytest.mark.long),
+        ("ties", "lopsided", "rolled back", 3),
+    ],
 )
 def test_a_good_merge_is_promoted_and_the_lopsided_one_rolled_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str, candidate: str, status: str, code: int
