@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # another still has, so all are busy to the end.
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: help pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
+.PHONY: help pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -54,7 +54,10 @@ test-serve-long: $(VENV)/ready .venv-vllm/ready ## every way in which a broken m
 	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(PARALLEL) -m "serve and long" tests/serve
 
 test-ray: .venv-ray/ready ## the same work done by a Ray cluster, and a worker that dies
-	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m ray tests/outside
+	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and not long" tests/outside
+
+test-ray-long: .venv-ray/ready ## a sweep on Ray, of which a worker dies
+	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and long" tests/outside
 
 newest: $(VENV)/ready ## which newer dependency breaks what (NEWEST="--only prefect" for one)
 	$(BIN)/python .ci/newest.py $(NEWEST)

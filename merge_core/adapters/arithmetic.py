@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from merge_core.checkpoint import DType
 
-# A tile stays in the cache of a core; and has at least so many rows, also the last one.
-_TILE_ELEMENTS = 1 << 16
+# A tile stays in the cache of a core, and is worth the calls that it takes; it has at least so many rows, also the
+# last one.
+_TILE_ELEMENTS = 1 << 18
 _FEWEST_ROWS = 16
 _REMEMBERED_BYTES = 64 << 20
 # From here on the compiled addition is worth loading; below it torch's own says the same.

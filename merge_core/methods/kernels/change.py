@@ -22,12 +22,11 @@ def add_change(stored: Any, change: Any, round_change: bool) -> None:
     rounded = np.empty(TILE, stored.dtype)
     for first in range(0, len(stored), TILE):
         m = min(TILE, len(stored) - first)
-        sums, added = tile[:m], addend[:m]
+        sums, added = tile[:m], change[first : first + m]
         widen(stored, first, sums)
-        for j in range(m):
-            added[j] = change[first + j]
         if round_change:
             narrow(added, rounded, 0)
+            added = addend[:m]
             widen(rounded, 0, added)
         for j in range(m):
             sums[j] += added[j]
