@@ -1,6 +1,7 @@
 """The inputs of a job, block by block: read into reused memory, then seen as stored numbers or as tensors.
 
-Every pass reads them again: the second time they come from the page cache, at the speed of memory.
+Blocks that several passes look at stay in memory, as far as a small bound goes; what is beyond it is read again, the
+second time from the page cache, and computed again where it is derived.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ class BufferPool:
     Args:
         limit: Bytes above which unused buffers are unmapped before new ones are made.
         pinned: Whether a GPU copies from and to it.
+        kept: Bytes at most of what stays in use from one pass over a tensor to the next.
     """
 
-    def __init__(self, limit: int, *, pinned: bool) -> None:
-        self._limit, self._pinned = limit, pinned
+    def __init__(self, limit: int, *, pinned: bool, kept: int = 0) -> None:
+        self._limit, self._pinned, self._may_keep = limit, pinned, kept
         self._free: list[Bytes] = []
         self._held = 0
         self._lock = threading.Lock()
@@ -82,6 +84,19 @@ class BufferPool:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         prefer_large_pages(memory)
         return np.frombuffer(memory, np.uint8)
+
+    def keep(self, buffer: Bytes) -> bool:
+        """Whether a buffer may stay in use until the next pass; if so, :meth:`let_go` before it is given back."""
+        with self._lock:
+            if len(buffer) > self._may_keep:
+                return False
+            self._may_keep -= len(buffer)
+            return True
+
+    def let_go(self, buffer: Bytes) -> None:
+        """The next pass has come."""
+        with self._lock:
+            self._may_keep += len(buffer)
 
     def give(self, buffer: Bytes) -> None:
         """Return a buffer that is no longer used."""
@@ -327,6 +342,19 @@ class LoadedBlock:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def keep(self) -> bool:
+        """Whether it may stay for the next pass, which takes it with :meth:`let_go`."""
+        return self._pool.keep(self._buffer)
+
+    def let_go(self) -> LoadedBlock:
+        """It has stayed long enough."""
+        self._pool.let_go(self._buffer)
+        return self
+
+    def close(self) -> None:
+        """Its memory may be used again."""
         self._pool.give(self._buffer)
 
     def look_on(self, device: str) -> None:

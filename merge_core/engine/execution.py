@@ -35,6 +35,8 @@ _FUSE_FROM_BYTES = 256 << 20
 _PROGRESS_SECONDS = 0.1
 # Blocks in work, and results that wait for being hashed.
 _POOL_BYTES = 128 << 20
+# Blocks that stay in memory until the next pass over their tensor.
+_KEPT_BYTES = 64 << 20
 # Inputs of tensors that have been begun, at least: of small ones many are, so that whoever begins them is woken once
 # for hundreds.
 _BEGUN_BYTES = 32 << 20
@@ -117,6 +119,8 @@ class _Run:
         fused = uses_fused_kernels(plan, devices, settings)
         way = f"seed {seed}, {devices.kind}, {'fused' if fused else 'torch'}"
         self._identity = journal.merge_identity(plan, files, way)
+        # On a GPU what a block has there would stay as well.
+        kept = _KEPT_BYTES if devices.kind == "cpu" else 0
         self._context = RunContext(
             method=plan.method,
             step=plan.recipe.name,
@@ -125,7 +129,7 @@ class _Run:
             settings=settings,
             files=files,
             torch=torch,
-            pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda"),
+            pool=BufferPool(_POOL_BYTES, pinned=devices.kind == "cuda", kept=kept),
             submit=self._submit,
             write=self._write,
             finished=self._finished,

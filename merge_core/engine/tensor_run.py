@@ -79,6 +79,7 @@ class TensorRun:
     order: int
     step: Fold | Map | Solve | None = None
     parts: list[Any] = field(default_factory=list)
+    kept: dict[int, LoadedBlock] = field(default_factory=dict)
     left: int = 0
     non_finite: int = 0
     nonzero: bool = False
@@ -147,7 +148,9 @@ class TensorRun:
         first_pass = self.first_pass and whole
         # On a GPU they are looked at there; integers are all finite.
         look = first_pass and self.job.mode != "equal" and self.device == "cpu"
-        with self.seen.load(number, look=look, fused=self.context.fused) as block:
+        kept = self.kept.pop(number, None) if whole else None
+        block = kept.let_go() if kept else self.seen.load(number, look=look, fused=self.context.fused)
+        try:
             if whole:
                 self._leave_pages(block)
             if first_pass and not self._is_finite(block):
@@ -160,6 +163,11 @@ class TensorRun:
             else:
                 assert isinstance(self.step, Map)
                 self._map(self.step, block)
+        finally:
+            if whole and isinstance(self.step, Fold) and block.keep():
+                self.kept[number] = block
+            else:
+                block.close()
         with self.lock:
             self.left -= 1
             last = self.left == 0

@@ -15,6 +15,7 @@ from family import HIDDEN, TOKENS, load, merge_text, random_tensors, recipe_of, 
 from samples import sampled
 
 from merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
+from merge_core.engine import blocks, execution
 from merge_core.errors import InvalidInput, Refused
 
 DARE = (
@@ -35,6 +36,24 @@ def test_bytes_do_not_depend_on_blocks_or_threads(wide: Path, method: str, kerne
     text = recipe_of(method)
     files = [merge_text(text, wide, f"out{n}", kernels=kernels, **way).files for n, way in enumerate(ways)]
     assert all(other == files[0] for other in files)
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_blocks_that_stay_for_the_next_pass_are_not_read_again_and_change_no_byte(
+    wide: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None stays, or one, or all: then each input is read once, however often a method looks."""
+    read, read_into, seen = list[int](), blocks.read_into, []
+    monkeypatch.setattr(blocks, "read_into", lambda fd, into, *at: (read.append(len(into)), read_into(fd, into, *at)))
+    for kept in (0, 1 << 20, 1 << 30):
+        monkeypatch.setattr(execution, "_KEPT_BYTES", kept)
+        read.clear()
+        record = merge_text(recipe_of(method), wide, f"out{kept}", block_elements=32768)
+        seen.append((record.files, sum(read)))
+    assert [files for files, _ in seen] == [record.files] * 3
+    (_, anew), (_, some), (_, once) = seen
+    assert anew >= some >= once == record.bytes_read
+    assert anew > some > once or method not in ("slerp", "ties", "arcee_fusion")
 
 
 @pytest.mark.parametrize("method", EVERY)
