@@ -36,7 +36,7 @@ _PROGRESS_SECONDS = 0.1
 # Blocks in work, and results that wait for being hashed.
 _POOL_BYTES = 128 << 20
 # Blocks that stay in memory until the next pass over their tensor.
-_KEPT_BYTES = 64 << 20
+_KEPT_BYTES = 32 << 20
 # Inputs of tensors that have been begun, at least: of small ones many are, so that whoever begins them is woken once
 # for hundreds.
 _BEGUN_BYTES = 32 << 20
