@@ -79,7 +79,7 @@ class TensorRun:
     order: int
     step: Fold | Map | Solve | None = None
     parts: list[Any] = field(default_factory=list)
-    kept: dict[int, LoadedBlock] = field(default_factory=dict)
+    kept: dict[int, LoadedBlock] = field(default_factory=dict)  # Blocks that stay for the next pass, by their numbers.
     left: int = 0
     non_finite: int = 0
     nonzero: bool = False

@@ -1,6 +1,8 @@
 """Importing libraries without what they take along wherever it is installed, and is never asked anything here.
 
-``requests`` looks for a second guesser of XX
+``requests`` looks for a second guesser of encodings, ``portalocker`` (of lm-eval's metrics) for a client of Redis,
+``accelerate`` for one of AWS, transformers' models for SciPy, by which losses of object detectors are computed.
+Together they are a quarter of what a process that holds models spends before its first answer.
 """
 
 from __future__ import annotations
