@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from samples import sampled
 
 from flows.profile import parse_profile
 from merge_core.errors import InvalidInput
@@ -25,6 +26,7 @@ from tasks.serve.reference import Reference, make_reference
 
 DEMO = Path(__file__).resolve().parents[1] / "profiles" / "demo" / "models" / "base"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OWN, WRONG_COMMIT = (f"acme/own@{COMMIT}",), (f"acme/own@{COMMIT[::-1]}",)
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -69,19 +71,14 @@ def pinned(place: Path, trusted: tuple[str, ...]) -> Model:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "trusted",
-    [
-        pytest.param((), marks=pytest.mark.long),
-        pytest.param((f"acme/other@{COMMIT}",), marks=pytest.mark.long),
-        (f"acme/own@{COMMIT[::-1]}",),
-        (f"acme/own@{COMMIT}",),
-    ],
+    sampled([(), (f"acme/other@{COMMIT}",), WRONG_COMMIT, OWN], [WRONG_COMMIT, OWN], pytest.mark.long),
 )
 def test_code_is_run_of_the_repository_that_is_named_at_its_commit_and_of_no_other(
     own: Path, trusted: tuple[str, ...]
 ) -> None:
     model = pinned(own, trusted)
     try:
-        if trusted == (f"acme/own@{COMMIT}",):
+        if trusted == OWN:
             size = json.loads((own / "config.json").read_text())["vocab_size"]
             said = answer_of(model).texts[0].logprobs
             assert said == pytest.approx([-math.log(size)] * len(said), abs=1e-6)
