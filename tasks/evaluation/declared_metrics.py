@@ -91,7 +91,7 @@ def _given(metric: str, kind: str, is_foreign: bool) -> _OfADocument:
 
 
 def _is_known(metric: str) -> bool:
-    import_lean("lm_eval.api.metrics")  # fills the registries
+    import_lean("portalocker", "lm_eval.api.metrics")  # fills the registries
     from lm_eval.api.registry import METRIC_REGISTRY
 
     return metric in METRIC_REGISTRY

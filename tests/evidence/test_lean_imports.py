@@ -1,0 +1,49 @@
+"""What nobody asks is not imported, and no package sees it in one half of itself and not in the other."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.checkpoints import import_lean, lean_imports
+
+# As transformers does: looked for once, remembered, and imported much later.
+PACKAGE = "from importlib.util import find_spec\nSEEN = find_spec('unasked') is not None\n"
+PART = "from looking import SEEN\nif SEEN:\n    import unasked\n"
+
+
+@pytest.fixture(autouse=True)
+def a_package_that_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "looking").mkdir()
+    (tmp_path / "looking" / "__init__.py").write_text(PACKAGE)
+    (tmp_path / "looking" / "part.py").write_text(PART)
+    (tmp_path / "unasked.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(lean_imports, "_UNASKED", ("unasked",))
+    yield
+    for name in ("looking", "looking.part", "unasked"):
+        sys.modules.pop(name, None)
+
+
+def test_what_nobody_asks_is_not_seen_and_can_be_had_afterwards() -> None:
+    import_lean("looking.part")
+    assert "unasked" not in sys.modules
+    __import__("unasked")
+
+
+def test_a_package_that_saw_it_gets_it() -> None:
+    __import__("looking")
+    import_lean("looking.part")
+    assert "unasked" in sys.modules
+
+
+def test_collection_is_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "looking" / "part.py").write_text("import gc\nassert not gc.isenabled()\nraise ImportError\n")
+    with pytest.raises(ImportError):
+        import_lean("looking.part")
+    assert gc.isenabled()
+    assert "unasked" not in sys.modules
