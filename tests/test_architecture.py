@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,9 +52,9 @@ MODULES = {dotted(file): file for file in files()}
 PACKAGES = {name for name, file in MODULES.items() if file.name == "__init__.py"}
 
 
-def imports_of(module: str, file: Path) -> Iterator[Import]:
-    """Every import of this project in a file: at its top, inside a function, or for types only."""
-    return imports_in(module, ast.walk(ast.parse(file.read_text())))
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
 
 
 def imports_in(module: str, nodes: Iterable[ast.AST]) -> Iterator[Import]:
@@ -67,7 +68,10 @@ def imports_in(module: str, nodes: Iterable[ast.AST]) -> Iterator[Import]:
                 yield Import(module, str(node.module), name.name)
 
 
-IMPORTS = [one for module, file in MODULES.items() for one in imports_of(module, file)]
+@cache
+def imports() -> tuple[Import, ...]:
+    """Every import of this project by itself: at the top of a file, inside a function, or for types only."""
+    return tuple(one for module in MODULES for one in imports_in(module, ast.walk(tree(module))))
 
 
 def target(one: Import) -> str:
@@ -77,9 +81,10 @@ def target(one: Import) -> str:
     return one.module if exported or inner not in MODULES else inner
 
 
+@cache
 def fronts(package: str) -> set[str]:
     """What a package exports: ``__all__`` of its ``__init__.py``."""
-    for node in ast.parse(MODULES[package].read_text()).body:
+    for node in tree(package).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return set(ast.literal_eval(node.value))
     return set()
@@ -91,7 +96,7 @@ def room(module: str) -> str:
 
 def third_party(module: str) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
             found.update(name.name.partition(".")[0] for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -99,33 +104,33 @@ def third_party(module: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_arrows_only_point_down(module: str) -> None:
-    own = FLOORS.index(module.partition(".")[0])
-    above = [one for one in imports_of(module, MODULES[module]) if FLOORS.index(one.module.partition(".")[0]) > own]
-    assert above == []
+def floor(module: str) -> int:
+    return FLOORS.index(module.partition(".")[0])
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_package_is_entered_by_its_front(module: str) -> None:
+def test_arrows_only_point_down() -> None:
+    assert [one for one in imports() if floor(one.module) > floor(one.importer)] == []
+
+
+def test_a_package_is_entered_by_its_front() -> None:
     """Outside its room, a file inside a package is nobody's business; nor is a name that its front does not export."""
     past = []
-    for one in imports_of(module, MODULES[module]):
-        if room(one.module) == room(module) or one.module in FLOORS:
+    for one in imports():
+        if room(one.module) == room(one.importer) or one.module in FLOORS:
             continue
         if one.module not in PACKAGES and room(one.module) != one.module:
-            past.append(f"{one.module} is a file of a package")
+            past.append(f"{one.importer}: {one.module} is a file of a package")
         if one.module in PACKAGES and one.name not in fronts(one.module):
             inner = f"{one.module}.{one.name}"
             if inner not in PACKAGES:
-                past.append(f"{one.module} does not export {one.name}")
+                past.append(f"{one.importer}: {one.module} does not export {one.name}")
     assert past == []
 
 
 def arrows() -> dict[str, set[str]]:
     """Which room imports which, types included."""
     found: dict[str, set[str]] = {room(module): set() for module in MODULES if module not in FLOORS}
-    for one in IMPORTS:
+    for one in imports():
         inside, there = room(one.importer), room(target(one))
         if one.importer in FLOORS or there in FLOORS or inside == there:
             continue
@@ -157,9 +162,9 @@ def test_no_room_needs_itself() -> None:
 
 def test_no_file_needs_itself_when_it_is_imported() -> None:
     graph: dict[str, set[str]] = defaultdict(set)
-    for module, file in MODULES.items():
+    for module in MODULES:
         if module not in PACKAGES:
-            needed = map(target, imports_in(module, ast.parse(file.read_text()).body))
+            needed = map(target, imports_in(module, tree(module).body))
             graph[module] = {one for one in needed if one not in PACKAGES}
     assert circle(graph) == []
 
@@ -180,20 +185,19 @@ def test_every_room_is_on_the_picture() -> None:
     assert sorted(one for one in rooms if one not in drawn) == []
 
 
-@pytest.mark.parametrize("package", sorted(PACKAGES - set(FLOORS)))
-def test_every_package_says_what_it_is_for_and_exports_what_is_there(package: str) -> None:
-    tree = ast.parse(MODULES[package].read_text())
-    assert ast.get_docstring(tree)
-    lines = (node for node in tree.body if isinstance(node, ast.ImportFrom))
-    imported = {name.asname or name.name for line in lines for name in line.names}
-    assert fronts(package) == imported - {"annotations"}
+def test_every_package_says_what_it_is_for_and_exports_what_is_there() -> None:
+    for package in sorted(PACKAGES - set(FLOORS)):
+        assert ast.get_docstring(tree(package)), package
+        lines = (node for node in tree(package).body if isinstance(node, ast.ImportFrom))
+        imported = {name.asname or name.name for line in lines for name in line.names}
+        assert fronts(package) == imported - {"annotations"}, package
 
 
 def definitions() -> dict[str, set[str]]:
     """Public classes, type aliases and functions at the top of a file, by name."""
     found: dict[str, set[str]] = defaultdict(set)
-    for module, file in MODULES.items():
-        for node in ast.parse(file.read_text()).body:
+    for module in MODULES:
+        for node in tree(module).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 found[node.name].add(module)
             elif isinstance(node, ast.Assign):
