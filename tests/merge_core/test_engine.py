@@ -17,6 +17,7 @@ from samples import sampled
 from merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
 from merge_core.engine import blocks, execution
 from merge_core.errors import InvalidInput, Refused
+from merge_core.methods import kept as notes
 
 DARE = (
     "merge_method: dare_ties\nbase_model: base\nmodels: [{model: a}, {model: b}, {model: c}]\n"
@@ -62,6 +63,14 @@ def test_fused_kernels_and_their_reference_write_the_same_bytes(wide: Path, meth
     fused = merge_text(text, wide, "fused", kernels="fused")
     plain = merge_text(text, wide, "plain", kernels="torch")
     assert fused.files == plain.files
+
+
+def test_what_found_no_memory_for_a_note_is_decided_again_and_changes_no_byte(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = merge_text(DARE, wide, "noted", kernels="fused")
+    monkeypatch.setattr(notes, "_memory", notes._Memory(0))
+    assert merge_text(DARE, wide, "again", kernels="fused").files == noted.files
 
 
 @pytest.mark.parametrize("text", sampled([LINEAR, TIES, DARE], [TIES]))
