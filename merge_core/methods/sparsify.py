@@ -63,6 +63,8 @@ class KeepByRank:
 
 
 SparsifyRule: TypeAlias = KeepAll | KeepNone | MagnitudeWindow | KeepAtRandom | KeepByRank
+# As fused kernels number them.
+_KINDS = (KeepAll, KeepNone, MagnitudeWindow, KeepAtRandom, KeepByRank)
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,12 @@ class Sparsifier:
         return torch.stack(rows)
 
     def tables(self) -> tuple[Any, ...]:
-        """The rules as arrays for the fused kernels: kinds, cuts, ties before each grain, random keys, spans of
-        probability, factors."""
+        """The rules for the fused kernels; None for a table that no rule needs, then no code that reads it is compiled.
+
+        ``kinds [models]``: places in :data:`_KINDS`; ``cuts [models, 2, 4]`` and ``before [models, 2, grains]``: of
+        windows, low and high, key, wanted, tied and stride, and ties before each grain; ``chances [models, 3]``: limit
+        and key of random words; ``spans [models, 2]``: least and most probability by rank.
+        """
         kinds = np.zeros(len(self.rules), np.int64)
         cuts = np.zeros((len(self.rules), 2, 4), np.int64)
         chances = np.zeros((len(self.rules), 3), np.int64)
@@ -95,7 +101,7 @@ class Sparsifier:
         ]
         before = np.zeros((len(self.rules), 2, max((len(cut.before) for cut in windows), default=0)), np.int64)
         for model, rule in enumerate(self.rules):
-            kinds[model] = (KeepAll, KeepNone, MagnitudeWindow, KeepAtRandom, KeepByRank).index(type(rule))
+            kinds[model] = _KINDS.index(type(rule))
             if isinstance(rule, KeepAtRandom):
                 chances[model] = (rule.limit, *rule.key)
             if isinstance(rule, KeepByRank):
@@ -106,7 +112,17 @@ class Sparsifier:
                     cuts[model, side] = (cut.key, cut.wanted, cut.tied, cut.stride) if cut else (2**31, 0, 0, 1)
                     if cut and len(cut.before):
                         before[model, side] = cut.before
-        return kinds, cuts, before, chances, spans, np.array(self.scales, np.float32)
+        of_windows, of_chances, of_spans = (
+            any(isinstance(rule, readers) for rule in self.rules)
+            for readers in (MagnitudeWindow, KeepAtRandom | KeepByRank, KeepByRank)
+        )
+        return (
+            kinds,
+            cuts if of_windows else None,
+            before if of_windows else None,
+            chances if of_chances else None,
+            spans if of_spans else None,
+        )
 
 
 def kernel_tile(rules: Sequence[SparsifyRule], grain: int) -> int:

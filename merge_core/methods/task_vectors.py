@@ -124,14 +124,16 @@ def _steps(sparsify: Callable[[TensorTask], Folds], vote: str | None) -> Callabl
 
 
 def _fused(mixing: Mixing, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any], None]:
-    arguments = (
+    mixed = (
         np.asarray(mixing.weights, np.float32),
         (None, "sum", "count", "kept").index(mixing.vote),
         mixing.normalize,
         np.float32(mixing.divisor),
         np.float32(mixing.scale),
-        *sparsifier.tables(),
+        np.array(sparsifier.scales, np.float32),
     )
+    kinds, *tables = sparsifier.tables()
+    decided = all(table is None for table in tables)
 
     def fused(block: StoredBlock, out: Any) -> None:
         from merge_core.methods import kernels
@@ -139,7 +141,9 @@ def _fused(mixing: Mixing, sparsifier: Sparsifier) -> Callable[[StoredBlock, Any
         kernel: Any = kernels.task_vectors
         tile = kernel_tile(sparsifier.rules, block.grain)
         noted = sparsifier.notes.take(block.start)
-        kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *arguments, noted, out)
+        # What decides, or what is decided already: the code for the other would be compiled for nothing.
+        keeping = (*(None for _ in tables), noted) if decided or noted.size else (*tables, None)
+        kernel(block.data, block.rows, block.length, block.start, block.grain, tile, *mixed, kinds, *keeping, out)
 
     return fused
 

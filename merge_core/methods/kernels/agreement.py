@@ -27,11 +27,8 @@ def consensus(
             widen(data, rows[i + 1] + first, vector[:m])
             for j in range(m):
                 vector[j] = (vector[j] - base[j]) * weight
-            if i == 0:
-                total[:m] = vector[:m]
-            else:
-                for j in range(m):
-                    total[j] += vector[j]
+            for j in range(m):
+                total[j] = vector[j] if i == 0 else total[j] + vector[j]
         needed[:m] = 0
         for i in range(count):
             vector, threshold = weighted[i], thresholds[i]

@@ -43,10 +43,10 @@ def gram(data: Any, rows: Any, length: int, grain: int, about_base: bool) -> Any
     shift = 1 if about_base else 0
     count = len(rows) - shift
     grains = (length + grain - 1) // grain
-    lanes = np.zeros((count * (count + 1) // 2, LANES), np.float64)
-    result = np.zeros((grains, len(lanes)), np.float64)
+    lanes = np.empty((count * (count + 1) // 2, LANES), np.float64)
+    result = np.empty((grains, len(lanes)), np.float64)
     base, vector = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    vectors = np.zeros((count, TILE), np.float64)
+    vectors = np.empty((count, TILE), np.float64)
     for g in range(grains):
         lanes[:] = 0.0
         for first in range(g * grain, min(length, (g + 1) * grain), TILE):

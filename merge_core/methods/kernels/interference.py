@@ -14,9 +14,9 @@ from merge_core.methods.kernels.tiles import LANES, TILE, add_products, lanes_su
 def squares(data: Any, first_row: int, length: int, grain: int) -> Any:
     """Sum of the squares of one row in each grain: ``[grains]``."""
     grains = (length + grain - 1) // grain
-    result = np.zeros(grains, np.float64)
-    lanes = np.zeros(LANES, np.float64)
-    tile, wide = np.empty(TILE, np.float32), np.zeros(TILE, np.float64)
+    result = np.empty(grains, np.float64)
+    lanes = np.empty(LANES, np.float64)
+    tile, wide = np.empty(TILE, np.float32), np.empty(TILE, np.float64)
     for g in range(grains):
         lanes[:] = 0.0
         for first in range(g * grain, min(length, (g + 1) * grain), TILE):

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled
-from merge_core.methods.kernels.tiles import SIZE
+from merge_core.methods.kernels.compiled import inner
+from merge_core.methods.kernels.tiles import magnitude_bits
 
 
-@compiled
+@inner
 def note_kept(delta: Any, m: int, bits: Any) -> None:
     """Which of ``delta[:m]`` are not zero.
 
@@ -18,19 +18,20 @@ def note_kept(delta: Any, m: int, bits: Any) -> None:
         bits: An eighth of ``m``, rounded up: bit ``t`` of byte ``i`` is of element ``t * len(bits) + i``, so that
             loops over bytes are loops over neighbours.
     """
-    patterns, step = delta.view(np.uint32), len(bits)
+    step = len(bits)
     bits[:] = np.uint8(0)
     for t in range(8):
-        here = patterns[t * step : min((t + 1) * step, m)]
+        here = delta[t * step : min((t + 1) * step, m)]
         for i in range(len(here)):
-            bits[i] |= np.uint8((here[i] & SIZE) != 0) << np.uint8(t)
+            bits[i] |= np.uint8(magnitude_bits(here[i]) != 0) << np.uint8(t)
 
 
-@compiled
+@inner
 def drop_again(delta: Any, m: int, bits: Any) -> None:
     """Set elements to zero that :func:`note_kept` saw as zeros."""
-    patterns, step = delta.view(np.uint32), len(bits)
+    step = len(bits)
     for t in range(8):
-        here = patterns[t * step : min((t + 1) * step, m)]
+        here = delta[t * step : min((t + 1) * step, m)]
         for i in range(len(here)):
-            here[i] &= np.uint32(0) - (np.uint32(bits[i]) >> np.uint32(t) & np.uint32(1))
+            mask = np.uint32(0) - (np.uint32(bits[i]) >> np.uint32(t) & np.uint32(1))
+            here[i] = np.uint32(np.float32(here[i]).view(np.uint32) & mask).view(np.float32)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.compiled import compiled, inner
 from merge_core.methods.kernels.tiles import TILE, narrow, widen
 
 
@@ -20,9 +20,9 @@ def changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
         m = min(TILE, length - first)
         _deltas(data, rows, first, m, epsilon, base, deltas, number)
         for i in range(count):
-            shared, alone = np.uint32(0), np.uint32(0)
+            delta, shared, alone = deltas[i], np.uint32(0), np.uint32(0)
             for j in range(m):
-                mine = abs(deltas[i, j]) > epsilon
+                mine = abs(delta[j]) > epsilon
                 shared += np.uint32(mine & (number[j] > 1))
                 alone += np.uint32(mine & (number[j] == 1))
             result[0, i] += shared
@@ -44,22 +44,23 @@ def ram(data: Any, rows: Any, length: int, epsilon: Any, factors: Any, out: Any)
             share[j] = one / np.float32(max(number[j], 1))
         total[:m] = zero
         for i in range(count):
-            factor = factors[i]
+            delta, factor = deltas[i], factors[i]
             for j in range(m):
-                value = deltas[i, j] * (factor if number[j] == 1 else share[j])
-                total[j] += value if abs(deltas[i, j]) > epsilon else zero
+                value = delta[j] * (factor if number[j] == 1 else share[j])
+                total[j] += value if abs(delta[j]) > epsilon else zero
         for j in range(m):
             total[j] += base[j]
         narrow(total[:m], out, first)
 
 
-@compiled
+@inner
 def _deltas(data: Any, rows: Any, first: int, m: int, epsilon: Any, base: Any, deltas: Any, number: Any) -> None:
     widen(data, rows[0] + first, base[:m])
     number[:m] = 0
     for i in range(len(deltas)):
-        widen(data, rows[i + 1] + first, deltas[i, :m])
+        delta = deltas[i]
+        widen(data, rows[i + 1] + first, delta[:m])
         for j in range(m):
-            deltas[i, j] -= base[j]
+            delta[j] -= base[j]
         for j in range(m):
-            number[j] += np.int32(abs(deltas[i, j]) > epsilon)
+            number[j] += np.int32(abs(delta[j]) > epsilon)

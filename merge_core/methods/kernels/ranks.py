@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled
-from merge_core.methods.kernels.tiles import SIZE
+from merge_core.methods.kernels.compiled import inner
+from merge_core.methods.kernels.tiles import magnitude_bits
 
 _WORD = np.uint64(0xFFFFFFFF)
 # Most bins of a histogram, as a power of two, and how many bits of a bin's number are exponents: bins span eight
@@ -28,25 +28,25 @@ _HAS, _LACKS = np.uint64(28), np.uint64(46)
 _NUMBER = np.uint64((1 << 28) - 1)
 
 
-@compiled
+@inner
 def rank_scratch(tile: int) -> Any:
     """Memory for rows of up to ``tile`` elements."""
     return np.empty((7, tile), np.uint32)
 
 
-@compiled
+@inner
 def keep_by_rank(delta: Any, m: int, random: Any, low: Any, high: Any, scratch: Any) -> None:
     """Set elements to zero whose random word is not below ``low`` to ``high``, by their rank in the row ``delta[:m]``.
 
     Zeros stay zeros, so their ranks count for the others only.
     """
-    patterns, zero = delta.view(np.uint32), np.float32(0.0)
+    zero = np.float32(0.0)
     keys, places, orders, open_ones = scratch[0], scratch[1], scratch[2], scratch[3]
     lowest, highest, drawn = scratch[4], scratch[5], scratch[6]
-    least, most = _limit(0, m, low, high), _limit(m - 1, m, low, high)
+    least, most = _limit(0.0, m, low, high), _limit(np.float64(m - 1), m, low, high)
     largest = np.uint32(0)
     for j in range(m):
-        key = patterns[j] & SIZE
+        key = magnitude_bits(delta[j])
         keys[j] = key
         largest = max(largest, key)
     from_word, to_word = np.int64(np.ceil(least)), np.int64(np.ceil(most))
@@ -75,34 +75,34 @@ def keep_by_rank(delta: Any, m: int, random: Any, low: Any, high: Any, scratch: 
         drawn[n] = random[j]
     for n in range(number):
         word = np.float64(drawn[n])
-        kept = np.uint32(word < _limit(highest[n], m, low, high))
-        drawn[n] = kept * (np.uint32(1) + np.uint32(word >= _limit(lowest[n], m, low, high)))
+        kept = np.uint32(word < _limit(np.float64(highest[n]), m, low, high))
+        drawn[n] = kept * (np.uint32(1) + np.uint32(word >= _limit(np.float64(lowest[n]), m, low, high)))
     for n in range(number):
         j = open_ones[n]
-        patterns[j] &= np.uint32(0) - np.uint32(drawn[n] != 0)
+        delta[j] = delta[j] if drawn[n] != 0 else zero
         open_ones[left] = j
         left += drawn[n] == 2
     if left > _COUNTED:
         _rank(keys, m, places)
         for n in range(left):
             j = open_ones[n]
-            if np.float64(random[j]) >= _limit(places[j], m, low, high):
+            if np.float64(random[j]) >= _limit(np.float64(places[j]), m, low, high):
                 delta[j] = zero
     else:
         for n in range(left):
             j = open_ones[n]
-            if np.float64(random[j]) >= _limit(_rank_of(keys, m, j), m, low, high):
+            if np.float64(random[j]) >= _limit(np.float64(_rank_of(keys, m, j)), m, low, high):
                 delta[j] = zero
 
 
-@compiled
-def _limit(rank: int, m: int, low: Any, high: Any) -> Any:
+@inner
+def _limit(rank: float, m: int, low: Any, high: Any) -> Any:
     """Words below it are kept. The same operations as the reference's, of which each keeps the order of ranks."""
-    share = np.float64(rank) / np.float64(m - 1) if m > 1 else 0.5
+    share = rank / np.float64(m - 1) if m > 1 else 0.5
     return (low + (high - low) * share) * 4294967296.0
 
 
-@compiled
+@inner
 def _count(keys: Any, m: int, largest: Any, width: int, places: Any, orders: Any, bins: Any) -> None:
     """Bin of every key and its number among those in it; how many come before a bin, more if all in it are equal."""
     shift = np.uint32(23 + _BINADES - width)
@@ -125,7 +125,7 @@ def _count(keys: Any, m: int, largest: Any, width: int, places: Any, orders: Any
     bins[1 << width] = running
 
 
-@compiled
+@inner
 def _rank_of(keys: Any, m: int, place: int) -> Any:
     """Rank of one key among ``m``, equal ones in their order."""
     key, rank = keys[place], np.uint32(0)
@@ -136,7 +136,7 @@ def _rank_of(keys: Any, m: int, place: int) -> Any:
     return rank
 
 
-@compiled
+@inner
 def _rank(keys: Any, m: int, ranks: Any) -> None:
     """Rank of every key among ``m``, equal ones in their order: a radix sort by 11 bits."""
     items, spare = np.empty(m, np.uint64), np.empty(m, np.uint64)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled
-from merge_core.methods.kernels.tiles import LANES, SIZE, TILE, add_products, lanes_sum, narrow, whole, widen
+from merge_core.methods.kernels.compiled import compiled, inner
+from merge_core.methods.kernels.tiles import LANES, TILE, add_products, lanes_sum, magnitude_bits, narrow, whole, widen
 
 
 @compiled
@@ -34,8 +34,9 @@ def energies(data: Any, rows: Any, length: int, start: int, grain: int, cut: Any
     count = len(rows) - 1
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
     mean, variance = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    squared, lanes = np.zeros(TILE, np.float64), np.empty((count, LANES), np.float64)
-    result, place = np.zeros(((length + grain - 1) // grain, count), np.float64), np.zeros(1, np.int64)
+    squared, lanes = np.empty(TILE, np.float64), np.empty((count, LANES), np.float64)
+    result, place = np.empty(((length + grain - 1) // grain, count), np.float64), np.empty(1, np.int64)
+    place[0] = 0
     for g in range(len(result)):
         lanes[:] = 0.0
         for first in range(g * grain, min(length, (g + 1) * grain), TILE):
@@ -45,8 +46,9 @@ def energies(data: Any, rows: Any, length: int, start: int, grain: int, cut: Any
                 _begin(start // grain + g, cut, before, place)
             _select(deltas, m, mean, variance, cut, place)
             for i in range(count):
+                delta = deltas[i]
                 for j in range(m):
-                    squared[j] = deltas[i, j]
+                    squared[j] = delta[j]
                 for j in range(m, whole(m)):
                     squared[j] = 0.0
                 add_products(squared, squared, whole(m), lanes[i])
@@ -73,78 +75,82 @@ def sce(
     base, deltas = np.empty(TILE, np.float32), np.empty((count, TILE), np.float32)
     mean, variance = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     votes, merged, divisor = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    place, zero = np.zeros(1, np.int64), np.float32(0.0)
+    place, zero = np.empty(1, np.int64), np.float32(0.0)
+    place[0] = 0
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
         _deltas(data, rows, first, m, base, deltas)
         if first % grain == 0:
             _begin((start + first) // grain, cut, before, place)
         _select(deltas, m, mean, variance, cut, place)
-        votes[:m] = deltas[0, :m]
-        for i in range(1, count):
+        for i in range(count):
+            delta = deltas[i]
             for j in range(m):
-                votes[j] += deltas[i, j]
+                votes[j] = delta[j] if i == 0 else votes[j] + delta[j]
         merged[:m] = zero
         divisor[:m] = zero
         for i in range(count):
-            weight = weights[i]
+            delta, weight = deltas[i], weights[i]
             for j in range(m):
-                agrees = deltas[i, j] > zero if votes[j] >= zero else deltas[i, j] < zero
-                merged[j] += deltas[i, j] * weight if agrees else zero
+                agrees = delta[j] > zero if votes[j] >= zero else delta[j] < zero
+                merged[j] += delta[j] * weight if agrees else zero
                 divisor[j] += weight if agrees else zero
         for j in range(m):
             merged[j] = base[j] + merged[j] / (divisor[j] if divisor[j] > least else least)
         narrow(merged[:m], out, first)
 
 
-@compiled
+@inner
 def _deltas(data: Any, rows: Any, first: int, m: int, base: Any, deltas: Any) -> None:
     widen(data, rows[0] + first, base[:m])
     for i in range(len(deltas)):
-        widen(data, rows[i + 1] + first, deltas[i, :m])
+        delta = deltas[i]
+        widen(data, rows[i + 1] + first, delta[:m])
         for j in range(m):
-            deltas[i, j] -= base[j]
+            delta[j] -= base[j]
 
 
-@compiled
+@inner
 def _variance(deltas: Any, m: int, mean: Any, variance: Any) -> None:
     count = np.float32(len(deltas))
-    mean[:m] = deltas[0, :m]
-    for i in range(1, len(deltas)):
+    for i in range(len(deltas)):
+        delta = deltas[i]
         for j in range(m):
-            mean[j] += deltas[i, j]
+            mean[j] = delta[j] if i == 0 else mean[j] + delta[j]
     for j in range(m):
         mean[j] /= count
     for i in range(len(deltas)):
+        delta = deltas[i]
         for j in range(m):
-            away = deltas[i, j] - mean[j]
+            away = delta[j] - mean[j]
             variance[j] = away * away if i == 0 else variance[j] + away * away
     for j in range(m):
         variance[j] /= count
 
 
-@compiled
+@inner
 def _begin(grain: int, cut: Any, before: Any, place: Any) -> None:
     """Where numbering of equal scores stands at the start of a grain, mapped by the stride."""
     if 0 < cut[1] < cut[2]:
         place[0] = before[grain] * cut[3] % cut[2]
 
 
-@compiled
+@inner
 def _select(deltas: Any, m: int, mean: Any, variance: Any, cut: Any, place: Any) -> None:
     """Set task vectors to zero where their variance is not among the largest."""
     if cut[0] < 0:
         return
     _variance(deltas, m, mean, variance[:m])
-    patterns, key, zero = variance.view(np.uint32), np.uint32(cut[0]), np.float32(0.0)
+    key, zero = np.uint32(cut[0]), np.float32(0.0)
     if cut[1] < cut[2]:  # Of the elements at the cut only some: those that the stride maps below the wanted count.
         at, stride, tied, wanted = place[0], cut[3], cut[2], cut[1]
         for j in range(m):
-            if patterns[j] & SIZE == key:
-                patterns[j] = key if at < wanted else np.uint32(0)
+            if magnitude_bits(variance[j]) == key:
+                variance[j] = variance[j] if at < wanted else zero
                 at += stride
                 at -= tied if at >= tied else 0
         place[0] = at
     for i in range(len(deltas)):
+        delta = deltas[i]
         for j in range(m):
-            deltas[i, j] = deltas[i, j] if patterns[j] & SIZE >= key else zero
+            delta[j] = delta[j] if magnitude_bits(variance[j]) >= key else zero

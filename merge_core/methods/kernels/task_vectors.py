@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.compiled import compiled, inner
 from merge_core.methods.kernels.kept import drop_again, note_kept
 from merge_core.methods.kernels.ranks import rank_scratch
 from merge_core.methods.kernels.sparsify import begin_grain, sparsify
@@ -26,21 +26,22 @@ def kept_norms(
     before: Any,
     chances: Any,
     spans: Any,
-    scales: Any,
     noted: Any,
 ) -> Any:
     """``sum|d|`` and ``sum|kept d|`` per grain: ``[grains, 2, models]``; what is kept, into ``noted``.
 
     Args:
+        kinds, cuts, before, chances, spans: Of :meth:`.sparsify.Sparsifier.tables`, None where no rule needs them.
         noted: ``[models, bytes]``, an eighth of each tile after the other (see :mod:`.kept`); none if it is empty.
     """
     count = len(rows) - 1
-    base, delta = np.empty(tile, np.float32), np.zeros(whole(tile), np.float32)
+    base, delta = np.empty(tile, np.float32), np.empty(whole(tile), np.float32)
     random = np.empty(tile + 2, np.uint32)
-    places, scratch = np.zeros((count, 2), np.int64), rank_scratch(tile)
-    lanes = np.zeros((2, count, LANES), np.float64)
+    places = None if cuts is None else np.zeros((count, 2), np.int64)
+    scratch = None if spans is None else rank_scratch(tile)
+    lanes = np.empty((2, count, LANES), np.float64)
     grains, eighth = (length + grain - 1) // grain, (tile + 7) // 8
-    result = np.zeros((grains, 2, count), np.float64)
+    result = np.empty((grains, 2, count), np.float64)
     for g in range(grains):
         lanes[:] = 0.0
         for first in range(g * grain, min(length, (g + 1) * grain), tile):
@@ -53,9 +54,9 @@ def kept_norms(
                 for j in range(m, whole(m)):
                     delta[j] = np.float32(0.0)
                 add_sizes(delta, whole(m), lanes[0, i])
-                if first == g * grain:
-                    begin_grain(places[i], cuts[i], before[i], start // grain + g)
-                sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, scratch)
+                if cuts is not None and first == g * grain:
+                    begin_grain(places, cuts, before, i, start // grain + g)
+                sparsify(delta, m, start + first, i, kinds, cuts, chances, spans, places, random, scratch)
                 add_sizes(delta, whole(m), lanes[1, i])
                 if noted.shape[1]:
                     note_kept(delta, m, noted[i, first // tile * eighth :][: (m + 7) // 8])
@@ -78,27 +79,31 @@ def task_vectors(
     normalize: bool,
     divisor: Any,
     scale: Any,
+    scales: Any,
     kinds: Any,
     cuts: Any,
     before: Any,
     chances: Any,
     spans: Any,
-    scales: Any,
     noted: Any,
     out: Any,
 ) -> None:
     """Sparsify, weight, agree, add to the base; see :func:`.task_vectors.mix`.
 
-    ``vote``: 0 none, 1 sum, 2 count, 3 kept.
-
-    ``noted``: what :func:`kept_norms` found to be kept; empty where it is to be found out here.
+    Args:
+        vote: 0 none, 1 sum, 2 count, 3 kept.
+        scales: ``[models]``, factors of what is kept.
+        kinds, cuts, before, chances, spans: Of :meth:`.sparsify.Sparsifier.tables`, None where no rule needs them; all
+            but ``kinds`` None where ``noted`` says what is kept.
+        noted: What :func:`kept_norms` found to be kept; empty where it is not known, None where tables decide.
     """
     count = len(rows) - 1
     base, total, shares = np.empty(tile, np.float32), np.empty(tile, np.float32), np.empty(tile, np.float32)
     elected = np.empty(tile, np.float32)
     weighted = np.empty((count, tile), np.float32)
     random = np.empty(tile + 2, np.uint32)
-    places, scratch = np.zeros((count, 2), np.int64), rank_scratch(tile)
+    places = None if cuts is None else np.zeros((count, 2), np.int64)
+    scratch = None if spans is None else rank_scratch(tile)
     zero, one, eighth = np.float32(0.0), np.float32(1.0), (tile + 7) // 8
     for first in range(0, length, tile):
         m = min(tile, length - first)
@@ -108,22 +113,22 @@ def task_vectors(
             widen(data, rows[i + 1] + first, delta[:m])
             for j in range(m):
                 delta[j] -= base[j]
-            if noted.shape[1]:
+            if noted is not None and noted.shape[1]:
                 drop_again(delta, m, noted[i, first // tile * eighth :][: (m + 7) // 8])
             else:
-                if first % grain == 0:
-                    begin_grain(places[i], cuts[i], before[i], (start + first) // grain)
-                sparsify(delta, m, start + first, kinds[i], cuts[i], chances[i], spans[i], places[i], random, scratch)
+                if cuts is not None and first % grain == 0:
+                    begin_grain(places, cuts, before, i, (start + first) // grain)
+                sparsify(delta, m, start + first, i, kinds, cuts, chances, spans, places, random, scratch)
             if factor != one:
                 for j in range(m):
                     delta[j] *= factor
             for j in range(m):
                 delta[j] *= weight
         if vote == 0:
-            total[:m] = weighted[0, :m]
-            for i in range(1, count):
+            for i in range(count):
+                delta = weighted[i]
                 for j in range(m):
-                    total[j] += weighted[i, j]
+                    total[j] = delta[j] if i == 0 else total[j] + delta[j]
             for j in range(m):
                 total[j] /= divisor
         else:
@@ -132,10 +137,10 @@ def task_vectors(
             total[:m] = zero
             shares[:m] = zero
             for i in range(count):
-                weight = weights[i]
+                delta, weight = weighted[i], weights[i]
                 for j in range(m):
-                    counts = weighted[i, j] != zero if vote == 3 else weighted[i, j] * elected[j] > zero
-                    total[j] += weighted[i, j] if counts else zero
+                    counts = delta[j] != zero if vote == 3 else delta[j] * elected[j] > zero
+                    total[j] += delta[j] if counts else zero
                     shares[j] += weight if counts else zero
             if normalize:
                 for j in range(m):
@@ -145,12 +150,13 @@ def task_vectors(
         narrow(total[:m], out, first)
 
 
-@compiled
+@inner
 def _elect(weighted: Any, m: int, vote: int, elected: Any) -> None:
     elected[:m] = np.float32(0.0)
     for i in range(len(weighted)):
+        delta = weighted[i]
         for j in range(m):
-            value = weighted[i, j]
+            value = delta[j]
             elected[j] += value if vote == 1 else np.float32(value > 0) - np.float32(value < 0)
     for j in range(m):
         elected[j] = np.float32(1.0) if elected[j] >= np.float32(0.0) else np.float32(-1.0)

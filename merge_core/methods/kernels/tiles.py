@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from merge_core.methods.kernels.compiled import compiled
+from merge_core.methods.kernels.compiled import compiled, inner
 
 # Elements per tile; divides the grain, so that a tile never crosses one.
 TILE = 1024
@@ -28,9 +28,9 @@ def _widen_for(data: Any, first: Any, tile: Any) -> Any:
     if data.dtype == types.uint16:
 
         def bfloat16(data: Any, first: Any, tile: Any) -> Any:
-            patterns, stored = tile.view(np.uint32), data[first : first + len(tile)]
+            stored = data[first : first + len(tile)]
             for j in range(len(tile)):
-                patterns[j] = np.uint32(stored[j]) << np.uint32(16)
+                tile[j] = np.uint32(np.uint32(stored[j]) << np.uint32(16)).view(np.float32)
 
         return bfloat16
 
@@ -52,9 +52,9 @@ def _narrow_for(tile: Any, out: Any, first: Any) -> Any:
     if out.dtype == types.uint16:
 
         def bfloat16(tile: Any, out: Any, first: Any) -> Any:
-            patterns, stored = tile.view(np.uint32), out[first : first + len(tile)]
+            stored = out[first : first + len(tile)]
             for j in range(len(tile)):
-                pattern = patterns[j]
+                pattern = np.float32(tile[j]).view(np.uint32)
                 rounded = (pattern + np.uint32(0x7FFF) + ((pattern >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
                 not_a_number = (pattern & SIZE) > np.uint32(0x7F800000)
                 stored[j] = np.uint16(0x7FC0) if not_a_number else np.uint16(rounded)
@@ -85,13 +85,19 @@ def inspect(words: Any, mask: Any, low: Any) -> Any:
     return carried, seen
 
 
-@compiled
+@inner
+def magnitude_bits(value: Any) -> Any:
+    """The bits of a float32 but its sign: uint32, in the order of magnitudes."""
+    return np.uint32(np.float32(value).view(np.uint32) & SIZE)
+
+
+@inner
 def whole(m: int) -> int:
     """Elements of the lanes that ``m`` elements touch."""
     return (m + LANES - 1) // LANES * LANES
 
 
-@compiled
+@inner
 def add_products(one: Any, other: Any, m: int, lanes: Any) -> None:
     for first in range(0, m, LANES):
         a, b = one[first : first + LANES], other[first : first + LANES]
@@ -99,7 +105,7 @@ def add_products(one: Any, other: Any, m: int, lanes: Any) -> None:
             lanes[j] += a[j] * b[j]
 
 
-@compiled
+@inner
 def add_sizes(vector: Any, m: int, lanes: Any) -> None:
     for first in range(0, m, LANES):
         part = vector[first : first + LANES]
@@ -107,7 +113,7 @@ def add_sizes(vector: Any, m: int, lanes: Any) -> None:
             lanes[j] += np.float64(abs(part[j]))
 
 
-@compiled
+@inner
 def lanes_sum(lanes: Any) -> Any:
     total = lanes.copy()
     half = LANES // 2

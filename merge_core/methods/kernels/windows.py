@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from merge_core.methods.kernels.compiled import compiled
-from merge_core.methods.kernels.tiles import SIZE, TILE
+from merge_core.methods.kernels.tiles import TILE, magnitude_bits
 
 
 @compiled
@@ -29,21 +29,21 @@ def look_into_windows(
     """
     inside, room, several = np.empty(TILE, np.uint32), keys.shape[1], common.shape[1]
     for s in range(len(scores)):
-        patterns, number = scores[s].view(np.uint32), np.int64(0)
-        for j in range(len(patterns)):
-            number += np.int64(patterns[j] & SIZE != 0)
+        stream, number = scores[s], np.int64(0)
+        for j in range(len(stream)):
+            number += np.int64(magnitude_bits(stream[j]) != 0)
         positive[s] += number
     for r in range(len(windows)):
-        patterns = scores[windows[r, 0]].view(np.uint32)
-        low, high, length = np.uint32(windows[r, 1]), np.uint32(windows[r, 2]), len(patterns)
+        stream = scores[windows[r, 0]]
+        low, high, length = np.uint32(windows[r, 1]), np.uint32(windows[r, 2]), len(stream)
         for first in range(0, length, TILE):
-            tile = patterns[first : min(first + TILE, length)]
+            tile = stream[first : min(first + TILE, length)]
             over, n = np.uint32(0), 0
             for j in range(len(tile)):
-                over += np.uint32((tile[j] & SIZE) >= high)
+                over += np.uint32(magnitude_bits(tile[j]) >= high)
             above[r] += over
             for j in range(len(tile)):
-                key = tile[j] & SIZE
+                key = magnitude_bits(tile[j])
                 inside[n] = key
                 n += (key >= low) & (key < high)
             here, others = counts[first // grain, r], np.int64(n)
