@@ -3,7 +3,7 @@
 from merge_core.engine.blocks import BufferPool, JobInputs, read_ahead
 from merge_core.engine.devices import has_cuda_driver
 from merge_core.engine.engine import MergeRecord, merge_weights, start_or_resume
-from merge_core.engine.execution import HELD_BYTES
+from merge_core.engine.execution import HELD_BYTES, KEPT_BYTES
 from merge_core.engine.finite import count_non_finite
 from merge_core.engine.in_memory import merge_tensors
 from merge_core.engine.settings import EngineSettings, usable_cores
@@ -12,6 +12,7 @@ from merge_core.engine.writer import WAITING_BYTES
 
 __all__ = [
     "HELD_BYTES",
+    "KEPT_BYTES",
     "WAITING_BYTES",
     "BufferPool",
     "EngineSettings",

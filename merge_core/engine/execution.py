@@ -26,17 +26,17 @@ from merge_core.engine.pages import InputPages
 from merge_core.engine.settings import EngineSettings
 from merge_core.engine.tensor_run import RunContext, TensorRun
 from merge_core.engine.workers import Workers
-from merge_core.engine.writer import ShardFiles
+from merge_core.engine.writer import WAITING_BYTES, ShardFiles
 from merge_core.methods import Method
 from merge_core.plan import MergePlan, Shard, TensorJob
 
 # Below this much input, compiling fused kernels would take longer than it saves.
 _FUSE_FROM_BYTES = 256 << 20
 _PROGRESS_SECONDS = 0.1
-# Blocks in work, and results that wait for being hashed.
-_POOL_BYTES = 128 << 20
 # Blocks that stay in memory until the next pass over their tensor.
-_KEPT_BYTES = 32 << 20
+KEPT_BYTES = 32 << 20
+# These, results that wait for being hashed, and blocks in work: what of it lies unused goes when another is wanted.
+_POOL_BYTES = KEPT_BYTES + WAITING_BYTES + (32 << 20)
 # Inputs of tensors that have been begun, at least: of small ones many are, so that whoever begins them is woken once
 # for hundreds.
 _BEGUN_BYTES = 32 << 20
@@ -120,7 +120,7 @@ class _Run:
         way = f"seed {seed}, {devices.kind}, {'fused' if fused else 'torch'}"
         self._identity = journal.merge_identity(plan, files, way)
         # On a GPU what a block has there would stay as well.
-        kept = _KEPT_BYTES if devices.kind == "cpu" else 0
+        kept = KEPT_BYTES if devices.kind == "cpu" else 0
         self._context = RunContext(
             method=plan.method,
             step=plan.recipe.name,

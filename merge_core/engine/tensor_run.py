@@ -178,7 +178,11 @@ class TensorRun:
         require_finite(self.job, self.broken)
         self.first_pass &= not whole
         if isinstance(self.step, Fold):
-            self._advance(self.step.combine([part for parts in self.parts if parts is not None for part in parts]))
+            # Not held beside what is made of them: those of a large tensor are tens of megabytes.
+            parts, self.parts = [part for parts in self.parts if parts is not None for part in parts], []
+            result = self.step.combine(parts)
+            del parts
+            self._advance(result)
         else:
             self._finish()
 

@@ -29,7 +29,7 @@ from merge_core.system import forget_cached, read_at, reserve_space
 PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20
 # Written blocks that wait in memory for being hashed.
-WAITING_BYTES = 64 << 20
+WAITING_BYTES = 32 << 20
 
 
 @dataclass(order=True)

@@ -89,18 +89,22 @@ def glance(scores: ScoreFunction, requests: Sequence[Request], numel: int) -> Ge
         return scores.fused.scores(block).view(np.int32) & np.int32(0x7FFFFFFF)
 
     def combine(parts: Sequence[Array]) -> Any:
-        streams = {request.stream: np.stack([part[request.stream] for part in parts]) for request in requests}
-        ordered = {stream: np.sort(seen, axis=None) for stream, seen in streams.items()}
-        guesses = [
-            _window(request, streams[request.stream], ordered[request.stream], numel, scores.dtype)
-            for request in requests
-        ]
-        kept = [part for _, part in guesses]
+        guesses: dict[Request, tuple[Window, float]] = {}
+        for stream in {request.stream for request in requests}:
+            asked = [request for request in requests if request.stream == stream]
+            guesses |= _windows(asked, np.stack([part[stream] for part in parts]), numel, scores.dtype)
+        kept = [guesses[request][1] for request in requests]
         few = sum(kept) * numel <= _MOST_KEPT and max(kept) <= _MOST_KEPT_PART
-        return [window for window, _ in guesses] if few else []
+        return [guesses[request][0] for request in requests] if few else []
 
     windows: list[Window] = yield Fold(of, combine, fused if scores.fused else None, glance=pieces)
     return windows
+
+
+def _windows(requests: Sequence[Request], pieces: Array, numel: int, dtype: str) -> dict[Request, tuple[Window, float]]:
+    """:func:`_window` of all requests of one stream; what is seen of it is sorted once, and one stream at a time."""
+    ordered = np.sort(pieces, axis=None)
+    return {request: _window(request, pieces, ordered, numel, dtype) for request in requests}
 
 
 def _window(request: Request, pieces: Array, ordered: Array, numel: int, dtype: str) -> tuple[Window, float]:
@@ -126,7 +130,8 @@ def _window(request: Request, pieces: Array, ordered: Array, numel: int, dtype: 
     top = 2**31 - 1 if dtype == "float32" else 2**63 - 1
     low = int(ordered[place - margin]) if place >= margin else 0
     high = int(ordered[place + margin]) + 1 if place + margin < size else top
-    begin, end = np.searchsorted(ordered, [low, high])
+    # In the type of what is searched, which is copied into a wider one otherwise. (Only a NaN is beyond the top.)
+    begin, end = ordered.searchsorted(np.array([low, min(high, top)], ordered.dtype))
     keys, counts = np.unique(ordered[begin:end], return_counts=True)
     most = np.argsort(-counts, kind="stable")[:_COMMON]
     common = most[counts[most] >= (end - begin) * _COMMON_PART]

@@ -6,7 +6,10 @@ import hashlib
 import json
 import subprocess
 import sys
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +18,9 @@ from family import HIDDEN, TOKENS, load, merge_text, random_tensors, recipe_of, 
 from samples import sampled
 
 from merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
-from merge_core.engine import blocks, execution
+from merge_core.engine import blocks, execution, tensor_run
 from merge_core.errors import InvalidInput, Refused
+from merge_core.methods import Fold, Map, Steps
 from merge_core.methods import kept as notes
 
 DARE = (
@@ -47,7 +51,7 @@ def test_blocks_that_stay_for_the_next_pass_are_not_read_again_and_change_no_byt
     read, read_into, seen = list[int](), blocks.read_into, []
     monkeypatch.setattr(blocks, "read_into", lambda fd, into, *at: (read.append(len(into)), read_into(fd, into, *at)))
     for kept in (0, 1 << 20, 1 << 30):
-        monkeypatch.setattr(execution, "_KEPT_BYTES", kept)
+        monkeypatch.setattr(execution, "KEPT_BYTES", kept)
         read.clear()
         record = merge_text(recipe_of(method), wide, f"out{kept}", block_elements=32768)
         seen.append((record.files, sum(read)))
@@ -98,6 +102,26 @@ def test_the_hash_is_that_of_the_file_also_when_hashing_falls_behind(
     record = merge_text(TIES, wide, block_elements=16384)
     for name, digest in record.files.items():
         assert hashlib.sha256((wide / "out" / name).read_bytes()).hexdigest() == digest
+
+
+def test_what_blocks_gave_a_pass_is_not_held_beside_what_was_made_of_it(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, held = list[weakref.ref[object]](), list[int]()
+
+    def steps() -> Steps:
+        def combine(given: Sequence[object]) -> Any:
+            parts.extend(map(weakref.ref, given))
+            return np.zeros(1)
+
+        yield Fold(lambda block: block.base, combine)
+        held.append(sum(part() is not None for part in parts))
+        return Map(lambda block: block.base)
+
+    monkeypatch.setattr(tensor_run.TensorRun, "_steps", lambda run: steps())
+    merge_text(LINEAR, wide, threads=1, block_elements=16384)
+    assert len(parts) > len(held) > 0, "some tensors have several blocks"
+    assert set(held) == {0}
 
 
 def test_the_seed_changes_random_masks_and_nothing_else(wide: Path) -> None:

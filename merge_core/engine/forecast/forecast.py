@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merge_core.architecture import is_projection
-from merge_core.engine import HELD_BYTES, WAITING_BYTES
+from merge_core.engine import HELD_BYTES, KEPT_BYTES, WAITING_BYTES
 from merge_core.engine.forecast.work import COPY, Work, work_of
 from merge_core.methods import GRAIN
 from merge_core.plan import MergePlan, TensorJob, step_of
@@ -186,7 +186,7 @@ def needs_of(plan: MergePlan, settings: EngineSettings, *, cores: int, device: s
 def peak_memory(block: int, *, threads: int, device: str, held: int = 0) -> int:
     """Bytes of anonymous memory at the peak of a merge whose largest block has ``block`` bytes, and whose tensors in
     work hold ``held`` beside their blocks."""
-    return _PROCESS_BYTES[device.partition(":")[0]] + WAITING_BYTES + threads * block + held
+    return _PROCESS_BYTES[device.partition(":")[0]] + KEPT_BYTES + WAITING_BYTES + threads * block + held
 
 
 def _held(kinds: Sequence[_Kind]) -> int:

@@ -1,0 +1,61 @@
+"""Where the k largest are looked for: what a guess takes in memory, and that it is each stream's own."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from merge_core.methods.contract import GRAIN, Fold
+from merge_core.methods.selection import Request, ScoreFunction
+from merge_core.methods.windows import glance
+
+# So many that few are enough to guess from, as of the largest tensors.
+NUMEL = 100 << 20
+STREAMS = 3
+
+
+def begun(requests: Sequence[Request]) -> Fold:
+    scores = ScoreFunction(lambda block: torch.empty(0), "float32")
+    return next(glance(scores, requests, NUMEL))
+
+
+def test_streams_are_guessed_at_one_after_the_other() -> None:
+    """So the memory is that of one stream, seen and sorted, whatever their number, and of nothing wider."""
+    requests = [Request(stream, k) for stream in range(STREAMS) for k in (NUMEL // 4, NUMEL // 2)]
+    fold, generator = begun(requests), np.random.default_rng(0)
+    parts: list[Any] = [
+        np.abs(generator.standard_normal((STREAMS, GRAIN), np.float32)).view(np.int32) for _ in range(fold.glance)
+    ]
+    one = fold.glance * GRAIN * parts[0].itemsize
+    tracemalloc.start()
+    try:
+        windows = fold.combine(parts)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * one, f"{peak / one:.1f} of one stream"
+    assert [window.stream for window in windows] == [request.stream for request in requests]
+
+
+def test_each_request_gets_the_window_that_it_gets_alone() -> None:
+    requests = [Request(stream, k) for k in (NUMEL // 4, NUMEL // 2) for stream in range(STREAMS)]
+    fold, generator = begun(requests), np.random.default_rng(1)
+    scales = np.array([[1.0], [2.0], [3.0]], np.float32)
+    parts: list[Any] = [
+        np.abs(scales * generator.standard_normal((STREAMS, GRAIN), np.float32)).view(np.int32)
+        for _ in range(fold.glance)
+    ]
+    windows = fold.combine(parts)
+    assert windows == [window for request in requests for window in begun([request]).combine(parts)]
+    assert len(set(windows)) == len(requests)
+
+
+def test_a_number_that_is_none_does_not_stop_the_guess() -> None:
+    """It is found, and refused, when the tensor is read as a whole."""
+    fold = begun([Request(0, 1)])
+    parts: list[Any] = [np.full((1, GRAIN), 0x7FFFFFFF, np.int32) for _ in range(fold.glance)]
+    assert len(fold.combine(parts)) == 1
