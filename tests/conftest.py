@@ -19,6 +19,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
 from kept import kept
 
 from flows.prefect_api import configure, local_api
@@ -32,6 +33,10 @@ configure(Path(os.environ["PREFECT_HOME"]))
 
 # Libraries and thousands of tests are millions of objects that stay, and were an eighth of all time to look through.
 gc.set_threshold(50_000, 20, 20)
+
+# No test judges speed: beside other work, an example that takes 4 ms may take 300.
+settings.register_profile("mergegate", deadline=None)
+settings.load_profile("mergegate")
 
 PROJECT = Path(__file__).resolve().parent.parent
 
