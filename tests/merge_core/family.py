@@ -36,6 +36,14 @@ from merge_core.checkpoint import (
 from merge_core.recipe import MeasuredInputs
 
 LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
+# Merges ``recipe.yaml`` of the working directory into ``out`` with compiled kernels, in a process of its own.
+MERGE_FUSED = """
+from pathlib import Path
+from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+recipe = load_recipe(Path("recipe.yaml"))
+plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
+merge_weights(plan, Path("out"), device="cpu", settings=EngineSettings(kernels="fused"))
+"""
 
 
 def shapes(layers: int = LAYERS, tokens: int = TOKENS) -> dict[str, tuple[int, ...]]:

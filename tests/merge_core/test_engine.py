@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family import HIDDEN, TOKENS, load, merge_text, random_tensors, recipe_of, save_checkpoint
+from family import HIDDEN, MERGE_FUSED, TOKENS, load, merge_text, random_tensors, recipe_of, save_checkpoint
 from samples import sampled
 
 from merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
@@ -80,15 +80,7 @@ def test_what_found_no_memory_for_a_note_is_decided_again_and_changes_no_byte(
 @pytest.mark.parametrize("text", sampled([LINEAR, TIES, DARE], [TIES]))
 def test_fused_kernels_do_without_torch(wide: Path, text: str) -> None:
     """Importing it takes longer than merging a small model, and threads of its own would disturb ours."""
-    code = """
-import sys
-from pathlib import Path
-from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-recipe = load_recipe(Path("recipe.yaml"))
-plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
-merge_weights(plan, Path("out"), device="cpu", settings=EngineSettings(kernels="fused"))
-print("torch" in sys.modules)
-"""
+    code = MERGE_FUSED + 'import sys\nprint("torch" in sys.modules)\n'
     (wide / "recipe.yaml").write_text(text)
     run = subprocess.run([sys.executable, "-c", code], cwd=wide, capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"

@@ -7,20 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from family import recipe_of
+from family import MERGE_FUSED, recipe_of
 
 INSPECT = (
     "import numpy as np; from merge_core.methods import kernels;"
     "words = np.array([0, 0x7F80, 1], np.uint64);"
     "assert kernels.inspect(words, np.uint64(0x7F80), np.uint64(0x80)) == (0x8080, 0x7F81)"
 )
-MERGE = """
-from pathlib import Path
-from merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-recipe = load_recipe(Path("recipe.yaml"))
-plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
-merge_weights(plan, Path("out"), device="cpu", settings=EngineSettings(kernels="fused"))
-"""
 
 
 def run(code: str = INSPECT, place: Path | None = None, **environment: str) -> None:
@@ -48,7 +41,7 @@ def test_where_nothing_can_be_written_a_kernel_works_all_the_same() -> None:
 def test_what_keeps_everything_compiles_nothing_that_drops_elements(wide: Path) -> None:
     """Without their tables no rule's code is compiled: that took most of the seconds before a first merge."""
     (wide / "recipe.yaml").write_text(recipe_of("task_arithmetic"))
-    run(MERGE, wide, NUMBA_CACHE_DIR=str(wide / "cache"))
+    run(MERGE_FUSED, wide, NUMBA_CACHE_DIR=str(wide / "cache"))
     compiled = {name.split("-")[0] for name in kept(wide / "cache")}
     assert "task_vectors.task_vectors" in compiled
     assert {name for name in compiled if name.startswith(("ranks.", "sparsify."))} == {"sparsify.sparsify"}

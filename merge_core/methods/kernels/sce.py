@@ -12,7 +12,18 @@ from typing import Any
 import numpy as np
 
 from merge_core.methods.kernels.compiled import compiled, inner
-from merge_core.methods.kernels.tiles import LANES, TILE, add_products, lanes_sum, magnitude_bits, narrow, whole, widen
+from merge_core.methods.kernels.sparsify import keep_tied
+from merge_core.methods.kernels.tiles import (
+    LANES,
+    TILE,
+    add_products,
+    add_rows,
+    lanes_sum,
+    magnitude_bits,
+    narrow,
+    whole,
+    widen,
+)
 
 
 @compiled
@@ -83,10 +94,7 @@ def sce(
         if first % grain == 0:
             _begin((start + first) // grain, cut, before, place)
         _select(deltas, m, mean, variance, cut, place)
-        for i in range(count):
-            delta = deltas[i]
-            for j in range(m):
-                votes[j] = delta[j] if i == 0 else votes[j] + delta[j]
+        add_rows(deltas, m, votes)
         merged[:m] = zero
         divisor[:m] = zero
         for i in range(count):
@@ -113,10 +121,7 @@ def _deltas(data: Any, rows: Any, first: int, m: int, base: Any, deltas: Any) ->
 @inner
 def _variance(deltas: Any, m: int, mean: Any, variance: Any) -> None:
     count = np.float32(len(deltas))
-    for i in range(len(deltas)):
-        delta = deltas[i]
-        for j in range(m):
-            mean[j] = delta[j] if i == 0 else mean[j] + delta[j]
+    add_rows(deltas, m, mean)
     for j in range(m):
         mean[j] /= count
     for i in range(len(deltas)):
@@ -143,13 +148,7 @@ def _select(deltas: Any, m: int, mean: Any, variance: Any, cut: Any, place: Any)
     _variance(deltas, m, mean, variance[:m])
     key, zero = np.uint32(cut[0]), np.float32(0.0)
     if cut[1] < cut[2]:  # Of the elements at the cut only some: those that the stride maps below the wanted count.
-        at, stride, tied, wanted = place[0], cut[3], cut[2], cut[1]
-        for j in range(m):
-            if magnitude_bits(variance[j]) == key:
-                variance[j] = variance[j] if at < wanted else zero
-                at += stride
-                at -= tied if at >= tied else 0
-        place[0] = at
+        keep_tied(variance, m, cut, 0, cut[1], place)
     for i in range(len(deltas)):
         delta = deltas[i]
         for j in range(m):

@@ -45,9 +45,9 @@ def sparsify(
         # Kept are those that the low side wants and the high side does not: where both cut one size, in one go.
         both = low_part and high_part and low[0] == high[0]
         if low_part:
-            _keep_tied(delta, m, low, high[1] if both else 0, low[1], places[model, :1])
+            keep_tied(delta, m, low, high[1] if both else 0, low[1], places[model, :1])
         if high_part and not both:
-            _keep_tied(delta, m, high, high[1], high[2], places[model, 1:])
+            keep_tied(delta, m, high, high[1], high[2], places[model, 1:])
     elif chances is not None and kind == 3:
         words(chances[model, 1], chances[model, 2], index, m, random)
         shift = index % 2
@@ -69,17 +69,19 @@ def begin_grain(places: Any, cuts: Any, before: Any, model: int, grain: int) -> 
 
 
 @inner
-def _keep_tied(delta: Any, m: int, cut: Any, first: int, last: int, place: Any) -> None:
-    """Of the elements at a cut, keep those that the stride maps to numbers from ``first`` to below ``last``.
+def keep_tied(values: Any, m: int, cut: Any, first: int, last: int, place: Any) -> None:
+    """Of the elements at a cut, keep those that the stride maps to numbers from ``first`` to below ``last``; the others
+    are set to zero.
 
     Args:
+        cut: ``[4]``: key, wanted, tied, stride.
         place: ``[1]``, the number of the next one, in place.
     """
     key, tied, stride, at = np.uint32(cut[0]), cut[2], cut[3], place[0]
     for j in range(m):
-        if magnitude_bits(delta[j]) == key:
+        if magnitude_bits(values[j]) == key:
             if at < first or at >= last:
-                delta[j] = np.float32(0.0)
+                values[j] = np.float32(0.0)
             at += stride
             at -= tied if at >= tied else 0
     place[0] = at

@@ -10,7 +10,7 @@ from merge_core.methods.kernels.compiled import compiled, inner
 from merge_core.methods.kernels.kept import drop_again, note_kept
 from merge_core.methods.kernels.ranks import rank_scratch
 from merge_core.methods.kernels.sparsify import begin_grain, sparsify
-from merge_core.methods.kernels.tiles import LANES, add_sizes, lanes_sum, narrow, whole, widen
+from merge_core.methods.kernels.tiles import LANES, add_rows, add_sizes, lanes_sum, narrow, whole, widen
 
 
 @compiled
@@ -125,10 +125,7 @@ def task_vectors(
             for j in range(m):
                 delta[j] *= weight
         if vote == 0:
-            for i in range(count):
-                delta = weighted[i]
-                for j in range(m):
-                    total[j] = delta[j] if i == 0 else total[j] + delta[j]
+            add_rows(weighted, m, total)
             for j in range(m):
                 total[j] /= divisor
         else:

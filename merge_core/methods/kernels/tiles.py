@@ -98,6 +98,15 @@ def whole(m: int) -> int:
 
 
 @inner
+def add_rows(rows: Any, m: int, total: Any) -> None:
+    """Sum of the rows into ``total[:m]``, in their order: ``rows [rows, at least m]``."""
+    for i in range(len(rows)):
+        row = rows[i]
+        for j in range(m):
+            total[j] = row[j] if i == 0 else total[j] + row[j]
+
+
+@inner
 def add_products(one: Any, other: Any, m: int, lanes: Any) -> None:
     for first in range(0, m, LANES):
         a, b = one[first : first + LANES], other[first : first + LANES]
