@@ -50,7 +50,7 @@ def most_wealth(differences: list[float], mean: float, confidence: float) -> flo
 
 
 @given(st.integers(0, 10_000), st.integers(1, 120), st.sampled_from([0.8, 0.95]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_mean_is_refuted_where_a_plain_martingale_reaches_its_target(seed: int, n: int, confidence: float) -> None:
     rng = np.random.default_rng(seed)
     differences = rng.choice([-1.0, -0.2, 0.0, 0.1, 1.0], n, p=[0.05, 0.2, 0.5, 0.2, 0.05])
@@ -119,7 +119,6 @@ def test_many_samples_at_once_are_judged_as_one_by_one() -> None:
 
 
 @given(st.lists(st.sampled_from([-1.0, -0.3, 0.0, 0.01, 0.7, 1.0]), min_size=1, max_size=60))
-@settings(deadline=None)
 def test_bounds_hold_the_mean_and_are_mirrored(differences: list[float]) -> None:
     found = graded_difference(differences, 0.95)
     other = graded_difference([-value for value in differences], 0.95)

@@ -54,7 +54,7 @@ def test_asking_again_at_the_same_level_would_err_far_more_often() -> None:
 
 
 @given(st.integers(2, 20_000), st.integers(1, 20_000), st.floats(0.6, 0.999))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_look_is_less_sure_than_what_all_of_them_promise(total: int, first: int, confidence: float) -> None:
     plan = plan_looks(looks(total, first), confidence)
     assert all(confidence - 1e-9 <= look.confidence <= 1 for look in plan)

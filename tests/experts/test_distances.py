@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -40,7 +40,6 @@ points = st.integers(2, 6).flatmap(
 
 
 @given(points, st.lists(st.floats(0.1, 5), min_size=6, max_size=6))
-@settings(deadline=None)
 def test_no_point_near_by_has_a_smaller_sum_of_distances(drawn: Points, voices: list[float]) -> None:
     models = np.array(drawn)
     given_voices = voices[: len(models)]
@@ -60,7 +59,6 @@ def test_no_point_near_by_has_a_smaller_sum_of_distances(drawn: Points, voices: 
 
 
 @given(st.floats(1e2, 1e6), st.integers(3, 7))
-@settings(deadline=None)
 def test_one_voice_cannot_carry_it_away(times: float, count: int) -> None:
     honest = np.random.default_rng(count).normal(size=(count, 8))
     bad = -times * honest.mean(0)
@@ -70,7 +68,6 @@ def test_one_voice_cannot_carry_it_away(times: float, count: int) -> None:
 
 
 @given(points)
-@settings(deadline=None)
 def test_order_and_size_of_the_models_do_not_matter(drawn: Points) -> None:
     models = np.array(drawn)
     shares = geometric_median(gram_of(models), [1.0] * len(models))

@@ -177,7 +177,7 @@ def test_a_merge_that_asks_for_an_order_is_not_made_without(twins: Path, tmp_pat
         merge_weights(plan_merge(recipe, opened), tmp_path / "out")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**16), groups=st.sampled_from([1, 2, 3]), each=st.sampled_from([1, 2]))
 def test_the_assignment_is_the_best_of_all_that_respect_groups(seed: int, groups: int, each: int) -> None:
     """Against all permutations, one by one."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from honest import CONFIG, RECIPE, TASK, checkpoint, pickled, torch_zip
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from merge_core import load_recipe, open_checkpoint, plan_merge
@@ -33,13 +33,11 @@ PLAIN = st.recursive(
 
 
 @given(value=PLAIN)
-@settings(deadline=None)
 def test_what_json_can_say_is_read_as_it_is(value: object) -> None:
     assert parse_json(json.dumps(value).encode(), "x") == value
 
 
 @given(value=PLAIN)
-@settings(deadline=None)
 def test_what_yaml_can_say_is_read_as_it_is(value: object) -> None:
     text = yaml.safe_dump(value)
     assert parse_yaml(text, "x") == ([] if value is None else [value])
@@ -50,7 +48,6 @@ def refused_in_words(error: InvalidInput) -> None:
 
 
 @given(content=st.binary(max_size=60) | st.text(alphabet='[]{}",:\\ud80ntrue-1.e5 ', max_size=60).map(str.encode))
-@settings(deadline=None)
 def test_any_bytes_are_a_value_or_invalid_json(content: bytes) -> None:
     try:
         json.dumps(parse_json(content, "x"), ensure_ascii=False).encode()
@@ -59,7 +56,6 @@ def test_any_bytes_are_a_value_or_invalid_json(content: bytes) -> None:
 
 
 @given(text=st.text(alphabet="[]{}\",:&*<!|>-?'#%@\\0xuiond1.e5 \n\t\ud800", max_size=60))
-@settings(deadline=None)
 def test_any_text_is_plain_values_or_invalid_yaml(text: str) -> None:
     try:
         json.dumps(parse_yaml(text, "x"), ensure_ascii=False).encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -207,13 +207,11 @@ USES = st.builds(
     commercial_entity=st.booleans(),
     name=st.sampled_from(["acme/mix", "acme/Llama-mix", "Llama-3-mix", "EXAONE-mix"]),
 )
-unhurried = settings(deadline=None)  # a busy machine breaks no law
 ACCEPTED = st.dictionaries(
     st.sampled_from(["acme/a", "acme/b", "acme/c", *TABLE.licenses]), st.just("alice: has read it"), max_size=60
 )
 
 
-@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED, data=st.data())
 def test_the_order_of_the_parents_does_not_matter(
     parents: list[License | LicensedParent], use: Use, accepted: dict[str, str], data: st.DataObject
@@ -222,7 +220,6 @@ def test_the_order_of_the_parents_does_not_matter(
     assert combine_licenses(parents, use, TABLE, accepted) == combine_licenses(other, use, TABLE, accepted)
 
 
-@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED)
 def test_naming_a_parent_twice_does_not_matter(
     parents: list[License | LicensedParent], use: Use, accepted: dict[str, str]
@@ -232,7 +229,6 @@ def test_naming_a_parent_twice_does_not_matter(
     )
 
 
-@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), more=ANYTHING, use=USES, accepted=ACCEPTED)
 def test_adding_a_parent_never_improves_the_status(
     parents: list[License | LicensedParent], more: License | LicensedParent, use: Use, accepted: dict[str, str]
@@ -244,7 +240,6 @@ def test_adding_a_parent_never_improves_the_status(
     assert RANK[after.status] >= RANK[before.status]
 
 
-@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES, accepted=ACCEPTED)
 def test_acceptance_never_lifts_a_block_nor_makes_one(
     parents: list[License | LicensedParent], use: Use, accepted: dict[str, str]
@@ -254,14 +249,12 @@ def test_acceptance_never_lifts_a_block_nor_makes_one(
     assert RANK[eased.status] <= RANK[plain.status]
 
 
-@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
 def test_private_research_is_never_judged_harder(parents: list[License | LicensedParent], use: Use) -> None:
     least = use.model_copy(update={"purpose": "research", "visibility": "private", "commercial_entity": False})
     assert RANK[combine_licenses(parents, least, TABLE).status] <= RANK[combine_licenses(parents, use, TABLE).status]
 
 
-@unhurried
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
 def test_the_status_is_that_of_the_first_reason_and_every_stop_says_what_to_do(
     parents: list[License | LicensedParent], use: Use

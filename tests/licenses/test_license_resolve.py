@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.preflight.licenses.case import Unread
@@ -138,7 +138,6 @@ FIELDS = dict.fromkeys(("license", "license_name", "license_link", "base_model")
 
 
 @given(fields=st.fixed_dictionaries({}, optional=FIELDS))
-@settings(deadline=None)  # reads and writes files
 def test_whatever_type_a_field_has_reading_raises_nothing(fields: dict[str, object]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model = _model(Path(directory), f"---\n{yaml.safe_dump(fields)}---\n")
@@ -151,7 +150,6 @@ def test_whatever_type_a_field_has_reading_raises_nothing(fields: dict[str, obje
 
 
 @given(card=st.text(alphabet="-\n\r :[]{}&*!|>'\"#license%mt0", max_size=80))
-@settings(deadline=None)  # reads and writes files
 def test_whatever_stands_in_a_card_reading_raises_nothing(card: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "README.md").write_bytes(b"---\n" + card.encode() + b"\n---\n")

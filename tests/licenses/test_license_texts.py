@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
@@ -59,7 +59,6 @@ def test_one_more_condition_makes_a_permissive_text_unknown(identifier: str) -> 
         assert found is None or (found.id == identifier and found.titles and found.restrictive)
 
 
-@settings(deadline=None)  # the first example reads all texts
 @given(place=st.integers(0, 150), word=st.sampled_from(["not", "non-commercial", "never", "except"]))
 def test_a_word_more_anywhere_in_the_terms_makes_them_unknown(place: int, word: str) -> None:
     words = MIT.split()

@@ -135,7 +135,7 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS.split(), KINDS.split()[::3]))
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(values=SETTINGS, picks=PICKS)
 def test_the_library_reads_of_the_result_what_it_read_of_the_parents(
     kind: str, values: dict[str, int], picks: list[tuple[int, int]]
@@ -315,7 +315,7 @@ def test_any_cut_of_a_family_without_lists_computes_what_the_stack_computes(
 ) -> None:
     root, models = pair("gemma3, unlisted", parents, tmp_path_factory)
 
-    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, suppress_health_check=list(HealthCheck))
     @given(picks=CUT)
     def check(picks: list[tuple[str, int, int]]) -> None:
         check_any_cut("gemma3, unlisted", root, models, picks)
@@ -330,7 +330,7 @@ def test_any_cut_computes_what_the_stack_computes_or_is_refused(
 ) -> None:
     root, models = pair(name, parents, tmp_path_factory)
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck))
     @given(picks=CUT)
     def check(picks: list[tuple[str, int, int]]) -> None:
         check_any_cut(name, root, models, picks)

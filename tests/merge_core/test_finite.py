@@ -143,7 +143,7 @@ def test_a_tensor_that_is_nothing_else_is_counted_whole(
 indices = st.dictionaries(st.integers(0, TOKENS * HIDDEN - 1), st.sampled_from(BAD), min_size=1, max_size=5)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     case=st.sampled_from(CASES),
     chosen=st.sampled_from(FORMATS),
@@ -177,7 +177,6 @@ def test_whatever_the_format_the_place_and_the_blocks(
     st.integers(0, 3000),
     st.booleans(),
 )
-@settings(deadline=None)
 def test_the_count_is_that_of_isfinite(chosen: str, values: list[float], padding: int, fused: bool) -> None:
     tensor = torch.tensor(values + [1.0] * padding).to(getattr(torch, chosen))
     stored = tensor.view(torch.uint8).numpy()

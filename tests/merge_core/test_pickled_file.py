@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from family import load, merge_text, random_tensors, save_checkpoint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from merge_core import open_checkpoint
@@ -198,7 +198,6 @@ def test_appending_to_what_is_no_list_is_refused(saved: Path, append: bytes) -> 
         read_pickled(rewritten(saved, b"\x80\x02X\x01\x00\x00\x00x" + append))
 
 
-@settings(deadline=None)  # Each example writes a file.
 @given(st.data())
 def test_a_damaged_description_is_refused_or_lies_inside_the_file(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -57,7 +57,6 @@ def within(found: Any, honest: Any) -> bool:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
-@settings(deadline=None)  # the first one compiles
 @given(data=st.data(), count=st.integers(3, 8))
 def test_fewer_than_half_cannot_carry_a_median_away(fused: bool, data: Any, count: int) -> None:
     base, *models = data.draw(family(count))
@@ -68,7 +67,6 @@ def test_fewer_than_half_cannot_carry_a_median_away(fused: bool, data: Any, coun
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
-@settings(deadline=None)  # the first one compiles
 @given(data=st.data(), count=st.integers(3, 10), trim=st.floats(0, 0.49))
 def test_as_many_as_are_trimmed_cannot_carry_a_mean_away(fused: bool, data: Any, count: int, trim: float) -> None:
     base, *models = data.draw(family(count))
@@ -79,7 +77,6 @@ def test_as_many_as_are_trimmed_cannot_carry_a_mean_away(fused: bool, data: Any,
 
 
 @pytest.mark.parametrize("name", ["median", "trimmed_mean"])
-@settings(deadline=None)  # the first one compiles
 @given(data=st.data(), count=st.integers(2, 6))
 def test_the_order_of_the_models_moves_no_bit_and_both_kernels_agree(name: str, data: Any, count: int) -> None:
     base, *models = data.draw(family(count))
@@ -89,7 +86,6 @@ def test_the_order_of_the_models_moves_no_bit_and_both_kernels_agree(name: str, 
     assert merged(name, base, models, fused=False).tobytes() == first.tobytes()
 
 
-@settings(deadline=None)  # the first one compiles
 @given(data=st.data(), count=st.integers(2, 6), threshold=st.floats(0, 1))
 def test_an_element_that_too_few_need_stays_as_the_base_has_it(data: Any, count: int, threshold: float) -> None:
     base, *models = data.draw(family(count))
@@ -104,7 +100,6 @@ def test_an_element_that_too_few_need_stays_as_the_base_has_it(data: Any, count:
         assert np.all((found == base) | np.isclose(found, total, rtol=1e-5, atol=1e-5))
 
 
-@settings(deadline=None)  # the first one compiles
 @given(data=st.data(), count=st.integers(1, 5), density=st.floats(0.05, 1))
 def test_twins_stitched_give_the_twin_where_it_was_kept(data: Any, count: int, density: float) -> None:
     base, model = data.draw(family(1))

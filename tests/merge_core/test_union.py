@@ -91,7 +91,7 @@ def require_union(root: Path, tables: Mapping[str, Tokenizer]) -> Tokenizer:
     return union
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_union_of_siblings_keeps_every_token_and_every_row_and_every_cut(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -79,7 +79,7 @@ class TestTheLines:
         ended=st.floats(allow_nan=False, allow_infinity=False),
         drop=st.floats(-100, 100),
     )
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     def test_what_is_kept_is_read_again(self, message: str, ended: float, drop: float) -> None:
         one = record(message=message, ended=ended, scores=(score(drop=drop),))
         assert b"\n" not in one.line()
@@ -381,7 +381,7 @@ class TestTheIndex:
 
 class TestThePlots:
     @given(st.lists(st.one_of(st.none(), st.floats(-1e9, 1e9)), min_size=1, max_size=40))
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     def test_every_value_is_inside_the_picture(self, values: list[float | None]) -> None:
         for chart in (WIDE, NARROW):
             drawn = draw_lines([Series("a", tuple(values))], ["1 Jan"] * len(values), chart, "points")

@@ -78,7 +78,7 @@ class TestTextFile:
         assert not [name for name, _ in read(file) if "score" in name]
 
     @given(st.lists(st.tuples(NAMES, st.sampled_from(["released", "refused"])), min_size=1, max_size=6))
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     def test_whatever_names_say_every_run_is_counted_once(
         self, tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[str, str]]
     ) -> None:

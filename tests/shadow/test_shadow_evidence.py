@@ -40,7 +40,7 @@ def wealth(scores: list[float], bound: Fraction, *, above: bool) -> Fraction:
     return total / 32
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(scores=SCORES, margin=st.integers(1, 49))
 def test_it_is_the_wealth_of_32_bettors(scores: list[float], margin: int) -> None:
     found = evidence_of(scores, ShadowRule(margin=margin))
@@ -49,7 +49,7 @@ def test_it_is_the_wealth_of_32_bettors(scores: list[float], margin: int) -> Non
     assert found.log_e_rollback == pytest.approx(math.log(wealth(scores, Fraction(1, 2), above=False)), abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     scores=SCORES, shuffled=st.randoms(use_true_random=False), margins=st.tuples(st.floats(0.1, 49), st.floats(0.1, 49))
 )
@@ -64,7 +64,7 @@ def test_the_order_of_pairs_is_nothing_and_a_wider_margin_is_easier(
     assert narrow.log_e_rollback == wide.log_e_rollback
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scores=st.lists(st.sampled_from([1.0, 0.5, 0.0]), min_size=1, max_size=400))
 def test_the_interval_and_the_decision_agree_and_the_mirror_image_is_mirrored(scores: list[float]) -> None:
     found, mirrored = evidence_of(scores, RULE), evidence_of([1 - x for x in scores], RULE)
@@ -76,7 +76,7 @@ def test_the_interval_and_the_decision_agree_and_the_mirror_image_is_mirrored(sc
         assert (found.high <= 0.5) == (found.log_e_rollback >= THRESHOLD)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(scores=st.lists(st.sampled_from([1.0, 0.5]), max_size=150), hours=st.floats(0, 48))
 def test_nothing_is_promoted_before_both_minima(scores: list[float], hours: float) -> None:
     found = decide_shadow(evidence_of(scores, RULE), hours, RULE)

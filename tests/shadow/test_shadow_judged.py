@@ -48,7 +48,7 @@ def test_a_win_survives_the_swap_and_equal_answers_ask_nobody(tmp_path: Path) ->
     assert found == {f"request-{n}": one for n, one in enumerate(wanted)}
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @for_all(deaths=st.lists(st.integers(1, 9), max_size=4))
 def test_a_judge_that_goes_away_again_and_again_is_asked_each_thing_once(
     tmp_path_factory: pytest.TempPathFactory, deaths: list[int]

@@ -23,7 +23,7 @@ def exact_mixture(failed: int, answered: int) -> Fraction:
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(failed=st.integers(0, 40), answered=st.integers(0, 400))
 def test_the_interval_is_of_all_rates_that_are_not_refuted(failed: int, answered: int) -> None:
     requests = failed + answered

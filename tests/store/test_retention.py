@@ -16,7 +16,7 @@ from merge_core.wording import parse_bytes
 NOW = 1_000_000_000.0
 DAY = 86_400.0
 
-relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def name_of(number: int) -> EntryName:

@@ -186,7 +186,7 @@ def test_a_value_is_made_again_whatever_has_become_of_its_file(tmp_path: Path, d
     assert store.build_value("gate", KEY, Value, lambda: pytest.fail("made again")) == (first, False)
 
 
-@settings(deadline=None, max_examples=25)  # each of them builds
+@settings(max_examples=25)  # each of them builds
 @given(st.data())
 def test_no_altered_byte_of_a_manifest_or_a_value_is_believed(data: st.DataObject) -> None:
     """Whatever is still believed says the same: spaces do not count, and the name of the stage is for people."""
@@ -204,7 +204,7 @@ def test_no_altered_byte_of_a_manifest_or_a_value_is_believed(data: st.DataObjec
         assert store.build_value("gate", KEY, Value, lambda: Value(words="abc"))[0] == value
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(JSON)
 def test_a_manifest_of_any_shape_is_a_miss(content: object) -> None:
     with tempfile.TemporaryDirectory() as directory:

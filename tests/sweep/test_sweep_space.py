@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from spaces import TIES, TIES_PARAMETERS, WEIGHT, space_of, ties_space
 
@@ -37,7 +37,6 @@ def test_the_start_is_the_recipe_that_was_written_by_hand() -> None:
     assert space.recipe["models"][0]["parameters"]["weight"] == "$math"
 
 
-@settings(deadline=None)
 @given(unit=st.tuples(UNITS, UNITS, UNITS))
 def test_every_point_is_a_recipe_within_its_ranges_and_survives_its_yaml(unit: tuple[float, ...]) -> None:
     space = ties_space()
@@ -134,7 +133,6 @@ def test_what_a_method_does_not_have_makes_no_second_recipe() -> None:
     assert recipe_key(space.recipe_of(one)) == recipe_key(space.recipe_of(other))
 
 
-@settings(deadline=None)
 @given(unit=st.tuples(*[UNITS] * 6))
 def test_weights_that_sum_to_one_do_so_in_every_group_and_keep_their_ranges(unit: tuple[float, ...]) -> None:
     free = {"low": 0.1, "high": 0.7, "start": 0.3, "layers": 2}
@@ -149,7 +147,6 @@ def test_weights_that_sum_to_one_do_so_in_every_group_and_keep_their_ranges(unit
     assert space.decode(space.encode(space.start)) == space.start
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6))
 def test_what_sums_to_one_is_the_nearest_that_does(values: list[float]) -> None:
     """Against scipy's general optimiser."""
