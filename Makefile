@@ -11,6 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than there are cores, since tests wait for processes and servers; whoever is done takes over half of what
 # another still has, so all are busy to the end.
 PARALLEL := -n 3 --dist worksteal
+# What several tests look at is served once, where these tests stay together.
+TOGETHER := -n 3 --dist loadfile
 
 .PHONY: help pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
 
@@ -48,10 +50,10 @@ test-fusionbench: $(VENV)/ready .venv-fusionbench/ready ## the same numbers as F
 	MERGEGATE_REQUIRE_FUSIONBENCH=1 $(BIN)/pytest -m fusionbench tests/peer -s
 
 test-serve: $(VENV)/ready .venv-vllm/ready ## a merge served by the real vLLM, and a broken one
-	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(PARALLEL) -m "serve and not long" tests/serve
+	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(TOGETHER) -m "serve and not long" tests/serve
 
 test-serve-long: $(VENV)/ready .venv-vllm/ready ## every way in which a broken merge can be served by the real vLLM
-	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(PARALLEL) -m "serve and long" tests/serve
+	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(TOGETHER) -m "serve and long" tests/serve
 
 test-ray: .venv-ray/ready ## the same work done by a Ray cluster, and a worker that dies
 	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and not long" tests/outside

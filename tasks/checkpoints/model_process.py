@@ -25,7 +25,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -53,6 +52,7 @@ from tasks.outside import (
     Slot,
     SupervisedProcess,
     also_end,
+    compile_imports,
     current_slot,
     environment_of_child,
     take_gpus,
@@ -72,8 +72,8 @@ _PROGRESS_EVERY = 0.1  # seconds: a tiny model answers thousands of requests in 
 _START = "from tasks.checkpoints.model_process import answer_questions; answer_questions()"
 _ALONE = "one at a time"
 _IMPORTED = (
-    "import datasets, lm_eval.models.huggingface, lm_eval.tasks, torch, transformers, tasks.evaluation.harness, "
-    "tasks.perplexity.measuring; transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM"
+    "import datasets, lm_eval.tasks, torch, transformers, tasks.evaluation.harness, tasks.perplexity.measuring; "
+    "transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM; import lm_eval.models.huggingface"
 )
 _SILENCE = 3600.0  # seconds without any progress, where nobody has set a limit: the largest model is loaded in that
 # Stages that go on, there, from what they have kept in the store.
@@ -293,7 +293,6 @@ class _Place:
 
 _places: dict[int, _Place] = {}
 _making = threading.Lock()
-_compiling = threading.Lock()
 
 
 def _place(number: int) -> _Place:
@@ -318,7 +317,7 @@ class _ModelProcess:
         self.kind = kind
         self.models: set[str] = set()  # digests of those that it was asked about
         self.connection, theirs = Pipe()
-        _compile_once()
+        _compile_libraries()
         given = {name: os.environ[name] for name in kind.passing if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         self._gpus = take_gpus()
@@ -353,18 +352,10 @@ class _ModelProcess:
         self._output.close()
 
 
-def _compile_once() -> None:
-    """Import what the process will, as ourselves: where an installer has compiled nothing, the first import does; but
-    the process may not write where libraries lie, and would compile them all each time it starts."""
-    if sys.dont_write_bytecode:
-        return  # nobody is to compile, so that would be in vain
+def _compile_libraries() -> None:
     found = importlib.util.find_spec("lm_eval.models")
     for directory in found.submodule_search_locations or () if found else ():
-        compiled = Path(importlib.util.cache_from_source(str(Path(directory) / "huggingface.py")))
-        with _compiling:
-            if not compiled.exists() and os.access(directory, os.W_OK):
-                command, nowhere = [sys.executable, "-P", "-c", _IMPORTED], subprocess.DEVNULL
-                subprocess.run(command, env=_environment(), stdout=nowhere, stderr=nowhere, check=False)
+        compile_imports(sys.executable, _IMPORTED, Path(directory) / "huggingface.py", _environment())
 
 
 def _environment() -> dict[str, str]:

@@ -2,13 +2,15 @@
 need, and servers that speak JSON over HTTP.
 
 ``SupervisedProcess`` is a process that is sure to end (``supervised``). ``Confinement`` says what one may reach that
-runs what strangers wrote, and ``environment_of_child`` what it may see of our environment (``confinement``). How a
-server is asked, and what is asked again, is in ``remote``. ``open_runner`` has independent work done side by side, here
-or on a cluster (``runner``, ``cluster``); ``current_slot`` is where a thread of ours does it (``slots``).
-``run_program`` has a program run that a model wrote (``programs``). ``hold_gpus`` keeps other jobs off the GPUs of this
-host (``gpu_lock``). ``require_linux`` says what needs it (``linux``).
+runs what strangers wrote, and ``environment_of_child`` what it may see of our environment (``confinement``);
+``compile_imports`` spares it compiling what it imports (``bytecode``). How a server is asked, and what is asked again,
+is in ``remote``. ``open_runner`` has independent work done side by side, here or on a cluster (``runner``,
+``cluster``); ``current_slot`` is where a thread of ours does it (``slots``). ``run_program`` has a program run that a
+model wrote (``programs``). ``hold_gpus`` keeps other jobs off the GPUs of this host (``gpu_lock``). ``require_linux``
+says what needs it (``linux``).
 """
 
+from tasks.outside.bytecode import compile_imports
 from tasks.outside.confinement import Confinement, environment_of_child
 from tasks.outside.gpu_lock import HeldGpus, hold_gpus, take_gpus
 from tasks.outside.linux import require_linux
@@ -48,6 +50,7 @@ __all__ = [
     "also_end",
     "at_slot",
     "causes",
+    "compile_imports",
     "current_slot",
     "end_slot",
     "environment_of_child",

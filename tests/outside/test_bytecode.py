@@ -1,0 +1,67 @@
+"""Libraries that no installer has compiled are compiled once, by an import of ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.outside import compile_imports
+
+IMPORTS = "import early, package.last"
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to import from; ``imported`` in it grows by a line with each import of ``package.last``."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "early.py").touch()
+    (tmp_path / "package" / "__init__.py").touch()
+    said = f"open({str(tmp_path / 'imported')!r}, 'a').write('once\\n')"
+    (tmp_path / "package" / "last.py").write_text(said)
+    return tmp_path
+
+
+def compile_them(libraries: Path, python: str = sys.executable, imports: str = IMPORTS) -> None:
+    seen = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    compile_imports(python, imports, libraries / "package" / "last.py", seen | {"PYTHONPATH": str(libraries)})
+
+
+def compiled(libraries: Path) -> set[str]:
+    return {path.name.partition(".")[0] for path in libraries.rglob("*.pyc")}
+
+
+def imported(libraries: Path) -> int:
+    place = libraries / "imported"
+    return len(place.read_text().splitlines()) if place.exists() else 0
+
+
+def test_all_is_compiled_and_only_once(libraries: Path) -> None:
+    compile_them(libraries)
+    assert compiled(libraries) == {"early", "__init__", "last"}
+    compile_them(libraries)
+    assert imported(libraries) == 1
+
+
+def test_where_nothing_is_to_be_compiled_nothing_is(libraries: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    compile_them(libraries)
+    assert compiled(libraries) == set()
+    assert imported(libraries) == 0
+
+
+def test_what_is_not_there_is_not_imported(libraries: Path) -> None:
+    (libraries / "package" / "last.py").unlink()
+    compile_them(libraries)
+    assert compiled(libraries) == set()
+
+
+@pytest.mark.parametrize(
+    ("python", "imports"), [("no such interpreter", IMPORTS), (sys.executable, "raise SystemExit(3)")]
+)
+def test_that_it_cannot_be_is_for_others_to_say(libraries: Path, python: str, imports: str) -> None:
+    compile_them(libraries, python, imports)
+    assert compiled(libraries) == set()
