@@ -14,7 +14,7 @@ PARALLEL := -n 3 --dist worksteal
 # What several tests look at is served once, where these tests stay together.
 TOGETHER := -n 3 --dist loadfile
 
-.PHONY: help pictures demo demo-sweep test test-slow test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
+.PHONY: help pictures demo demo-sweep test test-slow test-both test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env lint format family bench bench-gpu server worker deploy docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -25,11 +25,18 @@ demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate, publish
 demo-sweep: $(VENV)/ready ## search the demo's numbers, confirm the winner, release it
 	$(BIN)/mergegate sweep profiles/demo-sweep.yaml
 
+REQUIRED_BY_SLOW = MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1)
+# What neither the suite nor the longer proofs have: other machines, other environments, and what takes hours.
+ELSEWHERE := not long and not night and not gpu and not peer and not fusionbench and not serve and not ray
+
 test: $(VENV)/ready .venv-cyclonedx/ready ## the test suite
-	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not long and not gpu and not peer and not fusionbench and not serve and not ray"
+	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and $(ELSEWHERE)"
 
 test-slow: $(VENV)/ready .tokenizers/ready ## the longer proofs: servers, schedules, kills (make .registry/ready first: a real one, too)
-	MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "slow and not long and not night and not gpu and not peer and not fusionbench and not serve and not ray"
+	$(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "slow and $(ELSEWHERE)"
+
+test-both: $(VENV)/ready .venv-cyclonedx/ready .tokenizers/ready ## these two in one go: what both look at is made once
+	MERGEGATE_REQUIRE_CYCLONEDX=1 $(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE)"
 
 test-long: $(VENV)/ready .tokenizers/ready ## every fault at every request, kills at every stage, every family (most of an hour)
 	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray"

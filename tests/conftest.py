@@ -23,6 +23,7 @@ from hypothesis import settings
 from kept import kept
 
 from flows.prefect_api import configure, local_api
+from tasks.checkpoints.model_process import compile_libraries
 
 # Before anything imports Prefect or a Hugging Face library: they read the environment at import.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="mergegate-prefect-")
@@ -39,6 +40,11 @@ settings.register_profile("mergegate", deadline=None)
 settings.load_profile("mergegate")
 
 PROJECT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        compile_libraries()  # In a fresh clone: by one, before each worker would compile the same at the same time.
 
 
 def pytest_collection_finish() -> None:

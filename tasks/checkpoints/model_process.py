@@ -317,7 +317,7 @@ class _ModelProcess:
         self.kind = kind
         self.models: set[str] = set()  # digests of those that it was asked about
         self.connection, theirs = Pipe()
-        _compile_libraries()
+        compile_libraries()
         given = {name: os.environ[name] for name in kind.passing if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         self._gpus = take_gpus()
@@ -352,7 +352,8 @@ class _ModelProcess:
         self._output.close()
 
 
-def _compile_libraries() -> None:
+def compile_libraries() -> None:
+    """Compile, once, what the process will import, where an installer has not: it may not keep it itself."""
     found = importlib.util.find_spec("lm_eval.models")
     for directory in found.submodule_search_locations or () if found else ():
         compile_imports(sys.executable, _IMPORTED, Path(directory) / "huggingface.py", _environment())

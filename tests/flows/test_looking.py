@@ -177,6 +177,17 @@ def test_a_look_says_what_the_run_would_say_or_nothing(
     assert found in (None, said)
 
 
+@pytest.mark.slow
+def test_after_a_release_a_look_suffices(own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = Project(tmp_path / "project")
+    shutil.copytree(own.root, project.root, symlinks=True)
+    shutil.rmtree(project.root / "releases")
+    assert run(project, monkeypatch).status == "released"
+    found = looked(project)
+    assert found is not None
+    assert found.status == "nothing new"
+
+
 def test_nothing_new_is_said_without_prefect_and_kept_like_any_run(
     own: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

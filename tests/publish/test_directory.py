@@ -58,6 +58,15 @@ def test_a_release_holds_every_file_and_latest_points_to_it(
     assert sorted(path.name for path in (tmp_path / "releases").iterdir()) == ["latest", "v1"]
 
 
+def test_what_was_published_need_not_be_read_to_be_known(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
+) -> None:
+    place = publish_directory(files, tmp_path / "releases", "v1", hashes).location
+    assert {file.name: hashes.known(Path(place) / file.name) for file in files} == {
+        file.name: file.sha256 for file in files
+    }
+
+
 def test_publishing_again_touches_nothing(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
     target = tmp_path / "releases"
     publish_directory(files, target, "v1", hashes)

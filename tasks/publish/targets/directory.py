@@ -106,7 +106,7 @@ class DirectoryTarget(PublishTarget):
                 raise Refused(str(place), found="an alias", expected="a version", remedy="name the version otherwise")
             fresh = not place.exists()
             if fresh:
-                _write_version(files, place, on_progress)
+                _write_version(files, place, hashes, on_progress)
             else:
                 _require_same(place, files, hashes)
             moved = _move_link(directory / LATEST, version)
@@ -191,8 +191,8 @@ def _is_version(place: Path) -> bool:
     return place.is_dir() and not place.is_symlink() and not place.name.startswith(".")
 
 
-def _write_version(files: Sequence[ReleaseFile], place: Path, on_progress: OnProgress) -> None:
-    """All files beside their final place, then one rename."""
+def _write_version(files: Sequence[ReleaseFile], place: Path, hashes: HashMemo, on_progress: OnProgress) -> None:
+    """All files beside their final place, then one rename; the next run need not read them to know them."""
     done, total = 0, sum(file.size for file in files)
 
     def wrote(count: int) -> None:
@@ -206,6 +206,8 @@ def _write_version(files: Sequence[ReleaseFile], place: Path, on_progress: OnPro
         _write(file, partial / file.name, wrote)
     fsync_directories(partial)
     partial.rename(place)
+    for file in files:
+        hashes.remember(place / file.name, file.sha256)
 
 
 def _move_link(link: Path, version: str) -> bool:
