@@ -8,9 +8,11 @@ import hashlib
 import os
 import shutil
 import sqlite3
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from pathlib import Path
 # other worker while it does).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import certifi
 import pytest
+import typer.testing
 from hypothesis import settings
 from kept import kept
 
@@ -31,9 +35,14 @@ atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
 os.environ.pop("PREFECT_API_URL", None)
 os.environ["HF_HUB_OFFLINE"] = "1"
 configure(Path(os.environ["PREFECT_HOME"]))
+# That Prefect is on the loopback, without TLS: each of its clients would read 140 certificates all the same.
+_FIRST, _END, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
+_ONE_CERTIFICATE = Path(os.environ["PREFECT_HOME"]) / "one.pem"
+_ONE_CERTIFICATE.write_text(_FIRST + _END)
+os.environ["PREFECT_API_SSL_CERT_FILE"] = str(_ONE_CERTIFICATE)
 
-# Libraries and thousands of tests are millions of objects that stay, and were an eighth of all time to look through.
-gc.set_threshold(50_000, 20, 20)
+# A Typer app is made into forty commands whenever one of them is called: once is enough.
+typer.testing._get_command = cache(typer.testing._get_command)
 
 # No test judges speed: beside other work, an example that takes 4 ms may take 300.
 settings.register_profile("mergegate", deadline=None)
@@ -47,8 +56,26 @@ def pytest_configure(config: pytest.Config) -> None:
         compile_libraries()  # In a fresh clone: by one, before each worker would compile the same at the same time.
 
 
+# Libraries and thousands of tests are millions of objects that stay, and were an eighth of all time to look through.
+gc.set_threshold(50_000, 20, 20)
+_MANY_MODULES = 300
+_frozen = 0  # modules that there were when what had been imported was last put out of the collector's sight
+
+
 def pytest_collection_finish() -> None:
+    _freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    if len(sys.modules) > _frozen + _MANY_MODULES:
+        gc.collect()
+        _freeze()
+
+
+def _freeze() -> None:
+    global _frozen
     gc.freeze()
+    _frozen = len(sys.modules)
 
 
 @pytest.fixture(scope="session")

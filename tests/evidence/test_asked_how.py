@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_eval_runs import prepare
+from lm_eval_runs import prepare, simple_evaluate
 from pydantic import ValidationError
 from rich.console import Console
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
@@ -92,7 +92,6 @@ def ours(root: Path, task: EvalTask, scoring: Scoring) -> dict[tuple[str, int], 
 
 
 def theirs(root: Path, name: str, scratch: Path, said: dict[str, Any]) -> dict[tuple[str, int], tuple[str, float]]:
-    from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     folder = prepare([root / f"{name}.yaml"], scratch)

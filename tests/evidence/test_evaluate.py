@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lm_eval_runs import simple_evaluate
 from pydantic import ValidationError
 from tiny_models import Prefix, make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -206,7 +207,6 @@ def test_more_examples_than_there_are_documents_are_refused(tmp_path: Path, mode
 
 
 def test_prompts_are_those_of_lm_evals_own_command_line(tmp_path: Path, model: Model) -> None:
-    from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     directory = tmp_path / "tasks"

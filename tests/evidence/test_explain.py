@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from lm_eval_runs import simple_evaluate
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, write_choices
 
@@ -156,7 +157,6 @@ def test_long_prompts_keep_both_their_ends_and_the_artifact_all(tmp_path: Path) 
 
 
 def test_the_text_of_a_document_has_the_hash_that_lm_eval_gave_it(task: EvalTask, tmp_path: Path) -> None:
-    from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 

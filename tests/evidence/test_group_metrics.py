@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from group_shapes import DEFAULTS, SIZES, write_leaderboard
-from lm_eval_runs import prepare, run_lm_eval
+from lm_eval_runs import prepare, run_lm_eval, simple_evaluate
 from tiny_models import CPU, make_model, write_choices, write_jsonl
 
 from merge_core.errors import InvalidInput
@@ -135,7 +135,6 @@ def test_less_is_better_is_turned_round_among_others(tasks: Path, written: Path)
 
 def test_tasks_written_inline_and_settings_laid_over_others_are_as_in_lm_eval(tasks: Path, tmp_path: Path) -> None:
     """The oracle is lm-eval reading the group's own file, with absolute paths in it."""
-    from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     inline = f"""group: inlined

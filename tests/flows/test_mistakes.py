@@ -121,6 +121,8 @@ def _without_places(text: str) -> str:
     """Without what differs from machine to machine, and with the library."""
     text = re.sub(r"lm-eval [\d.]+", "lm-eval <version>", re.sub(r"(?<![.\w])\./", "", text))
     # Stages that other tests of this process have declared are none that a person can name.
+    if "expected: one of answer," not in text:
+        return text
     return re.sub(r"(?m)(?<=expected: one of )answer,.*$", ", ".join(_stages()), text)
 
 
