@@ -411,7 +411,7 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
 
     _keep_templates()
     try:
-        if task.definition is None and (task.mirror is None or _is_laid_over(task.in_lm_eval)):
+        if task.definition is None and _is_laid_over(task.in_lm_eval):
             with _from_mirror(task, _found_in_mirror(task).values(), scratch):
                 return dict(_shipped_tasks().load([task.in_lm_eval])["tasks"])
         prepared = (

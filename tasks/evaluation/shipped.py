@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-_NAMED = re.compile(rb"^['\"]?(task|group|tag)['\"]?[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
+_NAMED = re.compile(rb"^['\"]?(task|group|tag|class)['\"]?[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
 _TAGS = re.compile(rb"^['\"]?tag['\"]?[ \t]*:[ \t]*\n((?:[ \t]*-[ \t]*\S+[ \t]*\n)+)", re.MULTILINE)
 _INCLUDE = re.compile(rb"^['\"]?include['\"]?[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
 _DEEPEST = 16  # groups within groups
@@ -70,26 +70,42 @@ def _leaves(name: str, laid_over: Mapping[str, Any], depth: int) -> Iterator[Lea
         yield LeafConfig(name, {**load_yaml(path, resolve_func=False), **laid_over}, path, laid_over)
     elif name in names.groups:
         path = names.groups[name]
-        yield from _members(load_yaml(path, resolve_func=False), path, laid_over, depth)
+        yield from _members(name, load_yaml(path, resolve_func=False), path, laid_over, depth)
     else:
         for task in names.tags.get(name, ()):
             yield from _leaves(task, laid_over, depth + 1)
 
 
-def _members(group: Mapping[str, Any], path: Path, laid_over: Mapping[str, Any], depth: int) -> Iterator[LeafConfig]:
-    members = group.get("task") or []
+def _members(
+    group: str, config: Mapping[str, Any], path: Path, laid_over: Mapping[str, Any], depth: int
+) -> Iterator[LeafConfig]:
+    """Of a group as lm-eval builds it: what it says that is none of a group's own settings holds for its tasks."""
+    known = _names()
+    laid_over = {key: value for key, value in config.items() if key not in _own_settings()} | dict(laid_over)
+    members = config.get("task") or []
     for member in [members] if isinstance(members, str) else members:
         own = dict(member) if isinstance(member, Mapping) else {"task": member}
-        if "group" in own and not isinstance(own.get("task"), str):
-            yield from _members(own, path, laid_over, depth + 1)
+        if "group" in own:
+            inner = str(own.pop("group"))
+            if inner in known.groups or inner in known.tasks or inner in known.tags:
+                yield from _leaves(inner, {**laid_over, **own}, depth + 1)
+            else:
+                yield from _members(f"{group}::{inner}", own, path, laid_over, depth + 1)
             continue
         name = str(own.pop("task", ""))
-        settings = {**own, **laid_over}
-        known = _names()
+        settings = {**laid_over, **own}
         if name in known.tasks or name in known.groups or name in known.tags:
             yield from _leaves(name, settings, depth + 1)
         elif own:  # a whole task, written inline
-            yield LeafConfig(f"{group.get('group')}::{name}", settings, path, settings)
+            yield LeafConfig(f"{group}::{name}", settings, path, settings)
+
+
+@lru_cache(maxsize=1)
+def _own_settings() -> frozenset[str]:
+    """What a group says of itself, and not of its tasks."""
+    from lm_eval.config.group import GroupConfig
+
+    return frozenset(field.name for field in fields(GroupConfig))
 
 
 @lru_cache(maxsize=1)
@@ -106,7 +122,7 @@ def _names() -> _Names:
         said: dict[str, str] = {}
         for key, value in _NAMED.findall(text):
             said.setdefault(key.decode(), value.decode())
-        if "group" in said:
+        if "group" in said and "class" not in said:
             groups.setdefault(said["group"], path)
         elif "task" in said and said["task"] != "-":
             tasks.setdefault(said["task"], path)

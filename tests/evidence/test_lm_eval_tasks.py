@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmark_scripts import load_benchmark
@@ -86,6 +88,66 @@ def test_groups_and_tags_stand_for_their_tasks() -> None:
     assert [leaf.name for leaf in shipped_leaves("ai2_arc")] == ["arc_challenge", "arc_easy"]  # a tag
     assert {"mmlu", "bbh", "leaderboard", "openllm", "gsm8k"} <= shipped_names()
     assert {leaf.name for leaf in shipped_leaves("openllm")} >= {"arc_challenge", "gsm8k", "mmlu_virology"}
+
+
+def test_what_a_group_says_of_its_tasks_is_laid_over_them() -> None:
+    (leaf,) = shipped_leaves("darija_summarization")
+    assert "metric_list" in leaf.laid_over
+    assert [leaf.name for leaf in shipped_leaves("scrolls_qasper")] == ["scrolls_qasper"]  # its file names a group, too
+
+
+class _Loaded:
+    """In place of a task that lm-eval has loaded: how it is configured."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.name = dict(config), str(config["task"])
+
+
+def _configured(built: Any) -> dict[str, dict[str, Any]]:
+    """Of what lm-eval has built of a name: how each task is configured."""
+    if isinstance(built, _Loaded):
+        return {built.name: built.config}
+    below = built if isinstance(built, list) else built._children.values()
+    return {name: config for each in below for name, config in _configured(each).items()}
+
+
+def _as_text(config: Mapping[str, Any]) -> str:
+    beside = {"tag", "group", "task_list", "metadata"}  # what lm-eval takes out, or adds
+    return json.dumps({key: value for key, value in config.items() if key not in beside}, sort_keys=True, default=str)
+
+
+# lm-eval gives the tasks of a group below these the name of the group, or the list of their names, and keeps one.
+COLLAPSED = {"openllm", "toksuite_abridged"}
+
+
+@pytest.mark.long
+def test_every_name_means_what_lm_evals_own_index_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.tasks import TaskManager, _factory
+
+    def build_task(factory: Any, entry: Any, overrides: Any) -> _Loaded:
+        config = factory._load_full_config(entry, overrides)
+        return _Loaded({key: value for key, value in config.items() if key not in ("tag", "group", "task_list")})
+
+    load_yaml = _factory.load_yaml
+    monkeypatch.setattr(_factory, "load_yaml", lambda path, **said: load_yaml(path, **{**said, "resolve_func": False}))
+    monkeypatch.setattr(_factory.TaskFactory, "_build_task", build_task)
+    monkeypatch.setattr(_factory, "ConfigurableTask", _Loaded)
+    manager = TaskManager()
+    assert shipped_names() == set(manager.all_tasks)
+    different, unbuilt = [], []
+    for name in manager.all_tasks:
+        try:
+            theirs = _configured(manager._load_spec(name))
+        except (TypeError, ValueError):
+            unbuilt.append(name)
+            continue
+        ours = {leaf.name: {**leaf.config, "task": leaf.name} for leaf in shipped_leaves(name)}
+        if {task: _as_text(config) for task, config in ours.items()} != {
+            task: _as_text(config) for task, config in theirs.items()
+        }:
+            different.append(name)
+    assert set(different) == COLLAPSED
+    assert len(unbuilt) < 5  # what lm-eval itself cannot build
 
 
 @pytest.mark.parametrize("task", ["mmlu", "bbh", "gsm8k", "arc_easy", "hellaswag", "openllm"])
