@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mixtures import FAMILIES, build, logits, related, save
 from safetensors.torch import load_file, save_file
+from samples import sampled_rows
 
 from merge_core import load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge, plan_with_findings
 from merge_core.architecture.experts import by_expert, disk_name
@@ -80,9 +81,13 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert different == []
 
 
-EVERY_METHOD = [("mixtral", method) for method in METHODS] + [
-    pytest.param("qwen3_moe", method, marks=[] if method in ("ties", "slerp") else pytest.mark.slow)
-    for method in METHODS
+EVERY_METHOD = [
+    *sampled_rows([("mixtral", method) for method in METHODS], [("mixtral", method) for method in METHODS[::2]]),
+    *sampled_rows(
+        [("qwen3_moe", method) for method in METHODS],
+        [("qwen3_moe", "ties"), ("qwen3_moe", "slerp")],
+        pytest.mark.long,
+    ),
 ]
 
 

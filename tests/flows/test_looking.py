@@ -161,7 +161,7 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sampled(CHANGES, list(CHANGES)[::12], pytest.mark.long))
+@pytest.mark.parametrize("kind", sampled(CHANGES, list(CHANGES)[::24], pytest.mark.long))
 def test_a_look_says_what_the_run_would_say_or_nothing(
     own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

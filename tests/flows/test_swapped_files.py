@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from demo_project import PROFILES, Project
 from optional_stages import run_with_everything
-from samples import sampled
+from samples import sampled, sampled_rows
 from tampering import CHANGES, HARMLESS
 
 from merge_core.errors import ChangedInput
@@ -105,6 +105,14 @@ def made_anew(release: Release, name: str, body: Callable[..., Any]) -> Iterator
         assert not list((store / name).glob("*.partial"))
 
 
+def pairs() -> list[Any]:
+    """A stage and a change: each stage with one, each change with one or more; every pair in the long suite."""
+    stages, changes = sorted(READING), list(CHANGES)
+    every = [(stage, change) for stage in stages for change in changes]
+    often = [(stage, changes[place % len(changes)]) for place, stage in enumerate(stages)]
+    return sampled_rows(every, often, pytest.mark.long)
+
+
 def models_of(call: StageCall) -> list[Model]:
     return [one for one in pinned_inputs(call.inputs.arguments.values()) if isinstance(one, Model)]
 
@@ -117,9 +125,8 @@ def refusal(build: Callable[[], Any], model: Model) -> None:
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("name", sorted(READING))
-def test_no_stage_reads_what_is_not_pinned(release: Release, name: str, change: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(("name", "change"), pairs())
+def test_no_stage_reads_what_is_not_pinned(release: Release, name: str, change: str) -> None:
     _, call = release.calls[name]
     for model in models_of(call)[-2:]:
         for file in (WEIGHTS, "config.json", "tokenizer.json"):
@@ -127,15 +134,12 @@ def test_no_stage_reads_what_is_not_pinned(release: Release, name: str, change: 
                 made_anew(release, name, lambda *_, **__: pytest.fail("it reads")) as build,
                 put_back(model.directory),
             ):
-                change(model.directory / file)
+                CHANGES[change](model.directory / file)
                 refusal(build, model)
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("name", sorted(READING))
-def test_no_stage_keeps_what_it_made_while_a_file_was_changed(
-    release: Release, name: str, change: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize(("name", "change"), pairs())
+def test_no_stage_keeps_what_it_made_while_a_file_was_changed(release: Release, name: str, change: str) -> None:
     stage, call = release.calls[name]
     model = models_of(call)[-1]
     made = release.project.home / "store" / name / call.key[:32]
@@ -143,7 +147,7 @@ def test_no_stage_keeps_what_it_made_while_a_file_was_changed(
 
     def body(out: Path, *_: Any, **__: Any) -> Any:
         (out / "half done").write_bytes(b"of the pinned bytes")
-        change(model.directory / WEIGHTS)
+        CHANGES[change](model.directory / WEIGHTS)
         return value
 
     with made_anew(release, name, body) as build, put_back(model.directory):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from samples import sampled_rows
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
@@ -302,7 +303,11 @@ def share(base: Tokenizer, other: Tokenizer, way: str, root: Path) -> float:
 
 @pytest.mark.parametrize(
     ("way", "forth", "back"),
-    [("specials", 0.0, 0.0), ("dormant", 0.0, 0.0), ("appended", 0.144, 0.003), ("added", 0.301, 0.091)],
+    sampled_rows(
+        [("specials", 0.0, 0.0), ("dormant", 0.0, 0.0), ("appended", 0.144, 0.003), ("added", 0.301, 0.091)],
+        [("dormant", 0.0, 0.0), ("added", 0.301, 0.091)],
+        pytest.mark.long,
+    ),
 )
 def test_strangers_change_the_share_of_a_text_that_is_said(tmp_path: Path, way: str, forth: float, back: float) -> None:
     pair = gpt2(), of_litellm("anthropic")

@@ -130,7 +130,7 @@ def tensor_bytes() -> int:
     return sum(tensor.numel() * (2 + 4) for tensor in base.values())
 
 
-@pytest.mark.parametrize("seed", sampled(range(4), [0]))
+@pytest.mark.parametrize("seed", sampled(range(4), [0], pytest.mark.long))
 def test_the_shards_of_a_killed_participant_are_taken_over(parents: Path, seed: int) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")
     codes, (report,) = together(parents, 3, 2, seed)

@@ -69,10 +69,10 @@ def release(place: Path, number: int, *, shards: int) -> dict[str, Path]:
 
 
 def scenes() -> Iterator[Any]:
-    """Every fault, on both transports, for the first release and for one that replaces another. Two in the slow
+    """Every fault, on both transports, for the first release and for one that replaces another. One in the slow
     suite."""
     for by, first, kind in itertools.product(("lfs", "xet"), (False, True), ("fail", "down", "drop", "kill")):
-        often = (by, kind) == (("xet", "kill") if first else ("lfs", "drop"))
+        often = (by, first, kind) == ("xet", False, "kill")
         marks = pytest.mark.slow if often else pytest.mark.long
         yield pytest.param(by, first, kind, id=f"{by}-{'first' if first else 'replacing'}-{kind}", marks=marks)
 
