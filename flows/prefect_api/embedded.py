@@ -67,6 +67,9 @@ def configure(home: Path) -> None:
         "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
         # The records of a local run are read by people in its own output; nobody polls the API for them meanwhile.
         "PREFECT_LOGGING_TO_API_ENABLED": "0",
+        # What tasks come to is recorded a second later and many at once, not each in transactions of its own.
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
     }
     for name, value in quiet.items():
         os.environ.setdefault(name, value)

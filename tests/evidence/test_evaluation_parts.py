@@ -123,6 +123,7 @@ def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTas
 
 
 @pytest.mark.usefixtures("prefect_api", "home")
+@pytest.mark.slow
 def test_joined_parts_score_as_all_their_documents(
     model: Model, task: EvalTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
