@@ -122,8 +122,8 @@ def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTas
     assert sorted(row.doc_id for row in rows if row.metric == "acc,none") == list(range(40))
 
 
-@pytest.mark.usefixtures("prefect_api", "home")
 @pytest.mark.slow
+@pytest.mark.usefixtures("prefect_api", "home")
 def test_joined_parts_score_as_all_their_documents(
     model: Model, task: EvalTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

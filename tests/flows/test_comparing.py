@@ -43,7 +43,6 @@ def compare(project: Project, reference: Path, candidate: Path) -> tuple[int, di
 Compared = tuple[Project, dict[str, Any]]
 
 
-@pytest.mark.slow
 def test_a_lost_skill_is_refused(compared: Compared) -> None:
     _, outcome = compared
     assert outcome["status"] == "refused"

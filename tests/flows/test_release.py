@@ -141,6 +141,7 @@ def test_a_lost_skill_that_perplexity_cannot_see_is_refused(released: Released) 
     assert {guard["task"]: guard["outcome"] for guard in verdict["guards"]}["shift"] == "fail"
 
 
+@pytest.mark.slow
 def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(released: Released) -> None:
     project, _ = released
     before = project.artifacts("evaluate")
