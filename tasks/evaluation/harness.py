@@ -41,7 +41,7 @@ from tasks.evaluation.metrics import check_all_scored, checked_score
 from tasks.evaluation.mirror import FoundDataset, find_datasets
 from tasks.evaluation.mirror_loading import datasets_from
 from tasks.evaluation.scoring import DocumentRange, Scoring, documents_in, ordered
-from tasks.evaluation.shipped import shipped_leaves
+from tasks.evaluation.shipped import LeafConfig, shipped_leaves
 from tasks.evaluation.task_data import (
     DataSource,
     LoadedData,
@@ -411,12 +411,11 @@ def _load_tasks(task: EvalTask, scratch: Path) -> dict[str, Any]:
 
     _keep_templates()
     try:
-        if task.definition is None and _is_laid_over(task.in_lm_eval):
+        shipped = () if task.definition else shipped_leaves(task.in_lm_eval)
+        if _is_laid_over(shipped):
             with _from_mirror(task, _found_in_mirror(task).values(), scratch):
                 return dict(_shipped_tasks().load([task.in_lm_eval])["tasks"])
-        prepared = (
-            _prepare(task, task.definition, scratch) if task.definition else _prepare_shipped(task.in_lm_eval, scratch)
-        )
+        prepared = _prepare(task, task.definition, scratch) if task.definition else _prepare_shipped(shipped, scratch)
         found, manager = _found_in_mirror(task), TaskManager(include_defaults=False)
         loaded: dict[str, Any] = {}
         for name, path in prepared.items():  # one after another: each with the data that are its own
@@ -458,15 +457,15 @@ def _first_cause(error: BaseException) -> str:
     return said or type(error).__name__
 
 
-def _is_laid_over(name: str) -> bool:
+def _is_laid_over(shipped: Iterable[LeafConfig]) -> bool:
     """Whether a group of lm-eval's lays functions over its tasks, or has whole ones inline: only its index reads it."""
-    return any("/" in str(leaf.laid_over) or "::" in leaf.name for leaf in shipped_leaves(name))
+    return any("/" in str(leaf.laid_over) or "::" in leaf.name for leaf in shipped)
 
 
-def _prepare_shipped(name: str, scratch: Path) -> dict[str, Path]:
+def _prepare_shipped(shipped: Iterable[LeafConfig], scratch: Path) -> dict[str, Path]:
     """Definitions by name that load as lm-eval's own index loads them, without parsing 14,000 files."""
     prepared = {}
-    for number, leaf in enumerate(shipped_leaves(name)):
+    for number, leaf in enumerate(shipped):
         path = scratch / f"shipped{number}.yaml"
         path.write_text(yaml.safe_dump({"include": str(leaf.path), **leaf.laid_over, "task": leaf.name}))
         prepared[leaf.name] = path

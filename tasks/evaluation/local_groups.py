@@ -82,10 +82,15 @@ def group_members(
     return tuple(every.values())
 
 
+def laid_over_tasks(group: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says of its tasks and not of itself, with ``overrides`` of the groups above it, which win."""
+    return {key: value for key, value in group.items() if key not in _OF_A_GROUP} | dict(overrides)
+
+
 def _members(group: _Group, overrides: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[Definition]:
     """The tasks below a group, in its order; ``overrides`` is what groups above it say, and wins."""
     beside = _beside(group.path.parent)
-    laid_over = {key: value for key, value in group.config.items() if key not in _OF_A_GROUP} | dict(overrides)
+    laid_over = laid_over_tasks(group.config, overrides)
     for item in as_list(group.config.get("task") or []):
         own = dict(item) if isinstance(item, Mapping) else {"task": item}
         kind = "group" if "group" in own else "task"

