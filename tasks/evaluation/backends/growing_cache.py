@@ -28,7 +28,7 @@ def _growing_layer() -> type[Any]:
     """The class of its layers; transformers is imported with it."""
     from transformers.cache_utils import DynamicLayer
 
-    class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' base classes are untyped
+    class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         """``keys`` and ``values``, ``[batch, heads, length, size]``, are views of memory that is longer."""
 
         keys: torch.Tensor

@@ -39,7 +39,7 @@ def _generation_settings() -> frozenset[str]:
 
     # lm-eval takes these itself, the number of tokens under any of its names.
     own = ("until", "max_gen_toks", "max_tokens", "max_completion_tokens")
-    known: dict[str, Any] = GenerationConfig().to_dict()  # type: ignore[no-untyped-call]
+    known: dict[str, Any] = GenerationConfig().to_dict()
     return frozenset([*known, *own])
 
 
