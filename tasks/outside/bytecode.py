@@ -10,12 +10,12 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from merge_core.store import locked
+
 _PATIENCE = 600.0  # seconds for an import that hangs: whoever asks goes on without
-_compiling = threading.Lock()
 
 
 def compile_imports(python: str | Path, imports: str, last: Path, environment: Mapping[str, str]) -> None:
@@ -28,8 +28,10 @@ def compile_imports(python: str | Path, imports: str, last: Path, environment: M
     """
     if sys.dont_write_bytecode:
         return  # nobody is to compile, so that would be in vain
-    with _compiling:
-        if _is_compiled(last) or not last.is_file() or not os.access(last.parent, os.W_OK):
+    if _is_compiled(last) or not last.is_file() or not os.access(last.parent, os.W_OK):
+        return
+    with locked(last.parent, required=False):  # by one run of several that begin at the same time
+        if _is_compiled(last):
             return
         command, nowhere = [str(python), "-P", "-c", imports], subprocess.DEVNULL
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # Whoever is started next says why it cannot be.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,12 @@ def test_all_is_compiled_and_only_once(libraries: Path) -> None:
     compile_them(libraries)
     assert compiled(libraries) == {"early", "__init__", "last"}
     compile_them(libraries)
+    assert imported(libraries) == 1
+
+
+def test_of_several_that_begin_at_the_same_time_one_compiles(libraries: Path) -> None:
+    with ThreadPoolExecutor() as several:
+        list(several.map(compile_them, [libraries] * 4))
     assert imported(libraries) == 1
 
 
