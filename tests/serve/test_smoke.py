@@ -251,6 +251,7 @@ def test_what_the_profile_sets_wins_over_what_the_checkpoint_says(checkpoint: Pa
     assert line.endswith("--seed 7")
     assert called.environment["VLLM_CPU_KVCACHE_SPACE"] == "9"
     assert called.environment["TORCH_COMPILE_DISABLE"] == "1"
+    assert called.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 @pytest.mark.parametrize(
