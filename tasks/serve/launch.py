@@ -122,8 +122,8 @@ def launch(
         return Launch(tuple(words), environment | settings.environment)
     if kind.on_cpu:
         # Not pinned to cores, which others use too; a cache for keys and values that fits beside them; no C++ compiler
-        # that works for ten seconds on the ranks of log probabilities, which --enforce-eager leaves to it; and no worker
-        # beside the engine, which has it for the sake of pinning alone, and imports for a third of the time to start.
+        # that works for ten seconds on the ranks of log probabilities, which --enforce-eager leaves to it; and, since
+        # it is there for the sake of pinning alone, no worker beside the engine that imports as long as the engine.
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
