@@ -10,7 +10,7 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from importlib.metadata import version
@@ -94,6 +94,17 @@ def prefect_database(request: pytest.FixtureRequest) -> Path:
 
     key = hashlib.sha256(version("prefect").encode()).hexdigest()
     return kept(request.config, "prefect", key, make) / "prefect.db"
+
+
+@pytest.fixture(scope="session")
+def begin_records(prefect_database: Path) -> Callable[[Path], None]:
+    """Give a new project state that database, where another process would carry out those migrations again."""
+
+    def begin(home: Path) -> None:
+        (home / "prefect").mkdir(parents=True)
+        shutil.copy(prefect_database, home / "prefect")
+
+    return begin
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -47,6 +47,7 @@ from merge_core.errors import InvalidInput
 
 pytestmark = pytest.mark.slow
 
+Begin = Callable[[Path], None]
 DEMO = {"profile": "profiles/demo.yaml", "schedule": "0 3 * * *", "timezone": "Europe/Berlin"}
 REFUSED = {"profile": "profiles/demo-refused.yaml"}
 
@@ -79,21 +80,21 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with _served(tmp_path_factory.mktemp("served")) as place:
+def served(tmp_path_factory: pytest.TempPathFactory, begin_records: Begin) -> Iterator[Served]:
+    with _served(tmp_path_factory.mktemp("served"), begin_records) as place:
         yield place
 
 
 @pytest.fixture(scope="module")
-def served_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served_alone(tmp_path_factory: pytest.TempPathFactory, begin_records: Begin) -> Iterator[Served]:
     """A server on which no other test has left runs that hold its one slot."""
-    with _served(tmp_path_factory.mktemp("alone")) as place:
+    with _served(tmp_path_factory.mktemp("alone"), begin_records) as place:
         yield place
 
 
 @contextmanager
-def _served(root: Path) -> Iterator[Served]:
-    make_project(root)
+def _served(root: Path, begin_records: Begin) -> Iterator[Served]:
+    begin_records(make_project(root).home)
     (root / "prefect.yaml").write_text((PROJECT / "prefect.yaml").read_text())
     port = free_port()
     environment = bare_environment(root)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,14 @@ def files_of(release: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("moments", [("merge", "publish"), pytest.param((*STAGES, "publish"), marks=pytest.mark.long)])
 def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
-    tmp_path: Path, released: tuple[Project, Result], moments: tuple[str, ...]
+    tmp_path: Path,
+    released: tuple[Project, Result],
+    begin_records: Callable[[Path], None],
+    moments: tuple[str, ...],
 ) -> None:
     undisturbed, _ = released
     project = make_project(tmp_path / "killed")
+    begin_records(project.home)
     for moment in moments:
         run = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(DIES), moment, "run", "profiles/demo.yaml"],

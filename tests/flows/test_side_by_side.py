@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from demo_project import Project, make_project
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 MEASURED = ("merge", "perplexity", "evaluate", "gate")  # stages whose artifacts must be the same
 
@@ -24,7 +24,7 @@ def measured(home: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("runner", ["{workers: 2}", pytest.param("{kind: dask, workers: 2}", marks=pytest.mark.long)])
+@pytest.mark.parametrize("runner", ["{workers: 2}", "{kind: dask, workers: 2}"])
 def test_two_workers_make_what_one_makes(
     runner: str, demo_release: Path, tmp_path: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,9 +75,10 @@ class Project:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+def project(tmp_path_factory: pytest.TempPathFactory, begin_records: Callable[[Path], None]) -> Iterator[Project]:
     root = tmp_path_factory.mktemp("project")
     write_keys(root)
+    begin_records(root / "state")
     (root / "demo.yaml").write_text(PROFILE.format(demo=DEMO, repo="acme/demo"))
     (root / "elsewhere.yaml").write_text(PROFILE.format(demo=DEMO, repo="other/demo"))
     with hub(tmp_path_factory.mktemp("hub")) as stand_in:

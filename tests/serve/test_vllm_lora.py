@@ -67,6 +67,7 @@ def test_an_adapter_is_served_as_lora_and_passes(adapter: Path, merged: Model, t
     assert str(merged.directory) not in log, "the merged model is what it is compared with, not what is served"
 
 
+@pytest.mark.long
 def test_an_adapter_with_the_wrong_sign_is_refused_by_parity(adapter: Path, merged: Model, tmp_path: Path) -> None:
     verdict = smoke(merged, negated(adapter, tmp_path / "negated"), tmp_path / "server.log")
     seen = {check.name: check.seen for check in verdict.failures}
