@@ -154,13 +154,13 @@ $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
 	cd .registry && { apt-get -qq download docker-registry || { apt-get -qq update && apt-get -qq download docker-registry; } } && dpkg -x docker-registry_*.deb . && rm docker-registry_*.deb
 	touch $@
 
-# mergekit wants other versions of half of what we use, so it lives in an environment of its own.
 # FusionBench asks for whatever PyTorch there is: the small one first.
 .venv-fusionbench/ready: benchmarks/fusionbench-constraints.txt | .uv/ready
 	@echo "installing FusionBench into .venv-fusionbench (once)"
 	@.ci/install --torch .venv-fusionbench --constraint benchmarks/fusionbench-constraints.txt fusion-bench==0.2.33
 	touch $@
 
+# mergekit wants other versions of half of what we use, so it lives in an environment of its own.
 .venv-peer/ready: benchmarks/peer-constraints.txt | .uv/ready
 	@echo "installing mergekit into .venv-peer (once)"
 	@.ci/install --torch .venv-peer --constraint benchmarks/peer-constraints.txt mergekit==0.1.5
