@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from merge_core.methods.kernels.compiled import compiled, inner
-from merge_core.methods.kernels.sparsify import keep_tied
+from merge_core.methods.kernels.sparsify import begin_numbering, keep_tied
 from merge_core.methods.kernels.tiles import (
     LANES,
     TILE,
@@ -54,7 +54,7 @@ def energies(data: Any, rows: Any, length: int, start: int, grain: int, cut: Any
             m = min(TILE, min(length, (g + 1) * grain) - first)
             _deltas(data, rows, first, m, base, deltas)
             if first == g * grain:
-                _begin(start // grain + g, cut, before, place)
+                begin_numbering(place, cut, before, start // grain + g)
             _select(deltas, m, mean, variance, cut, place)
             for i in range(count):
                 delta = deltas[i]
@@ -92,7 +92,7 @@ def sce(
         m = min(TILE, length - first)
         _deltas(data, rows, first, m, base, deltas)
         if first % grain == 0:
-            _begin((start + first) // grain, cut, before, place)
+            begin_numbering(place, cut, before, (start + first) // grain)
         _select(deltas, m, mean, variance, cut, place)
         add_rows(deltas, m, votes)
         merged[:m] = zero
@@ -131,13 +131,6 @@ def _variance(deltas: Any, m: int, mean: Any, variance: Any) -> None:
             variance[j] = away * away if i == 0 else variance[j] + away * away
     for j in range(m):
         variance[j] /= count
-
-
-@inner
-def _begin(grain: int, cut: Any, before: Any, place: Any) -> None:
-    """Where numbering of equal scores stands at the start of a grain, mapped by the stride."""
-    if 0 < cut[1] < cut[2]:
-        place[0] = before[grain] * cut[3] % cut[2]
 
 
 @inner

@@ -61,11 +61,22 @@ def sparsify(
 
 @inner
 def begin_grain(places: Any, cuts: Any, before: Any, model: int, grain: int) -> None:
-    """Where numbering of equal scores stands at the start of a grain, mapped by the stride."""
+    """Where numbering of equal scores stands at the start of a grain, on both sides of a model."""
     for side in range(2):
-        wanted, tied, stride = cuts[model, side, 1], cuts[model, side, 2], cuts[model, side, 3]
-        if 0 < wanted < tied:
-            places[model, side] = before[model, side, grain] * stride % tied
+        begin_numbering(places[model, side : side + 1], cuts[model, side], before[model, side], grain)
+
+
+@inner
+def begin_numbering(place: Any, cut: Any, before: Any, grain: int) -> None:
+    """Where numbering of equal scores stands at the start of a grain, mapped by the stride.
+
+    Args:
+        place: ``[1]``, what is set.
+        cut: ``[4]``: key, wanted, tied, stride.
+        before: How many equal ones lie before each grain.
+    """
+    if 0 < cut[1] < cut[2]:
+        place[0] = before[grain] * cut[3] % cut[2]
 
 
 @inner
