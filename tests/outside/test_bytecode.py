@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 
 from tasks.outside import compile_imports
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 IMPORTS = "import early, package.last"
 
@@ -47,9 +51,33 @@ def test_all_is_compiled_and_only_once(libraries: Path) -> None:
     assert imported(libraries) == 1
 
 
-def test_of_several_that_begin_at_the_same_time_one_compiles(libraries: Path) -> None:
-    with ThreadPoolExecutor() as several:
-        list(several.map(compile_them, [libraries] * 4))
+ASKS = """
+import sys
+from pathlib import Path
+from tasks.outside import compile_imports
+print("asks", flush=True)
+compile_imports(sys.executable, sys.argv[1], Path(sys.argv[2]), {"PYTHONPATH": sys.argv[3]})
+"""
+
+
+def test_of_two_runs_that_begin_at_the_same_time_one_compiles(libraries: Path) -> None:
+    os.mkfifo(libraries / "gate")
+    (libraries / "early.py").write_text(
+        f"with open({str(libraries / 'imported')!r}, 'a') as said: said.write('once\\n'); first = said.tell() == 5\n"
+        f"if first: open({str(libraries / 'gate')!r}).read()\n"
+    )
+    (libraries / "package" / "last.py").write_text("")
+    with ThreadPoolExecutor() as beside:
+        first = beside.submit(compile_them, libraries)
+        with (libraries / "gate").open("w"):  # it is in the middle of its imports
+            last = str(libraries / "package" / "last.py")
+            command = [sys.executable, "-c", ASKS, IMPORTS, last, str(libraries)]
+            second = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(PROJECT)})
+            assert second.stdout is not None
+            assert second.stdout.readline() == b"asks\n"
+        first.result()
+    second.communicate(timeout=HANG_S)
+    assert second.returncode == 0
     assert imported(libraries) == 1
 
 
