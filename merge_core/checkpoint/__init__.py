@@ -12,6 +12,7 @@ from merge_core.checkpoint.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
+from merge_core.checkpoint.configuration import CONFIG_KEYS, TEXT_PARTS, read_config
 from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from merge_core.checkpoint.dtypes import (
     BY_CODE,
@@ -50,6 +51,7 @@ from merge_core.checkpoint.safetensors_file import StoredTensor, fetch_header, r
 __all__ = [
     "BY_CODE",
     "BY_TORCH_NAME",
+    "CONFIG_KEYS",
     "EXPONENTS",
     "FILE",
     "FILES_OF_IMPORTANCE",
@@ -61,6 +63,7 @@ __all__ = [
     "PICKLED_SINGLE_NAME",
     "RECIPE_NAMES",
     "SINGLE_NAME",
+    "TEXT_PARTS",
     "TURN_ENDS",
     "AnyTensor",
     "Checkpoint",
@@ -85,6 +88,7 @@ __all__ = [
     "packed_moments",
     "patterns",
     "promote",
+    "read_config",
     "read_header",
     "read_into",
     "read_pickled",

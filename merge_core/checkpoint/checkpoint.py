@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from merge_core.checkpoint.chat_template import own_template
+from merge_core.checkpoint.configuration import read_config
 from merge_core.checkpoint.derived import AnyTensor
 from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.checkpoint.quantised import decode_quantised
@@ -114,7 +115,7 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
     there = _companions(directory)
     check_entries(directory, there)
     names = tuple(name for name in there if (directory / name).is_file())
-    config: Mapping[str, Any] = read_json(directory / "config.json")
+    config: Mapping[str, Any] = read_config(directory / "config.json")
     known = elsewhere or {}
     index_name, single_name = _names_of_weights(directory, known)
     index, single = directory / index_name, directory / single_name

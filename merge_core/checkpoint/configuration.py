@@ -1,0 +1,165 @@
+"""Read ``config.json`` and check the JSON type of every key that mergegate interprets.
+
+The check runs once for each checkpoint, when it is opened. All other code reads the typed values. Keys that are not
+listed here are carried over, and compared between parents as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from merge_core.errors import InvalidInput
+from merge_core.parsing import read_json
+
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+"""Keys under which multimodal families keep the configuration of their language model."""
+
+
+@dataclass(frozen=True)
+class KeyType:
+    """JSON type of a key.
+
+    Args:
+        expected: What error messages call it.
+        accepts: Tells whether a value is of the type.
+        nullable: Whether null is allowed and means the default of the family.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    nullable: bool = True
+
+
+def _whole(least: int | None) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and (least is None or value >= least)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_SIZE = KeyType("a whole number, at least 1", _whole(1))
+_COUNT = KeyType("a whole number, at least 0", _whole(0))
+_INTEGER = KeyType("a whole number", _whole(None))
+_NUMBER = KeyType("a number", _number)
+_FLAG = KeyType("true or false", lambda value: isinstance(value, bool))
+_TEXT = KeyType("a string", _text)
+_TEXTS = KeyType("a list of strings", _list_of(str))
+_NUMBERS = KeyType("a list of whole numbers", _list_of(int))
+_OBJECT = KeyType("an object", lambda value: isinstance(value, dict))
+
+_KEYS_OF_TYPE: tuple[tuple[KeyType, str], ...] = (
+    (KeyType(_SIZE.expected, _SIZE.accepts, nullable=False), "hidden_size num_attention_heads"),
+    (KeyType(_COUNT.expected, _COUNT.accepts, nullable=False), "num_hidden_layers"),
+    (KeyType(_TEXT.expected, _TEXT.accepts, nullable=False), "model_type"),
+    (
+        _SIZE,
+        "vocab_size intermediate_size moe_intermediate_size num_key_value_heads n_embd n_head n_inner "
+        "attn_layer_period decoder_sparse_step expert_layer_period full_attention_interval "
+        "interleave_moe_layer_step no_rope_layer_interval",
+    ),
+    (
+        _COUNT,
+        "n_layer n_layers num_layers head_dim num_experts num_local_experts n_routed_experts num_experts_per_tok "
+        "n_group max_window_layers first_k_dense_replace num_dense_layers attn_layer_offset expert_layer_offset "
+        "num_nextn_predict_layers num_mtp_layers original_max_position_embeddings",
+    ),
+    (_INTEGER, "sliding_window"),
+    (_NUMBER, "rope_theta partial_rotary_factor rms_norm_eps layer_norm_eps max_position_embeddings"),
+    (
+        _FLAG,
+        "tie_word_embeddings use_sliding_window attention_bias mlp_bias norm_topk_prob "
+        "scale_attn_by_inverse_layer_idx",
+    ),
+    (_TEXT, "hidden_act hidden_activation activation_function hybrid_override_pattern"),
+    (_TEXTS, "architectures layer_types layers_block_type"),
+    (_NUMBERS, "no_rope_layers full_attn_idxs attn_layer_indices mlp_only_layers moe_layers"),
+    (_OBJECT, "text_config llm_config language_config rope_scaling rope_parameters quantization_config auto_map"),
+    (KeyType("the name of a number format", lambda value: isinstance(value, (str, dict))), "dtype torch_dtype"),
+    (
+        KeyType("a token id or a list of token ids", lambda value: _whole(None)(value) or _NUMBERS.accepts(value)),
+        "bos_token_id eos_token_id pad_token_id",
+    ),
+    (
+        KeyType(
+            "a whole number, at least 1, or a string with one letter per layer",
+            lambda value: _SIZE.accepts(value) or _text(value),
+        ),
+        "sliding_window_pattern",
+    ),
+    (
+        KeyType(
+            "a whole number, at least 1, or a list with one number per layer",
+            lambda value: _SIZE.accepts(value) or _NUMBERS.accepts(value),
+        ),
+        "moe_layer_freq",
+    ),
+)
+CONFIG_KEYS: Mapping[str, KeyType] = {key: kind for kind, keys in _KEYS_OF_TYPE for key in keys.split()}
+"""The keys that mergegate interprets, in ``config.json`` itself and in the configuration of the language model."""
+
+_ROPE_KEYS: Mapping[str, KeyType] = {
+    **dict.fromkeys(("rope_theta", "factor", "partial_rotary_factor"), _NUMBER),
+    **dict.fromkeys(("rope_type", "type"), _TEXT),
+}
+# Families in which one of the keys has a value for each layer, stage or encoder.
+_LISTED: Mapping[str, tuple[str, ...]] = {
+    "intermediate_size": ("gemma3n", "gemma3n_text"),
+    "moe_intermediate_size": ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text", "ernie4_5_moe_vl"),
+    "num_attention_heads": ("clap_audio_model", "glpn", "levit", "pvt", "pvt_v2", "segformer"),
+    "num_hidden_layers": ("lxmert",),
+}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the content of the ``config.json`` at ``path``.
+
+    Raises:
+        InvalidInput: The file is missing or not a JSON object, or a key has a value of a wrong type.
+    """
+    config = read_json(path)
+    _check(config, str(path), "")
+    return config
+
+
+def _check(config: Mapping[str, Any], file: str, prefix: str) -> None:
+    model_type = config.get("model_type")
+    for key, value in config.items():
+        kind = CONFIG_KEYS.get(key)
+        if kind is None or (model_type in _LISTED.get(key, ()) and isinstance(value, (list, dict))):
+            continue
+        if not (kind.accepts(value) or (value is None and kind.nullable)):
+            raise _wrong_type(file, prefix + key, value, kind)
+        if isinstance(value, dict) and key in ("rope_scaling", "rope_parameters"):
+            for inner_key, inner_value, inner_kind in _rope_values(value):
+                if not (inner_value is None or inner_kind.accepts(inner_value)):
+                    raise _wrong_type(file, f"{prefix}{key}.{inner_key}", inner_value, inner_kind)
+        elif isinstance(value, dict) and key in TEXT_PARTS and not prefix:
+            _check(value, file, f"{key}.")
+
+
+def _rope_values(rope: Mapping[str, Any]) -> Iterator[tuple[str, Any, KeyType]]:
+    """Yield key, value and type of the known parameters, which may be grouped by type of layer."""
+    groups = {f"{key}.": value for key, value in rope.items() if isinstance(value, dict) and key not in _ROPE_KEYS}
+    for prefix, group in {"": rope, **groups}.items():
+        yield from ((f"{prefix}{key}", group[key], kind) for key, kind in _ROPE_KEYS.items() if key in group)
+
+
+def _wrong_type(file: str, key: str, value: Any, kind: KeyType) -> InvalidInput:
+    return InvalidInput(
+        f"{file}: {key}",
+        found=f"{value!r:.60}",
+        expected=kind.expected,
+        remedy="correct the value in config.json, or download the file again",
+    )
