@@ -22,6 +22,7 @@ from merge_core.architecture.families import described_families, find_family, te
 from merge_core.architecture.layer_kinds import kinds_of_layer
 from merge_core.architecture.layers import before_layers, layer_place, stacks
 from merge_core.architecture.layouts import in_layout_of
+from merge_core.architecture.meaning import differing_settings
 from merge_core.architecture.parts import main_depth, main_stack, places_outside, prediction_tensors
 from merge_core.architecture.stacking import LayerOrigin, in_place, stacked_config
 from merge_core.architecture.tensor_kinds import (
@@ -40,6 +41,7 @@ __all__ = [
     "TensorKind",
     "before_layers",
     "described_families",
+    "differing_settings",
     "dtype_in",
     "find_family",
     "find_tensor",

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.architecture import has_own_head, vocabulary_size
+from merge_core.architecture import differing_settings, has_own_head, vocabulary_size
 from merge_core.checkpoint import Checkpoint
 from merge_core.checkpoint.vocabulary import each_read_once
 from merge_core.errors import Finding, InvalidInput, finding_of, worst_first
@@ -29,21 +29,6 @@ _TEMPLATE = "chat_template"
 # Classes of transformers that do what the tokenizer.json says.
 _TOKENIZERS_WITHOUT_RULES = ("PreTrainedTokenizer", "TokenizersBackend")
 _END = "eos_token_id"
-# Config fields that change what the same weights compute, or where a text ends.
-_MEANING = (
-    "hidden_act",
-    "hidden_activation",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "sliding_window",
-    _END,
-)
 
 
 @dataclass(frozen=True)
@@ -144,19 +129,16 @@ def _compare_configs(
             cause=different_size(name),
         )
         return
-    for key in _MEANING:
-        if aligned and key == _END:
-            continue  # Numbers of different vocabularies; what differs in words is said of the tokenizers.
-        mine, theirs = (stated(checkpoint, key) for checkpoint in (first, other))
-        if mine != theirs and mine is not None and theirs is not None:
-            yield Finding(
-                "warn",
-                f"{name}: config.json: {key}",
-                found=f"{theirs}",
-                expected=f"{mine}, as in {donor}, whose config the result gets",
-                remedy="make sure that the models compute the same function of their weights",
-                cause=different_size(name) if key in SIZES else "",
-            )
+    yield from _compare_settings(donor, first, name, other)
+    mine, theirs = (stated(checkpoint, _END) for checkpoint in (first, other))
+    if not aligned and mine != theirs and mine is not None and theirs is not None:
+        yield Finding(
+            "warn",
+            f"{name}: config.json: {_END}",
+            found=f"{theirs}",
+            expected=f"{mine}, as in {donor}, whose config the result gets",
+            remedy="set eos_token_id to the token that ends a text, in each model and in the result",
+        )
     mine_vocab, their_vocab = vocabulary_size(first.config), vocabulary_size(other.config)
     if mine_vocab != their_vocab and not aligned:
         yield Finding(
@@ -175,6 +157,33 @@ def _compare_configs(
             found=str(not has_own_head(other)).lower(),
             expected=f"{not has_own_head(first)}".lower() + f", as in {donor}",
             remedy=f"the result gets an output head of its own, for which the embedding of {tied} counts as its head",
+        )
+
+
+def _compare_settings(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
+    """Yield the settings with which the two models compute different functions of the same weights."""
+    without_effect: list[str] = []
+    for mine, theirs in differing_settings(first.config, other.config):
+        if not mine.is_read or "derived" in (mine.source, theirs.source):
+            without_effect.append(theirs.key)
+            continue
+        key = theirs.key.rpartition(".")[2]
+        spelling = f" ({mine.key})" if mine.key != theirs.key and mine.source == "stated" else ""
+        yield Finding(
+            "warn",
+            f"{name}: config.json: {theirs.key}",
+            found=f"{theirs}",
+            expected=f"{mine}{spelling}, as in {donor}, whose config the result gets",
+            remedy="make sure that the models compute the same function of their weights",
+            cause=different_size(name) if key in SIZES else "",
+        )
+    if without_effect:
+        yield Finding(
+            "info",
+            f"{name}: config.json: {', '.join(without_effect)}",
+            found=f"not as in {donor}",
+            expected="no effect: transformers reads no such key for this model_type, or derives it",
+            remedy="nothing to do, unless other software that reads them runs the result",
         )
 
 

@@ -95,7 +95,7 @@ def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest,
     return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 
-@value_stage("compat", version=6)
+@value_stage("compat", version=7)
 def check_compatibility(
     recipe: Recipe,
     metadata: Sequence[HeaderDigest],

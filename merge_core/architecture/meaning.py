@@ -1,0 +1,314 @@
+"""Settings of ``config.json`` that decide what a network computes with its weights, one spelling for each.
+
+Every key counts unless :data:`_NO_EFFECT` says that it does not change the function: names, versions, number formats,
+dropout, initialization, training losses, text generation. Spellings are unified (``rope_theta`` and ``rope_scaling``
+with ``rope_parameters``, ``n_embd`` with ``hidden_size``), and a missing key means the default of its family, which is
+in ``defaults.json``. ``tests/merge_core/test_meaning.py`` generates that file from transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
+from merge_core.architecture.families import TextPart, text_part
+from merge_core.architecture.layer_kinds import kinds_of_layer
+from merge_core.errors import InvalidInput
+
+_NO_EFFECT = re.compile(
+    # Names, files and number formats.
+    r"^_|^(?:architectures|auto_map|model_type|dtype|torch_dtype|quantization_config|torchscript|use_bfloat16"
+    r"|task_specific_params|finetuning_task|problem_type|id2label|label2id|num_labels|prefix|tokenizer_class)$"
+    r"|version|unsloth|attn_implementation|flash_attn|_name$|_name_or_path$"
+    # The vocabulary, which has checks of its own.
+    r"|^(?:vocab_size|unpadded_vocab_size|tie_word_embeddings)$|_token_ids?$|_token_index$|_token_indices$"
+    # Training.
+    r"|dropout|drop_rate|layerdrop|_pdrop$|drop_path|^init_|_init_|initializer|init_std|init_scheme|loss|jitter"
+    r"|gradient_checkpointing|rescale_prenorm_residual|^(?:summary|classifier)_"
+    # How the library runs, not what it computes.
+    r"|^output_|^return_dict|^use_(?:cache|mamba_kernels|mambapy|associative_scan)$|^num_logits_to_keep$"
+    r"|^(?:chunk_size_feed_forward|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|pruned_heads)$"
+    # Longest texts; where they change the positions, _rope_settings counts them.
+    r"|^(?:max_position_embeddings|original_max_position_embeddings|n_positions|n_ctx|max_seq_len|max_length"
+    r"|model_max_length|max_sequence_length|seq_length)$"
+    # Text generation, which older configurations contain.
+    r"|^(?:do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty|temperature|top_[kp]|typical_p"
+    r"|(?:repetition|length|exponential_decay_length)_penalty|(?:encoder_)?no_repeat_ngram_size|bad_words_ids"
+    r"|num_return_sequences|remove_invalid_values|(?:begin_)?suppress_tokens|min_length)$"
+)
+# Positions are compared as a whole, see _rope_settings. The second spelling of each is that of older configurations.
+_THETA_KEYS = ("rope_theta", "rotary_emb_base", "global_rope_theta")
+_LOCAL_THETA_KEYS = ("rope_local_base_freq", "local_rope_theta")
+_PARTIAL_KEYS = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+_ROPE_KEYS = frozenset(("rope_scaling", "rope_parameters", *_THETA_KEYS, *_LOCAL_THETA_KEYS, *_PARTIAL_KEYS))
+_ROPE_TYPES = {"su": "longrope", "mrope": "default", "axial": "default"}
+# Parameters that only scaled positions have, with their defaults.
+_SCALING: Mapping[str, Any] = {
+    **dict.fromkeys(
+        "factor attention_factor low_freq_factor high_freq_factor short_factor long_factor mscale mscale_all_dim "
+        "original_max_position_embeddings".split()
+    ),
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "truncate": True,
+}
+_LENGTHS = ("max_position_embeddings", "original_max_position_embeddings")
+_WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+# Names of one activation function.
+_ACTIVATIONS = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate"), "gelu_pytorch_tanh"),
+}
+# Layers are compared one by one, but no network has more than these.
+_MOST_LAYERS = 2000
+
+
+@dataclass(frozen=True)
+class FamilyDefaults:
+    """What transformers assumes for a ``model_type``.
+
+    Args:
+        values: Default of each key that the family reads.
+        names: Other spellings of keys.
+        rope: Default parameters of rotary positions, by type of layer where those differ. None: the family has none.
+        derived: Keys whose default follows from other keys in a way that is not known here.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    rope: Mapping[str, Any] | None = None
+    derived: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting as a configuration states it.
+
+    Args:
+        key: The key in ``config.json``, with dots between its parts.
+        value: The value, in the one spelling that is compared.
+        source: ``stated``, ``default`` of the family, ``derived`` from other keys by the family, or ``missing``.
+        is_read: Whether the family is known to read the key, or is not known.
+    """
+
+    key: str
+    value: Any
+    source: str = "stated"
+    is_read: bool = True
+
+    def __str__(self) -> str:
+        text = self.value if isinstance(self.value, str) else json.dumps(self.value)
+        return {"stated": f"{text:.120}", "default": f"{text:.120} (the default)", "missing": "not set", "derived": "not set"}[self.source]
+
+
+def has_effect(key: str) -> bool:
+    """Return whether a key of ``config.json`` may change what a network computes."""
+    return not _NO_EFFECT.search(key) and key not in LAYER_COUNT_KEYS
+
+
+def family_defaults(model_type: object) -> FamilyDefaults | None:
+    """Return the defaults of a family, or None if they are not known."""
+    entry = _table().get(model_type) if isinstance(model_type, str) else None
+    return FamilyDefaults(**entry) if entry is not None else None
+
+
+def differing_settings(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[Setting, Setting]]:
+    """Yield the settings in which two configurations of one architecture mean different things.
+
+    Args:
+        first: A ``config.json``.
+        other: Another one.
+    """
+    mine, theirs = settings(first), settings(other)
+    for name in {**mine, **theirs}:
+        known = mine.get(name) or theirs[name]
+        missing = Setting(known.key, None, "missing", known.is_read)
+        one, two = mine.get(name, missing), theirs.get(name, missing)
+        stated = one if two is missing else two
+        unset = (one is missing or two is missing) and (stated.value in (None, False) or stated.value == [])
+        if one.value != two.value and repr(one.value) != repr(two.value) and not unset:
+            yield one, two
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Setting]:
+    """Return what ``config`` says of the function that a network computes, by name of the setting.
+
+    The settings of the language model have plain names (``sliding_window``), wherever the file keeps them.
+    """
+    part = text_part(config)
+    named = part.config.get("model_type")
+    usual = part.family.text if part.family is not None else None
+    defaults = family_defaults(usual[1] if usual and part.key is None else named or _usual_text_type(config))
+    if config.get("auto_map"):
+        defaults = None  # Code of the checkpoint's own may read anything.
+    if part.key is None:
+        return _part_settings(part, defaults, "")
+    outer = {key: value for key, value in config.items() if key != part.key}
+    container = _part_settings(TextPart(None, outer, None), None, "")
+    return {**container, **_part_settings(part, defaults, f"{part.key}.")}
+
+
+def _usual_text_type(config: Mapping[str, Any]) -> str | None:
+    from merge_core.architecture.families import find_family
+
+    family = find_family(config)
+    return family.text[1] if family is not None and family.text else None
+
+
+def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str) -> dict[str, Setting]:
+    config, known = part.config, defaults or FamilyDefaults()
+    skipped = _ROPE_KEYS | _layer_keys(part)
+    result: dict[str, Setting] = {}
+    for key, value in config.items():
+        name = known.names.get(key, key)
+        if not has_effect(key) or not has_effect(name) or key in skipped or name in skipped:
+            continue
+        is_read = defaults is None or name in known.values
+        if isinstance(value, Mapping):
+            inner = TextPart(None, value, None)
+            nested = _part_settings(inner, family_defaults(value.get("model_type")), f"{prefix}{key}.")
+            result |= {f"{key}.{inner_name}": setting for inner_name, setting in nested.items()}
+        else:
+            value = _ACTIVATIONS.get(value, value) if isinstance(value, str) else value
+            result[name] = Setting(prefix + key, value, is_read=is_read)
+    for key, value in known.values.items():
+        if key not in skipped and has_effect(key):
+            source = "derived" if key in known.derived else "default"
+            result.setdefault(key, Setting(prefix + key, _ACTIVATIONS.get(str(value), value), source))
+    _derive_heads(result, config, prefix)
+    _apply_window_flag(result, part, defaults)
+    return result | {name: setting for name, setting in _rope_settings(config, defaults, prefix)}
+
+
+def _layer_keys(part: TextPart) -> set[str]:
+    """Return keys that only decide the kinds of single layers, which are compared one by one.
+
+    See :func:`merge_core.plan.stacking.differing_kinds`.
+    """
+    if part.family is None or part.family.refused is not None:
+        return set()
+    conditions = [condition for kind in part.family.kinds for clause in kind.rule for condition in clause.when]
+    valued = {condition.enabled for condition in conditions}
+    return set(part.family.keys) - valued
+
+
+def _derive_heads(result: dict[str, Setting], config: Mapping[str, Any], prefix: str) -> None:
+    """Fill in the sizes of attention that follow from others where they are null or missing."""
+
+    def size(name: str) -> Any:
+        return result[name].value if name in result else config.get(name)
+
+    heads, width = size("num_attention_heads"), size("hidden_size")
+    if type(heads) is int and heads > 0:
+        if size("num_key_value_heads") is None:
+            result["num_key_value_heads"] = Setting(f"{prefix}num_key_value_heads", heads, "default")
+        if size("head_dim") is None and type(width) is int:
+            result["head_dim"] = Setting(f"{prefix}head_dim", width // heads, "default")
+
+
+def _apply_window_flag(result: dict[str, Setting], part: TextPart, defaults: FamilyDefaults | None) -> None:
+    """Set the window of attention to null where no layer uses it."""
+    flag, window = result.pop("use_sliding_window", None), result.get("sliding_window")
+    if window is None or window.value is None:
+        return
+    is_off = flag is not None and flag.is_read and not flag.value
+    if is_off or (_reads_layer_types(part, defaults) and not _has_windows(part)):
+        result["sliding_window"] = Setting(flag.key if is_off and flag else window.key, None, window.source)
+
+
+def _reads_layer_types(part: TextPart, defaults: FamilyDefaults | None) -> bool:
+    listed = {kind.listed_in for kind in part.family.kinds} if part.family is not None else set()
+    return "layer_types" in listed or (defaults is not None and "layer_types" in defaults.values)
+
+
+def _has_windows(part: TextPart) -> bool:
+    """Return whether any layer attends to a window, or may do so."""
+    listed = part.config.get("layer_types")
+    if not listed:
+        depth = min(layer_count(part.config) or 0, _MOST_LAYERS)
+        try:
+            kinds = [kinds_of_layer(part, index, depth, "config.json") for index in range(depth)]
+        except InvalidInput:
+            return True
+        if not any("attention" in layer for layer in kinds):
+            return True
+        listed = [str(layer["attention"]) for layer in kinds]
+    return any(re.search("sliding|local|chunk|hybrid", str(kind)) for kind in listed)
+
+
+def _rope_settings(
+    config: Mapping[str, Any], defaults: FamilyDefaults | None, prefix: str
+) -> Iterator[tuple[str, Setting]]:
+    """Yield base frequency, rotated share and scaling of rotary positions, for each type of layer that has its own."""
+    stated_keys = [key for key in config if key in _ROPE_KEYS and config[key] is not None]
+    usual = defaults.rope if defaults is not None else None
+    if usual is None and not stated_keys:
+        return
+    is_read = defaults is None or usual is not None
+    source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    stated = config.get(source) or {}
+    groups = {key: value for key, value in stated.items() if isinstance(value, Mapping)}
+    usual_groups = {key: value for key, value in (usual or {}).items() if isinstance(value, Mapping)}
+    for label in usual_groups or groups or [""]:
+        is_local = bool(usual_groups) and "sliding" in label
+        default = usual_groups.get(label, usual or {})
+        if groups:
+            own = groups.get(label, {})
+        else:
+            own = {} if is_local and source == "rope_scaling" else stated
+        path = f"{prefix}{source}." + (f"{label}." if label in groups else "")
+
+        def setting(
+            keys: tuple[str, ...],
+            default: Any,
+            own: Mapping[str, Any] = own,
+            path: str = path,
+            name: str = "",
+        ) -> Setting:
+            if own.get(name) is not None:
+                return Setting(path + name, own[name], is_read=is_read)
+            key = next((key for key in keys if config.get(key) is not None), None)
+            if key is not None:
+                return Setting(prefix + key, config[key], is_read=is_read)
+            return Setting(prefix + name, default, "default" if default is not None else "missing", is_read)
+
+        suffix = f" of {label}" if label else ""
+        theta_keys = _LOCAL_THETA_KEYS if is_local else _THETA_KEYS
+        yield f"rope_theta{suffix}", setting(theta_keys, default.get("rope_theta"), name="rope_theta")
+        share = default.get("partial_rotary_factor", 1.0)
+        yield f"partial_rotary_factor{suffix}", setting(_PARTIAL_KEYS, share, name="partial_rotary_factor")
+        scaling = _scaling({**default, **own}, config, defaults)
+        is_stated = bool(own.keys() - {"rope_theta", "partial_rotary_factor"})
+        key = path.rstrip(".") if is_stated or source in config else f"{prefix}rope_scaling"
+        yield f"rope_scaling{suffix}", Setting(key, scaling, "stated" if is_stated else "default", is_read)
+
+
+def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], defaults: FamilyDefaults | None) -> dict[str, Any]:
+    """Return how positions are scaled: the type, and the parameters that it reads."""
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _ROPE_TYPES.get(kind, kind)
+    skipped = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(_SCALING if kind == "default" else ())}
+    values = {key: value for key, value in rope.items() if key not in skipped and value is not None}
+    values = {key: value for key, value in values.items() if _SCALING.get(key) != value}
+    known = defaults.values if defaults is not None else {}
+    length, original = (config.get(key) or known.get(key) for key in _LENGTHS)
+    if kind in _WITH_ORIGINAL_LENGTH:
+        if _LENGTHS[1] in known:
+            values[_LENGTHS[1]] = original  # These families read the key outside the parameters.
+        values.setdefault(_LENGTHS[1], original or length)
+    if kind == "dynamic" or (kind in ("yarn", "longrope") and "factor" not in values):
+        values[_LENGTHS[0]] = length
+    return {"rope_type": kind, **dict(sorted(values.items()))}
+
+
+@cache
+def _table() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((Path(__file__).parent / "defaults.json").read_text("utf-8"))
+    return content
