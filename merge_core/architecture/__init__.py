@@ -18,7 +18,7 @@ from merge_core.architecture.architecture import (
     with_dtype,
     with_vocabulary,
 )
-from merge_core.architecture.families import described_families, find_family, text_part
+from merge_core.architecture.families import config_parts, described_families, find_family, text_part
 from merge_core.architecture.layer_kinds import kinds_of_layer
 from merge_core.architecture.layers import before_layers, layer_place, stacks
 from merge_core.architecture.layouts import in_layout_of
@@ -40,6 +40,7 @@ __all__ = [
     "LayerOrigin",
     "TensorKind",
     "before_layers",
+    "config_parts",
     "described_families",
     "differing_settings",
     "dtype_in",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from merge_core.architecture.families import text_part
+from merge_core.architecture.families import config_parts, text_part
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType
 
 # Ends of names, after a dot: a plan asks of every tensor, and an end is told in a tenth of the time of a pattern.
@@ -49,11 +49,9 @@ def is_optional(name: str) -> bool:
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
-    """``tie_word_embeddings`` of a config or of its text part; None when it does not say."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping) and isinstance(part.get("tie_word_embeddings"), bool):
-            return bool(part["tie_word_embeddings"])
-    return None
+    """Return ``tie_word_embeddings`` of a config or of its text part, or None if neither states it."""
+    ties: bool | None = _first(config, "tie_word_embeddings")
+    return ties
 
 
 def find_tensor(checkpoint: Checkpoint, name: str) -> AnyTensor | None:
@@ -66,32 +64,34 @@ def find_tensor(checkpoint: Checkpoint, name: str) -> AnyTensor | None:
 
 
 def vocabulary_size(config: Mapping[str, Any]) -> int | None:
-    """``vocab_size`` of a config or of its text part."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping) and type(part.get("vocab_size")) is int:
-            return int(part["vocab_size"])
-    return None
+    """Return ``vocab_size`` of a config or of its text part, or None if neither states it."""
+    size: int | None = _first(config, "vocab_size")
+    return size
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:
-    """Number of layers that a config, or its text part, names or lists; without those that predict further tokens."""
+    """Return the number of layers that a config, or its text part, states or lists.
+
+    Layers that predict further tokens do not count.
+    """
+    count: int | None = _first(config, *LAYER_COUNT_KEYS)
+    if count is not None:
+        return count
     text = text_part(config)
-    for part in (config, config.get("text_config"), text.config):
-        if isinstance(part, Mapping):
-            for key in LAYER_COUNT_KEYS:
-                if type(part.get(key)) is int:
-                    return int(part[key])
-    for key in text.family.depth_of if text.family else ():
-        listed = text.config.get(key)
-        if isinstance(listed, (list, str)) and listed:
-            return len(listed)
-    return None
+    listed = (text.config.get(key) for key in (text.family.depth_of if text.family else ()))
+    return next((len(kinds) for kinds in listed if kinds), None)
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> Any:
+    """Return the first of ``keys`` that a config, or its text part, sets. Types are checked where it is opened."""
+    values = (part.get(key) for part in config_parts(config) for key in keys)
+    return next((value for value in values if value is not None), None)
 
 
 def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
     """``config`` that names ``dtype`` as the format of most of the weights; None: as it was."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))
-    parts = [part for part in (changed, changed.get("text_config")) if isinstance(part, dict)]
+    parts: list[Any] = config_parts(changed)
     if dtype is not None:
         keys = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key) is not None]
         for part, key in keys or [(changed, "torch_dtype")]:
@@ -101,16 +101,16 @@ def with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]
 
 def dtype_in(config: Mapping[str, Any]) -> str:
     """Format of most of the weights (``bfloat16``) as a configuration names it, and a loader takes it; else empty."""
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
-    named = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    named = (part.get(key) for part in config_parts(config) for key in ("dtype", "torch_dtype"))
     return next((name.removeprefix("torch.") for name in named if isinstance(name, str)), "")
 
 
 def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
     """``config`` for ``size`` embedding rows, in every part that names their number."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))
-    for part in (changed, changed.get("text_config")):
-        if isinstance(part, dict) and type(part.get("vocab_size")) is int:
+    parts: list[Any] = config_parts(changed)
+    for part in parts:
+        if part.get("vocab_size") is not None:
             part["vocab_size"] = size
     return changed
 
@@ -123,8 +123,7 @@ def has_own_head(checkpoint: Checkpoint) -> bool:
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` of a model with an output projection of its own: said everywhere, whatever the class assumes."""
     changed: dict[str, Any] = copy.deepcopy(dict(config))
-    changed["tie_word_embeddings"] = False
-    text = changed.get("text_config")
-    if isinstance(text, dict):
-        text["tie_word_embeddings"] = False
+    parts: list[Any] = config_parts(changed)
+    for part in parts:
+        part["tie_word_embeddings"] = False
     return changed

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from merge_core.checkpoint import TEXT_PARTS
+
 _DIRECTORY = Path(__file__).parent / "families"
+_DEFAULTS = Path(__file__).parent / "defaults.json"  # Generated from transformers by tests/merge_core/test_meaning.py.
 
 
 @dataclass(frozen=True)
@@ -162,18 +165,42 @@ class Family:
 
 
 @dataclass(frozen=True)
+class FamilyDefaults:
+    """What transformers assumes for a ``model_type``.
+
+    Args:
+        values: Default of each key that the family reads.
+        names: Other spellings of keys.
+        rope: Default parameters of rotary positions, by type of layer where those differ. None: the family has none.
+        derived: Keys whose default follows from other keys in a way that is not known here.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    rope: Mapping[str, Any] | None = None
+    derived: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class TextPart:
     """The part of a configuration that the main layers follow.
 
     Args:
         key: Where it stands; None: at the top.
         config: What it says.
-        family: What is known of it; None: nobody has described it.
+        family: Description of its family. None: it has none, or the network around it has none.
+        usual: ``model_type`` where ``config`` does not state the one of the language model.
     """
 
     key: str | None
     config: Mapping[str, Any]
     family: Family | None
+    usual: str | None = None
+
+    @property
+    def model_type(self) -> object:
+        """``model_type`` of the language model."""
+        return self.usual or self.config.get("model_type")
 
 
 def described_families() -> tuple[Family, ...]:
@@ -188,20 +215,33 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
 
 
 def text_part(config: Mapping[str, Any]) -> TextPart:
-    """The part of ``config`` that the main stack of layers follows, with what is known of it."""
+    """Return the part of ``config`` that the main stack of layers follows, with what is known of it."""
     family = find_family(config)
     if family is None or family.text is None:
-        part = config.get("text_config")
-        if family is None and isinstance(part, Mapping):  # A network of parts that nobody has described.
-            return TextPart("text_config", part, None)
+        key = next((key for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
+        if family is None and key is not None:  # A container that has no description.
+            return TextPart(key, config[key], None)
         return TextPart(None, config, family)
     key, usual = family.text
     part = config.get(key)
     if not isinstance(part, Mapping):
         if family.text_optional:
-            return TextPart(None, config, family)
-        return TextPart(key, {}, _by_type()[usual])
-    return TextPart(key, part, find_family(part) if "model_type" in part else _by_type()[usual])
+            return TextPart(None, config, family, usual)
+        return TextPart(key, {}, _by_type()[usual], usual)
+    if "model_type" in part:
+        return TextPart(key, part, find_family(part))
+    return TextPart(key, part, _by_type()[usual], usual)
+
+
+def config_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return ``config`` and the configurations of language models in it."""
+    return [config, *(config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping))]
+
+
+def family_defaults(model_type: object) -> FamilyDefaults | None:
+    """Return the defaults of a family, or None if they are not known."""
+    entry = _defaults().get(model_type) if isinstance(model_type, str) else None
+    return FamilyDefaults(**entry) if entry is not None else None
 
 
 @cache
@@ -240,3 +280,9 @@ def _form(also: Mapping[str, Any] | None = None, **rest: Any) -> Form:
 
 def _clause(when: Sequence[Mapping[str, Any]] = (), **rest: Any) -> Clause:
     return Clause(when=tuple(LayerCondition(**condition) for condition in when), **rest)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(_DEFAULTS.read_text("utf-8"))
+    return content

@@ -10,7 +10,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from merge_core.architecture.families import Clause, LayerCondition, LayerKind, TextPart
+from merge_core.architecture.families import (
+    Clause,
+    LayerCondition,
+    LayerKind,
+    TextPart,
+    described_families,
+    family_defaults,
+)
 from merge_core.errors import InvalidInput
 
 # Keys that sound as if a layer's number decided something.
@@ -44,14 +51,12 @@ def kinds_of_layer(part: TextPart, index: int, depth: int, where: str) -> dict[s
 
 
 def undescribed_key(part: TextPart, depth: int) -> str | None:
-    """A key that may say something about single layers, of which the family's description says nothing.
+    """Return a key that may say something about single layers and that the family's description does not know.
 
-    Found by name (``…_pattern``, ``…_interval``, ``layer_types``) and by shape (a list with ``depth`` entries); what
-    is unset, false, or a period of one says the same of every layer.
+    Such a key is recognized by its name (``..._pattern``, ``..._interval``, ``layer_types``) or its shape (a list with
+    ``depth`` entries). A value that is unset, false, or a period of one says the same of every layer.
     """
-    known = set(part.family.keys) if part.family else set()
-    if not part.config.get("use_sliding_window"):
-        known.add("max_window_layers")  # Written by many, read only where windows slide.
+    known = {*(part.family.keys if part.family else ()), *_leftovers(part)}
     for key, value in part.config.items():
         if key in known or key.startswith("_") or value is None or value is False or value in (0, 1) or value == []:
             continue
@@ -62,6 +67,20 @@ def undescribed_key(part: TextPart, depth: int) -> str | None:
         if listed or numbered or _TELLING.search(key):
             return key
     return None
+
+
+def _leftovers(part: TextPart) -> set[str]:
+    """Return keys that have no effect on single layers in this family, although they have one in others.
+
+    Derived configuration classes write them: a ``max_window_layers`` where no window slides, or a number that another
+    family reads and transformers does not read in this one.
+    """
+    config, defaults = part.config, family_defaults(part.model_type)
+    inert = set() if config.get("use_sliding_window") and config.get("sliding_window") else {"max_window_layers"}
+    if defaults is not None and not config.get("auto_map"):
+        elsewhere = {key for family in described_families() for key in family.keys}
+        inert |= {key for key in elsewhere - defaults.values.keys() if isinstance(config.get(key), int)}
+    return inert
 
 
 def _kind(

@@ -11,13 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
-from merge_core.architecture.families import TextPart, text_part
+from merge_core.architecture.families import FamilyDefaults, TextPart, family_defaults, text_part
 from merge_core.architecture.layer_kinds import kinds_of_layer
 from merge_core.errors import InvalidInput
 
@@ -32,7 +30,8 @@ _NO_EFFECT = re.compile(
     r"|dropout|drop_rate|layerdrop|_pdrop$|drop_path|^init_|_init_|initializer|init_std|init_scheme|loss|jitter"
     r"|gradient_checkpointing|rescale_prenorm_residual|^(?:summary|classifier)_"
     # How the library runs, not what it computes.
-    r"|^output_|^return_dict|^use_(?:cache|mamba_kernels|mambapy|associative_scan)$|^num_logits_to_keep$"
+    r"|^output_|^return_dict|^use_(?:cache|mamba_kernels|mambapy|associative_scan|mem_eff_path)$|^num_logits_to_keep$"
+    r"|^is_encoder_decoder$|^residual_in_fp32$|^(?:mamba_)?chunk_size$"
     r"|^(?:chunk_size_feed_forward|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|pruned_heads)$"
     # Longest texts; where they change the positions, _rope_settings counts them.
     r"|^(?:max_position_embeddings|original_max_position_embeddings|n_positions|n_ctx|max_seq_len|max_length"
@@ -50,10 +49,15 @@ _ROPE_KEYS = frozenset(("rope_scaling", "rope_parameters", *_THETA_KEYS, *_LOCAL
 _ROPE_TYPES = {"su": "longrope", "mrope": "default", "axial": "default"}
 # Parameters that only scaled positions have, with their defaults.
 _SCALING: Mapping[str, Any] = {
-    **dict.fromkeys(
-        "factor attention_factor low_freq_factor high_freq_factor short_factor long_factor mscale mscale_all_dim "
-        "original_max_position_embeddings".split()
-    ),
+    "factor": None,
+    "attention_factor": None,
+    "low_freq_factor": None,
+    "high_freq_factor": None,
+    "short_factor": None,
+    "long_factor": None,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "original_max_position_embeddings": None,
     "beta_fast": 32,
     "beta_slow": 1,
     "truncate": True,
@@ -68,23 +72,6 @@ _ACTIVATIONS = {
 }
 # Layers are compared one by one, but no network has more than these.
 _MOST_LAYERS = 2000
-
-
-@dataclass(frozen=True)
-class FamilyDefaults:
-    """What transformers assumes for a ``model_type``.
-
-    Args:
-        values: Default of each key that the family reads.
-        names: Other spellings of keys.
-        rope: Default parameters of rotary positions, by type of layer where those differ. None: the family has none.
-        derived: Keys whose default follows from other keys in a way that is not known here.
-    """
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
-    rope: Mapping[str, Any] | None = None
-    derived: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,19 +91,15 @@ class Setting:
     is_read: bool = True
 
     def __str__(self) -> str:
+        if self.source in ("derived", "missing"):
+            return "not set"
         text = self.value if isinstance(self.value, str) else json.dumps(self.value)
-        return {"stated": f"{text:.120}", "default": f"{text:.120} (the default)", "missing": "not set", "derived": "not set"}[self.source]
+        return f"{text:.200}" + (" (the default)" if self.source == "default" else "")
 
 
 def has_effect(key: str) -> bool:
     """Return whether a key of ``config.json`` may change what a network computes."""
     return not _NO_EFFECT.search(key) and key not in LAYER_COUNT_KEYS
-
-
-def family_defaults(model_type: object) -> FamilyDefaults | None:
-    """Return the defaults of a family, or None if they are not known."""
-    entry = _table().get(model_type) if isinstance(model_type, str) else None
-    return FamilyDefaults(**entry) if entry is not None else None
 
 
 def differing_settings(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[Setting, Setting]]:
@@ -132,7 +115,7 @@ def differing_settings(first: Mapping[str, Any], other: Mapping[str, Any]) -> It
         missing = Setting(known.key, None, "missing", known.is_read)
         one, two = mine.get(name, missing), theirs.get(name, missing)
         stated = one if two is missing else two
-        unset = (one is missing or two is missing) and (stated.value in (None, False) or stated.value == [])
+        unset = (one is missing or two is missing) and stated.value in (None, False)
         if one.value != two.value and repr(one.value) != repr(two.value) and not unset:
             yield one, two
 
@@ -143,9 +126,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     The settings of the language model have plain names (``sliding_window``), wherever the file keeps them.
     """
     part = text_part(config)
-    named = part.config.get("model_type")
-    usual = part.family.text if part.family is not None else None
-    defaults = family_defaults(usual[1] if usual and part.key is None else named or _usual_text_type(config))
+    defaults = family_defaults(part.model_type)
     if config.get("auto_map"):
         defaults = None  # Code of the checkpoint's own may read anything.
     if part.key is None:
@@ -153,13 +134,6 @@ def settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     outer = {key: value for key, value in config.items() if key != part.key}
     container = _part_settings(TextPart(None, outer, None), None, "")
     return {**container, **_part_settings(part, defaults, f"{part.key}.")}
-
-
-def _usual_text_type(config: Mapping[str, Any]) -> str | None:
-    from merge_core.architecture.families import find_family
-
-    family = find_family(config)
-    return family.text[1] if family is not None and family.text else None
 
 
 def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str) -> dict[str, Setting]:
@@ -176,15 +150,21 @@ def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str)
             nested = _part_settings(inner, family_defaults(value.get("model_type")), f"{prefix}{key}.")
             result |= {f"{key}.{inner_name}": setting for inner_name, setting in nested.items()}
         else:
-            value = _ACTIVATIONS.get(value, value) if isinstance(value, str) else value
-            result[name] = Setting(prefix + key, value, is_read=is_read)
+            result[name] = Setting(prefix + key, _spelled_once(value), is_read=is_read)
     for key, value in known.values.items():
         if key not in skipped and has_effect(key):
             source = "derived" if key in known.derived else "default"
-            result.setdefault(key, Setting(prefix + key, _ACTIVATIONS.get(str(value), value), source))
-    _derive_heads(result, config, prefix)
+            result.setdefault(key, Setting(prefix + key, _spelled_once(value), source))
+    if defaults is None or "num_attention_heads" in known.values:
+        _derive_heads(result, prefix)
     _apply_window_flag(result, part, defaults)
-    return result | {name: setting for name, setting in _rope_settings(config, defaults, prefix)}
+    return result | _rope_settings(config, defaults, prefix)
+
+
+def _spelled_once(value: Any) -> Any:
+    if isinstance(value, str):
+        return _ACTIVATIONS.get(value, value)
+    return None if value == [] else value
 
 
 def _layer_keys(part: TextPart) -> set[str]:
@@ -199,18 +179,16 @@ def _layer_keys(part: TextPart) -> set[str]:
     return set(part.family.keys) - valued
 
 
-def _derive_heads(result: dict[str, Setting], config: Mapping[str, Any], prefix: str) -> None:
+def _derive_heads(result: dict[str, Setting], prefix: str) -> None:
     """Fill in the sizes of attention that follow from others where they are null or missing."""
-
-    def size(name: str) -> Any:
-        return result[name].value if name in result else config.get(name)
-
-    heads, width = size("num_attention_heads"), size("hidden_size")
-    if type(heads) is int and heads > 0:
-        if size("num_key_value_heads") is None:
-            result["num_key_value_heads"] = Setting(f"{prefix}num_key_value_heads", heads, "default")
-        if size("head_dim") is None and type(width) is int:
-            result["head_dim"] = Setting(f"{prefix}head_dim", width // heads, "default")
+    sizes = {name: setting.value for name, setting in result.items()}
+    heads, width = sizes.get("num_attention_heads"), sizes.get("hidden_size")
+    if type(heads) is not int or heads < 1:
+        return
+    if sizes.get("num_key_value_heads") is None:
+        result["num_key_value_heads"] = Setting(f"{prefix}num_key_value_heads", heads, "default")
+    if sizes.get("head_dim") is None and type(width) is int:
+        result["head_dim"] = Setting(f"{prefix}head_dim", width // heads, "default")
 
 
 def _apply_window_flag(result: dict[str, Setting], part: TextPart, defaults: FamilyDefaults | None) -> None:
@@ -220,7 +198,7 @@ def _apply_window_flag(result: dict[str, Setting], part: TextPart, defaults: Fam
         return
     is_off = flag is not None and flag.is_read and not flag.value
     if is_off or (_reads_layer_types(part, defaults) and not _has_windows(part)):
-        result["sliding_window"] = Setting(flag.key if is_off and flag else window.key, None, window.source)
+        result["sliding_window"] = replace(window, value=None)
 
 
 def _reads_layer_types(part: TextPart, defaults: FamilyDefaults | None) -> bool:
@@ -243,51 +221,40 @@ def _has_windows(part: TextPart) -> bool:
     return any(re.search("sliding|local|chunk|hybrid", str(kind)) for kind in listed)
 
 
-def _rope_settings(
-    config: Mapping[str, Any], defaults: FamilyDefaults | None, prefix: str
-) -> Iterator[tuple[str, Setting]]:
-    """Yield base frequency, rotated share and scaling of rotary positions, for each type of layer that has its own."""
-    stated_keys = [key for key in config if key in _ROPE_KEYS and config[key] is not None]
+def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, prefix: str) -> dict[str, Setting]:
+    """Return base frequency, rotated share and scaling of rotary positions, for each type of layer with its own."""
     usual = defaults.rope if defaults is not None else None
-    if usual is None and not stated_keys:
-        return
-    is_read = defaults is None or usual is not None
+    if usual is None and not any(config.get(key) is not None for key in _ROPE_KEYS):
+        return {}
     source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     stated = config.get(source) or {}
     groups = {key: value for key, value in stated.items() if isinstance(value, Mapping)}
     usual_groups = {key: value for key, value in (usual or {}).items() if isinstance(value, Mapping)}
+    result: dict[str, Setting] = {}
     for label in usual_groups or groups or [""]:
+        default = usual_groups.get(label, {}) if usual_groups else usual or {}
         is_local = bool(usual_groups) and "sliding" in label
-        default = usual_groups.get(label, usual or {})
-        if groups:
-            own = groups.get(label, {})
-        else:
-            own = {} if is_local and source == "rope_scaling" else stated
-        path = f"{prefix}{source}." + (f"{label}." if label in groups else "")
-
-        def setting(
-            keys: tuple[str, ...],
-            default: Any,
-            own: Mapping[str, Any] = own,
-            path: str = path,
-            name: str = "",
-        ) -> Setting:
+        # Scaling without a type of layer is that of the layers that see the whole text.
+        own = groups.get(label, {}) if groups else {} if is_local and source == "rope_scaling" else stated
+        path = f"{prefix}{source}.{label}." if label in groups else f"{prefix}{source}."
+        for name, spellings, value in (
+            ("rope_theta", _LOCAL_THETA_KEYS if is_local else _THETA_KEYS, default.get("rope_theta")),
+            ("partial_rotary_factor", _PARTIAL_KEYS, default.get("partial_rotary_factor", 1.0)),
+        ):
+            outer = next((key for key in spellings if config.get(key) is not None), None)
             if own.get(name) is not None:
-                return Setting(path + name, own[name], is_read=is_read)
-            key = next((key for key in keys if config.get(key) is not None), None)
-            if key is not None:
-                return Setting(prefix + key, config[key], is_read=is_read)
-            return Setting(prefix + name, default, "default" if default is not None else "missing", is_read)
-
-        suffix = f" of {label}" if label else ""
-        theta_keys = _LOCAL_THETA_KEYS if is_local else _THETA_KEYS
-        yield f"rope_theta{suffix}", setting(theta_keys, default.get("rope_theta"), name="rope_theta")
-        share = default.get("partial_rotary_factor", 1.0)
-        yield f"partial_rotary_factor{suffix}", setting(_PARTIAL_KEYS, share, name="partial_rotary_factor")
-        scaling = _scaling({**default, **own}, config, defaults)
-        is_stated = bool(own.keys() - {"rope_theta", "partial_rotary_factor"})
-        key = path.rstrip(".") if is_stated or source in config else f"{prefix}rope_scaling"
-        yield f"rope_scaling{suffix}", Setting(key, scaling, "stated" if is_stated else "default", is_read)
+                setting = Setting(path + name, own[name])
+            elif outer is not None:
+                setting = Setting(prefix + outer, config[outer])
+            else:
+                setting = Setting(prefix + name, value, "missing" if value is None else "default")
+            result[f"{name} {label}"] = setting
+        is_stated = bool(own.keys() - {"rope_theta", "partial_rotary_factor"}) or "rope_scaling" in config
+        key = path.rstrip(".") if own else f"{prefix}rope_scaling"
+        value = _scaling({**default, **own}, config, defaults)
+        result[f"rope_scaling {label}"] = Setting(key, value, "stated" if is_stated else "default")
+    is_read = defaults is None or usual is not None
+    return {name: replace(setting, is_read=is_read) for name, setting in result.items()}
 
 
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], defaults: FamilyDefaults | None) -> dict[str, Any]:
@@ -306,9 +273,3 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], defaults: Famil
     if kind == "dynamic" or (kind in ("yarn", "longrope") and "factor" not in values):
         values[_LENGTHS[0]] = length
     return {"rope_type": kind, **dict(sorted(values.items()))}
-
-
-@cache
-def _table() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((Path(__file__).parent / "defaults.json").read_text("utf-8"))
-    return content

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
-from merge_core.architecture.families import Family, Form, LayerKind, TextPart, text_part
+from merge_core.architecture.families import Family, Form, LayerKind, TextPart, find_family, text_part
 from merge_core.architecture.layer_kinds import kinds_of_layer, undescribed_key
 from merge_core.errors import InvalidInput
 
@@ -53,9 +53,12 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
     """
     part, place = text_part(config), f"{model}: config.json"
     if part.family is None:
+        # A family that is described does not describe the containers that it is used in.
+        is_inner = part.key is not None and find_family(config) is not None
+        named = part.config if is_inner else config
         raise InvalidInput(
-            f"{place}: model_type",
-            found=f"{part.config.get('model_type')!r}: what depends on a layer's number there is not described",
+            f"{place}: {f'{part.key}.' if is_inner else ''}model_type",
+            found=f"{named.get('model_type')!r}: what depends on a layer's number there is not described",
             expected="a family that is described in merge_core/architecture/families",
             remedy="merge whole models ('models'): they need no description",
         )

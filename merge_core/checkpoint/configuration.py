@@ -79,8 +79,7 @@ _KEYS_OF_TYPE: tuple[tuple[KeyType, str], ...] = (
     (_NUMBER, "rope_theta partial_rotary_factor rms_norm_eps layer_norm_eps max_position_embeddings"),
     (
         _FLAG,
-        "tie_word_embeddings use_sliding_window attention_bias mlp_bias norm_topk_prob "
-        "scale_attn_by_inverse_layer_idx",
+        "tie_word_embeddings use_sliding_window attention_bias mlp_bias norm_topk_prob scale_attn_by_inverse_layer_idx",
     ),
     (_TEXT, "hidden_act hidden_activation activation_function hybrid_override_pattern"),
     (_TEXTS, "architectures layer_types layers_block_type"),

@@ -18,7 +18,7 @@ from merge_core.architecture import (
     vocabulary_size,
 )
 from merge_core.architecture.experts import disk_name
-from merge_core.checkpoint import AnyTensor, Checkpoint
+from merge_core.checkpoint import TEXT_PARTS, AnyTensor, Checkpoint
 from merge_core.errors import Finding
 from merge_core.plan.causes import different_size
 from merge_core.plan.jobs import MergePlan
@@ -70,10 +70,10 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
 def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
     """A model whose weights are packed, as its config says, or as the names of its tensors do."""
     where, found = "", ""
-    for key, part in (("", checkpoint.config), ("text_config.", checkpoint.config.get("text_config"))):
-        said = part.get("quantization_config") if isinstance(part, Mapping) else None
-        if said:
-            method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else "unknown"
+    parts = {"": checkpoint.config, **{f"{key}.": checkpoint.config.get(key) or {} for key in TEXT_PARTS}}
+    for key, part in parts.items():
+        if quantization := part.get("quantization_config"):
+            method = quantization.get("quant_method", "unknown")
             where, found = f"config.json: {key}quantization_config", f"a quantised model ({method})"
     packed = next(
         (disk_name(one) for one in checkpoint.tensors.values() if _is_packed(one.name) or _is_bytes(one)), None

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from merge_core.architecture import config_parts
 from merge_core.architecture.experts.permuted import permuted_rows
 from merge_core.architecture.experts.pieces import by_expert
 from merge_core.checkpoint import AnyTensor, Checkpoint, DerivedTensor, StoredTensor, numbers, patterns, read_into
@@ -333,12 +334,8 @@ def _renamed_experts(place: str, module: _Module, order: Sequence[int]) -> Itera
 
 
 def _groups(config: Mapping[str, Any], experts: int) -> int:
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping):
-            groups = part.get("n_group")
-            if type(groups) is int and 0 < groups <= experts and experts % groups == 0:
-                return int(groups)
-    return 1
+    counts = (part.get("n_group") or 1 for part in config_parts(config))
+    return next((count for count in counts if 1 < count <= experts and experts % count == 0), 1)
 
 
 class _Samples:

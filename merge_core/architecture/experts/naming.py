@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from merge_core.architecture import config_parts
+
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -55,7 +57,5 @@ _BY_MODEL_TYPE = {
 
 def expert_names(config: Mapping[str, Any]) -> ExpertNames:
     """What the family of a config, or of its text part, calls its experts."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping) and isinstance(kind := part.get("model_type"), str) and kind in _BY_MODEL_TYPE:
-            return _BY_MODEL_TYPE[kind]
-    return _PLAIN
+    kinds = (part.get("model_type") for part in config_parts(config))
+    return next((_BY_MODEL_TYPE[kind] for kind in kinds if kind in _BY_MODEL_TYPE), _PLAIN)

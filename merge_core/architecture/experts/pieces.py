@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from merge_core.architecture import layer_place
+from merge_core.architecture import config_parts, layer_place
 from merge_core.architecture.experts.naming import ExpertNames, expert_names
 from merge_core.checkpoint import (
     AnyTensor,
@@ -220,10 +220,7 @@ def _renamed(name: str, names: ExpertNames) -> str:
 
 
 def _hidden_size(config: Mapping[str, Any]) -> int | None:
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping) and type(part.get("hidden_size")) is int:
-            return int(part["hidden_size"])
-    return None
+    return next((part["hidden_size"] for part in config_parts(config) if "hidden_size" in part), None)
 
 
 @dataclass(frozen=True, slots=True)
