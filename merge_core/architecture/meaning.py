@@ -27,7 +27,7 @@ _NO_EFFECT = re.compile(
     # The vocabulary, which has checks of its own.
     r"|^(?:vocab_size|unpadded_vocab_size|tie_word_embeddings)$|_token_ids?$|_token_index$|_token_indices$"
     # Training.
-    r"|dropout|drop_rate|layerdrop|_pdrop$|drop_path|^init_|_init_|initializer|init_std|init_scheme|loss|jitter"
+    r"|dropout|drop_rate|layerdrop|_pdrop$|drop_path|^init_|_init_|initializer|init_std|init_scheme|loss"
     r"|gradient_checkpointing|rescale_prenorm_residual|^(?:summary|classifier)_"
     # How the library runs, not what it computes.
     r"|^output_|^return_dict|^use_(?:cache|mamba_kernels|mambapy|associative_scan|mem_eff_path)$|^num_logits_to_keep$"
@@ -251,7 +251,7 @@ def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, p
             result[f"{name} {label}"] = setting
         is_stated = bool(own.keys() - {"rope_theta", "partial_rotary_factor"}) or "rope_scaling" in config
         key = path.rstrip(".") if own else f"{prefix}rope_scaling"
-        value = _scaling({**default, **own}, config, defaults)
+        value = _scaling(own if "type" in own else {**default, **own}, config, defaults)
         result[f"rope_scaling {label}"] = Setting(key, value, "stated" if is_stated else "default")
     is_read = defaults is None or usual is not None
     return {name: replace(setting, is_read=is_read) for name, setting in result.items()}

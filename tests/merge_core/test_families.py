@@ -228,6 +228,40 @@ def test_a_configuration_that_cannot_mean_anything_is_refused_without_a_tracebac
         stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
 
 
+@pytest.mark.parametrize("part", ["text_config", "llm_config", "language_config"])
+@pytest.mark.parametrize(
+    ("container", "inner"), [("internvl", "qwen2"), ("internvl_chat", "qwen2"), ("lfm2_vl", "lfm2")]
+)
+def test_a_container_without_description_is_named_and_not_the_model_in_it(
+    container: str, inner: str, part: str
+) -> None:
+    text = {"model_type": inner, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+    config = {"model_type": container, part: text, "vision_config": {"model_type": "siglip2_vision_model"}}
+    with pytest.raises(InvalidInput) as refused:
+        stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
+    assert refused.value.where.endswith("config.json: model_type")
+    assert repr(container) in refused.value.found
+    assert repr(inner) not in refused.value.found
+
+
+def test_a_model_without_description_is_named_in_a_container_that_has_one() -> None:
+    config = {"model_type": "llava", "text_config": {"model_type": "unheard-of", "num_hidden_layers": 6}}
+    with pytest.raises(InvalidInput, match=r"text_config\.model_type: 'unheard-of'"):
+        stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
+
+
+@pytest.mark.parametrize("family", ["smollm3", "llama", "mistral", "olmo2", "cohere2", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("window", [{}, {"use_sliding_window": False}, {"use_sliding_window": True}, "on"])
+def test_a_number_that_another_family_reads_refuses_no_stack(family: str, window: Any) -> None:
+    flags = {"use_sliding_window": True, "sliding_window": 4} if window == "on" else window
+    config = {"model_type": family, "num_hidden_layers": 6, "max_window_layers": 28, **flags}
+    result = stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
+    assert (result["num_hidden_layers"], result["max_window_layers"]) == (7, 28)
+    if family == "smollm3":  # what the library reads does not depend on the key
+        read = [AutoConfig.for_model(**{**result, "max_window_layers": number}) for number in (0, 28)]
+        assert read[0].layer_types == read[1].layer_types
+
+
 def test_layers_of_parents_with_other_rhythms_keep_what_they_were() -> None:
     second, third = ({"model_type": "gemma3_text", "num_hidden_layers": 6, "sliding_window_pattern": n} for n in (2, 3))
     layers = [(LayerOrigin("a", second, index, 6),) for index in range(3)]

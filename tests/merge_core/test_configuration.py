@@ -1,0 +1,138 @@
+"""The keys of config.json that mergegate interprets are typed where a checkpoint is opened, for every parent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family import random_tensors, save_checkpoint
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING
+
+from merge_core import open_checkpoint
+from merge_core.architecture import described_families
+from merge_core.architecture.architecture import LAYER_COUNT_KEYS
+from merge_core.checkpoint import CONFIG_KEYS, TEXT_PARTS, read_config
+from merge_core.errors import InvalidInput
+
+WHOLE = st.integers(1, 8)
+VALUES = {
+    "string": st.text(max_size=4),
+    "number": st.floats(0.25, 0.75),
+    "whole number": WHOLE,
+    "flag": st.booleans(),
+    "null": st.none(),
+    "list of texts": st.lists(st.sampled_from(["full_attention", "conv"]), min_size=1, max_size=3),
+    "list of numbers": st.lists(WHOLE, min_size=1, max_size=3),
+    "list of objects": st.just([{}]),
+    "object": st.just({"a": 1}),
+}
+# One key of each type, with what its value may be.
+EXAMPLES: dict[str, set[str]] = {
+    "hidden_size": {"whole number"},
+    "num_attention_heads": {"whole number"},
+    "num_hidden_layers": {"whole number"},
+    "model_type": {"string"},
+    "vocab_size": {"whole number", "null"},
+    "num_experts": {"whole number", "null"},
+    "sliding_window": {"whole number", "null"},
+    "rope_theta": {"whole number", "number", "null"},
+    "tie_word_embeddings": {"flag", "null"},
+    "hidden_act": {"string", "null"},
+    "architectures": {"list of texts", "null"},
+    "layer_types": {"list of texts", "null"},
+    "full_attn_idxs": {"list of numbers", "null"},
+    "text_config": {"object", "null"},
+    "rope_scaling": {"object", "null"},
+    "torch_dtype": {"string", "object", "null"},
+    "eos_token_id": {"whole number", "list of numbers", "null"},
+    "sliding_window_pattern": {"whole number", "string", "null"},
+    "moe_layer_freq": {"whole number", "list of numbers", "null"},
+}
+
+
+def allowed(key: str) -> set[str]:
+    """The kinds of values of a key: those of the example with its type."""
+    kind = CONFIG_KEYS[key]
+    return next(kinds for example, kinds in EXAMPLES.items() if CONFIG_KEYS[example] == kind)
+
+
+def opened(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return read_config(directory / "config.json")
+
+
+@pytest.mark.parametrize("key", CONFIG_KEYS)
+@given(st.data())
+def test_a_value_of_a_wrong_type_is_refused_by_name(
+    tmp_path_factory: pytest.TempPathFactory, key: str, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.getbasetemp() / "typed"
+    kinds = allowed(key)
+    kind = data.draw(st.sampled_from(sorted(VALUES.keys() - kinds)))
+    value = data.draw(VALUES[kind])
+    part = data.draw(st.sampled_from(["", *TEXT_PARTS]))
+    with pytest.raises(InvalidInput) as refused:
+        opened(directory, {part: {key: value}} if part else {key: value})
+    where = f"{part}.{key}" if part else key
+    assert refused.value.where == f"{directory / 'config.json'}: {where}"
+    assert refused.value.expected
+    assert refused.value.remedy
+    good = data.draw(VALUES[data.draw(st.sampled_from(sorted(kinds)))])
+    assert opened(directory, {key: good}) == {key: good}
+
+
+@pytest.mark.parametrize(
+    ("rope", "where"),
+    [
+        ({"rope_theta": "1e6"}, "rope_theta"),
+        ({"type": 3}, "type"),
+        ({"rope_type": "linear", "factor": [2]}, "factor"),
+        ({"full_attention": {"rope_theta": True}}, "full_attention.rope_theta"),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_parameters_of_positions_are_typed(tmp_path: Path, key: str, rope: dict[str, Any], where: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"config\.json: {key}\.{where}:"):
+        opened(tmp_path, {key: rope})
+
+
+def test_every_key_that_decides_about_layers_is_typed() -> None:
+    described = {
+        key
+        for family in described_families()
+        for key in (*family.prediction_keys, *family.depth_of, *(key for kind in family.kinds for key in kind.keys))
+    }
+    assert described | set(LAYER_COUNT_KEYS) <= CONFIG_KEYS.keys()
+
+
+def test_every_configuration_that_transformers_writes_is_accepted(tmp_path: Path) -> None:
+    tried = 0
+    for made in CONFIG_MAPPING.values():
+        try:
+            texts = [made().to_json_string(use_diff=use_diff) for use_diff in (True, False)]
+        except Exception:  # noqa: S112  # a class without defaults
+            continue
+        tried += 1
+        for text in texts:
+            assert opened(tmp_path, json.loads(text)) == json.loads(text)
+    assert tried > 500
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_hidden_layers", "3"), ("num_hidden_layers", True), ("hidden_size", [96]), ("text_config", [1])],
+)
+def test_every_parent_is_checked(tmp_path: Path, position: int, key: str, value: Any) -> None:
+    for number in range(3):
+        config = {key: value} if number == position else {}
+        save_checkpoint(tmp_path / str(number), random_tensors(number), config=config)
+        if number != position:
+            open_checkpoint(tmp_path / str(number))
+    with pytest.raises(InvalidInput, match=rf"{position}/config\.json: {key}"):
+        open_checkpoint(tmp_path / str(position))

@@ -1,0 +1,345 @@
+"""Configurations are compared by what they mean: transformers' networks and configuration classes are the oracle."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import inspect
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family import random_tensors, save_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import sampled
+from tiny_families import FAMILIES, LAYERS, TOKENS, TinyFamily
+from transformers import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import merge_core.architecture
+from merge_core import Finding, load_recipe, open_checkpoint, preflight
+from merge_core.architecture import described_families, differing_settings, kinds_of_layer, text_part
+from merge_core.architecture.meaning import _LENGTHS, _ROPE_KEYS, has_effect
+
+DEFAULTS = Path(merge_core.architecture.__file__).parent / "defaults.json"
+OPTIONAL_READ = re.compile(r'getattr\((?:self\.)?config, "(\w+)"(?:, ([^()]+))?\)')
+# Keys that checks of their own compare, and those that decide which network is built.
+NOT_VARIED = {"model_type", "vocab_size", "num_hidden_layers", "tie_word_embeddings"}
+QUICK = ("llama", "gemma2", "granite", "qwen3_moe")
+COMPARED = (
+    *("llama", "mistral", "qwen2", "qwen2, window", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3", "granite"),
+    *("phi3", "glm", "cohere", "cohere2", "olmo2", "stablelm", "gpt_neox", "smollm3", "phimoe", "deepseek_v3", "gpt2"),
+)
+
+
+def full(config: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return content
+
+
+def literal(text: str | None) -> Any:
+    try:
+        return ast.literal_eval(text or "None")
+    except (ValueError, SyntaxError):
+        return None
+
+
+def library_types() -> list[str]:
+    types = {
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *(kind for family in described_families() for kind in family.model_types),
+    }
+    parts = [(CONFIG_MAPPING[kind].sub_configs or {}).get("text_config") for kind in types if kind in CONFIG_MAPPING]
+    types |= {part.model_type for part in parts if getattr(part, "model_type", None)}
+    return sorted(kind for kind in types if kind in CONFIG_MAPPING)
+
+
+def library_defaults(kind: str) -> dict[str, Any] | None:
+    """What the configuration class of transformers assumes; None where it has no defaults."""
+    made = CONFIG_MAPPING[kind]
+    try:
+        config = made()
+    except Exception:  # a part that needs another one
+        return None
+    names = {old: new for old, new in made.attribute_map.items() if has_effect(old)}
+    written, values = full(config), {}
+    for setting in dataclasses.fields(made):
+        key = names.get(setting.name, setting.name)
+        if key in _ROPE_KEYS or key.endswith("_config") or not (has_effect(key) or key in _LENGTHS):
+            continue
+        default = setting.default
+        if default is dataclasses.MISSING:
+            default = setting.default_factory() if setting.default_factory is not dataclasses.MISSING else None
+        if isinstance(default, (type(None), bool, int, float, str, list, tuple, dict)):
+            values[key] = list(default) if isinstance(default, tuple) else default
+    modeling = Path(inspect.getfile(made)).with_name(
+        Path(inspect.getfile(made)).name.replace("configuration", "modeling")
+    )
+    for key, default in OPTIONAL_READ.findall(modeling.read_text() if modeling.is_file() else ""):
+        if has_effect(key) and key not in _ROPE_KEYS:
+            values.setdefault(names.get(key, key), literal(default))
+    sizes = ("head_dim", "num_key_value_heads")
+    derived = sorted(key for key in values if values[key] is None and written.get(key) and key not in sizes)
+    entry = {"values": values, "names": names, "derived": derived, "rope": getattr(config, "rope_parameters", None)}
+    return {key: value for key, value in entry.items() if value}
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    """``UPDATE_GOLDEN=1`` writes the file again, for another version of transformers."""
+    entries = {kind: entry for kind in library_types() if (entry := library_defaults(kind)) is not None}
+    lines = [f"{json.dumps(kind)}: {json.dumps(entry, sort_keys=True)}" for kind, entry in entries.items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    if os.environ.get("UPDATE_GOLDEN"):
+        DEFAULTS.write_text(text)
+    assert DEFAULTS.read_text() == text
+
+
+def reported(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [
+        theirs.key
+        for mine, theirs in differing_settings(first, other)
+        if mine.is_read and "derived" not in (mine.source, theirs.source)
+    ]
+
+
+def layer_kinds(config: dict[str, Any]) -> list[Any]:
+    return [kinds_of_layer(text_part(config), index, LAYERS, "config.json") for index in range(LAYERS)]
+
+
+def other_values(value: Any) -> Iterator[Any]:
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (max(1, value // 2), value * 2)
+    elif isinstance(value, float):
+        yield value / 2 + 0.01
+    elif value is None:
+        yield from (0.5, 2)
+    elif value in ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh"):
+        yield "relu"
+
+
+class Network:
+    """A tiny network of a family, with random weights that other configurations of it can compute with."""
+
+    def __init__(self, family: TinyFamily) -> None:
+        self.family, self.config = family, full(family.config())
+        network = self._build(self.config)
+        generator = torch.Generator().manual_seed(1)
+        self.weights = {
+            name: torch.randn(tensor.shape, generator=generator) * 0.3 if tensor.is_floating_point() else tensor
+            for name, tensor in network.state_dict().items()
+        }
+        self.answer = self.logits(self.config)
+
+    def _build(self, config: dict[str, Any]) -> Any:
+        read = AutoConfig.for_model(**copy.deepcopy(config))
+        return self.family.loader.from_config(read).float().eval()
+
+    @torch.no_grad()
+    def logits(self, config: dict[str, Any]) -> torch.Tensor | None:
+        """What the weights compute with ``config``; None where they do not fit it or it means nothing."""
+        tokens = torch.tensor([[(7 * number + 3) % (TOKENS - 10) + 3 for number in range(24)]])
+        try:
+            network = self._build(config)
+            network.load_state_dict(self.weights)
+            return torch.as_tensor(network(tokens).logits)
+        except Exception:  # the library refuses such a configuration in many ways
+            return None
+
+
+@cache
+def network(name: str) -> Network:
+    return Network(next(family for family in FAMILIES if family.name == name))
+
+
+@pytest.mark.parametrize("name", sampled(COMPARED, QUICK))
+def test_every_key_that_changes_the_logits_is_reported(name: str) -> None:
+    """With the same weights, one key after the other is changed. Neither the keys nor their values are listed."""
+    made, silent, changed = network(name), [], 0
+    for key, value in made.config.items():
+        for other in other_values(value) if key not in NOT_VARIED else ():
+            config = {**made.config, key: other}
+            answer = made.logits(config)
+            if answer is None or made.answer is None or torch.allclose(answer, made.answer, rtol=1e-4, atol=1e-5):
+                continue
+            changed += 1
+            both = reported(made.config, config) and reported(config, made.config)
+            if not both and layer_kinds(config) == layer_kinds(made.config):
+                silent.append((key, other))
+            break
+    assert silent == []
+    assert changed >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "other"),
+    [
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 4}, {"sliding_window": None}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4}, {"use_sliding_window": False}),
+        ("llama", {"head_dim": None}, {"head_dim": 8}),
+        ("llama", {"num_key_value_heads": None}, {"num_key_value_heads": 4}),
+        ("llama", {"hidden_act": "silu"}, {"hidden_act": "swish"}),
+        ("gemma2", {"final_logit_softcapping": None}, {"final_logit_softcapping": 0.5}),
+        ("mistral", {"sliding_window": None}, {"sliding_window": 4}),
+        ("mistral", {"sliding_window": 4, "use_sliding_window": False}, {"sliding_window": None}),
+        ("gpt2", {"activation_function": "gelu_new"}, {"activation_function": "gelu_pytorch_tanh"}),
+    ],
+)
+def test_spellings_are_reported_where_the_logits_differ_and_nowhere_else(
+    name: str, first: dict[str, Any], other: dict[str, Any]
+) -> None:
+    made = network(name)
+    one, two = ({**made.config, "layer_types": None, **changes} for changes in (first, other))
+    one, two = ({key: value for key, value in config.items() if value != "-"} for config in (one, two))
+    answers = made.logits(one), made.logits(two)
+    if answers[0] is None or answers[1] is None:  # sizes of other weights
+        assert reported(one, two) == []
+        return
+    same = torch.allclose(answers[0], answers[1], rtol=1e-4, atol=1e-5)
+    assert (reported(one, two) == [] and layer_kinds(one) == layer_kinds(two)) == same
+
+
+THETAS = st.sampled_from([10_000.0, 500_000.0, 1_000_000])
+SCALINGS = st.sampled_from([
+    {},
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+])  # fmt: skip
+
+
+@st.composite
+def rope(draw: st.DrawFn) -> dict[str, Any]:
+    """The same kinds of positions in any of their spellings."""
+    theta, scaling = draw(st.none() | THETAS), dict(draw(SCALINGS))
+    spelling = draw(st.sampled_from(["older", "type", "newer"]))
+    length = draw(st.sampled_from([64, 128])) if scaling.get("rope_type") == "llama3" else 64
+    if spelling == "newer":
+        parameters = {"rope_type": "default", **scaling, **({} if theta is None else {"rope_theta": theta})}
+        return {"max_position_embeddings": length, "rope_parameters": parameters}
+    if spelling == "type" and scaling:
+        scaling["type"] = scaling.pop("rope_type")
+    stated = {} if theta is None else {"rope_theta": theta}
+    return {"max_position_embeddings": length, **stated, "rope_scaling": scaling or None}
+
+
+@given(st.sampled_from(["llama", "mistral", "qwen2", "cohere", "olmo2", "granite", "glm", "stablelm"]), rope(), rope())
+@settings(max_examples=150)
+def test_two_spellings_of_positions_are_one_exactly_where_transformers_reads_one(
+    kind: str, first: dict[str, Any], other: dict[str, Any]
+) -> None:
+    read = [full(AutoConfig.for_model(kind, **copy.deepcopy(one)))["rope_parameters"] for one in (first, other)]
+    for parameters in read:
+        parameters.pop("type", None)
+    differing = reported({"model_type": kind, **first}, {"model_type": kind, **other})
+    assert (differing == []) == (read[0] == read[1]), (differing, read)
+
+
+@pytest.mark.parametrize(
+    ("kind", "older", "newer"),
+    [
+        ("gpt_neox", {"rotary_emb_base": 5000, "rotary_pct": 0.5}, {"rope_theta": 5000, "partial_rotary_factor": 0.5}),
+        ("stablelm", {"partial_rotary_factor": 0.5}, {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+        ("phi", {}, {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    ],
+)
+def test_older_names_of_partial_rotation_are_read(kind: str, older: dict[str, Any], newer: dict[str, Any]) -> None:
+    newer = {"model_type": kind, "rope_parameters": {"rope_type": "default", **newer}}
+    assert reported({"model_type": kind, **older}, newer) == []
+    changed = {**newer["rope_parameters"], "partial_rotary_factor": 0.75}
+    assert reported({"model_type": kind, **older}, {"model_type": kind, "rope_parameters": changed}) != []
+
+
+def test_positions_of_each_type_of_layer_are_compared() -> None:
+    older = {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 10000.0, "rope_scaling": None}
+    default = {"rope_type": "default"}
+    newer = {"full_attention": {**default, "rope_theta": 1e6}, "sliding_attention": {**default, "rope_theta": 1e4}}
+    assert reported(older, {"model_type": "gemma3_text", "rope_parameters": newer}) == []
+    newer["sliding_attention"] = {**default, "rope_theta": 5e3}
+    (key,) = reported(older, {"model_type": "gemma3_text", "rope_parameters": newer})
+    assert key == "rope_parameters.sliding_attention.rope_theta"
+
+
+@pytest.mark.parametrize("kind", library_types())
+def test_keys_that_are_left_out_mean_the_defaults_of_the_family(kind: str) -> None:
+    try:
+        config = CONFIG_MAPPING[kind]()
+    except Exception:
+        pytest.skip("a part that needs another one")
+    assert reported(full(config), json.loads(config.to_json_string(use_diff=True))) == []
+    assert reported(full(config), full(config)) == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "unheard-of"])
+@given(
+    st.dictionaries(
+        st.sampled_from(["transformers_version", "_name_or_path", "torch_dtype", "use_cache", "unsloth_version"]),
+        st.none() | st.booleans() | st.text(max_size=3),
+    )
+)
+def test_names_versions_and_formats_are_not_compared(kind: str, keys: dict[str, Any]) -> None:
+    assert reported({"model_type": kind}, {"model_type": kind, **keys}) == []
+
+
+def test_an_unknown_family_is_compared_key_by_key() -> None:
+    first = {"model_type": "unheard-of", "warp_multiplier": 1.0, "nested": {"scale": 2, "dropout": 0.1}}
+    assert reported(first, {**first, "warp_multiplier": 2.0}) == ["warp_multiplier"]
+    assert reported(first, {**first, "nested": {"scale": 3, "dropout": 0.2}}) == ["nested.scale"]
+    assert reported(first, {**first, "mlp_bias": False, "rope_scaling": None}) == []
+    del first["warp_multiplier"]
+    assert reported(first, {**first, "warp_multiplier": 2.0}) == ["warp_multiplier"]
+
+
+def test_the_text_part_of_a_container_is_compared_wherever_it_is_stated() -> None:
+    text = {"model_type": "qwen2_5_vl_text", "rms_norm_eps": 1e-6}
+    nested = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": {"depth": 2}}
+    flat = {"model_type": "qwen2_5_vl", "rms_norm_eps": 1e-6, "vision_config": {"depth": 2}}
+    assert reported(nested, flat) == []
+    assert reported(nested, {**flat, "rms_norm_eps": 1e-5}) == ["rms_norm_eps"]
+    assert reported(nested, {**nested, "vision_config": {"depth": 3}}) == ["vision_config.depth"]
+    changed = {**nested, "text_config": {**text, "rms_norm_eps": 1e-5}}
+    assert reported(nested, changed) == ["text_config.rms_norm_eps"]
+
+
+def found(root: Path, first: dict[str, Any], other: dict[str, Any]) -> list[Finding]:
+    save_checkpoint(root / "a", random_tensors(0), config=first)
+    save_checkpoint(root / "b", random_tensors(1), config=other)
+    recipe = load_recipe("merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n")
+    return list(preflight(recipe, {name: open_checkpoint(root / name) for name in "ab"}))
+
+
+def test_a_finding_names_both_spellings(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, {"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}})
+    assert (finding.severity, finding.where) == ("warn", "b: config.json: rope_parameters.rope_theta")
+    assert (finding.found, finding.expected[:24]) == ("10000.0", "1000000.0 (rope_theta), ")
+
+
+def test_null_is_a_value_and_a_missing_key_is_the_default(tmp_path: Path) -> None:
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (finding,) = found(tmp_path, mistral, {**mistral, "sliding_window": None})
+    assert (finding.severity, finding.where, finding.found) == ("warn", "b: config.json: sliding_window", "null")
+    assert finding.expected.startswith("4096 (the default), as in a")
+
+
+def test_a_key_that_the_family_does_not_read_is_information(tmp_path: Path) -> None:
+    (finding,) = found(tmp_path, {"attn_logit_softcapping": 30.0}, {"attn_logit_softcapping": 50.0})
+    assert (finding.severity, finding.where) == ("info", "b: config.json: attn_logit_softcapping")
