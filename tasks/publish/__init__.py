@@ -2,7 +2,6 @@
 
 from tasks.publish.approval import ApprovalSettings, PendingRelease
 from tasks.publish.beside_state import beside_state
-from tasks.publish.card_metadata import front_matter, metadata_beside
 from tasks.publish.card_scores import escaped
 from tasks.publish.content import (
     ABOUT,
@@ -37,8 +36,6 @@ __all__ = [
     "beside_state",
     "checksums_text",
     "escaped",
-    "front_matter",
-    "metadata_beside",
     "parse_checksums",
     "pending_release",
     "public_key",
