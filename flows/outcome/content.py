@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flows.attempt import Attempt, FailedMerge, open_remedies
@@ -14,7 +15,7 @@ from tasks.explain import Explanation
 from tasks.gate import GateVerdict
 from tasks.judge import JudgeVerdict
 from tasks.merge import MERGED
-from tasks.publish import stored_files
+from tasks.publish import PublicNames, stored_files
 from tasks.report import (
     Library,
     MergedFile,
@@ -44,6 +45,13 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
     Args:
         earlier: What was tried before it and refused.
     """
+    tried = (*earlier, attempt)
+    public = PublicNames.of(
+        [one.cleared.candidate.recipe for one in tried],
+        [parent for one in tried for parent in one.cleared.found],
+        profile.root,
+        (*_paths_in(profile), *attempt.cleared.license.value.all_names),
+    )
     named = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
 
@@ -69,10 +77,10 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
     )
     parents.sort(key=lambda model: model.role != "base")  # stable: the base first, the others as the recipe has them
-    return ReportContent(
+    content = ReportContent(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
-        recipe=attempt.cleared.candidate.text,
+        recipe=public.yaml(attempt.cleared.candidate.text),
         models=(*parents, itself),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
@@ -98,6 +106,21 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         overrides=profile.overrides,
         sections=tuple(one.section for one in attempt.verdicts if not isinstance(one.evidence, _DRAWN)),
     )
+    return public.apply(content)
+
+
+def _paths_in(profile: Profile) -> Iterator[str]:
+    """Yield every absolute path that the profile or an override names."""
+    values: list[Any] = [profile.model_dump(), *(one.partition("=")[2] for one in profile.overrides)]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, (list, tuple)):
+            values += value
+        elif isinstance(value, Path) or (isinstance(value, str) and value.startswith(("/", "~/"))):
+            if Path(value).expanduser().exists():
+                yield str(value)
 
 
 def _how_to_reproduce(profile: Profile, verdict: GateVerdict) -> tuple[str, ...]:

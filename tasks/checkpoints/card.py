@@ -1,8 +1,8 @@
 """Reads the front matter of a model card with huggingface_hub's own pattern.
 
 This is the only reader of ``README.md``. The author of a card may be anyone, so reading one never raises. A card that
-cannot be understood in full carries a ``problem``, and the license check treats that as a doubt, not as a card without a
-license.
+cannot be understood in full carries a ``problem``, and the license check treats that as a doubt, not as a card
+without a license.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from tasks.publish.content import (
     stored_files,
     version_of,
 )
+from tasks.publish.public_names import PublicNames
 from tasks.publish.signature import public_key, read_signature
 from tasks.publish.step import ReleaseParts, pending_release, publish
 from tasks.publish.sums import checksums_text, parse_checksums, sha256_of
@@ -30,6 +31,7 @@ __all__ = [
     "SUMS",
     "ApprovalSettings",
     "PendingRelease",
+    "PublicNames",
     "Release",
     "ReleaseFile",
     "ReleaseParts",

@@ -78,6 +78,11 @@ class LicenseVerdict(StageValue):
         """Licence of the merge, in a word."""
         return self.combination.license_name or self.combination.license or "none"
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Names of all models in the verdict, as recipes and cards write them."""
+        return (*self.licenses, *(ancestor.name for ancestor in self.ancestors), *self.unread)
+
     def refusal(self) -> Refused | None:
         if self.combination.status == "allowed":
             return None
