@@ -58,6 +58,11 @@ class ResolvedCheckpoint(BaseModel):
         return tuple(one for one in both if one)
 
     @property
+    def directories(self) -> tuple[Path, ...]:
+        """Directories of the model and of its adapter."""
+        return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
+
+    @property
     def deciding(self) -> tuple[str, ...]:
         """Names of the files of the model that decide what it does."""
         return self.snapshot.deciding if self.snapshot else deciding_files(self.directory)

@@ -15,7 +15,7 @@ from tasks.publish.content import (
     stored_files,
     version_of,
 )
-from tasks.publish.public_names import PublicNames
+from tasks.publish.public_names import PublicNames, recipe_paths
 from tasks.publish.signature import public_key, read_signature
 from tasks.publish.step import ReleaseParts, pending_release, publish
 from tasks.publish.sums import checksums_text, parse_checksums, sha256_of
@@ -43,6 +43,7 @@ __all__ = [
     "public_key",
     "publish",
     "read_signature",
+    "recipe_paths",
     "sha256_of",
     "stored_files",
     "version_of",

@@ -14,6 +14,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -49,38 +50,36 @@ class PublicNames:
     @classmethod
     def of(
         cls,
-        recipes: Iterable[Recipe],
+        recipe: Recipe,
         parents: Iterable[PinnedCheckpoint | ResolvedCheckpoint],
         root: Path,
         paths: Iterable[str] = (),
     ) -> PublicNames:
-        """Return the names for a run.
+        """Return the names for the release of a recipe.
 
         A path below the directory of the recipe is named relative to it. Any other absolute path is named by its last
         component, and by more components if two names would be equal.
 
         Args:
-            recipes: Every recipe that the run tried.
-            parents: Their models.
+            recipe: The recipe as its author wrote it.
+            parents: Its models.
             root: Directory of the profile.
-            paths: Other paths that the profile names.
+            paths: Other paths that may occur, such as those of the profile and of other recipes. They never change
+                the names of the recipe's own paths.
         """
-        recipes = tuple(recipes)
-        base = next((recipe.directory for recipe in recipes if recipe.directory), root)
-        texts = [*(path for recipe in recipes for path in recipe_paths(recipe)), *paths]
-        known = {text: _normal(text) for text in dict.fromkeys(texts) if _is_private(text)}
-        parents = tuple(parents)
-        directories = [*(parent.directory for parent in parents), *(p.adapter.directory for p in parents if p.adapter)]
-        known |= {str(path): _normal(str(path)) for path in directories if path.is_absolute()}
-        # A model's directory may be reached through a link: then the name is that of the path as written.
-        by_target = {os.path.realpath(path): path for path in reversed(known.values())}
-        short = _short_names(
-            dict.fromkeys(by_target[os.path.realpath(path)] for path in known.values()),
-            base,
-            taken=[text for text in texts if not _is_private(text)],
-        )
-        names = {text: short[by_target[os.path.realpath(path)]] for text, path in known.items()}
-        names |= {path: names[text] for text, path in known.items() if path not in names}
+        base = recipe.directory or root
+        written = tuple(recipe_paths(recipe))
+        directories = (str(path) for parent in parents for path in parent.directories if path.is_absolute())
+        names: dict[str, str] = {}
+        for texts in ((*written, *directories), tuple(paths)):
+            known = {text: _normal(text) for text in texts if _is_private(text) and text not in names}
+            # Two spellings of one directory have one name: that of the first.
+            targets = {os.path.realpath(path): path for path in reversed(known.values())}
+            taken = {*(text for text in written if not _is_private(text)), *names.values()}
+            short = _short_names(targets.values(), base, taken)
+            for text, path in known.items():
+                name = short[targets[os.path.realpath(path)]]
+                names |= {text: name, path: names.get(path, name)}
         for directory in (root, base):
             names |= dict.fromkeys((os.path.abspath(directory), os.path.realpath(directory)), ".")  # noqa: PTH100
         return cls({path: name for path, name in names.items() if path != "/"})
@@ -106,17 +105,17 @@ class PublicNames:
             renamed: Any = {self._applied(key): self._applied(inner) for key, inner in value.items()}
             return value if renamed == value else renamed
         if type(value) in (list, tuple):
-            items = [self._applied(inner) for inner in value]
-            return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
+            items = type(value)(self._applied(inner) for inner in value)
+            return value if all(new is old for new, old in zip(items, value, strict=True)) else items
         return value
 
     def yaml(self, text: str) -> str:
         """Return the YAML in `text` with every local path renamed, whatever quotes and escapes it is written with."""
         names = PublicNames({str(Path.home()): "~"} | dict(self.names)) if str(Path.home()) != "/" else self
-        renamed, documents = names.text(text), parse_yaml(text, "recipe")
-        expected = [names.apply(document) for document in documents]
-        if parse_yaml(renamed, "recipe") == expected:
-            return renamed
+        renamed, expected = names.text(text), [names.apply(document) for document in parse_yaml(text, "recipe")]
+        with suppress(InvalidInput):
+            if parse_yaml(renamed, "recipe") == expected:
+                return renamed
         return yaml.safe_dump_all(expected, sort_keys=False, allow_unicode=True)
 
 
@@ -207,7 +206,7 @@ def _normal(text: str) -> str:
         return text
 
 
-def _short_names(paths: Iterable[str], base: Path, taken: Sequence[str]) -> dict[str, str]:
+def _short_names(paths: Iterable[str], base: Path, taken: Iterable[str]) -> dict[str, str]:
     """Return a distinct name for each path; see `PublicNames.of`."""
     names: dict[str, str] = {}
     lengths: dict[str, int] = {}
@@ -217,6 +216,7 @@ def _short_names(paths: Iterable[str], base: Path, taken: Sequence[str]) -> dict
                 names[path] = os.path.relpath(path, start)
         if path not in names:
             lengths[path] = 1
+    taken = tuple(taken)
     while True:
         names |= {path: "/".join(PurePosixPath(path).parts[1:][-length:]) for path, length in lengths.items()}
         counts = Counter([*names.values(), *taken])

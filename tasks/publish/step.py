@@ -37,6 +37,8 @@ from tasks.publish.targets.contract import PublishTarget, Release
 from tasks.report import Report, ReportContent
 from tasks.stage import advance, home, step, store
 
+_UNCHANGED = PublicNames({})
+
 
 class ReleaseParts(NamedTuple):
     """What a release is made of, wherever it goes: the evidence, the merge, and what may be done with it."""
@@ -48,6 +50,7 @@ class ReleaseParts(NamedTuple):
     merged: Artifact[Merged]
     report: Artifact[Report]
     state: Artifact[OptimizerState] | None = None  # of a merge whose optimizer keeps something for the next one
+    names: PublicNames = _UNCHANGED  # with which the content was written
 
 
 def _stands(
@@ -129,10 +132,8 @@ def pending_release(
 
 def _files_for(target: PublishTarget, root: Path, parts: ReleaseParts) -> tuple[ReleaseFile, ...]:
     key = root / target.sign_key if target.sign_key else None
-    content, pinned, numerics, license, merged, report, state = parts
-    files = release_files(
-        content, pinned, numerics, license.value, merged, report, target.address, root=root, key=key, state=state
-    )
+    content, pinned, numerics, license, merged, report, state, names = parts
+    files = release_files(content, pinned, numerics, license.value, merged, report, target.address, key, state, names)
     directories = [root, home(), *(path for parent in pinned.parents for path in parent.directories)]
     directories += [pinned.recipe.directory] if pinned.recipe.directory else []
     require_no_private_paths(files, directories, content.name)
@@ -147,10 +148,9 @@ def release_files(
     merged: Artifact[Merged],
     report: Artifact[Report],
     place: str,
-    *,
-    root: Path,
     key: Path | None = None,
     state: Artifact[OptimizerState] | None = None,
+    names: PublicNames = _UNCHANGED,
 ) -> tuple[ReleaseFile, ...]:
     """Everything that a release consists of; the same inputs give the same bytes.
 
@@ -159,15 +159,14 @@ def release_files(
 
     Args:
         place: What to name to mergegate where it will stand: a repository, or '.' in its directory.
-        root: Directory of the profile.
         state: What stays behind for the next merge: the provenance names it.
+        names: Names of local models and texts, as in ``content``.
 
     Raises:
         InvalidInput: when ``key`` is no key.
         Refused: when the Hub's library would read something else out of the card.
     """
-    names = PublicNames.of([pinned.recipe], pinned.parents, root, license.all_names)
-    content, license = names.apply(content), names.apply(license)
+    license = names.apply(license)
     parents = tuple(parent.renamed(names.text) for parent in pinned.parents)
     files = [
         *stored_files(merged),

@@ -91,7 +91,7 @@ class Declaration(BaseModel):
     def words(self) -> str:
         """The declaration for a message: what stands in the card, and what was wrong with it."""
         fields = {"license": " / ".join(self.license), "license_name": self.license_name}
-        named = [f"{key}: {_quoted(value)}" for key, value in fields.items() if value]
+        named = [f"{key}: {quoted(value)}" for key, value in fields.items() if value]
         return "; ".join([*named, *self.problems])
 
     @property
@@ -190,7 +190,7 @@ def _licensed(step: _Step, table: LicenseTable) -> Licensed:
         elif license.resolved:
             contradicted = beside
     return Licensed(
-        name=_quoted(declaration.name),
+        name=quoted(declaration.name),
         license=license,
         declared=declaration.words,
         contradicted=contradicted,
@@ -226,7 +226,7 @@ def _steps(
         for entry in declaration.base_model:
             there = _beside(here, entry) or find(entry, here)
             if isinstance(there, NotRead):
-                unread.append(Unread(name=_quoted(entry), why=there.why))
+                unread.append(Unread(name=quoted(entry), why=there.why))
                 continue
             if _identity(there) not in numbers:
                 numbers[_identity(there)] = len(queue)
@@ -345,7 +345,7 @@ def _license_file(directory: Path, problems: list[str]) -> tuple[str | None, str
         return None, None, ""
 
 
-def _quoted(text: str) -> str:
-    """A stranger's words for a message: one line, printable, short."""
+def quoted(text: str) -> str:
+    """Return the words of a card for a message: one line, printable, short."""
     clean = "".join(character if character.isprintable() else "?" for character in text)
     return clean if len(clean) <= _QUOTED_CHARACTERS else clean[:_QUOTED_CHARACTERS] + "…"

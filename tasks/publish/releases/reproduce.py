@@ -262,9 +262,10 @@ def _parents(
         else:
             raise InvalidInput(
                 name,
-                found=f"its content is {seen[:16]} now" if seen else "not found below the working directory",
+                found=f"a checkpoint with the digest {seen[:16]}" if seen else "no such directory",
                 expected=f"the checkpoint {digest.sha256[:16]} that was merged",
-                remedy="say with --parents what the recipe's paths are relative to, and bring back what was merged",
+                remedy=f"pass --parents DIR with the merged checkpoint at DIR/{name.lstrip('/')}; "
+                "a release names local models relative to DIR",
             )
     return found
 
