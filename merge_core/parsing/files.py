@@ -8,6 +8,7 @@ the Hub's cache, by name: ``models--org--name/snapshots/<commit>/`` is made of l
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from collections.abc import Iterable
@@ -16,6 +17,9 @@ from typing import BinaryIO
 
 from merge_core.errors import InvalidInput
 
+# Texts, prompts and traffic are read into memory as a whole.
+MAX_DATA_BYTES = 1 << 30
+MAX_CODE_BYTES = 16 << 20
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -93,6 +97,11 @@ def read_plain(path: Path, most: int, *, within: Path | None = None, expected: s
         raise InvalidInput(
             str(path), found="cannot be read: No such file or directory", expected=expected, remedy=remedy
         ) from None
+
+
+def open_buffered(path: Path, *, within: Path | None = None) -> BinaryIO:
+    """Open a plain file for reading in small pieces, such as lines; see :func:`open_plain`, which reads unbuffered."""
+    return io.BufferedReader(open_plain(path, within=within))  # type: ignore[type-var]  # a FileIO
 
 
 def content_of(file: BinaryIO, path: Path, most: int) -> bytes:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from merge_core.parsing import line_place, parse_line
+from merge_core.parsing import MAX_DATA_BYTES, line_place, parse_line, read_plain
 from merge_core.store import HashMemo, NotInKey
 from tasks.judge.settings import JudgeSettings
 
@@ -117,7 +117,7 @@ def _with_references(prompt: Prompt, answers: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    content = path.read_bytes()
+    content = read_plain(path, MAX_DATA_BYTES)
     if hashlib.sha256(content).hexdigest() != sha256:
         raise InvalidInput(str(path), found="changed while the run was going on", remedy="run again")
     for number, line in enumerate(content.splitlines(), start=1):

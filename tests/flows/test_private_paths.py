@@ -91,6 +91,7 @@ def paths(machine: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_models_adapter_base_tokenizer_and_a_remedy(machine: Path) -> None:
     model = paths(machine)
     released = release(
@@ -150,7 +151,6 @@ def test_calibration_texts_and_two_models_of_one_name(machine: Path) -> None:
     assert [entry["text"] for entry in recipe["models"]] == ["reverser.jsonl", "shifter.jsonl"]
 
 
-@pytest.mark.slow
 def test_adapters_of_a_local_base(machine: Path) -> None:
     model = paths(machine)
     released = release(
@@ -169,7 +169,6 @@ def test_adapters_of_a_local_base(machine: Path) -> None:
     assert json.loads((released / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
 
 
-@pytest.mark.slow
 def test_a_path_that_slips_through_is_refused_with_file_and_text(machine: Path) -> None:
     model = paths(machine)
     (machine / "disk one" / "base" / "chat_template.jinja").write_text(f"{{# from {machine}/user/template #}}")
