@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import MAX_DATA_BYTES, kind_of, line_place, open_buffered, parse_line, read_plain
+from merge_core.parsing import MAX_DATA_BYTES, kind_of, line_place, open_buffered, parse_line, plain_file, read_plain
 from merge_core.store import HashMemo, NotInKey
 from tasks.evaluation import DocumentSet
 
@@ -103,13 +103,15 @@ def pin_text(
     Raises:
         InvalidInput: when there is no such file, or a document is not as the settings say.
     """
-    if not path.is_file():
+    try:
+        plain_file(path, most=MAX_DATA_BYTES)
+    except FileNotFoundError:
         raise InvalidInput(
             where,
             found="no such file",
             expected="jsonl with one document a line, or plain text with one a paragraph, "
             f"relative to the {relative_to}",
-        )
+        ) from None
     field = field if path.suffix in (".jsonl", ".json", ".ndjson") else ""
     with open_buffered(path) as file:
         for number, line in enumerate(islice(file, _MOST_LOOKED_AT if field else 0), start=1):
