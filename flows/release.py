@@ -40,6 +40,7 @@ from flows.outcome import (
     in_time,
     name_run,
     profile_name,
+    public_names,
     report_content,
     reported_outcome,
 )
@@ -54,7 +55,7 @@ from tasks.gate import needs_champion
 from tasks.merge import kept_names, merge, merged_model, numerics, optimizer_state, prepared, still_named
 from tasks.outside import Runner, RunnerSettings, open_runner
 from tasks.preflight import Evidence
-from tasks.publish import ReleaseParts, beside_state, pending_release, publish
+from tasks.publish import PublicNames, ReleaseParts, beside_state, pending_release, publish
 from tasks.publish.releases import find_anchor, find_champion
 from tasks.publish.targets import Target
 from tasks.report import Report, ReportContent, write_report
@@ -126,11 +127,12 @@ def make_release(
     if isinstance(attempt, AlreadyReleased):
         return already_released(profile.name, attempt)
 
-    content = report_content(profile, attempt, earlier)
+    names = public_names(profile, attempt, earlier)
+    content = report_content(profile, attempt, earlier, names)
     report = write_report(content)
     if not (attempt.is_good and profile.publish and publishing):
         return reported_outcome(content, report, None)
-    return published(profile, profile.publish, attempt, content, report)
+    return published(profile, profile.publish, attempt, content, report, names)
 
 
 def with_tuned(cleared: Sequence[ClearedCandidate], profile: Profile, runner: Runner) -> Iterator[ClearedCandidate]:
@@ -230,14 +232,19 @@ def make_attempt(
 
 
 def published(
-    profile: Profile, target: Target, attempt: Attempt, content: ReportContent, report: Artifact[Report]
+    profile: Profile,
+    target: Target,
+    attempt: Attempt,
+    content: ReportContent,
+    report: Artifact[Report],
+    names: PublicNames,
 ) -> RunOutcome:
     """Publish what passed; with a person's yes, where the profile asks for one."""
     license, numeric = attempt.cleared.license, numerics(profile.merge)
     state = None
     if kept_names(attempt.pinned):  # for the next round
         state = optimizer_state(attempt.pinned, numeric, beside_state(attempt.pinned.parents, license.value))
-    parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state)
+    parts = ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, state, names)
 
     def released(approved: str | None = None) -> RunOutcome:
         made = publish(target, profile.root, parts, expected_head=attempt.expected_head, approved=approved)

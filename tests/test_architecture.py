@@ -7,6 +7,7 @@ them; this reads the imports.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -250,3 +251,87 @@ for module in {modules!r}:
 """
     seen = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PROJECT)
     assert seen.stdout == ""
+
+
+# Modules that read files without the bounded opener of merge_core.parsing, and why no user names those files.
+_SHIPPED = "files that are installed with mergegate or a library"
+_OWN = "files that mergegate wrote"
+_KERNEL = "/proc, /sys and devices"
+_PINNED = "weights or release files, which were opened or hashed as plain files before"
+UNBOUNDED_READERS = {
+    "flows.cli.init": _OWN,
+    "flows.outcome.ending": _OWN,
+    "flows.outcome.keeping": _OWN,
+    "merge_core.architecture.families": _SHIPPED,
+    "merge_core.checkpoint.moments": _OWN,
+    "merge_core.engine.forecast.probe": _OWN,
+    "merge_core.methods.kernels.compiled": _SHIPPED,
+    "merge_core.parsing.json_text": "a descriptor of the bounded opener",
+    "merge_core.store.hashing": "it checks first that the path names a plain file",
+    "merge_core.store.shared": _OWN,
+    "merge_core.system": _KERNEL,
+    "tasks.checkpoints.hub.download": "files of the Hub's cache, which are compared with the Hub's hashes",
+    "tasks.evaluation.shipped": _SHIPPED,
+    "tasks.judge.answers": _OWN,
+    "tasks.judge.stage": _OWN,
+    "tasks.merge.distances": _PINNED,
+    "tasks.merge.gates": _PINNED,
+    "tasks.outside.gpu_lock": _KERNEL,
+    "tasks.outside.supervised": _KERNEL,
+    "tasks.preflight.licenses.texts": _SHIPPED,
+    "tasks.publish.approval": "a file of the target with the size of ours",
+    "tasks.publish.content": _PINNED,
+    "tasks.publish.public_names": _PINNED,
+    "tasks.publish.targets.directory": _PINNED,
+    "tasks.publish.targets.hub.release": "a file that was downloaded into a directory of its own",
+    "tasks.publish.targets.oci.registry": _PINNED,
+    "tasks.publish.targets.s3.publication": _PINNED,
+    "tasks.report.ending.page": _SHIPPED,
+    "tasks.report.history.links": _SHIPPED,
+    "tasks.report.history.metrics": _OWN,
+    "tasks.report.history.overview": _SHIPPED,
+    "tasks.report.page": _SHIPPED,
+    "tasks.report.shadow.page": _SHIPPED,
+    "tasks.report.sweep.page": _SHIPPED,
+    "tasks.serve.process": _OWN,
+    "tasks.serve.static_checks": _PINNED,
+}
+
+
+def unbounded_reads(nodes: Iterable[ast.AST]) -> list[str]:
+    """Return the calls that read a path without a bound or would wait for a pipe: `path.read_text()`, `open(path)`,
+    `path.open("rb")` and `with path.open()`."""
+    reads = []
+    for node in nodes:
+        contexts = [item.context_expr for item in node.items] if isinstance(node, ast.With) else [node]
+        for call in contexts:
+            if not isinstance(call, ast.Call):
+                continue
+            function = call.func
+            named = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            position = 1 if isinstance(function, ast.Name) else 0
+            modes = [*call.args[position : position + 1], *(word.value for word in call.keywords if word.arg == "mode")]
+            mode = modes[0].value if modes and isinstance(modes[0], ast.Constant) else ""
+            by_default = not modes and (isinstance(function, ast.Name) or isinstance(node, ast.With))
+            is_mode = isinstance(mode, str) and re.fullmatch("[rwaxbt+]+", mode) and ("r" in mode or "+" in mode)
+            is_whole = isinstance(function, ast.Attribute) and named in ("read_text", "read_bytes")
+            if is_whole or (named == "open" and (by_default or is_mode)):
+                reads.append(ast.unparse(call))
+    return reads
+
+
+def test_paths_that_a_user_names_are_opened_by_the_bounded_opener() -> None:
+    """A pipe as a key or a text would make the run wait forever, and ``/dev/zero`` would fill the memory."""
+    readers = {module: unbounded_reads(ast.walk(tree(module))) for module in MODULES}
+    assert {module: calls for module, calls in readers.items() if calls and module not in UNBOUNDED_READERS} == {}
+    assert sorted(module for module in UNBOUNDED_READERS if not readers.get(module)) == []
+
+
+@pytest.mark.parametrize("call", ["p.read_text()", "p.read_bytes()", "open(p)", "open(p, 'rb')", "p.open(mode='r')"])
+def test_an_unbounded_read_would_be_seen(call: str) -> None:
+    assert unbounded_reads(ast.walk(ast.parse(call))) == [call]
+
+
+def test_a_write_or_an_opener_of_another_kind_is_no_read() -> None:
+    code = "p.open('wb'); open(p, 'x'); checkpoint.open(); read_plain(p, 1); webbrowser.open(url)"
+    assert unbounded_reads(ast.walk(ast.parse(code))) == []

@@ -12,7 +12,7 @@ import yaml
 
 from merge_core import Recipe, load_recipe
 from merge_core.errors import InvalidInput
-from merge_core.parsing import parse_yaml, read_yaml
+from merge_core.parsing import MAX_YAML_BYTES, parse_yaml, read_text, read_yaml
 from merge_core.recipe import apply_overrides
 
 # In a profile: a file, or the same inline; a remedy may also be changes of the profile's own recipe.
@@ -151,7 +151,7 @@ def _in_line(value: object) -> str:
 def _candidate(written: Written, remedy: str, root: Path, where: str) -> Candidate:
     if isinstance(written, Path):
         file = root / written
-        return Candidate(remedy, load_recipe(file), file.read_text(encoding="utf-8"))
+        return Candidate(remedy, load_recipe(file), read_text(file, MAX_YAML_BYTES))
     return _inline([written], remedy, root, where)
 
 

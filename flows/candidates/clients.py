@@ -35,8 +35,8 @@ from merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
 from merge_core.parsing import read_yaml
 from merge_core.recipe import CLIENT_KEYS, expanded
 from merge_core.store import HashMemo
-from tasks.checkpoints import adapter_files_digest, checkpoint_digest
-from tasks.publish import CARD, metadata_beside
+from tasks.checkpoints import adapter_files_digest, checkpoint_digest, read_card
+from tasks.publish import CARD
 
 _PATTERN = frozenset("*?[")
 
@@ -283,7 +283,10 @@ def _require_like(base: Checkpoint | None, client: Checkpoint | None) -> None:
 def _samples_of(name: str, place: Path, said: Mapping[str, float]) -> float | None:
     if name in said:
         return float(said[name])
-    value = metadata_beside(place).get("samples") if (place / CARD).exists() else None
+    card = read_card(place)
+    if card.problem and "samples" not in card.metadata:
+        raise InvalidInput(f"{name}: {CARD}", found=card.problem, expected="a model card whose front matter is YAML")
+    value = card.metadata.get("samples")
     if value is not None and not _is_count(value):
         raise InvalidInput(f"{CARD}: samples", found=f"{value!r:.60}", expected="a number above 0")
     return None if value is None else float(value)  # type: ignore[arg-type]  # _is_count

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput, MergegateError
-from merge_core.parsing import parse_json, read_yaml
+from merge_core.parsing import parse_json, read_plain, read_yaml
 from merge_core.recipe import expanded, parse_reference
 from tasks.checkpoints import files_digest
 from tasks.publish import PROVENANCE, RECIPE
@@ -88,4 +88,4 @@ def kept_states(
 
 
 def _predicate(released: Path) -> Any:
-    return parse_json((released / PROVENANCE).read_bytes(), PROVENANCE)["predicate"]
+    return parse_json(read_plain(released / PROVENANCE, 64 << 20), PROVENANCE)["predicate"]

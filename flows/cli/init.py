@@ -42,17 +42,14 @@ from flows.preflight import Problems, preflight_profile
 from flows.profile import is_release_name, parse_profile
 from merge_core import load_recipe
 from merge_core.errors import InvalidInput, MergegateError
-from merge_core.parsing import open_plain
 from merge_core.store import state_directory, write_state
-from tasks.checkpoints import ResolvedCheckpoint
+from tasks.checkpoints import ResolvedCheckpoint, read_card
 from tasks.evaluation import pin_data, pin_task
 from tasks.perplexity import PerplexitySettings, pin_documents
 from tasks.preflight import SAMPLE
 from tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
-from tasks.publish import front_matter
 from tasks.stage import home, store
 
-_LONGEST_CARD = 1 << 20  # bytes
 # How a held-out text is called, and where it lies: here, in the new directory, beside the models.
 _OUR_SAMPLE, _SAMPLE_FILE = "sample", "held-out.sample.txt"
 _TEXTS = ("held-out.jsonl", "held-out.txt", "data/held-out.jsonl", "data/held-out.txt")
@@ -260,22 +257,12 @@ def _guards(
         asked[written] = GuardDraft(written, guard or "best parent", "as you asked")
     claimed: dict[str, GuardDraft] = {}
     for parent in parents:
-        for task in claimed_tasks(_card(parent)):
+        card = read_card(parent.adapter.directory if parent.adapter else parent.directory)
+        for task in claimed_tasks(card.fields):
             claimed.setdefault(task, GuardDraft(task, parent.name, f"the card of {parent.name} speaks of it"))
     # What a person names is checked with the rest; a claim that cannot be tried here is only mentioned.
     tried = [_tried(guard, out, console) for guard in claimed.values() if guard.task not in asked]
     return (*asked.values(), *tried)
-
-
-def _card(parent: ResolvedCheckpoint) -> dict[str, object]:
-    directories = [parent.adapter.directory] if parent.adapter else [parent.directory]
-    for directory in directories:
-        try:
-            with open_plain(directory / "README.md", within=directory) as file:
-                return front_matter(file.read(_LONGEST_CARD).decode(errors="replace")) or {}
-        except (InvalidInput, OSError):
-            continue
-    return {}
 
 
 def _tried(guard: GuardDraft, out: Path, console: Console) -> GuardDraft:

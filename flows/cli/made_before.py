@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from merge_core.parsing import MAX_YAML_BYTES, read_text
 from merge_core.store import FileIdentity, digest, file_identity, read_state, state_directory, write_state
 from tasks.merge import MergeSettings, numerics
 from tasks.stage import home
@@ -29,7 +30,7 @@ def made_of(recipe_file: Path, looked: Mapping[Path, FileIdentity], seed: int, d
     return digest(
         {
             "schema": _SCHEMA,
-            "recipe": recipe_file.read_text(encoding="utf-8"),
+            "recipe": read_text(recipe_file, MAX_YAML_BYTES),
             "parents": {str(path): list(identity) for path, identity in looked.items()},
             "numerics": numerics(MergeSettings(seed=seed, device=device)),
         }

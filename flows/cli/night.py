@@ -19,6 +19,7 @@ from flows.profile import Profile
 from merge_core.engine import usable_cores
 from merge_core.engine.forecast import Rates
 from merge_core.errors import MergegateError
+from merge_core.parsing import open_buffered
 from merge_core.system import system_memory
 from merge_core.wording import format_duration, format_roughly
 from tasks.checkpoints import Model, PinnedRecipe, pinned_before
@@ -246,7 +247,7 @@ class _Guess:
 
 def _length_of(path: Path, most: int | None) -> tuple[float, float]:
     """Documents of a held-out text that will be read, and their bytes; from its first lines and its size."""
-    with path.open("rb") as file:
+    with open_buffered(path) as file:
         lines = [len(line) for line in islice(file, _LOOKED_AT) if line.strip()]
     if not lines:
         return 1.0, 1.0

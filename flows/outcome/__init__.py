@@ -6,7 +6,7 @@
     outcome_of(state)                                                                              # what came of it
 """
 
-from flows.outcome.content import report_content, sweep_report
+from flows.outcome.content import public_names, report_content, sweep_report
 from flows.outcome.ending import (
     RunOutcome,
     already_released,
@@ -34,6 +34,7 @@ __all__ = [
     "name_run",
     "outcome_of",
     "profile_name",
+    "public_names",
     "report_content",
     "reported_outcome",
     "run_name",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flows.attempt import Attempt, FailedMerge, open_remedies
@@ -14,7 +15,7 @@ from tasks.explain import Explanation
 from tasks.gate import GateVerdict
 from tasks.judge import JudgeVerdict
 from tasks.merge import MERGED
-from tasks.publish import stored_files
+from tasks.publish import PublicNames, recipe_paths, stored_files
 from tasks.report import (
     Library,
     MergedFile,
@@ -38,11 +39,25 @@ _DRAWN = (GateVerdict, JudgeVerdict, ServedModels)
 _LIBRARIES = ("mergegate", "torch", "transformers", "lm-eval", "safetensors")
 
 
-def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> ReportContent:
-    """All that was found out about an attempt, as the report, the card and the final table want it.
+def public_names(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge]) -> PublicNames:
+    """Return the names that local paths of a run have in everything that is published."""
+    cleared = attempt.cleared
+    others = [path for one in earlier for path in recipe_paths(one.cleared.candidate.recipe)]
+    others += [str(path) for one in earlier for parent in one.cleared.found for path in parent.directories]
+    others += [*_paths_in(profile), *cleared.license.value.all_names]
+    return PublicNames.of(cleared.candidate.recipe, cleared.found, profile.root, others)
+
+
+def report_content(
+    profile: Profile, attempt: Attempt, earlier: Sequence[Attempt | FailedMerge], names: PublicNames
+) -> ReportContent:
+    """Return all that a run found out about an attempt, for the report, the card and the final table.
 
     Args:
-        earlier: What was tried before it and refused.
+        profile: What was run.
+        attempt: The attempt.
+        earlier: Attempts before it, which were refused.
+        names: Names of local models and texts.
     """
     named = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
@@ -69,10 +84,10 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         name=MERGED, role="merge", ref=profile.name, digest=merged.digest, licence=license.result, **measured(MERGED)
     )
     parents.sort(key=lambda model: model.role != "base")  # stable: the base first, the others as the recipe has them
-    return ReportContent(
+    content = ReportContent(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
-        recipe=attempt.cleared.candidate.text,
+        recipe=names.yaml(attempt.cleared.candidate.text),
         models=(*parents, itself),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
@@ -98,6 +113,27 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         overrides=profile.overrides,
         sections=tuple(one.section for one in attempt.verdicts if not isinstance(one.evidence, _DRAWN)),
     )
+    return names.apply(content)
+
+
+def _paths_in(profile: Profile) -> Iterator[str]:
+    """Yield every absolute path that the profile or an override names."""
+    values: list[Any] = [profile.model_dump(), *(one.partition("=")[2] for one in profile.overrides)]
+    while values:
+        value = values.pop()
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, (list, tuple)):
+            values += value
+        elif isinstance(value, Path | str) and str(value).startswith(("/", "~/")) and _exists(str(value)):
+            yield str(value)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # text that no path can be
+        return False
 
 
 def _how_to_reproduce(profile: Profile, verdict: GateVerdict) -> tuple[str, ...]:

@@ -144,10 +144,10 @@ def load_nights(file: Path) -> Nights:
     Raises:
         InvalidInput: when it is not there or no YAML, or with every fault of what it says at once.
     """
-    if not file.is_file():
+    if not file.exists():
         raise InvalidInput(
             str(file),
-            found="no such file" if not file.exists() else "no file",
+            found="no such file",
             expected="the profiles that are deployed",
             remedy=f"write {file.name} with 'profiles: [{{profile: profiles/demo.yaml, schedule: \"0 3 * * *\"}}]', "
             "in the directory where you call mergegate",

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from flows.prefect_api.nights import Nights
 from merge_core.errors import InvalidInput
+from merge_core.parsing import open_plain, read_text
 from merge_core.store import refusing_disk, state_directory
 from tasks.stage import home
 
@@ -31,6 +32,7 @@ PORT = 4200
 # How often a run says that it is alive; the rule that misses it stands in ``automations``.
 HEARTBEAT_S = 30
 _OURS = "# Written by mergegate: how Prefect's own command line reaches this project's server. Holds its secret."
+_MAX_BYTES = 1 << 16
 _DRIVER = "postgresql+asyncpg"
 
 
@@ -178,8 +180,8 @@ def own_settings() -> Mapping[str, str]:
     if not _is_ours(file):
         return {}
     try:
-        found = tomllib.loads(file.read_text()).get("api", {})
-    except (OSError, ValueError):
+        found = tomllib.loads(read_text(file, _MAX_BYTES)).get("api", {})
+    except (InvalidInput, ValueError):
         return {}
     return {str(name): str(value) for name, value in found.items()} if isinstance(found, dict) else {}
 
@@ -273,17 +275,17 @@ def _secret_file() -> Path:
 def _read_secret(file: Path) -> str:
     """What is damaged is drawn anew: nobody knows it."""
     try:
-        said = file.read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        said = read_text(file, _MAX_BYTES).strip()
+    except InvalidInput:
         return ""
     return said if ":" in said and said.isprintable() else ""
 
 
 def _is_ours(file: Path) -> bool:
     try:
-        with file.open() as lines:
-            return lines.readline().rstrip("\n") == _OURS
-    except (OSError, UnicodeDecodeError):
+        with open_plain(file) as settings:
+            return settings.read(len(_OURS) + 1) == f"{_OURS}\n".encode()
+    except (InvalidInput, OSError):
         return False
 
 

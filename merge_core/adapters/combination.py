@@ -312,9 +312,12 @@ def _result(
     factors = {modules[name].name: (found[name].a, found[name].b) for name in names if not modules[name].is_embedding}
     tables = {modules[name].name: (found[name].a, found[name].b) for name in names if modules[name].is_embedding}
     first = recipe.modules[0].slices[0].sources[0].model
+    # The adapters' own name of the base, if they agree on one. A local path means nothing on another machine.
+    base_name = next(iter(bases)) if len(bases) == 1 else first.path
+    if base_name.startswith(("/", "~", "file:")):
+        base_name = base_name.rstrip("/").rpartition("/")[2]
     adapter = NewAdapter(
-        # What the adapters say themselves, where they agree: a path of this machine says nothing elsewhere.
-        base=next(iter(bases)) if len(bases) == 1 else first.path,
+        base=base_name,
         factors=factors,
         embeddings=tables,
         biases={module: bias for module, bias in _biases(base, whole).items() if module in factors},

@@ -18,6 +18,9 @@ CONFIG = "config.json"
 # The largest tokenizers have 33 MB.
 _MAX_COMPANION_BYTES = 256 << 20
 
+# No library reads them back: they name the directory of whoever saved the file.
+_ORIGIN_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
+
 # Results of a recipe's steps, until the last one is done.
 STEPS = f"steps{PARTIAL}"
 
@@ -77,6 +80,7 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
     if plan.chat_template is not None:
         _set_chat_template(contents, plan.chat_template)
     contents[CONFIG] = config_bytes(dict(plan.config))
+    contents |= {name: _without_local_paths(name, content) for name, content in contents.items()}
     when_read()
     for name, content in contents.items():  # The config is the last one.
         _write(out / name, content)
@@ -104,6 +108,18 @@ def _set_chat_template(contents: dict[str, bytes], template: str) -> None:
     config = parse_json_object(contents["tokenizer_config.json"], "tokenizer_config.json")
     config["chat_template"] = template
     contents["tokenizer_config.json"] = config_bytes(config)
+
+
+def _without_local_paths(name: str, content: bytes) -> bytes:
+    """Return a configuration without the fields in which libraries note where a model was loaded from."""
+    if not name.endswith("config.json") or not any(field.encode() in content for field in _ORIGIN_FIELDS):
+        return content
+    try:
+        config = parse_json_object(content, name)
+    except InvalidInput:  # a file that no library reads; it is copied as it is
+        return content
+    local = [field for field in _ORIGIN_FIELDS if str(config.get(field, "")).startswith(("/", "~", "file:"))]
+    return config_bytes({key: value for key, value in config.items() if key not in local}) if local else content
 
 
 def file_names(plan: MergePlan) -> set[str]:

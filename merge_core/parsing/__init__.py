@@ -7,7 +7,17 @@ InvalidInput in one place (``edge``). Numbers beside the bounds say what honest 
 """
 
 from merge_core.parsing.edge import MAX_DIGITS, edge, printable, typed
-from merge_core.parsing.files import check_entries, is_special, open_plain, plain_file, read_plain, read_text
+from merge_core.parsing.files import (
+    MAX_CODE_BYTES,
+    MAX_DATA_BYTES,
+    check_entries,
+    is_special,
+    open_buffered,
+    open_plain,
+    plain_file,
+    read_plain,
+    read_text,
+)
 from merge_core.parsing.json_text import (
     JsonBounds,
     line_place,
@@ -20,10 +30,13 @@ from merge_core.parsing.json_text import (
 from merge_core.parsing.overrides import with_overrides
 from merge_core.parsing.wording import as_written, expectation, kind_of, one_of_several
 from merge_core.parsing.yaml_flow import flow_yaml
-from merge_core.parsing.yaml_text import StrictLoader, parse_yaml, read_yaml, read_yaml_mapping
+from merge_core.parsing.yaml_text import MAX_YAML_BYTES, StrictLoader, parse_yaml, read_yaml, read_yaml_mapping
 
 __all__ = [
+    "MAX_CODE_BYTES",
+    "MAX_DATA_BYTES",
     "MAX_DIGITS",
+    "MAX_YAML_BYTES",
     "JsonBounds",
     "StrictLoader",
     "as_written",
@@ -35,6 +48,7 @@ __all__ = [
     "kind_of",
     "line_place",
     "one_of_several",
+    "open_buffered",
     "open_plain",
     "parse_json",
     "parse_json_object",

@@ -8,6 +8,7 @@ the Hub's cache, by name: ``models--org--name/snapshots/<commit>/`` is made of l
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from collections.abc import Iterable
@@ -16,6 +17,9 @@ from typing import BinaryIO
 
 from merge_core.errors import InvalidInput
 
+# Texts, prompts and traffic are read into memory as a whole.
+MAX_DATA_BYTES = 1 << 30
+MAX_CODE_BYTES = 16 << 20
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -26,17 +30,18 @@ _KINDS = {
 _OUTSIDE = "copy the file into the directory if it belongs there; do not use a checkpoint from a stranger that has this"
 
 
-def plain_file(path: Path, *, within: Path | None = None) -> Path:
-    """The real path of a plain file. It is not opened.
+def plain_file(path: Path, *, within: Path | None = None, most: int | None = None) -> Path:
+    """Return the real path of a plain file, without opening it.
 
     Args:
-        path: As a person or another file names it.
-        within: The directory that it must lie in, also after all links; None: a person named it, it may lie anywhere.
+        path: Path as a user or another file names it.
+        within: Directory that the file must be in, also after all links. Default: anywhere.
+        most: Largest size in bytes. Default: any size.
 
     Raises:
-        FileNotFoundError: There is nothing of that name.
-        InvalidInput: A pipe, a device, a socket, a directory; a link that leads out of ``within``; a name that no file
-            can have.
+        FileNotFoundError: There is no such file.
+        InvalidInput: The path names a pipe, a device, a socket or a directory, leads out of ``within``, cannot be the
+            name of a file, or the file is larger than ``most``.
     """
     try:
         # Not strict: where a link leads out, its target's existence is nobody's business.
@@ -45,13 +50,16 @@ def plain_file(path: Path, *, within: Path | None = None) -> Path:
             raise InvalidInput(
                 str(path), found=f"a link to {real}", expected=f"a file inside {within}", remedy=_OUTSIDE
             )
-        kind = stat.S_IFMT(real.stat().st_mode)
+        status = real.stat()
     except FileNotFoundError:
         raise
     except OSError as error:
         raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
     except ValueError:
         raise InvalidInput(str(path), found="a name that no file can have", expected="the name of a file") from None
+    kind = stat.S_IFMT(status.st_mode)
+    if most is not None and status.st_size > most:
+        raise InvalidInput(str(path), found=f"{status.st_size} bytes", expected=f"at most {most} bytes")
     if kind != stat.S_IFREG:
         raise InvalidInput(str(path), found=_KINDS.get(kind, "a special file"), expected="a plain file")
     return real
@@ -93,6 +101,11 @@ def read_plain(path: Path, most: int, *, within: Path | None = None, expected: s
         raise InvalidInput(
             str(path), found="cannot be read: No such file or directory", expected=expected, remedy=remedy
         ) from None
+
+
+def open_buffered(path: Path, *, within: Path | None = None) -> BinaryIO:
+    """Open a plain file for reading in small pieces, such as lines; see :func:`open_plain`, which reads unbuffered."""
+    return io.BufferedReader(open_plain(path, within=within))  # type: ignore[type-var]  # a FileIO
 
 
 def content_of(file: BinaryIO, path: Path, most: int) -> bytes:

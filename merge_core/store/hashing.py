@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from merge_core.errors import ChangedInput
+from merge_core.parsing import plain_file
 from merge_core.store.database import misplaced_file, set_sqlite_aside, sqlite_is_damaged
 from merge_core.store.state import state_directory
 
@@ -82,7 +83,14 @@ def require_unchanged(path: Path, identity: FileIdentity, descriptor: int | None
 
 
 def sha256_file(path: Path) -> str:
-    """sha256 of the file's bytes, 64 hex digits."""
+    """Return the sha256 of a plain file, 64 hex digits.
+
+    Raises:
+        InvalidInput: The path names a pipe, a device or a directory.
+        OSError: The file cannot be read.
+    """
+    if not path.is_file():  # opening a pipe would wait for a writer
+        plain_file(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256", _bufsize=_CHUNK).hexdigest()
 

@@ -6,6 +6,7 @@ in the process that holds models.
 
 from tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
 from tasks.checkpoints.applied import loadable, loadable_alone, loadable_before
+from tasks.checkpoints.card import CARD_FILE, NO_CARD, NO_FRONT_MATTER, ModelCard, card_path, parse_card, read_card
 from tasks.checkpoints.fetch import fetch_weights
 from tasks.checkpoints.files import deciding_files, identify_files, require_same_files
 from tasks.checkpoints.lean_imports import import_lean
@@ -45,8 +46,12 @@ from tasks.checkpoints.pin import (
 )
 
 __all__ = [
+    "CARD_FILE",
+    "NO_CARD",
+    "NO_FRONT_MATTER",
     "LoadedModel",
     "Model",
+    "ModelCard",
     "PinnedAdapter",
     "PinnedCheckpoint",
     "PinnedRecipe",
@@ -61,6 +66,7 @@ __all__ = [
     "also_unload",
     "ask_child",
     "asked_with",
+    "card_path",
     "checkpoint_digest",
     "deciding_files",
     "end_child",
@@ -78,8 +84,10 @@ __all__ = [
     "loadable_alone",
     "loadable_before",
     "open_parent",
+    "parse_card",
     "pin_checkpoints",
     "pinned_before",
+    "read_card",
     "require_combinable",
     "require_same_files",
     "resolve_all_parents",

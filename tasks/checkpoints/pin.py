@@ -58,6 +58,11 @@ class ResolvedCheckpoint(BaseModel):
         return tuple(one for one in both if one)
 
     @property
+    def directories(self) -> tuple[Path, ...]:
+        """Directories of the model and of its adapter."""
+        return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
+
+    @property
     def deciding(self) -> tuple[str, ...]:
         """Names of the files of the model that decide what it does."""
         return self.snapshot.deciding if self.snapshot else deciding_files(self.directory)
@@ -77,6 +82,16 @@ class PinnedCheckpoint(Model):
 
     def present(self) -> Iterable[Path]:
         return (*super().present(), *(self.adapter.pinned() if self.adapter else ()))
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Directories of the model and of its adapter."""
+        return (self.directory, self.adapter.directory) if self.adapter else (self.directory,)
+
+    def renamed(self, rename: Callable[[str], str]) -> PinnedCheckpoint:
+        """Return the same parent under other names."""
+        adapter = self.adapter and self.adapter.model_copy(update={"ref": rename(self.adapter.ref)})
+        return self.model_copy(update={"name": rename(self.name), "ref": rename(self.ref), "adapter": adapter})
 
     def open(self) -> Checkpoint:
         """Its configuration and headers, with its adapter applied; its weights are here.

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from merge_core.parsing import MAX_CODE_BYTES, read_plain
+
 EVERY = "*"  # function of a module
 _CHECK = "check_correctness"
 # As names and modules, and as what is asked of a module: ``re.compile`` runs nothing.
@@ -49,7 +51,7 @@ def runs_in_its_own_way(functions: Iterable[tuple[Path, str]]) -> str:
 
 def _reached(file: Path, name: str) -> Iterator[str]:
     """Ways of running code that a function of a module comes to, itself or by others of the module."""
-    names = _names_by_function(file.read_bytes())
+    names = _names_by_function(read_plain(file, MAX_CODE_BYTES))
     # Its own copy of what is put in its place may do what it likes.
     roots = [name] if name != EVERY else [each for each in names if each not in _below(names, [_CHECK])]
     for function in _below(names, [*roots, ""], without=_CHECK):  # and what is run when the module is imported

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput
+from merge_core.parsing import parse_json, read_plain
 from merge_core.store import write_state
 from tasks.checkpoints.hub import HubAccess, describe, hub_access
 from tasks.evaluation.asked_data import AskedDataset
@@ -131,11 +132,7 @@ def _is_there(root: Path, asked: AskedDataset) -> bool:
 
 
 def _revisions(root: Path) -> dict[str, str]:
-    place = root / REVISIONS
-    if not place.is_file():
+    if not (root / REVISIONS).exists():
         return {}
-    try:
-        found = json.loads(place.read_text())
-    except ValueError as error:
-        raise InvalidInput(str(place), found=f"no JSON: {error}", expected="a commit by dataset") from error
+    found = parse_json(read_plain(root / REVISIONS, 1 << 20), str(root / REVISIONS))
     return {str(name): str(revision) for name, revision in found.items()} if isinstance(found, dict) else {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput
+from tasks.checkpoints import read_card
 from tasks.evaluation.mirror import FORMATS, FoundDataset, split_named
 
 
@@ -82,7 +83,7 @@ def _load(place: FoundDataset, load: Callable[..., Any], scratch: Path, further:
         if asked.files:
             where = (asked.reader,) if asked.reader else (str(place.directory), asked.config)
             return load(*where, data_files=place.named_files, **further, **kept)
-        if not _says_configs(place.directory) and not further and (named := _by_split(place)):
+        if "configs" not in read_card(place.directory).metadata and not further and (named := _by_split(place)):
             kind, files = named
             return load(kind, data_files=files, **kept)
         return load(str(place.directory), asked.config, **further, **kept)
@@ -138,8 +139,3 @@ _FIELDS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "allenai/ai2_arc": _arc,
     "baber/piqa": _piqa,
 }
-
-
-def _says_configs(directory: Path) -> bool:
-    card = directory / "README.md"
-    return card.is_file() and "configs:" in card.read_text(errors="replace")[:4096]

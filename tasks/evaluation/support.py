@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput
+from merge_core.parsing import MAX_CODE_BYTES, read_plain
 from merge_core.store import HashMemo
 from tasks.evaluation.allowed_code import allow_code, how_to_allow, way_of_shipped
 from tasks.evaluation.asking import AskedHow
@@ -274,7 +275,7 @@ def _imported_at_once(path: Path) -> Iterator[str]:
     """Modules that are imported with a module itself: not those within a function or a ``try``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about a stranger's style
-        body = ast.parse(path.read_bytes()).body
+        body = ast.parse(read_plain(path, MAX_CODE_BYTES)).body
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

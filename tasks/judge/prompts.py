@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from merge_core.parsing import line_place, parse_line
+from merge_core.parsing import MAX_DATA_BYTES, line_place, parse_line, plain_file, read_plain
 from merge_core.store import HashMemo, NotInKey
 from tasks.judge.settings import JudgeSettings
 
@@ -66,10 +66,12 @@ def pin_prompts(settings: JudgeSettings, root: Path, hashes: HashMemo) -> JudgeP
 
     def pinned(file: Path, field: str) -> tuple[Path, str]:
         path = (root / file).absolute()
-        if not path.is_file():
+        try:
+            plain_file(path, most=MAX_DATA_BYTES)
+        except FileNotFoundError:
             raise InvalidInput(
                 f"judge.{field}: {file}", found="no such file", expected="jsonl, relative to the profile"
-            )
+            ) from None
         return path, hashes.sha256(path)
 
     path, sha256 = pinned(settings.prompts, "prompts")
@@ -117,7 +119,7 @@ def _with_references(prompt: Prompt, answers: Mapping[str, tuple[str, ...]]) -> 
 
 
 def _lines(path: Path, sha256: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    content = path.read_bytes()
+    content = read_plain(path, MAX_DATA_BYTES)
     if hashlib.sha256(content).hexdigest() != sha256:
         raise InvalidInput(str(path), found="changed while the run was going on", remedy="run again")
     for number, line in enumerate(content.splitlines(), start=1):

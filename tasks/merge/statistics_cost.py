@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from merge_core import MergePlan
 from merge_core.architecture import TensorKind, input_width, is_projection, is_routed_expert, tensor_kind
 from merge_core.engine.forecast import Rates
+from merge_core.parsing import open_buffered
 from merge_core.store import HashMemo
 from tasks.merge.statistics import pinned_texts
 from tasks.perplexity import HeldOutText
@@ -126,7 +127,7 @@ def _share_of_experts(plan: MergePlan) -> float:
 
 def _positions(text: HeldOutText, documents: int) -> float:
     """Tokens of the documents that are read, about: from the first lines and the size of the file."""
-    with text.path.open("rb") as file:
+    with open_buffered(text.path) as file:
         lines = [len(line) for line in file.readlines(1 << 20) if line.strip()]
     if not lines:
         return 0.0

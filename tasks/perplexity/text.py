@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import kind_of, line_place, parse_line
+from merge_core.parsing import MAX_DATA_BYTES, kind_of, line_place, open_buffered, parse_line, plain_file, read_plain
 from merge_core.store import HashMemo, NotInKey
 from tasks.evaluation import DocumentSet
 
@@ -66,7 +66,7 @@ def _text_in(document: OwnDocument) -> str:
 
 
 def _chosen(documents: HeldOutText, most: int | None) -> list[tuple[int, OwnDocument]]:
-    content = documents.path.read_bytes()
+    content = read_plain(documents.path, MAX_DATA_BYTES)
     if hashlib.sha256(content).hexdigest() != documents.sha256:
         raise InvalidInput(str(documents.path), found="changed while the run was going on", remedy="run again")
     every = (one for one in enumerate(_split(content, documents)) if _text_in(one[1]).strip())
@@ -103,15 +103,17 @@ def pin_text(
     Raises:
         InvalidInput: when there is no such file, or a document is not as the settings say.
     """
-    if not path.is_file():
+    try:
+        plain_file(path, most=MAX_DATA_BYTES)
+    except FileNotFoundError:
         raise InvalidInput(
             where,
             found="no such file",
             expected="jsonl with one document a line, or plain text with one a paragraph, "
             f"relative to the {relative_to}",
-        )
+        ) from None
     field = field if path.suffix in (".jsonl", ".json", ".ndjson") else ""
-    with path.open("rb") as file:
+    with open_buffered(path) as file:
         for number, line in enumerate(islice(file, _MOST_LOOKED_AT if field else 0), start=1):
             if line.strip():
                 _document_of_line(line, field, path, number, named, conversations)

@@ -2,7 +2,6 @@
 
 from tasks.publish.approval import ApprovalSettings, PendingRelease
 from tasks.publish.beside_state import beside_state
-from tasks.publish.card_metadata import front_matter, metadata_beside
 from tasks.publish.card_scores import escaped
 from tasks.publish.content import (
     ABOUT,
@@ -16,6 +15,7 @@ from tasks.publish.content import (
     stored_files,
     version_of,
 )
+from tasks.publish.public_names import PublicNames, recipe_paths
 from tasks.publish.signature import public_key, read_signature
 from tasks.publish.step import ReleaseParts, pending_release, publish
 from tasks.publish.sums import checksums_text, parse_checksums, sha256_of
@@ -31,19 +31,19 @@ __all__ = [
     "SUMS",
     "ApprovalSettings",
     "PendingRelease",
+    "PublicNames",
     "Release",
     "ReleaseFile",
     "ReleaseParts",
     "beside_state",
     "checksums_text",
     "escaped",
-    "front_matter",
-    "metadata_beside",
     "parse_checksums",
     "pending_release",
     "public_key",
     "publish",
     "read_signature",
+    "recipe_paths",
     "sha256_of",
     "stored_files",
     "version_of",

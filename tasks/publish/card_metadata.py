@@ -12,9 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from merge_core.errors import InvalidInput, Refused
-from merge_core.parsing import StrictLoader, open_plain, parse_yaml
-from tasks.checkpoints import PinnedCheckpoint
+from merge_core.errors import Refused
+from tasks.checkpoints import PinnedCheckpoint, read_card
 from tasks.evaluation import TaskScore
 from tasks.preflight.licenses import Combination
 from tasks.publish.eval_results import BENCHMARKS
@@ -31,8 +30,6 @@ _METRICS = {
     "f1": ("f1", "F1"),
     "word_perplexity": ("perplexity", "word perplexity"),
 }
-_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)\r?\n---\s*?(?:\r?\n|\Z)", re.DOTALL)
-_LONGEST_FRONT_MATTER = 1 << 20  # characters
 
 
 def card_metadata(
@@ -56,36 +53,6 @@ def card_metadata(
     if merged.scores and merged.scores.tasks:
         metadata["model-index"] = [{"name": content.name, "results": _results(merged.scores.tasks)}]
     return metadata
-
-
-def front_matter(text: str) -> dict[str, object] | None:
-    """The metadata of a card, every name as text (``on:`` is a truth value in YAML); None where there is none that can
-    be read."""
-    found = _FRONT_MATTER.match(text[:_LONGEST_FRONT_MATTER])
-    try:
-        documents = parse_yaml(found[1], "README.md", loader=_CardLoader) if found else []
-    except InvalidInput:
-        return None
-    if len(documents) != 1 or not isinstance(documents[0], dict):
-        return None
-    return {str(name): value for name, value in documents[0].items()}
-
-
-def metadata_beside(directory: Path) -> dict[str, object]:
-    """The metadata of the card that lies beside a checkpoint; empty where none can be read.
-
-    Raises:
-        FileNotFoundError: There is no card.
-        InvalidInput: It is no plain file of that directory.
-    """
-    with open_plain(directory / "README.md", within=directory) as file:
-        return front_matter(file.read(_LONGEST_FRONT_MATTER).decode(errors="replace")) or {}
-
-
-class _CardLoader(StrictLoader):
-    """Plain data; keys need not be text."""
-
-    text_keys = False
 
 
 def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> None:
@@ -166,10 +133,6 @@ def _common_languages(parents: Sequence[PinnedCheckpoint]) -> list[str]:
 
 
 def _languages(directory: Path) -> tuple[str, ...]:
-    try:
-        metadata = metadata_beside(directory)
-    except (InvalidInput, OSError):
-        return ()
-    value = metadata.get("language")
+    value = read_card(directory).metadata.get("language")
     listed = value if isinstance(value, list) else [value]
     return tuple(sorted({word for word in listed if isinstance(word, str) and re.fullmatch(r"[a-z]{2,3}", word)}))

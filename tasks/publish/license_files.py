@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from merge_core.parsing import read_plain
 from tasks.checkpoints import PinnedCheckpoint
 from tasks.preflight.licenses import LICENSE_FILE, LicenseVerdict, Obligation, license_texts, load_table, recognised
 from tasks.publish.content import ReleaseFile, written_file
@@ -23,6 +24,7 @@ MODIFICATIONS = "MODIFICATIONS"
 _NOTICE_FILE = re.compile(r"notice(\.(md|txt|rst))?", re.IGNORECASE)
 _RULE = "=" * 80
 _LONGEST_NAME = 100
+_MAX_TEXT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _files(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
+    return read_plain(file, _MAX_TEXT_BYTES).decode(errors="replace")
 
 
 def _license(own: Sequence[_LicenseFileOfModel], verdict: LicenseVerdict) -> str:

@@ -31,6 +31,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.alias_generators import to_camel
 
 from merge_core.errors import InvalidInput
+from merge_core.parsing import read_plain
 from tasks.publish.content import SIGNATURE
 
 _BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
@@ -132,6 +133,10 @@ def read_signature(bundle: bytes) -> Signature:
     )
 
 
+def _read_key(file: Path) -> bytes:
+    return read_plain(file, 1 << 20, expected="a key in PEM", remedy=_KEY_COMMANDS)
+
+
 def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
     """The key in ``file``.
 
@@ -139,11 +144,11 @@ def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
         InvalidInput: when it is no private key of a known curve.
     """
     try:
-        key = serialization.load_pem_private_key(file.read_bytes(), password=None)
-    except (OSError, ValueError, TypeError) as error:
-        raise _no_key(file, "private", error) from None
+        key = serialization.load_pem_private_key(_read_key(file), password=None)
+    except (ValueError, TypeError):
+        raise _no_key(file, "private") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
-        raise _no_key(file, "private", None)
+        raise _no_key(file, "private")
     return key
 
 
@@ -154,11 +159,11 @@ def public_key(file: Path) -> ec.EllipticCurvePublicKey:
         InvalidInput: when it is no public key of a known curve.
     """
     try:
-        key = serialization.load_pem_public_key(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise _no_key(file, "public", error) from None
+        key = serialization.load_pem_public_key(_read_key(file))
+    except ValueError:
+        raise _no_key(file, "public") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
-        raise _no_key(file, "public", None)
+        raise _no_key(file, "public")
     return key
 
 
@@ -196,11 +201,10 @@ def _hint(key: ec.EllipticCurvePublicKey) -> str:
     return hashlib.sha256(pem).hexdigest()
 
 
-def _no_key(file: Path, kind: str, error: Exception | None) -> InvalidInput:
-    found = error.strerror if isinstance(error, OSError) and error.strerror else f"no {kind} key for ECDSA"
+def _no_key(file: Path, kind: str) -> InvalidInput:
     return InvalidInput(
         str(file),
-        found=found,
+        found=f"no {kind} key for ECDSA",
         expected=f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without password",
         remedy=_KEY_COMMANDS,
     )

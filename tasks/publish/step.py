@@ -30,11 +30,14 @@ from tasks.publish.content import (
 from tasks.publish.eval_results import eval_results
 from tasks.publish.license_files import license_files, open_obligations
 from tasks.publish.provenance import provenance
+from tasks.publish.public_names import PublicNames, require_no_private_paths
 from tasks.publish.signature import sign
 from tasks.publish.sums import checksums
 from tasks.publish.targets.contract import PublishTarget, Release
 from tasks.report import Report, ReportContent
-from tasks.stage import advance, step, store
+from tasks.stage import advance, home, step, store
+
+_UNCHANGED = PublicNames({})
 
 
 class ReleaseParts(NamedTuple):
@@ -47,6 +50,7 @@ class ReleaseParts(NamedTuple):
     merged: Artifact[Merged]
     report: Artifact[Report]
     state: Artifact[OptimizerState] | None = None  # of a merge whose optimizer keeps something for the next one
+    names: PublicNames = _UNCHANGED  # with which the content was written
 
 
 def _stands(
@@ -128,8 +132,12 @@ def pending_release(
 
 def _files_for(target: PublishTarget, root: Path, parts: ReleaseParts) -> tuple[ReleaseFile, ...]:
     key = root / target.sign_key if target.sign_key else None
-    content, pinned, numerics, license, merged, report, state = parts
-    return release_files(content, pinned, numerics, license.value, merged, report, target.address, key, state)
+    content, pinned, numerics, license, merged, report, state, names = parts
+    files = release_files(content, pinned, numerics, license.value, merged, report, target.address, key, state, names)
+    directories = [root, home(), *(path for parent in pinned.parents for path in parent.directories)]
+    directories += [pinned.recipe.directory] if pinned.recipe.directory else []
+    require_no_private_paths(files, directories, content.name)
+    return files
 
 
 def release_files(
@@ -142,6 +150,7 @@ def release_files(
     place: str,
     key: Path | None = None,
     state: Artifact[OptimizerState] | None = None,
+    names: PublicNames = _UNCHANGED,
 ) -> tuple[ReleaseFile, ...]:
     """Everything that a release consists of; the same inputs give the same bytes.
 
@@ -151,27 +160,30 @@ def release_files(
     Args:
         place: What to name to mergegate where it will stand: a repository, or '.' in its directory.
         state: What stays behind for the next merge: the provenance names it.
+        names: Names of local models and texts, as in ``content``.
 
     Raises:
         InvalidInput: when ``key`` is no key.
         Refused: when the Hub's library would read something else out of the card.
     """
+    license = names.apply(license)
+    parents = tuple(parent.renamed(names.text) for parent in pinned.parents)
     files = [
         *stored_files(merged),
-        *license_files(pinned.parents, license),
+        *license_files(parents, license),
         *(file for file in stored_files(report) if file.name == "report.html"),
         *(written_file(name, text) for name, text in eval_results(content).items()),
         written_file(RECIPE, content.recipe),
     ]
-    names = [file.name for file in files]
+    file_names = [file.name for file in files]
     versions = {library.name: library.version for library in content.versions}
-    metadata = card_metadata(content, pinned.parents, license.combination, is_adapter=pinned.recipe.output is not None)
+    metadata = card_metadata(content, parents, license.combination, is_adapter=pinned.recipe.output is not None)
     made_with = Publication(place, key is not None, numerics.device, {**versions, **numerics.versions})
-    missing = open_obligations(pinned.parents, license)
-    card = model_card(content, metadata, license, missing, names, made_with)
-    check_card(card, metadata, names)
+    missing = open_obligations(parents, license)
+    card = model_card(content, metadata, license, missing, file_names, made_with)
+    check_card(card, metadata, file_names)
     files.append(written_file(CARD, card))
-    files.append(written_file(BOM, bill_of_materials(files, content, pinned.parents, license.combination.card)))
+    files.append(written_file(BOM, bill_of_materials(files, content, parents, license.combination.card)))
     origin = provenance(
         files,
         recipe=parse_yaml(content.recipe, "recipe"),
@@ -179,8 +191,8 @@ def release_files(
         overrides=content.overrides,
         numerics=numerics,
         evaluation_seed=content.scoring.seed if content.scoring else None,
-        parents=pinned.parents,
-        texts={asked.text: one.text for asked, one in pinned.recipe.what_was_read().items()},
+        parents=parents,
+        texts={names.text(asked.text): one.text for asked, one in pinned.recipe.what_was_read().items()},
         versions=versions,
         verdict=content.verdict,
         license=license,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from merge_core.errors import InvalidInput
+from merge_core.parsing import read_json
 from tasks.checkpoints import LoadedModel, Model, TellProgress, load_model, unload
 
 _ANSWER = "yes"  # of an assistant, in a conversation that is rendered to see how a turn ends
@@ -125,8 +126,8 @@ def _ends(directory: Path, tokenizer: Any) -> tuple[int, ...]:
     found: list[int] = []
     for file in ("generation_config.json", "config.json"):
         try:
-            value = json.loads((directory / file).read_bytes()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
+            value = read_json(directory / file).get("eos_token_id")
+        except InvalidInput:
             continue
         found = [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
         if found:

@@ -48,11 +48,11 @@ from merge_core.errors import MergegateError  # noqa: E402
 from merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from merge_core.recipe import parse_reference, resolve_local  # noqa: E402
 from merge_core.store import MANIFEST, VALUE, JournalPlace, Store, StoreMiss, open_journal  # noqa: E402
+from tasks.checkpoints import parse_card  # noqa: E402
 from tasks.evaluation.lm_eval_results import find_results, read_task  # noqa: E402
 from tasks.evaluation.task_code import imported_beside  # noqa: E402
 from tasks.evaluation.task_definition import read_definition  # noqa: E402
 from tasks.preflight.licenses.resolve import CardSource, declared  # noqa: E402
-from tasks.publish.card_metadata import front_matter  # noqa: E402
 from tasks.publish.releases.verify import check_release  # noqa: E402
 
 SLOW = 5  # seconds
@@ -154,7 +154,7 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
 
     def card(data: bytes) -> object:
         (place / "card" / "README.md").write_bytes(data)
-        return front_matter(data.decode(errors="replace")), declared(CardSource(place / "card"))
+        return parse_card(data), declared(CardSource(place / "card"))
 
     def a_recipe(data: bytes) -> object:
         return load_recipe(data.decode(errors="surrogateescape")).canonical()

@@ -14,10 +14,11 @@ from release_samples import COMMIT, content, license_verdict, parents, share
 from scipy.stats import binomtest
 
 from merge_core.errors import Refused
+from tasks.checkpoints import parse_card
 from tasks.evaluation.stage import TaskScore
 from tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from tasks.publish.card import Publication, model_card
-from tasks.publish.card_metadata import card_metadata, check_card, front_matter
+from tasks.publish.card_metadata import card_metadata, check_card
 from tasks.publish.card_scores import score_interval
 from tasks.report.content import ReportContent
 
@@ -70,7 +71,7 @@ def test_no_name_can_break_the_metadata(
         card = card_of(root, said)
     except Refused:
         return  # said before anything is uploaded
-    assert front_matter(card) == ModelCard(card).data.to_dict()
+    assert parse_card(card.encode()).fields == ModelCard(card).data.to_dict()
     assert said.recipe.strip() in card
 
 
@@ -221,8 +222,3 @@ def test_metadata_edited_after_it_was_made_is_refused(tmp_path: Path) -> None:
     metadata = card_metadata(content(SCORES), parents(tmp_path), license_verdict("apache-2.0", "mit").combination)
     with pytest.raises(Refused, match=r"license: 'apache-2\.0' is read as 'mit'"):
         check_card(card.replace("license: apache-2.0", "license: mit"), metadata, ())
-
-
-@pytest.mark.parametrize("text", ["", "# no metadata", "---\n[\n---\n", "---\n- a\n---\n", "x\n---\na: b\n---\n"])
-def test_a_card_without_metadata_has_none(text: str) -> None:
-    assert front_matter(text) is None

@@ -16,7 +16,7 @@ from hub_look_alike import WRITER, Fault, LookAlike, hub
 from look_alike_repository import Repository, large, plain
 from signing_keys import write_keys
 
-from tasks.publish.card_metadata import front_matter
+from tasks.checkpoints import read_card
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PROFILE = """\
@@ -155,7 +155,7 @@ def test_parents_on_the_hub_are_in_card_and_provenance_and_are_fetched_again_at_
     done = project.mergegate("run", "hub-parents.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     release = project.root / "hub-parents" / "latest"
-    card = front_matter((release / "README.md").read_text()) or {}
+    card = read_card(release).fields
     assert (card["base_model"], card["base_model_relation"]) == (["acme/base", "acme/reverser"], "merge")
     statement = json.loads((release / "provenance.json").read_text())
     dependencies = statement["predicate"]["buildDefinition"]["resolvedDependencies"]

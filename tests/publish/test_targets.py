@@ -58,7 +58,7 @@ def test_a_missing_token_or_key_is_found_before_anything_is_merged(
     check_target(DirectoryTarget(path=Path("out")), tmp_path)
     with pytest.raises(InvalidInput, match="export HF_TOKEN"):
         check_target(HubTarget(to="hub", repo="acme/demo"), tmp_path)
-    with pytest.raises(InvalidInput, match=r"release\.key: No such file"):
+    with pytest.raises(InvalidInput, match=r"release\.key: cannot be read: No such file"):
         check_target(DirectoryTarget(path=Path("out"), sign_key=Path("release.key")), tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_what_is_wrong_with_it_is_found_before_anything_is_merged(tmp_path: Path
     target = target_of({**PROFILE, "publish": SHELF})
     check_target(target, tmp_path)
     signed = target_of({**PROFILE, "publish": {**SHELF, "sign_key": "release.key"}})
-    with pytest.raises(InvalidInput, match=r"release\.key: No such file"):
+    with pytest.raises(InvalidInput, match=r"release\.key: cannot be read: No such file"):
         check_target(signed, tmp_path)
     (tmp_path / "library").write_text("")
     with pytest.raises(Refused, match=r"publish\.place"):

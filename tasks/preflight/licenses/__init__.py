@@ -3,7 +3,7 @@
 from tasks.preflight.licenses.algebra import Combination
 from tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from tasks.preflight.licenses.check import LicenseVerdict, check_licenses, license_table, read_licenses
-from tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, declared
+from tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, declared, quoted
 from tasks.preflight.licenses.resulting_license import Obligation, ObligationKind
 from tasks.preflight.licenses.table import LicenseTable, load_table
 from tasks.preflight.licenses.texts import license_texts, recognised
@@ -25,6 +25,7 @@ __all__ = [
     "license_table",
     "license_texts",
     "load_table",
+    "quoted",
     "read_licenses",
     "recognised",
 ]

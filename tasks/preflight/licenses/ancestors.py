@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 
+from tasks.checkpoints import CARD_FILE, card_path
 from tasks.checkpoints.hub import HubAccess, describe, hub_access, is_offline, snapshots_place
 from tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, NotRead
 
@@ -132,7 +133,7 @@ def _download(access: HubAccess, repository: str, commit: str, names: list[str])
     disable_progress_bars()
     directory = snapshots_place(repository) / commit
     for name in names:
-        if (name == "README.md" or LICENSE_FILE.fullmatch(name)) and not (directory / name).is_file():
+        if (name.lower() == CARD_FILE.lower() or LICENSE_FILE.fullmatch(name)) and not (directory / name).is_file():
             # The download itself tries five times and waits in between; this asks once whether it can succeed.
             url = hf_hub_url(repository, name, revision=commit, endpoint=access.endpoint)
             get_hf_file_metadata(url, token=access.token or False, timeout=_TIMEOUT_S, endpoint=access.endpoint)
@@ -143,7 +144,7 @@ def _download(access: HubAccess, repository: str, commit: str, names: list[str])
 def _cached(repository: str) -> CardSource | None:
     """The commit of `repository` that was downloaded last, if its card is among what was."""
     try:
-        there = [place for place in snapshots_place(repository).iterdir() if (place / "README.md").is_file()]
+        there = [place for place in snapshots_place(repository).iterdir() if card_path(place)]
         newest = max(there, key=lambda place: (place.stat().st_mtime_ns, place.name), default=None)
     except OSError:
         return None

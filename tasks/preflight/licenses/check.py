@@ -14,7 +14,7 @@ from tasks.checkpoints import ResolvedCheckpoint
 from tasks.preflight.licenses.algebra import Combination, combine_licenses
 from tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from tasks.preflight.licenses.case import LicensedParent
-from tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
+from tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, quoted
 from tasks.preflight.licenses.table import LicenseTable, load_table
 from tasks.preflight.licenses.use import LicenseSettings, Use
 from tasks.stage import StageValue, value_stage
@@ -77,6 +77,12 @@ class LicenseVerdict(StageValue):
     def result(self) -> str:
         """Licence of the merge, in a word."""
         return self.combination.license_name or self.combination.license or "none"
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Names of all models in the verdict, as recipes and cards write them and as sentences quote them."""
+        names = (*self.licenses, *(ancestor.name for ancestor in self.ancestors), *self.unread)
+        return (*names, *map(quoted, names))
 
     def refusal(self) -> Refused | None:
         if self.combination.status == "allowed":

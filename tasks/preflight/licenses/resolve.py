@@ -20,7 +20,8 @@ from types import MappingProxyType
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import InvalidInput
-from merge_core.parsing import StrictLoader, open_plain, parse_yaml, read_json
+from merge_core.parsing import open_plain, read_json
+from tasks.checkpoints import NO_CARD, NO_FRONT_MATTER, ModelCard, card_path, read_card
 from tasks.preflight.licenses.case import Licensed, LicensedParent, Unread
 from tasks.preflight.licenses.table import OTHER, UNKNOWN, License, LicenseTable
 from tasks.preflight.licenses.texts import linked, recognised
@@ -51,19 +52,10 @@ class NotRead:
 FindAncestor = Callable[[str, CardSource], CardSource | NotRead]
 """From an entry of `base_model` and the place of the model that names it: the ancestor's place."""
 
-_FRONT_MATTER = re.compile(r"\A\ufeff?---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 LICENSE_FILE = re.compile(r"(licen[cs]e|copying)(\.(md|txt|rst))?", re.IGNORECASE)
-_CARD_CHARACTERS = 1_000_000
 _LICENSE_BYTES = 200_000
-_NO_CARD = ("there is no README.md", "README.md has no front matter")
 _QUOTED_CHARACTERS = 80
 _MOST_BESIDE = 1000  # directories that are looked through for a base model
-
-
-class _CardLoader(StrictLoader):
-    """Plain data; keys need not be text: a card may say ``no:`` and mean Norwegian."""
-
-    text_keys = False
 
 
 class Declaration(BaseModel):
@@ -99,14 +91,14 @@ class Declaration(BaseModel):
     def words(self) -> str:
         """The declaration for a message: what stands in the card, and what was wrong with it."""
         fields = {"license": " / ".join(self.license), "license_name": self.license_name}
-        named = [f"{key}: {_quoted(value)}" for key, value in fields.items() if value]
+        named = [f"{key}: {quoted(value)}" for key, value in fields.items() if value]
         return "; ".join([*named, *self.problems])
 
     @property
     def names_none(self) -> bool:
         """Whether the card names no licence, and nothing in it hides one."""
         named = [word for word in self.license if word.strip().lower() not in (OTHER, UNKNOWN)]
-        return not named and all(problem in _NO_CARD for problem in self.problems)
+        return not named and all(problem in (NO_CARD, NO_FRONT_MATTER) for problem in self.problems)
 
 
 def declared(place: CardSource, name: str | None = None) -> Declaration:
@@ -115,7 +107,8 @@ def declared(place: CardSource, name: str | None = None) -> Declaration:
     Args:
         name: What to call the model; by default the name of the directory.
     """
-    card, problems = _card(place.directory) if place.card is None else (place.card, [])
+    read = read_card(place.directory) if place.card is None else ModelCard(place.card)
+    card, problems = read.metadata, [words for words in (read.absence, read.problem) if words]
     licenses = _texts(card, "license", problems)
     license_name, license_link = _text(card, "license_name", problems), _text(card, "license_link", problems)
     base_model = tuple(dict.fromkeys(_texts(card, "base_model", problems)))
@@ -197,7 +190,7 @@ def _licensed(step: _Step, table: LicenseTable) -> Licensed:
         elif license.resolved:
             contradicted = beside
     return Licensed(
-        name=_quoted(declaration.name),
+        name=quoted(declaration.name),
         license=license,
         declared=declaration.words,
         contradicted=contradicted,
@@ -233,7 +226,7 @@ def _steps(
         for entry in declaration.base_model:
             there = _beside(here, entry) or find(entry, here)
             if isinstance(there, NotRead):
-                unread.append(Unread(name=_quoted(entry), why=there.why))
+                unread.append(Unread(name=quoted(entry), why=there.why))
                 continue
             if _identity(there) not in numbers:
                 numbers[_identity(there)] = len(queue)
@@ -292,7 +285,7 @@ def _neighbour(directory: Path, entry: str) -> CardSource | None:
 
 
 def _says_its_licence(directory: Path) -> bool:
-    return any(one.name == "README.md" or LICENSE_FILE.fullmatch(one.name) for one in directory.iterdir())
+    return card_path(directory) is not None or any(LICENSE_FILE.fullmatch(path.name) for path in directory.iterdir())
 
 
 def _own_name(directory: Path) -> str:
@@ -304,30 +297,7 @@ def _own_name(directory: Path) -> str:
 
 
 def _bases_of(directory: Path) -> tuple[str, ...]:
-    return _texts(_card(directory)[0], "base_model", [])
-
-
-def _card(directory: Path) -> tuple[Mapping[object, object], list[str]]:
-    """The front matter of README.md, and what is wrong with it."""
-    try:
-        with open_plain(directory / "README.md", within=directory) as file:
-            text = file.read(_CARD_CHARACTERS).decode(errors="replace")
-    except FileNotFoundError:
-        return {}, ["there is no README.md"]
-    except (InvalidInput, OSError) as error:
-        found = error.found if isinstance(error, InvalidInput) else type(error).__name__
-        return {}, [f"README.md cannot be read: {found}"]
-    matter = _FRONT_MATTER.match(text)
-    if matter is None:
-        return {}, ["README.md has no front matter"]
-    try:
-        documents = parse_yaml(matter[1], "README.md", "the front matter of a card", loader=_CardLoader)
-    except InvalidInput as error:
-        return {}, [f"the front matter of README.md is not valid YAML: {error.found}"]
-    card = documents[0] if len(documents) == 1 else None
-    if not isinstance(card, dict):
-        return {}, [f"the front matter of README.md is a {type(card).__name__}, not a mapping"]
-    return card, []
+    return _texts(read_card(directory).metadata, "base_model", [])
 
 
 def _text(card: Mapping[object, object], field: str, problems: list[str]) -> str | None:
@@ -375,7 +345,7 @@ def _license_file(directory: Path, problems: list[str]) -> tuple[str | None, str
         return None, None, ""
 
 
-def _quoted(text: str) -> str:
-    """A stranger's words for a message: one line, printable, short."""
+def quoted(text: str) -> str:
+    """Return the words of a card for a message: one line, printable, short."""
     clean = "".join(character if character.isprintable() else "?" for character in text)
     return clean if len(clean) <= _QUOTED_CHARACTERS else clean[:_QUOTED_CHARACTERS] + "…"

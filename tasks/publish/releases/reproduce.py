@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from merge_core import (
 from merge_core.adapters import apply_adapter, open_adapter
 from merge_core.architecture.experts import match_experts
 from merge_core.errors import InvalidInput, Refused
+from merge_core.parsing import read_plain
 from merge_core.recipe import parse_reference
 from merge_core.store import HashMemo
 from tasks.checkpoints import (
@@ -43,7 +45,7 @@ from tasks.checkpoints import (
 )
 from tasks.checkpoints.hub import download_snapshots, find_snapshot
 from tasks.merge import combine_parents, prepared
-from tasks.publish import PROVENANCE, RECIPE, sha256_of
+from tasks.publish import PROVENANCE, RECIPE
 from tasks.publish.releases.verify import Files, Verified
 from tasks.publish.targets import PublishedRelease
 from tasks.stage import device_kind, versions
@@ -262,9 +264,10 @@ def _parents(
         else:
             raise InvalidInput(
                 name,
-                found=f"its content is {seen[:16]} now" if seen else "not found below the working directory",
+                found=f"a checkpoint with the digest {seen[:16]}" if seen else "no such directory",
                 expected=f"the checkpoint {digest.sha256[:16]} that was merged",
-                remedy="say with --parents what the recipe's paths are relative to, and bring back what was merged",
+                remedy=f"pass --parents DIR with the merged checkpoint at DIR/{name.lstrip('/')}; "
+                "a release names local models relative to DIR",
             )
     return found
 
@@ -317,10 +320,11 @@ def _beside_same(recipe: bytes) -> Iterator[Path]:
         place = Path(top)
         for name in sorted(names):
             file = place / name
-            if name == RECIPE or not name.endswith(_RECIPES) or file.stat().st_size != len(recipe):
+            if name == RECIPE or not name.endswith(_RECIPES):
                 continue
-            if sha256_of(file.read_bytes()) == sha256_of(recipe):
-                yield place
+            with suppress(InvalidInput, OSError):  # a file that cannot be read, or is larger
+                if read_plain(file, len(recipe)) == recipe:
+                    yield place
 
 
 def _download(repo: str, commit: str, hashes: HashMemo, is_adapter: bool) -> Path:

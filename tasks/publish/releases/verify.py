@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from merge_core.errors import InvalidInput, Refused
 from merge_core.parsing import parse_json, parse_yaml
+from tasks.checkpoints import parse_card
 from tasks.publish import (
     BOM,
     CARD,
@@ -29,7 +30,6 @@ from tasks.publish import (
     SUMS,
     checksums_text,
     escaped,
-    front_matter,
     parse_checksums,
     public_key,
     read_signature,
@@ -176,9 +176,9 @@ def _against_card(release: PublishedRelease, files: Files, statement: Mapping[st
         return []  # reported already: they are missing
     card = _text(release, CARD)
     findings = []
-    metadata, stated = front_matter(card), _at(statement, "predicate", "mergegate_card")
-    if metadata is None or metadata != stated:
-        both = {**(metadata or {}), **(stated if isinstance(stated, dict) else {})}
+    metadata, stated = parse_card(_bytes(release, CARD)).fields, _at(statement, "predicate", "mergegate_card")
+    if metadata != stated:
+        both = {**metadata, **(stated if isinstance(stated, dict) else {})}
         different = [name for name in both if _at(metadata, name) != _at(stated, name)]
         findings.append(
             f"{CARD}: its metadata is not that of {PROVENANCE} ({', '.join(different) or 'none can be read'})"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from merge_core.errors import InvalidInput
-from merge_core.parsing import line_place, parse_line
+from merge_core.parsing import MAX_DATA_BYTES, line_place, parse_line, read_plain
 
 _CHAT = "/v1/chat/completions"
 _FORMS = "a line with messages, prompt, turns, or path and body"
@@ -64,7 +64,7 @@ def read_traffic(file: Path, model: str) -> tuple[Traffic, ...]:
         InvalidInput: for a line that is none of the known forms.
     """
     found = []
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_plain(file, MAX_DATA_BYTES).splitlines(), start=1):
         if line.strip():
             found.append(_traffic(parse_line(line, file, number), line_place(file, number), model, number))
     if not found:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from merge_core.errors import Refused
+from merge_core.errors import InvalidInput, Refused
+from merge_core.parsing import read_plain
 from tasks.outside import TRANSIENT_STATUSES, retrying
 
 if TYPE_CHECKING:
@@ -279,10 +280,10 @@ def _login(host: str) -> str:
     """``user:password`` for the registry; empty: none is known."""
     place = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     try:
-        auths = json.loads(place.read_text())["auths"]
+        auths = json.loads(read_plain(place, 1 << 20))["auths"]
         entry = auths.get(host) or auths.get(f"https://{host}") or {}
         return base64.b64decode(entry.get("auth", "")).decode()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (InvalidInput, OSError, ValueError, KeyError, TypeError, AttributeError):
         return ""
 
 

@@ -1,0 +1,151 @@
+"""Reads the front matter of a model card with huggingface_hub's own pattern.
+
+This is the only reader of ``README.md``. The author of a card may be anyone, so reading one never raises. A card that
+cannot be understood in full carries a ``problem``, and the license check treats that as a doubt, not as a card
+without a license.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from merge_core.errors import InvalidInput
+from merge_core.parsing import StrictLoader, open_plain, parse_yaml
+
+CARD_FILE = "README.md"
+NO_CARD = f"there is no {CARD_FILE}"
+NO_FRONT_MATTER = f"{CARD_FILE} has no front matter"
+_MAX_BYTES = 1 << 20
+# Fields that decide what a merge may be used for.
+_LICENSE_FIELD = re.compile(r"(licen[cs]e(_name|_link)?|base_model)[ \t]*:", re.IGNORECASE)
+_YAML_LINE = re.compile(r"[\w\"'-]+[ \t]*:|[ \t]+\S|-[ \t]|#|\s*$")
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """Front matter of a model card.
+
+    Attributes:
+        metadata: Fields of the front matter. Keys need not be text: YAML reads ``no:`` as a truth value.
+        absence: Why there is no metadata in a card that hides none: `NO_CARD`, `NO_FRONT_MATTER`, or empty.
+        problem: Why the metadata could not be read in full; empty if it was.
+    """
+
+    metadata: Mapping[object, object] = field(default_factory=dict)
+    absence: str = ""
+    problem: str = ""
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The metadata with every key as text."""
+        return {str(name): value for name, value in self.metadata.items()}
+
+
+class _CardLoader(StrictLoader):
+    """Loader of plain data whose keys need not be text."""
+
+    text_keys = False
+
+
+def read_card(directory: Path) -> ModelCard:
+    """Return the card of the model in `directory`. Raises nothing."""
+    try:
+        path = card_path(directory)
+        if path is None:
+            return ModelCard(absence=NO_CARD)
+        with open_plain(path, within=directory) as file:
+            content = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        if os.path.lexists(directory / CARD_FILE):
+            return ModelCard(problem=f"{CARD_FILE} is a link to a file that does not exist")
+        return ModelCard(absence=NO_CARD)
+    except (InvalidInput, OSError) as error:
+        found = error.found if isinstance(error, InvalidInput) else type(error).__name__
+        return ModelCard(problem=f"{CARD_FILE} cannot be read: {found}")
+    return parse_card(content)
+
+
+def card_path(directory: Path) -> Path | None:
+    """Return the path of the card: ``README.md``, or else the first file of that name in other letter case.
+
+    Raises:
+        OSError: `directory` cannot be listed.
+    """
+    if os.path.lexists(directory / CARD_FILE):
+        return directory / CARD_FILE
+    return next((path for path in sorted(directory.iterdir()) if path.name.lower() == CARD_FILE.lower()), None)
+
+
+def parse_card(content: bytes) -> ModelCard:
+    """Return the card in `content`, of which the first MiB is read. Raises nothing."""
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    is_cut = len(content) > _MAX_BYTES
+    text = content[:_MAX_BYTES].removeprefix(codecs.BOM_UTF8).decode(errors="replace")
+    # ``metadata_load`` of the library reads with universal newlines, ``ModelCard.load`` without.
+    unified = _with_newlines(text)
+    block = REGEX_YAML_BLOCK.search(unified)
+    raw_block = REGEX_YAML_BLOCK.search(text)
+    if is_cut and (block is None or block.end() == len(unified)):
+        return ModelCard(problem=f"the front matter of {CARD_FILE} does not end within {_MAX_BYTES} bytes")
+    if block is None:
+        if "\0" in text:
+            return ModelCard(problem=f"{CARD_FILE} is not UTF-8 text")
+        if _starts_with_fence(unified) or _has_stray_block(unified):
+            return ModelCard(problem=f"{CARD_FILE} has a '---' block that cannot be read as front matter")
+        return ModelCard(absence=NO_FRONT_MATTER)
+    if raw_block is not None and _with_newlines(raw_block[2]) != block[2]:
+        return ModelCard(problem=f"the end of the front matter of {CARD_FILE} depends on how line breaks are read")
+    try:
+        documents = parse_yaml(block[2], CARD_FILE, "the front matter of a card", loader=_CardLoader)
+    except InvalidInput as error:
+        return ModelCard(problem=f"the front matter of {CARD_FILE} is not valid YAML: {error.found}")
+    if len(documents) > 1:
+        return ModelCard(problem=f"the front matter of {CARD_FILE} has {len(documents)} YAML documents, not one")
+    metadata = documents[0] if documents else {}
+    if not isinstance(metadata, dict):
+        return ModelCard(problem=f"the front matter of {CARD_FILE} is a {type(metadata).__name__}, not a mapping")
+    return ModelCard(metadata, problem=_overlooked_license(metadata, unified[block.end() :]))
+
+
+def _overlooked_license(metadata: Mapping[object, object], body: str) -> str:
+    """Describe a license that the author wrote where the Hub does not look; empty if there is none."""
+    if metadata.get("license"):
+        return ""
+    for name in metadata:
+        if name != "license" and isinstance(name, str) and name.strip().lower() in ("license", "licence"):
+            return f"the front matter of {CARD_FILE} has the field {name.strip():.20}; the Hub reads only 'license'"
+    if _has_stray_block(body):
+        return f"{CARD_FILE} has a second '---' block, which the Hub does not read as front matter"
+    return ""
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _is_fence(line: str) -> bool:
+    """Return whether `line` is ``---``, next to blanks and invisible or undecodable characters."""
+    return line.strip(" \t\ufeff\u200b\ufffd") == "---"
+
+
+def _starts_with_fence(text: str) -> bool:
+    return _is_fence(text.lstrip().partition("\n")[0])
+
+
+def _has_stray_block(text: str) -> bool:
+    """Return whether a ``---`` line is followed by lines of YAML, one of which names a license or a base model."""
+    in_block = False
+    for line in text.splitlines():
+        if _is_fence(line):
+            in_block = True
+        elif in_block and _LICENSE_FIELD.match(line):
+            return True
+        elif not _YAML_LINE.match(line):
+            in_block = False
+    return False
