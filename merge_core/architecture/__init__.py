@@ -8,12 +8,8 @@ from merge_core.architecture.architecture import (
     find_tensor,
     has_own_head,
     has_vocabulary_rows,
-    is_embedding,
-    is_head,
     is_optional,
     layer_count,
-    ties_embeddings,
-    untied,
     vocabulary_size,
     with_dtype,
     with_vocabulary,
@@ -33,6 +29,7 @@ from merge_core.architecture.tensor_kinds import (
     is_routed_expert,
     tensor_kind,
 )
+from merge_core.checkpoint import is_embedding, is_head, ties_embeddings
 
 __all__ = [
     "KINDS",
@@ -66,7 +63,6 @@ __all__ = [
     "tensor_kind",
     "text_part",
     "ties_embeddings",
-    "untied",
     "vocabulary_size",
     "with_dtype",
     "with_vocabulary",

@@ -25,6 +25,7 @@ from merge_core.checkpoint.dtypes import (
     promote,
     recipe_dtype,
 )
+from merge_core.checkpoint.heads import is_embedding, is_head, ties_embeddings, with_tie
 from merge_core.checkpoint.importance import (
     FILES_OF_IMPORTANCE,
     IMPORTANCE,
@@ -77,6 +78,8 @@ __all__ = [
     "fetch_header",
     "file_of_importance",
     "file_of_moments",
+    "is_embedding",
+    "is_head",
     "no_moments",
     "numbers",
     "open_checkpoint",
@@ -90,6 +93,8 @@ __all__ = [
     "read_pickled",
     "recipe_dtype",
     "render_header",
+    "ties_embeddings",
+    "with_tie",
     "write_importance",
     "write_inputs",
 ]

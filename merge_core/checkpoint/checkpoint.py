@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 
 from merge_core.checkpoint.chat_template import own_template
 from merge_core.checkpoint.derived import AnyTensor
+from merge_core.checkpoint.heads import settle_head
 from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.checkpoint.quantised import decode_quantised
 from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
-from merge_core.errors import InvalidInput
+from merge_core.errors import Finding, InvalidInput
 from merge_core.parsing import JsonBounds, check_entries, edge, read_json
 
 _MORE_TEMPLATES = "additional_chat_templates"
@@ -62,7 +63,7 @@ class Checkpoint:
         companions: Names of the files that belong to a model beside config and weights: tokenizer, generation
             config, chat template, processors, custom code.
         chat_template: Its chat template.
-        decoded: How its weights are quantised, where they are decoded while they are read; else empty.
+        findings: What is odd about its files, with places relative to the checkpoint (``config.json: …``).
         rewritten: Of a checkpoint that is not written yet, files that will not be those of the directory, by name;
             None: there will be none of that name.
     """
@@ -72,7 +73,7 @@ class Checkpoint:
     tensors: Mapping[str, AnyTensor]
     companions: tuple[str, ...] = ()
     chat_template: str | None = None
-    decoded: str = ""
+    findings: tuple[Finding, ...] = ()
     rewritten: Mapping[str, bytes | None] = field(default_factory=dict, repr=False)
 
     def stored(self) -> Iterator[StoredTensor]:
@@ -133,8 +134,9 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
         tensors = _unindexed(directory, known)
     if not tensors:
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
-    table, config, decoded = decode_quantised(_without_tied_heads(tensors, config), config)
-    return Checkpoint(directory, config, table, names, own_template(directory), decoded)
+    settled, config, head_findings = settle_head(tensors, config, directory, remote=known)
+    table, config, decoding = decode_quantised(settled, config)
+    return Checkpoint(directory, config, table, names, own_template(directory), (*head_findings, *decoding))
 
 
 def _companions(directory: Path) -> tuple[str, ...]:
@@ -210,19 +212,6 @@ def _unindexed(directory: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
                 raise _duplicate(tensor, tensors[tensor.name])
             tensors[tensor.name] = tensor
     return tensors
-
-
-def _without_tied_heads(tensors: dict[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Without heads that are a second name for the bytes of another tensor, as pickled files of tied models have."""
-    if config.get("tie_word_embeddings") is False:
-        return tensors
-    heads = {name for name in tensors if name.endswith("lm_head.weight")}
-    others = {(tensor.file, tensor.offset) for name, tensor in tensors.items() if name not in heads and tensor.nbytes}
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name not in heads or (tensor.file, tensor.offset) not in others
-    }
 
 
 def _duplicate(tensor: StoredTensor, other: StoredTensor) -> InvalidInput:

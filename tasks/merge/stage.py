@@ -90,7 +90,7 @@ def numerics(settings: MergeSettings) -> Numerics:
     )
 
 
-@stage("merge", version=4, hashes_of=lambda value: value.weights, resumable=True)
+@stage("merge", version=5, hashes_of=lambda value: value.weights, resumable=True)
 def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> Merged:
     """Carry out the recipe on its parents; goes on from the journal of a killed run.
 
