@@ -120,13 +120,14 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
     index_name, single_name = _names_of_weights(directory, known)
     index, single = directory / index_name, directory / single_name
     if index.exists():
-        tensors = _indexed(directory, index, known)
+        tensors = _indexed(directory, index, single, known)
         if single.exists() and any(tensor.file != single for tensor in tensors.values()):
             raise InvalidInput(
                 str(directory),
                 found=f"both {single_name} and {index_name}, which does not name it",
-                expected="one of them: the other is left over from an earlier save",
-                remedy="delete the stale one",
+                expected="one of them: the other is stale, left over from an earlier save",
+                remedy=f"delete {single_name}, or {index_name} and its shards; transformers loads {single_name} if both"
+                " exist",
             )
     elif single in known or single.exists():
         tensors = {tensor.name: tensor for tensor in _header(single, directory, known)}
@@ -164,7 +165,7 @@ def _header(path: Path, directory: Path, elsewhere: Headers) -> Sequence[StoredT
     return read(path, within=directory)
 
 
-def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
+def _indexed(directory: Path, index: Path, single: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
     weight_map = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InvalidInput(str(index), found="no 'weight_map'", expected="tensor name → file name")
@@ -181,6 +182,18 @@ def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, Stor
                 remedy="do not use this checkpoint: its index reaches outside its directory",
             )
         inside.add(file)
+    for file in sorted(inside):
+        if directory / file in elsewhere or os.path.lexists(directory / file):
+            continue
+        alone = single.exists() and single.name not in inside
+        raise InvalidInput(
+            str(index),
+            found=f"it names {file}, which does not exist" + (f", while {single.name} does" if alone else ""),
+            expected="an index of the weight files in its directory",
+            remedy=f"delete {index.name} if {single.name} is the whole model"
+            if alone
+            else "download the files that are missing, or save the model again",
+        )
     tensors: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(weight_map.values()):
         for tensor in _header(directory / file, directory, elsewhere):

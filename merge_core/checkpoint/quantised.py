@@ -62,6 +62,8 @@ def decode_quantised(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, 
         plain = _fp8(tensors, block)
     else:
         return tensors, config, ()
+    if not any(isinstance(tensor, DerivedTensor) for tensor in plain.values()):
+        return tensors, config, ()
     finding = Finding(
         "warn",
         "config.json: quantization_config",

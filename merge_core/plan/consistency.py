@@ -32,6 +32,7 @@ _PACKED = re.compile(
     r"|weight_scale|weight_scale_inv|weight_scale_2|weight_global_scale|weight_zero_point|weight_format|input_scale"
     r"|W_q)$|_proj(?:_weight)?_(?:blocks|scales|scale_inv)$"
 )
+_DEQUANTIZE = "dequantise it, or merge the unquantised models; then quantise the result"
 # Ends of class names of models that cannot compute without an output head.
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel")
 # Bytes are never weights: whole numbers of a network (positions, counters) are of 64 bits, or of one dimension.
@@ -90,25 +91,44 @@ def _missing_head(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """A model whose weights are packed, as its config says, or as the names of its tensors do."""
-    where, found = "", ""
-    for key, part in (("", checkpoint.config), ("text_config.", checkpoint.config.get("text_config"))):
-        said = part.get("quantization_config") if isinstance(part, Mapping) else None
-        if said:
-            method = said.get("quant_method", "unknown") if isinstance(said, Mapping) else "unknown"
-            where, found = f"config.json: {key}quantization_config", f"a quantised model ({method})"
+    """Yield a finding for a model whose weights are packed, or that is loaded as if they were.
+
+    A ``quantization_config`` over full weights is left over from an earlier load. It is refused too, because every
+    loader obeys it: the parent that is evaluated would not be the one that is merged.
+    """
     packed = next(
         (disk_name(one) for one in checkpoint.tensors.values() if _is_packed(one.name) or _is_bytes(one)), None
     )
-    if packed and not where:
-        where, found = packed, "a tensor of a quantised model"
-    if where:
+    for key, part in (("", checkpoint.config), ("text_config.", checkpoint.config.get("text_config"))):
+        settings = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if not settings:
+            continue
+        method = settings.get("quant_method", "unknown") if isinstance(settings, Mapping) else "unknown"
+        # The layers of BitNet quantize full weights while they compute: there the key belongs to the model.
+        plain = packed is None and all(one.dtype.kind != "packed" for one in checkpoint.tensors.values())
+        is_leftover = plain and method != "bitnet"
+        path = checkpoint.directory / "config.json"
         yield Finding(
             "block",
-            f"{name}: {where}",
-            found=found,
+            f"{name}: config.json: {key}quantization_config",
+            found=f"a quantization ({method}), but no stored tensor is quantized"
+            if is_leftover
+            else f"a quantised model ({method})",
+            expected="no quantization_config next to full weights: loaders quantize them, or fail"
+            if is_leftover
+            else "unquantised weights",
+            remedy=f"delete the key {key}quantization_config from {path}; a model on the Hub must be downloaded first"
+            if is_leftover
+            else _DEQUANTIZE,
+        )
+        return
+    if packed:
+        yield Finding(
+            "block",
+            f"{name}: {packed}",
+            found="a tensor of a quantised model",
             expected="unquantised weights",
-            remedy="dequantise it, or merge the unquantised models; then quantise the result",
+            remedy=_DEQUANTIZE,
         )
 
 
