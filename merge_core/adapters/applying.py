@@ -14,11 +14,12 @@ from typing import Any
 from merge_core.adapters.adapter import AdaptedModule, Adapter
 from merge_core.adapters.names import ExpertPlace, StoredNames
 from merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTensor, TrainedRows
-from merge_core.architecture import is_embedding, is_head, ties_embeddings
+from merge_core.architecture import has_vocabulary_rows, is_embedding, is_head, layer_place, stacks, ties_embeddings
 from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor
 from merge_core.errors import Finding, InvalidInput
 
 _LEFT_OUT = "name the model that the adapter was trained on"
+_USE_PEFT = "apply it with PEFT (merge_and_unload), save the model, and name that"
 # Of these libraries' layers, the projections of GPT-2 keep their weights as [in, out].
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _CONV1D_PARTS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
@@ -217,11 +218,7 @@ class _Applying:
             raise self._homeless(values, name)
         self._require_shape(values, (weight.shape[0], values.shape[-1]), weight.shape, weight)
         if rows and max(rows) >= weight.shape[0]:
-            raise InvalidInput(
-                f"{self._config.where}: trainable_token_indices",
-                found=f"token {max(rows)}",
-                expected=f"below {weight.shape[0]}, the rows of {weight.name}",
-            )
+            raise self._grown(f"{self._config.where}: trainable_token_indices", max(rows) + 1, weight)
         if weight.name in self._changed:
             raise InvalidInput(where, found="its embedding has factors as well", expected="one of them, as in PEFT")
         self._put(TrainedRows(weight.name, weight.dtype, weight.shape, weight, values, rows))
@@ -254,7 +251,7 @@ class _Applying:
                 f"{a.file}: {a.name}",
                 found=f"factors {list(a.shape)} and {list(b.shape)} fit {len(fitting)} parameters of {module}",
                 expected="one parameter of target_parameters, with the experts that the model has",
-                remedy=_LEFT_OUT,
+                remedy=self._unknown_name(),
             )
         parameter, places, (experts, transposed) = fitting[0]
         scale = self._config.scale_of(f"{module}.{parameter}")
@@ -318,7 +315,7 @@ class _Applying:
             f"{self._config.where}: target_parameters",
             found=f"{name} is square, and of a family that is not known here",
             expected="a parameter whose shape tells how it is stored",
-            remedy="apply it with PEFT (merge_and_unload), save the model, and name that",
+            remedy=_USE_PEFT,
         )
 
     def _pair(self, module: AdaptedModule, first: str, second: str) -> tuple[StoredTensor, StoredTensor]:
@@ -332,7 +329,7 @@ class _Applying:
                     f"{one.file}: {one.name}",
                     found=f"shape {list(one.shape)}",
                     expected="a matrix: convolutions are not supported",
-                    remedy="apply it with PEFT (merge_and_unload), save the model, and name that",
+                    remedy=_USE_PEFT,
                 )
         return a, b
 
@@ -396,13 +393,27 @@ class _Applying:
     def _require_shape(
         self, own: StoredTensor, found: tuple[int, ...], wanted: tuple[int, ...], place: AnyTensor
     ) -> None:
-        if tuple(found) != tuple(wanted):
-            raise InvalidInput(
-                f"{own.file}: {own.name}",
-                found=f"for a shape of {list(found)}",
-                expected=f"{list(wanted)}, as {place.name} of {self._base.directory.name} has",
-                remedy=_LEFT_OUT,
-            )
+        if tuple(found) == tuple(wanted):
+            return
+        if has_vocabulary_rows(place.name) and found[0] > wanted[0] and found[1:] == wanted[1:]:
+            raise self._grown(f"{own.file}: {own.name}", found[0], place)
+        raise InvalidInput(
+            f"{own.file}: {own.name}",
+            found=f"for a shape of {list(found)}",
+            expected=f"{list(wanted)}, as {place.name} of {self._base.directory.name} has",
+            remedy=_LEFT_OUT,
+        )
+
+    def _grown(self, where: str, rows: int, place: AnyTensor) -> InvalidInput:
+        """Return the error for an adapter that was trained after tokens were added to the vocabulary."""
+        directory = self._base.directory.name
+        return InvalidInput(
+            where,
+            found=f"{rows} rows, for a vocabulary with more tokens than {directory} has",
+            expected=f"{place.shape[0]} rows, as {place.name} of {directory} has",
+            remedy=f"grow {directory} with resize_token_embeddings({rows}), save it as a new model, and name that; or"
+            f" {_USE_PEFT}",
+        )
 
     def _new_head(self, name: str, own: StoredTensor) -> AnyTensor | None:
         """A place for a head that was tied to the embedding, and is no longer: the adapter brings both."""
@@ -430,7 +441,7 @@ class _Applying:
                     f"{self._adapter.directory}: {head}",
                     found="the adapter changes the head, which is tied to the embedding",
                     expected="changes of layers, or of embedding and head together",
-                    remedy="apply it with PEFT (merge_and_unload), save the model, and name that",
+                    remedy=_USE_PEFT,
                 )
             if any(table in touched for table in tables):
                 del self._tensors[head]  # A copy of what the embedding was; in memory it follows.
@@ -439,7 +450,7 @@ class _Applying:
                 f"{self._adapter.directory}: {tables[0]}",
                 found="modules_to_save has the embedding alone, which is tied to the head",
                 expected="both of them, or an untied model",
-                remedy="apply it with PEFT (merge_and_unload), save the model, and name that",
+                remedy=_USE_PEFT,
             )
 
     def _is_saved(self, table: str) -> bool:
@@ -447,14 +458,28 @@ class _Applying:
         return any(is_embedding(name) for name in self._adapter.whole) and table in self._brought
 
     def _homeless(self, tensor: StoredTensor, name: str) -> InvalidInput:
+        """Return the error for a tensor of the adapter that changes nothing in the model.
+
+        A layer that the model does not have means another model. A layer that it has under names that are not known
+        here means that the library renames the tensors of this family when it loads them.
+        """
+        directory, at = self._base.directory.name, layer_place(name)
         tied = is_head(name) and self._ties is not False
+        renamed = at is None or at.index < max(stacks(self._base.tensors).values(), default=0)
+        found = f"the model {directory} has no tensor {name}"
+        if tied:
+            found += ": its head is tied to the embedding"
+        elif renamed:
+            found += ", or stores it under a name that mergegate does not know"
         return InvalidInput(
             f"{tensor.file}: {tensor.name}",
-            found=f"the model {self._base.directory.name} has no tensor {name}"
-            + (": its head is tied to the embedding" if tied else ""),
+            found=found,
             expected="a place in the model for every tensor of the adapter",
-            remedy="apply it with PEFT (merge_and_unload), save the model, and name that" if tied else _LEFT_OUT,
+            remedy=_USE_PEFT if tied else self._unknown_name() if renamed else _LEFT_OUT,
         )
+
+    def _unknown_name(self) -> str:
+        return f"if the adapter was trained on {self._base.directory.name}, {_USE_PEFT}; else {_LEFT_OUT}"
 
     def _without_partner(self, tensor: StoredTensor, expected: str) -> InvalidInput:
         return InvalidInput(f"{tensor.file}: {tensor.name}", found="alone", expected=expected)

@@ -8,17 +8,13 @@ from merge_core.architecture.architecture import (
     find_tensor,
     has_own_head,
     has_vocabulary_rows,
-    is_embedding,
-    is_head,
     is_optional,
     layer_count,
-    ties_embeddings,
-    untied,
     vocabulary_size,
     with_dtype,
     with_vocabulary,
 )
-from merge_core.architecture.families import config_parts, described_families, find_family, text_part
+from merge_core.architecture.families import described_families, find_family, text_part
 from merge_core.architecture.layer_kinds import kinds_of_layer
 from merge_core.architecture.layers import before_layers, layer_place, stacks
 from merge_core.architecture.layouts import in_layout_of
@@ -34,13 +30,13 @@ from merge_core.architecture.tensor_kinds import (
     is_routed_expert,
     tensor_kind,
 )
+from merge_core.checkpoint import is_embedding, is_head, ties_embeddings
 
 __all__ = [
     "KINDS",
     "LayerOrigin",
     "TensorKind",
     "before_layers",
-    "config_parts",
     "described_families",
     "differing_settings",
     "dtype_in",
@@ -69,7 +65,6 @@ __all__ = [
     "tensor_kind",
     "text_part",
     "ties_embeddings",
-    "untied",
     "vocabulary_size",
     "with_dtype",
     "with_vocabulary",

@@ -7,15 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from merge_core.architecture.families import config_parts, text_part
-from merge_core.checkpoint import AnyTensor, Checkpoint, DType
+from merge_core.architecture.families import text_part
+from merge_core.checkpoint import AnyTensor, Checkpoint, DType, config_parts, is_embedding, is_head, ties_embeddings
 
-# Ends of names, after a dot: a plan asks of every tensor, and an end is told in a tenth of the time of a pattern.
-_HEADS = (".lm_head.weight", ".embed_out.weight")
-_EMBEDDINGS = (
-    *(f".{word}.weight" for word in ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")),
-    *(f".{word}.embeddings.weight" for word in ("backbone", "model")),
-)
 # Further tensors with a row for each token: biases of heads, heads of encoders, and T5's table, which is no embedding
 # that could stand for a head: where T5's head is tied, it is scaled.
 _TOKEN_ROWS = re.compile(
@@ -28,16 +22,6 @@ _BUFFERS = ("rotary_emb.inv_freq", "position_ids", "masked_bias", "attn.bias")
 LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
-def is_head(name: str) -> bool:
-    """Whether the tensor is the output projection onto the vocabulary."""
-    return f".{name}".endswith(_HEADS)
-
-
-def is_embedding(name: str) -> bool:
-    """Whether the tensor is the table of token embeddings."""
-    return f".{name}".endswith(_EMBEDDINGS)
-
-
 def has_vocabulary_rows(name: str) -> bool:
     """Whether the tensor has one row per token: embeddings, heads and their biases."""
     return is_embedding(name) or is_head(name) or bool(_TOKEN_ROWS.match(name))
@@ -46,12 +30,6 @@ def has_vocabulary_rows(name: str) -> bool:
 def is_optional(name: str) -> bool:
     """Whether checkpoints of one architecture may differ in having the tensor."""
     return name.endswith(_BUFFERS) or is_head(name)
-
-
-def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
-    """Return ``tie_word_embeddings`` of a config or of its text part, or None if neither states it."""
-    ties: bool | None = _first(config, "tie_word_embeddings")
-    return ties
 
 
 def find_tensor(checkpoint: Checkpoint, name: str) -> AnyTensor | None:
@@ -118,12 +96,3 @@ def with_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
 def has_own_head(checkpoint: Checkpoint) -> bool:
     """Whether the output projection is a table of its own: stored, and not said to be the embedding."""
     return any(is_head(name) for name in checkpoint.tensors) and ties_embeddings(checkpoint.config) is not True
-
-
-def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` of a model with an output projection of its own: said everywhere, whatever the class assumes."""
-    changed: dict[str, Any] = copy.deepcopy(dict(config))
-    parts: list[Any] = config_parts(changed)
-    for part in parts:
-        part["tie_word_embeddings"] = False
-    return changed

@@ -233,11 +233,6 @@ def text_part(config: Mapping[str, Any]) -> TextPart:
     return TextPart(key, part, _by_type()[usual], usual)
 
 
-def config_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return ``config`` and the configurations of language models in it."""
-    return [config, *(config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping))]
-
-
 def family_defaults(model_type: object) -> FamilyDefaults | None:
     """Return the defaults of a family, or None if they are not known."""
     entry = _defaults().get(model_type) if isinstance(model_type, str) else None

@@ -12,7 +12,7 @@ from merge_core.checkpoint.checkpoint import (
     Checkpoint,
     open_checkpoint,
 )
-from merge_core.checkpoint.configuration import CONFIG_KEYS, TEXT_PARTS, read_config
+from merge_core.checkpoint.configuration import CONFIG_KEYS, TEXT_PARTS, config_parts, read_config
 from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from merge_core.checkpoint.dtypes import (
     BY_CODE,
@@ -26,6 +26,7 @@ from merge_core.checkpoint.dtypes import (
     promote,
     recipe_dtype,
 )
+from merge_core.checkpoint.heads import is_embedding, is_head, ties_embeddings, with_tie
 from merge_core.checkpoint.importance import (
     FILES_OF_IMPORTANCE,
     IMPORTANCE,
@@ -77,9 +78,12 @@ __all__ = [
     "StoredMoments",
     "StoredTensor",
     "chosen_template",
+    "config_parts",
     "fetch_header",
     "file_of_importance",
     "file_of_moments",
+    "is_embedding",
+    "is_head",
     "no_moments",
     "numbers",
     "open_checkpoint",
@@ -94,6 +98,8 @@ __all__ = [
     "read_pickled",
     "recipe_dtype",
     "render_header",
+    "ties_embeddings",
+    "with_tie",
     "write_importance",
     "write_inputs",
 ]

@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 from merge_core.checkpoint.chat_template import own_template
 from merge_core.checkpoint.configuration import read_config
 from merge_core.checkpoint.derived import AnyTensor
+from merge_core.checkpoint.heads import settle_head
 from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.checkpoint.quantised import decode_quantised
 from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
-from merge_core.errors import InvalidInput
+from merge_core.errors import Finding, InvalidInput
 from merge_core.parsing import JsonBounds, check_entries, edge, read_json
 
 _MORE_TEMPLATES = "additional_chat_templates"
@@ -63,7 +64,7 @@ class Checkpoint:
         companions: Names of the files that belong to a model beside config and weights: tokenizer, generation
             config, chat template, processors, custom code.
         chat_template: Its chat template.
-        decoded: How its weights are quantised, where they are decoded while they are read; else empty.
+        findings: What is odd about its files, with places relative to the checkpoint (``config.json: …``).
         rewritten: Of a checkpoint that is not written yet, files that will not be those of the directory, by name;
             None: there will be none of that name.
     """
@@ -73,7 +74,7 @@ class Checkpoint:
     tensors: Mapping[str, AnyTensor]
     companions: tuple[str, ...] = ()
     chat_template: str | None = None
-    decoded: str = ""
+    findings: tuple[Finding, ...] = ()
     rewritten: Mapping[str, bytes | None] = field(default_factory=dict, repr=False)
 
     def stored(self) -> Iterator[StoredTensor]:
@@ -120,13 +121,14 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
     index_name, single_name = _names_of_weights(directory, known)
     index, single = directory / index_name, directory / single_name
     if index.exists():
-        tensors = _indexed(directory, index, known)
+        tensors = _indexed(directory, index, single, known)
         if single.exists() and any(tensor.file != single for tensor in tensors.values()):
             raise InvalidInput(
                 str(directory),
                 found=f"both {single_name} and {index_name}, which does not name it",
-                expected="one of them: the other is left over from an earlier save",
-                remedy="delete the stale one",
+                expected="one of them: the other is stale, left over from an earlier save",
+                remedy=f"delete {single_name}, or {index_name} and its shards; transformers loads {single_name} if both"
+                " exist",
             )
     elif single in known or single.exists():
         tensors = {tensor.name: tensor for tensor in _header(single, directory, known)}
@@ -134,8 +136,9 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
         tensors = _unindexed(directory, known)
     if not tensors:
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
-    table, config, decoded = decode_quantised(_without_tied_heads(tensors, config), config)
-    return Checkpoint(directory, config, table, names, own_template(directory), decoded)
+    settled, config, head_findings = settle_head(tensors, config, directory, remote=known)
+    table, config, decoding = decode_quantised(settled, config)
+    return Checkpoint(directory, config, table, names, own_template(directory), (*head_findings, *decoding))
 
 
 def _companions(directory: Path) -> tuple[str, ...]:
@@ -163,7 +166,7 @@ def _header(path: Path, directory: Path, elsewhere: Headers) -> Sequence[StoredT
     return read(path, within=directory)
 
 
-def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
+def _indexed(directory: Path, index: Path, single: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
     weight_map = read_json(index, bounds=_INDEX_BOUNDS).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InvalidInput(str(index), found="no 'weight_map'", expected="tensor name → file name")
@@ -180,6 +183,18 @@ def _indexed(directory: Path, index: Path, elsewhere: Headers) -> dict[str, Stor
                 remedy="do not use this checkpoint: its index reaches outside its directory",
             )
         inside.add(file)
+    for file in sorted(inside):
+        if directory / file in elsewhere or os.path.lexists(directory / file):
+            continue
+        alone = single.exists() and single.name not in inside
+        raise InvalidInput(
+            str(index),
+            found=f"it names {file}, which does not exist" + (f", while {single.name} does" if alone else ""),
+            expected="an index of the weight files in its directory",
+            remedy=f"delete {index.name} if {single.name} is the whole model"
+            if alone
+            else "download the files that are missing, or save the model again",
+        )
     tensors: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(weight_map.values()):
         for tensor in _header(directory / file, directory, elsewhere):
@@ -211,19 +226,6 @@ def _unindexed(directory: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
                 raise _duplicate(tensor, tensors[tensor.name])
             tensors[tensor.name] = tensor
     return tensors
-
-
-def _without_tied_heads(tensors: dict[str, StoredTensor], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Without heads that are a second name for the bytes of another tensor, as pickled files of tied models have."""
-    if config.get("tie_word_embeddings") is False:
-        return tensors
-    heads = {name for name in tensors if name.endswith("lm_head.weight")}
-    others = {(tensor.file, tensor.offset) for name, tensor in tensors.items() if name not in heads and tensor.nbytes}
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name not in heads or (tensor.file, tensor.offset) not in others
-    }
 
 
 def _duplicate(tensor: StoredTensor, other: StoredTensor) -> InvalidInput:

@@ -18,6 +18,11 @@ TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Keys under which multimodal families keep the configuration of their language model."""
 
 
+def config_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return ``config`` and the configurations of language models in it."""
+    return [config, *(config[key] for key in TEXT_PARTS if isinstance(config.get(key), Mapping))]
+
+
 @dataclass(frozen=True)
 class KeyType:
     """JSON type of a key.

@@ -23,7 +23,7 @@ import numpy as np
 from merge_core.checkpoint.derived import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from merge_core.checkpoint.dtypes import BY_CODE, numbers, patterns
 from merge_core.checkpoint.safetensors_file import StoredTensor
-from merge_core.errors import InvalidInput
+from merge_core.errors import Finding, InvalidInput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,24 +42,36 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 Table: TypeAlias = Mapping[str, AnyTensor]
 
 
-def decode_quantised(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, Mapping[str, Any], str]:
-    """The tensors with bfloat16 weights in place of payloads that can be decoded, the config that fits them, and the
-    kind of quantisation; what was given, and an empty text, where there is nothing to decode.
+def decode_quantised(tensors: Table, config: Mapping[str, Any]) -> tuple[Table, Mapping[str, Any], tuple[Finding, ...]]:
+    """Replace payloads that can be decoded by bfloat16 weights.
+
+    Returns:
+        Tensors, the config that fits them, and a finding that names the format; the arguments and no finding if there
+        is nothing to decode.
 
     Raises:
         InvalidInput: A payload and its scales that do not fit each other.
     """
     said: Any = config.get("quantization_config")
     if not isinstance(said, Mapping):
-        return tensors, config, ""
+        return tensors, config, ()
     method, size = str(said.get("quant_method")), said.get("weight_block_size")
     if method == "mxfp4":
         plain = _mxfp4(tensors)
     elif method == "fp8" and said.get("activation_scheme", "dynamic") == "dynamic" and (block := _block(size)):
         plain = _fp8(tensors, block)
     else:
-        return tensors, config, ""
-    return plain, {key: value for key, value in config.items() if key != "quantization_config"}, method
+        return tensors, config, ()
+    if not any(isinstance(tensor, DerivedTensor) for tensor in plain.values()):
+        return tensors, config, ()
+    finding = Finding(
+        "warn",
+        "config.json: quantization_config",
+        found=f"a quantised model ({method}), decoded to bfloat16 while it is read",
+        expected="the weights that were trained",
+        remedy="nothing to do, unless they are published too: then name those",
+    )
+    return plain, {key: value for key, value in config.items() if key != "quantization_config"}, (finding,)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ _TEMPLATE = "chat_template"
 # Classes of transformers that do what the tokenizer.json says.
 _TOKENIZERS_WITHOUT_RULES = ("PreTrainedTokenizer", "TokenizersBackend")
 _END = "eos_token_id"
+_HEADS = {True: "an output head of its own", False: "no output head: the embedding is the head"}
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ def _compare_configs(
         yield Finding(
             "warn",
             f"{name}: config.json: tie_word_embeddings",
-            found=str(not has_own_head(other)).lower(),
-            expected=f"{not has_own_head(first)}".lower() + f", as in {donor}",
+            found=_HEADS[has_own_head(other)],
+            expected=f"{_HEADS[has_own_head(first)]}, as in {donor}",
             remedy=f"the result gets an output head of its own, for which the embedding of {tied} counts as its head",
         )
 

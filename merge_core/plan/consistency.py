@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from merge_core.architecture import (
     in_layout_of,
+    is_embedding,
     is_head,
     is_optional,
     layer_count,
@@ -15,6 +17,7 @@ from merge_core.architecture import (
     main_depth,
     prediction_tensors,
     stacks,
+    ties_embeddings,
     vocabulary_size,
 )
 from merge_core.architecture.experts import disk_name
@@ -29,6 +32,9 @@ _PACKED = re.compile(
     r"|weight_scale|weight_scale_inv|weight_scale_2|weight_global_scale|weight_zero_point|weight_format|input_scale"
     r"|W_q)$|_proj(?:_weight)?_(?:blocks|scales|scale_inv)$"
 )
+_DEQUANTIZE = "dequantise it, or merge the unquantised models; then quantise the result"
+# Ends of class names of models that cannot compute without an output head.
+_WITH_HEAD = ("ForCausalLM", "LMHeadModel")
 # Bytes are never weights: whole numbers of a network (positions, counters) are of 64 bits, or of one dimension.
 _BYTES = ("U8", "I8")
 
@@ -37,14 +43,7 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
     """What a checkpoint's config says that its tensors do not."""
     config = checkpoint.config
     yield from _quantised(name, checkpoint)
-    if checkpoint.decoded:
-        yield Finding(
-            "warn",
-            f"{name}: config.json: quantization_config",
-            found=f"a quantised model ({checkpoint.decoded}), decoded to bfloat16 while it is read",
-            expected="the weights that were trained",
-            remedy="nothing to do, unless they are published too: then name those",
-        )
+    yield from (replace(finding, where=f"{name}: {finding.where}") for finding in checkpoint.findings)
     named, depths = layer_count(config), stacks(checkpoint.tensors)
     main = {main_depth(checkpoint, stack) for stack in depths}
     if named is not None and depths and named not in main:
@@ -55,6 +54,7 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             expected=f"the number of layers in the weights: {', '.join(map(str, depths.values()))}",
             remedy="repair the config, or download the checkpoint again",
         )
+    yield from _missing_head(name, checkpoint)
     size = vocabulary_size(config)
     for tensor in checkpoint.tensors.values():
         if is_head(tensor.name) and size is not None and tensor.shape and tensor.shape[0] != size:
@@ -67,26 +67,69 @@ def self_consistency(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
             )
 
 
+def _missing_head(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding for a causal language model that is flagged as untied and stores no head.
+
+    A head under a name that is not known here has one row per token, as the embedding has; such a model passes.
+    """
+    if ties_embeddings(checkpoint.config) is not False or not checkpoint.architecture.endswith(_WITH_HEAD):
+        return
+    tables = [tensor for tensor in checkpoint.tensors.values() if is_embedding(tensor.name)]
+    if len(tables) != 1 or any(
+        is_head(tensor.name) or (tensor.shape[:1] == tables[0].shape[:1] and layer_place(tensor.name) is None)
+        for tensor in checkpoint.tensors.values()
+        if tensor is not tables[0]
+    ):
+        return
+    yield Finding(
+        "block",
+        f"{name}: config.json: tie_word_embeddings",
+        found="false, but no output head is stored: transformers would fill it with random numbers",
+        expected="a stored head such as lm_head.weight, or true if the embedding is the head",
+        remedy="set tie_word_embeddings to true in config.json if the head was tied, or save the model with its head",
+    )
+
+
 def _quantised(name: str, checkpoint: Checkpoint) -> Iterator[Finding]:
-    """A model whose weights are packed, as its config says, or as the names of its tensors do."""
-    where, found = "", ""
-    parts = {"": checkpoint.config, **{f"{key}.": checkpoint.config.get(key) or {} for key in TEXT_PARTS}}
-    for key, part in parts.items():
-        if quantization := part.get("quantization_config"):
-            method = quantization.get("quant_method", "unknown")
-            where, found = f"config.json: {key}quantization_config", f"a quantised model ({method})"
+    """Yield a finding for a model whose weights are packed, or that is loaded as if they were.
+
+    A ``quantization_config`` over full weights is left over from an earlier load. It is refused too, because every
+    loader obeys it: the parent that is evaluated would not be the one that is merged.
+    """
     packed = next(
         (disk_name(one) for one in checkpoint.tensors.values() if _is_packed(one.name) or _is_bytes(one)), None
     )
-    if packed and not where:
-        where, found = packed, "a tensor of a quantised model"
-    if where:
+    parts = {"": checkpoint.config, **{f"{key}.": checkpoint.config.get(key) or {} for key in TEXT_PARTS}}
+    for key, part in parts.items():
+        settings = part.get("quantization_config")
+        if not settings:
+            continue
+        method = settings.get("quant_method", "unknown")
+        # The layers of BitNet quantize full weights while they compute: there the key belongs to the model.
+        plain = packed is None and all(one.dtype.kind != "packed" for one in checkpoint.tensors.values())
+        is_leftover = plain and method != "bitnet"
+        path = checkpoint.directory / "config.json"
         yield Finding(
             "block",
-            f"{name}: {where}",
-            found=found,
+            f"{name}: config.json: {key}quantization_config",
+            found=f"a quantization ({method}), but no stored tensor is quantized"
+            if is_leftover
+            else f"a quantised model ({method})",
+            expected="no quantization_config next to full weights: loaders quantize them, or fail"
+            if is_leftover
+            else "unquantised weights",
+            remedy=f"delete the key {key}quantization_config from {path}; a model on the Hub must be downloaded first"
+            if is_leftover
+            else _DEQUANTIZE,
+        )
+        return
+    if packed:
+        yield Finding(
+            "block",
+            f"{name}: {packed}",
+            found="a tensor of a quantised model",
             expected="unquantised weights",
-            remedy="dequantise it, or merge the unquantised models; then quantise the result",
+            remedy=_DEQUANTIZE,
         )
 
 

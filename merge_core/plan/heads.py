@@ -1,8 +1,9 @@
-"""Heads that are tied in one model and not in another: one rule, whichever comes first.
+"""Output heads of a merge whose models store one, tie it to the embedding, or differ in that: independent of order.
 
-If any merged model has an output head of its own, the result has one: the merge of the heads, for which the embedding
-stands in where a model's is tied to it. That is the same function as merging each model after untying it. The result is
-tied only where all are.
+If any merged model has an output head of its own, the result has one: the merge of the heads, with the embedding as the
+head of each model that ties it. That is the same function as merging the models after untying them. The result is tied
+only if all models are. Whether a stored head is one of its own was decided from its bytes when the model was opened
+(:mod:`merge_core.checkpoint.heads`).
 """
 
 from __future__ import annotations
@@ -10,27 +11,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from merge_core.architecture import has_own_head, is_embedding, is_head, untied
-from merge_core.checkpoint import AnyTensor, Checkpoint
+from merge_core.architecture import has_own_head, is_embedding, is_head
+from merge_core.checkpoint import AnyTensor, Checkpoint, ties_embeddings, with_tie
 from merge_core.errors import Finding
 from merge_core.recipe import Recipe
 
 
 def with_head(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
-    """``donor`` with the head that the result needs, if it has none of its own and a merged model has.
+    """Return ``donor`` with the head and the flag that the result needs.
 
-    The head's tensor is a second name for the donor's embedding: what a tied head is. Nothing is changed where the
-    models name their embeddings in different ways, which is found elsewhere.
+    If a merged model has a head of its own and the donor has none, the donor's embedding becomes its head under the
+    head's name, as tying means. If no model has one, and another model says that it is tied where the donor says
+    nothing, the result says it too. Models that name their embeddings differently are reported elsewhere.
     """
     if has_own_head(donor):
         return donor
+    merged = (str(source.model) for module in recipe.modules for cut in module.slices for source in cut.sources)
+    if ties_embeddings(donor.config) is None and any(ties_embeddings(checkpoints[name].config) for name in merged):
+        donor = replace(donor, config=with_tie(donor.config, value=True))
     for name in _untied_models(recipe, checkpoints):
         head = next(tensor for tensor in checkpoints[name].tensors if is_head(tensor))
         embedding = tied_to(donor, head)
         if embedding is None or embedding.name not in checkpoints[name].tensors:
             continue
         tensors = {**donor.tensors, head: replace(embedding, name=head)}
-        return replace(donor, tensors=tensors, config=untied(donor.config))
+        return replace(donor, tensors=tensors, config=with_tie(donor.config, value=False))
     return donor
 
 

@@ -1,9 +1,9 @@
 """Which tensors the result has: their names, and the name under which each source knows them.
 
-Three cases. Whole models: the donor's tensors. Slices: layers are cut and renumbered, what stands before the layers
+Three cases. Whole models: the donor's tensors. Slices: layers are cut and renumbered. What stands before the layers
 (embeddings) comes from the first slice, what stands after them (norm, head) from the last, and what stands beside them
-(towers for images and sound, and what joins them to the text) whole from the first. Modules: each part of the network
-is one of the two, on its own tensors.
+(towers for images and sound, and what joins them to the text) whole from the first. An empty slice gives only that.
+Modules: each part of the network is one of the two, on its own tensors.
 """
 
 from __future__ import annotations
@@ -180,16 +180,15 @@ def _sliced(
 
 
 def keeps_predictions(module: Module, stack: str, checkpoints: Mapping[str, Checkpoint]) -> bool:
-    """Whether layers that predict further tokens fit the result: they were trained on the states of all layers before.
+    """Return whether layers that predict further tokens fit the result: they need the states of all layers before.
 
-    So they stay where every layer keeps its number, and are left out of every other stack.
+    They stay if every layer keeps its number, and are left out of every other stack. Empty slices move no layer.
     """
     number = 0
     for cut in module.slices:
-        for source in cut.sources:
-            if source.layers is None or source.layers[0] != number:
-                return False
         start, end = cut.sources[0].layers or (0, 0)
+        if any(source.layers is None or (source.layers[0] != number and start < end) for source in cut.sources):
+            return False
         number += end - start
     models = {str(source.model) for source in _sources(module)}
     return all(main_depth(checkpoints[model], stack) == number for model in models)

@@ -542,6 +542,14 @@ def _slices(content: Mapping[str, Any], method: Method, base: CheckpointRef | No
         parameters = parse_parameters(entry.get("parameters"), method, f"{where}.parameters", per_model=False)
         append_base = method.base in ("required", "optional")
         slices.append(_slice(sources, own_base, parameters, method, where, append_base=append_base))
+    # An empty first or last slice says whose embeddings, or whose norm and head, the result gets.
+    if not any(first < end for cut in slices for source in cut.sources for first, end in [source.layers or (0, 0)]):
+        raise InvalidInput(
+            place,
+            found="every layer_range is empty",
+            expected="at least one layer in the result",
+            remedy="write layer_range: [first, end] with first < end in at least one slice",
+        )
     return tuple(slices)
 
 
@@ -617,11 +625,11 @@ def _layer_range(value: object, where: str) -> tuple[int, int]:
         isinstance(value, list)
         and len(value) == 2
         and all(type(item) is int for item in value)
-        and 0 <= value[0] < value[1]
+        and 0 <= value[0] <= value[1]
     ):
         return value[0], value[1]
     raise InvalidInput(
-        where, found=f"{value!r}", expected="[first, end]: whole numbers, 0 <= first < end, the end not included"
+        where, found=f"{value!r}", expected="[first, end]: whole numbers, 0 <= first <= end, the end not included"
     )
 
 

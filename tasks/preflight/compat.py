@@ -11,9 +11,10 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, plan_with_findings
-from merge_core.errors import MergegateError, summed_up, worst_first
-from merge_core.parsing import open_plain, read_plain
+from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, open_checkpoint, plan_with_findings
+from merge_core.checkpoint import is_head, ties_embeddings
+from merge_core.errors import InvalidInput, MergegateError, summed_up, worst_first
+from merge_core.parsing import open_plain, read_json, read_plain
 from merge_core.store import digest
 from tasks.checkpoints import (
     ResolvedAdapter,
@@ -91,7 +92,7 @@ class Compatibility(StageValue):
 
 
 def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:
-    """Identity of what the check will read; no weight is read for it."""
+    """Return the identity of what the check reads: files' names, sizes and headers, small files, and stored heads."""
     return tuple(HeaderDigest(ref=parent.ref, digest=_metadata_digest(parent)) for parent in parents)
 
 
@@ -219,7 +220,21 @@ def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
         running.update(
             _header(path) if path.suffix in _WEIGHTS else read_plain(path, _MOST_BESIDE, within=parent.directory)
         )
+    running.update(_stored_heads(parent.directory))
     return running.hexdigest()
+
+
+def _stored_heads(directory: Path) -> bytes:
+    """Return the output heads of a model whose config.json does not say that it has its own.
+
+    This is the one question that the check answers from weights: whether a stored head is the embedding.
+    """
+    try:
+        if ties_embeddings(read_json(directory / "config.json")) is False:
+            return b""
+        return "\0".join(filter(is_head, open_checkpoint(directory).tensors)).encode()
+    except InvalidInput:  # An adapter, or a damaged checkpoint: the check itself reports that.
+        return b""
 
 
 def _header(path: Path) -> bytes:

@@ -142,7 +142,7 @@ def put(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], Any]:
         (put(f"{PREFIX}.lora_A.weight", 4, 8, 4), "convolutions are not supported"),
         (put(f"{PREFIX}.lora_embedding_A", 4, 32), "beside lora_A"),
         (put(f"{PREFIX}.base_layer.weight", 8, 32), "for a shape of"),
-        (put("base_model.model.model.embed_tokens.weight", 97, 32), r"\[97, 32\]"),
+        (put("base_model.model.model.embed_tokens.weight", 97, 32), "97 rows"),
         (put("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", 2, 32), "trainable_token"),
     ],
 )
@@ -151,6 +151,42 @@ def test_a_tensor_without_a_place_is_refused_by_its_name(
 ) -> None:
     with pytest.raises(InvalidInput, match=words):
         applied(kept, with_tensors(adapter, change))
+
+
+def test_an_unknown_name_in_a_layer_that_exists_does_not_accuse_the_base(kept: Path, adapter: Path) -> None:
+    def add(layer: int) -> Path:
+        module = f"base_model.model.model.layers.{layer}.mixer.in_proj"
+        with_tensors(adapter, put(f"{module}.lora_A.weight", 4, 32))
+        return with_tensors(adapter, put(f"{module}.lora_B.weight", 32, 4))
+
+    with pytest.raises(InvalidInput, match=r"remedy:\s+name the model that the adapter was trained on"):
+        applied(kept, add(5))
+    shutil.copytree(kept / "adapter", adapter, dirs_exist_ok=True)
+    with pytest.raises(InvalidInput, match=r"does not know[\s\S]*trained on base, .*merge_and_unload"):
+        applied(kept, add(1))
+
+
+@pytest.mark.parametrize(
+    "adapted",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 99]}},
+    ],
+    ids=["saved whole", "factors of the embedding", "factors of the head", "trainable tokens"],
+)
+def test_the_remedy_for_an_adapter_with_more_tokens_than_its_base_helps(
+    kept: Path, tmp_path: Path, adapted: dict[str, Any]
+) -> None:
+    grown = load_base(kept / "base", torch.float32)
+    grown.resize_token_embeddings(100, mean_resizing=False)
+    grown.save_pretrained(tmp_path / "grown")
+    make_adapter(tmp_path / "grown", tmp_path / "adapter", torch.float32, **adapted)
+    opened = open_adapter(tmp_path / "adapter")
+    with pytest.raises(InvalidInput, match=r"100 rows[\s\S]*resize_token_embeddings\(100\)"):
+        apply_adapter(open_checkpoint(kept / "base"), opened)
+    apply_adapter(open_checkpoint(tmp_path / "grown"), opened)
 
 
 def test_integers_are_no_factors(kept: Path, adapter: Path) -> None:

@@ -163,6 +163,38 @@ def test_a_quantised_text_part_is_found(tmp_path: Path) -> None:
     assert blocking(findings(tmp_path)) == ["b: config.json: text_config.quantization_config"]
 
 
+METHODS = ["bitsandbytes", "gptq", "awq", "fp8", "mxfp4", "torchao", "compressed-tensors", None]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_a_quantization_config_over_full_weights_names_the_key_to_delete(
+    tmp_path: Path, method: str | None, part: str
+) -> None:
+    leftover = {"quantization_config": {"load_in_4bit": True} | ({"quant_method": method} if method else {})}
+    pair(tmp_path, config={part: leftover} if part else leftover)
+    (finding,) = (one for one in findings(tmp_path) if one.severity == "block")
+    assert "no stored tensor is quantized" in finding.found
+    assert f"delete the key {part + '.' if part else ''}quantization_config from" in finding.remedy
+    path = tmp_path / "b/config.json"
+    config = json.loads(path.read_text())
+    (config[part] if part else config).pop("quantization_config")
+    path.write_text(json.dumps(config))
+    assert blocking(findings(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qweight", torch.int32), ("weight_scale", torch.float32), ("extra", torch.int8)]
+)
+def test_a_quantization_config_over_packed_weights_is_not_called_left_over(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    packed = {f"model.layers.0.self_attn.q_proj.{name}": torch.zeros(4, 4, dtype=dtype)}
+    pair(tmp_path, tensors={**random_tensors(1), **packed}, config={"quantization_config": {"quant_method": "gptq"}})
+    found = [one for one in findings(tmp_path) if one.where == "b: config.json: quantization_config"]
+    assert ["delete" in one.remedy for one in found] == [False]
+
+
 def test_mixed_formats_are_said_unless_the_recipe_says_which(tmp_path: Path) -> None:
     pair(tmp_path, tensors={name: tensor.bfloat16() for name, tensor in random_tensors(1).items()})
     (finding,) = findings(tmp_path)
@@ -266,6 +298,23 @@ def test_an_index_and_a_single_file_that_contradict_each_other_are_refused(tmp_p
     save_checkpoint(tmp_path / "b", random_tensors(0))
     (tmp_path / "b/model.safetensors").rename(tmp_path / "a/model.safetensors")
     with pytest.raises(InvalidInput, match="stale"):
+        open_checkpoint(tmp_path / "a")
+
+
+def test_an_index_of_shards_that_do_not_exist_is_refused_and_deleting_it_helps(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", random_tensors(0))
+    index = tmp_path / "a/model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(random_tensors(0), "model-00001-of-00002.safetensors")}))
+    with pytest.raises(InvalidInput, match=r"delete model.safetensors.index.json if model.safetensors is the whole"):
+        open_checkpoint(tmp_path / "a")
+    index.unlink()
+    assert open_checkpoint(tmp_path / "a").tensors.keys() == random_tensors(0).keys()
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
+    (tmp_path / "a/model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(InvalidInput, match=r"it names model-00002-of-00002.safetensors[\s\S]*download the files"):
         open_checkpoint(tmp_path / "a")
 
 

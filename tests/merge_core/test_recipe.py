@@ -85,10 +85,16 @@ def test_what_the_peer_ignores_or_finds_late_is_refused_at_once(change: tuple[st
     assert str(caught.value).startswith("r.yaml")
 
 
-@pytest.mark.parametrize("layer_range", ["[0, 0]", "[0, -1]", "[3, 1]", "[0]", "[0, 1.5]", "4"])
-def test_an_empty_or_backward_layer_range_is_refused(layer_range: str) -> None:
+@pytest.mark.parametrize("layer_range", ["[0, -1]", "[3, 1]", "[0]", "[0, 1.5]", "4"])
+def test_a_backward_layer_range_is_refused(layer_range: str) -> None:
     with pytest.raises(InvalidInput, match="layer_range"):
         load_recipe(f"merge_method: passthrough\nslices: [{{sources: [{{model: a, layer_range: {layer_range}}}]}}]")
+
+
+def test_slices_without_a_single_layer_are_refused() -> None:
+    empty = "{sources: [{model: a, layer_range: [0, 0]}]}, {sources: [{model: b, layer_range: [3, 3]}]}"
+    with pytest.raises(InvalidInput, match="every layer_range is empty"):
+        load_recipe(f"merge_method: passthrough\nslices: [{empty}]")
 
 
 def test_slices_of_unequal_length_are_refused() -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from family import load, merge_text
+from family import LAYERS, load, merge_text, random_tensors, save_checkpoint
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from merge_core.errors import InvalidInput
 
@@ -80,3 +82,45 @@ def test_documents_that_feed_each_other_give_what_they_give_one_by_one(family: P
     assert together.files == alone.files
     assert together.bytes_written > alone.bytes_written
     assert {path.name for path in (family / "together").iterdir()} == set(alone.files)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cuts=st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, LAYERS), st.integers(0, LAYERS)), min_size=1, max_size=5
+    )
+)
+def test_an_empty_slice_gives_embeddings_or_norm_and_head_and_no_layer(
+    cuts: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("slices")
+    cuts = [(model, min(ends), max(ends)) for model, *ends in cuts]
+    assume(any(start < end for _, start, end in cuts))
+    parents = {name: random_tensors(seed) for seed, name in enumerate("ab")}
+    for name, tensors in parents.items():
+        save_checkpoint(root / name, tensors)
+    lines = "".join(f"- sources: [{{model: {model}, layer_range: [{start}, {end}]}}]\n" for model, start, end in cuts)
+    merge_text(f"merge_method: passthrough\nslices:\n{lines}", root)
+    out = load(root / "out")
+    origins = [(model, layer) for model, start, end in cuts for layer in range(start, end)]
+    part = "model.layers.{}.input_layernorm.weight"
+    assert sum("input_layernorm" in name for name in out) == len(origins)
+    for layer, (model, number) in enumerate(origins):
+        assert np.array_equal(out[part.format(layer)], parents[model][part.format(number)])
+    assert np.array_equal(out["model.embed_tokens.weight"], parents[cuts[0][0]]["model.embed_tokens.weight"])
+    for name in ("model.norm.weight", "lm_head.weight"):
+        assert np.array_equal(out[name], parents[cuts[-1][0]][name])
+    assert json.loads((root / "out/config.json").read_text())["num_hidden_layers"] == len(origins)
+
+
+def test_an_empty_slice_of_several_models_merges_what_is_outside_the_layers(family: Path) -> None:
+    both = "[{model: a, layer_range: [0, 0], parameters: {weight: 1}}, {model: b, layer_range: [2, 2]}]"
+    merge_text(
+        f"merge_method: linear\nparameters: {{weight: 3}}\nslices:\n- sources: {both}\n"
+        "- sources: [{model: b, layer_range: [0, 3]}]\n",
+        family,
+    )
+    a, b, out = load(family / "a"), load(family / "b"), load(family / "out")
+    name = "model.embed_tokens.weight"
+    np.testing.assert_allclose(out[name], 0.25 * a[name] + 0.75 * b[name], rtol=1e-6, atol=1e-7)
+    assert np.array_equal(out["lm_head.weight"], b["lm_head.weight"])

@@ -274,6 +274,15 @@ EXAMPLES: dict[str, tuple[str, str | None]] = {
         "merge_method: passthrough\ndtype: float16\n",
         None,
     ),
+    "embeddings of one model, layers of another, head of a third": (
+        "slices:\n  - sources:\n    - model: one\n      layer_range: [0, 0]\n"
+        "  - sources:\n    - model: two\n      layer_range: [0, 2]\n"
+        "  - sources:\n    - model: one\n      layer_range: [1, 1]\n"
+        "  - sources:\n    - model: two\n      layer_range: [2, 4]\n"
+        "  - sources:\n    - model: three\n      layer_range: [4, 4]\n"
+        "merge_method: passthrough\ndtype: float16\n",
+        None,
+    ),
     "a model without its last layers": (
         "slices:\n  - sources:\n    - model: one\n      layer_range: [0, 2]\n"
         "merge_method: passthrough\ndtype: float16\n",

@@ -28,10 +28,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merge_core.architecture import config_parts
 from merge_core.architecture.experts.permuted import permuted_rows
 from merge_core.architecture.experts.pieces import by_expert
-from merge_core.checkpoint import AnyTensor, Checkpoint, DerivedTensor, StoredTensor, numbers, patterns, read_into
+from merge_core.checkpoint import (
+    AnyTensor,
+    Checkpoint,
+    DerivedTensor,
+    StoredTensor,
+    config_parts,
+    numbers,
+    patterns,
+    read_into,
+)
 from merge_core.errors import Finding, InvalidInput
 from merge_core.recipe import MeasuredInputs, Recipe
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from merge_core.architecture import config_parts, layer_place
+from merge_core.architecture import layer_place
 from merge_core.architecture.experts.naming import ExpertNames, expert_names
 from merge_core.checkpoint import (
     AnyTensor,
@@ -33,6 +33,7 @@ from merge_core.checkpoint import (
     ReadStored,
     SizedTensor,
     StoredTensor,
+    config_parts,
     promote,
 )
 
