@@ -7,6 +7,7 @@ from typing import Any
 
 from flows.attempt import Attempt, FailedMerge, open_remedies
 from flows.profile import Profile
+from merge_core import Recipe
 from merge_core.errors import InvalidInput
 from merge_core.store import StoredValue
 from tasks.evaluation import join_parts
@@ -73,6 +74,7 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
         recipe=attempt.cleared.candidate.text,
+        recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, itself),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
@@ -97,6 +99,15 @@ def report_content(profile: Profile, attempt: Attempt, earlier: Sequence[Attempt
         artifacts=_artifacts(attempt),
         overrides=profile.overrides,
         sections=tuple(one.section for one in attempt.verdicts if not isinstance(one.evidence, _DRAWN)),
+    )
+
+
+def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
+    """Return the warnings about a recipe, without the path of its file: a release names no path of a machine."""
+    return tuple(
+        f"{finding.where.removeprefix(document.where).removeprefix(': ')}: {finding.found}; {finding.remedy}"
+        for document in (*recipe.steps, recipe)
+        for finding in document.findings
     )
 
 

@@ -20,7 +20,7 @@ assert WEIGHT is not None
 
 
 def parse(content: Any, *, per_model: bool = False, **kw: Any) -> Parameters:
-    return parse_parameters(content, TIES, "r.yaml: parameters", per_model=per_model, **kw)
+    return parse_parameters(content, TIES, "r.yaml: parameters", log, per_model=per_model, **kw)
 
 
 def weight(content: Any, tensor: str = "x", t: float = 0.0, *wider: Any) -> Any:
