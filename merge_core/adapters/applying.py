@@ -17,6 +17,7 @@ from merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTenso
 from merge_core.architecture import is_embedding, is_head, ties_embeddings
 from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor
 from merge_core.errors import Finding, InvalidInput
+from merge_core.recipe import name_in_path
 
 _LEFT_OUT = "name the model that the adapter was trained on"
 # Of these libraries' layers, the projections of GPT-2 keep their weights as [in, out].
@@ -61,7 +62,7 @@ def is_conv1d(config: Mapping[str, Any], module: str) -> bool:
 def adapter_findings(base: str, adapter: Adapter) -> Iterator[Finding]:
     """What is odd about applying ``adapter`` to the model that a person calls ``base``."""
     said = adapter.config.base
-    if said and said.rstrip("/").rpartition("/")[2] != base.partition("@")[0].rstrip("/").rpartition("/")[2]:
+    if said and name_in_path(said) != name_in_path(base.partition("@")[0]):
         yield Finding(
             "warn",
             f"{adapter.config.where}: base_model_name_or_path",

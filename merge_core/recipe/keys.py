@@ -10,7 +10,6 @@ from merge_core.errors import FindingLog, InvalidInput, suggest
 from merge_core.methods import Method
 
 _READABLE = 60  # characters of a quoted value
-IGNORED = "mergekit ignores others, and so does mergegate"
 RECIPE_KEYS = (
     "merge_method",
     "models",
@@ -67,14 +66,15 @@ def known_mapping(
                 )
             continue
         name = str(key)[:_READABLE]
-        place, found = f"{where}{separator}{name}", f"unknown key {name!r}"
+        place, found, expected = f"{where}{separator}{name}", f"unknown key {name!r}", f"one of {', '.join(known)}"
         if log is None:
-            raise InvalidInput(place, found=found, expected=f"one of {', '.join(known)}", remedy=suggest(name, known))
+            raise InvalidInput(place, found=found, expected=expected, remedy=suggest(name, known))
+        remedy = _remedy(name, content, known, method)
         log.warn(
             place,
-            found=found,
-            expected=f"one of {', '.join(known)}; {IGNORED}",
-            remedy=_remedy(name, content, known, method),
+            found=f"{found}, which mergegate ignores, as mergekit does",
+            expected=expected if remedy == "remove it" else "",
+            remedy=remedy,
         )
     return {key: inner for key, inner in content.items() if key in known and inner is not None}
 
@@ -82,6 +82,8 @@ def known_mapping(
 def _remedy(key: str, content: Mapping[str, Any], known: Sequence[str], method: Method | None) -> str:
     parameters = {parameter.name: parameter for parameter in method.parameters} if method else {}
     if key in parameters and "parameters" in known:
+        if isinstance(content.get("parameters"), Mapping) and key in content["parameters"]:
+            return "remove it: 'parameters' sets it, too"
         is_elsewhere = "model" in known and parameters[key].scope == "shared"
         return f"move it under {'the top-level ' if is_elsewhere else ''}'parameters'"
     if key == "revision" and isinstance(content.get("model"), str) and "@" not in content["model"]:

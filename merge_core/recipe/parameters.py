@@ -13,7 +13,7 @@ from typing import Any
 
 from merge_core.errors import FindingLog, InvalidInput, suggest
 from merge_core.methods import REQUIRED, Method, Parameter, Scalar
-from merge_core.recipe.keys import IGNORED, RECIPE_KEYS, known_mapping
+from merge_core.recipe.keys import RECIPE_KEYS, known_mapping
 
 
 @dataclass(frozen=True)
@@ -92,23 +92,22 @@ def parse_parameters(
             remedy = suggestion if suggestion.startswith("did you") else "remove it"
             log.warn(
                 place,
-                found=f"{method.name} does not read {str(name)!r:.60}",
-                expected=("one of " + ", ".join(known) if known else "no parameters") + f"; {IGNORED}",
+                found=f"{method.name} does not read {str(name)!r:.60}, so it has no effect",
+                expected="one of " + ", ".join(known) if known else "no parameters",
                 remedy="move it to the top level of the recipe" if name in RECIPE_KEYS else remedy,
             )
         elif per_model and parameter.scope == "shared":
             log.warn(
                 place,
-                found=f"{name} at a model",
-                expected=f"{name} once for the whole merge; mergekit ignores it at a model, and so does mergegate",
+                found=f"{name} at a model, where it has no effect",
+                expected=f"{name} once for the whole merge",
                 remedy="move it to the top-level 'parameters'",
             )
         elif is_base and parameter.scope == "non_base":
             log.warn(
                 place,
-                found=f"{name} at the base model",
-                expected=f"{name} at the other models: the base has no task vector; mergekit ignores it, and so does "
-                "mergegate",
+                found=f"{name} at the base model, where it has no effect",
+                expected=f"{name} at the other models: the base has no task vector",
                 remedy="remove it",
             )
         elif content != []:  # mergekit takes an empty list as not set

@@ -500,7 +500,7 @@ def _document(value: object, where: str, directory: Path | None, log: FindingLog
         out_dtype=_format(content, "out_dtype", where, log),
         tokenizer=None,
         chat_template=_text(content, "chat_template", where, log),
-        name=_text(content, "name", where, log),
+        name=_name(content, where, log),
         steps=(),
         directory=directory,
         where=where,
@@ -559,12 +559,12 @@ def _mixture_of(written: Mapping[str, Any], where: str, directory: Path | None, 
     if written.get("merge_method") is not None:
         log.warn(
             f"{where}: merge_method",
-            found=f"{written['merge_method']!r:.60}, of a mixture of experts",
-            expected="no merge method; mergekit-moe ignores it, and so does mergegate",
+            found=f"{written['merge_method']!r:.60}, which mergegate ignores in a mixture of experts, as mergekit does",
+            expected="no merge method",
             remedy="remove it",
         )
     content = known_mapping(
-        {key: value for key, value in written.items() if key != "merge_method"},
+        {key: value for key, value in written.items() if key not in ("merge_method", *_FORMS)},
         where,
         MIXTURE_KEYS,
         log,
@@ -573,7 +573,7 @@ def _mixture_of(written: Mapping[str, Any], where: str, directory: Path | None, 
     )
     mixture = parse_mixture(content, where, log)
     dtype, out_dtype = _format(content, "dtype", where, log), _format(content, "out_dtype", where, log)
-    template, name = _text(content, "chat_template", where, log), _text(content, "name", where, log)
+    template, name = _text(content, "chat_template", where, log), _name(content, where, log)
     if content.get("base_model") is None:
         raise InvalidInput(
             where,
@@ -875,5 +875,14 @@ def _text(content: Mapping[str, Any], key: str, where: str, log: FindingLog) -> 
     value = content.get(key)
     if value is None or (isinstance(value, str) and value.strip()):
         return value
-    log.fault(f"{where}: {key}", found=f"{value!r:.60}", expected="text")
+    log.fault(f"{where}: {key}", found=f"{value!r:.60}", expected="text", remedy="write text, or remove the key")
+    return None
+
+
+def _name(content: Mapping[str, Any], where: str, log: FindingLog) -> str | None:
+    """Return the name of a document; anything but text is ignored, as by mergekit, because nothing can refer to it."""
+    value = content.get("name")
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    log.warn(f"{where}: name", found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it")
     return None

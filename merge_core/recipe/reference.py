@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from merge_core.errors import FindingLog, InvalidInput
 from merge_core.recipe.keys import known_mapping
+
+_DRIVE = re.compile(r"([A-Za-z]):[\\/]")
 
 
 @dataclass(frozen=True, order=True)
@@ -79,8 +82,8 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
         The directory, or None when ``ref`` is not local (a Hub id).
 
     Raises:
-        InvalidInput: ``ref`` can only be meant as a local path (absolute, or starting with ``.`` or ``~``) and is
-            not there, no directory can have that name, or ``expanded`` refuses.
+        InvalidInput: ``ref`` can only be meant as a local path (absolute, a Windows path, or starting with ``.`` or
+            ``~``) and is not there, no directory can have that name, or ``expanded`` refuses.
     """
     path = expanded(ref.path)
     try:
@@ -91,6 +94,20 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
         raise InvalidInput(
             str(ref), found=f"no name of a directory: {error}", expected="a checkpoint", remedy="correct the path"
         ) from None
+    if "\\" in ref.path or _DRIVE.match(ref.path):
+        written = ref.path.replace("\\", "/")
+        if drive := _DRIVE.match(ref.path):
+            remedy = f"write the path of the directory on this machine; in WSL: /mnt/{drive[1].lower()}{written[2:]}"
+        elif written.startswith("//"):
+            remedy = "mount the share, and write the path of the directory on this machine"
+        else:
+            remedy = f"write {written}"
+        raise InvalidInput(
+            str(ref),
+            found="a Windows path",
+            expected="a path on Linux or macOS, where mergegate runs: '/' between directories, no drive",
+            remedy=remedy,
+        )
     if path.is_absolute() or ref.path.startswith((".", "~")):
         beside = f" beside {directory}" if directory and not path.is_absolute() else ""
         raise InvalidInput(
@@ -116,6 +133,21 @@ def expanded(text: str) -> Path:
             expected="a path",
             remedy="write the whole path",
         ) from None
+
+
+def is_foreign_path(text: str) -> bool:
+    """Whether a name that a model's files give to another model can only be a path, perhaps of another machine."""
+    return text.startswith(("/", ".", "~")) or "\\" in text or text.count("/") > 1 or _DRIVE.match(text) is not None
+
+
+def name_in_path(text: str) -> str:
+    """Return the name of the model at a path, perhaps of another machine: ``base`` of ``E:\\models\\base``.
+
+    In the Hub's cache that is the name of the repository: ``base`` of ``.../models--org--base/snapshots/<commit>``.
+    """
+    parts = [part for part in re.split(r"[\\/]+", text) if part]
+    repository = next((part.split("--")[-1] for part in parts if part.startswith("models--")), "")
+    return repository or (parts[-1] if parts else "")
 
 
 def _at(text: str, where: str) -> tuple[str, str | None]:
