@@ -89,13 +89,13 @@ def parse_parameters(
         place = f"{where}.{name}"
         if parameter is None:
             suggestion = suggest(str(name), known) if known else ""
-            remedy = suggestion if suggestion.startswith("did you") else "remove it"
-            log.warn(
-                place,
-                found=f"{method.name} does not read {str(name)!r:.60}, so it has no effect",
-                expected="one of " + ", ".join(known) if known else "no parameters",
-                remedy="move it to the top level of the recipe" if name in RECIPE_KEYS else remedy,
-            )
+            remedy, expected = suggestion, ""
+            if name in RECIPE_KEYS:
+                remedy = "move it to the top level of the recipe"
+            elif not suggestion.startswith("did you"):
+                remedy, expected = "remove it", "one of " + ", ".join(known) if known else "no parameters"
+            found = f"{method.name} does not read {str(name)!r:.60}, so it has no effect"
+            log.warn(place, found=found, expected=expected, remedy=remedy)
         elif per_model and parameter.scope == "shared":
             log.warn(
                 place,
