@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flows.candidates import Candidate
 from flows.profile import Profile
 from merge_core import Finding, Recipe
-from merge_core.errors import EXIT_CODES, InvalidInput, MergegateError, Status, finding_of, worst_first
+from merge_core.errors import EXIT_CODES, InvalidInput, MergegateError, Status, finding_of, findings_of, worst_first
 from merge_core.store import StoredValue
 from tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
 from tasks.evaluation import (
@@ -110,7 +110,7 @@ class Problems:
 
     def note(self, error: MergegateError) -> None:
         """A problem that would end a run."""
-        self.add([finding_of(error)])
+        self.add(findings_of(error))
 
     def add(self, findings: Iterable[Finding]) -> None:
         """What a check found. A run would end at the first that blocks."""
@@ -178,6 +178,12 @@ def preflight_profile(
         if problems.stop_at_once:
             announce(remark)
     every = (*candidates, *compared)
+    for candidate in every:
+        if not candidate.change:  # a change of the profile's own recipe inherits its warnings
+            problems.add(candidate.recipe.all_findings)
+            if problems.stop_at_once:
+                for finding in candidate.recipe.all_findings:
+                    announce(f"warning: {finding}" + (f"; {finding.remedy}" if finding.remedy else ""))
     parents = _parents([candidate.recipe for candidate in every], problems)
     evidence = None
     if _is_whole(candidates[0].recipe, parents[0]):
@@ -318,6 +324,7 @@ def past_guards(profile: str) -> tuple[PastGuard, ...]:
 def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:
     """All that can be said of a recipe alone. It does not say what the merge is for: the strictest use is assumed, and
     what that forbids is only a warning."""
+    problems.add(recipe.all_findings)
     (found,) = _parents([recipe], problems)
     rules = _Rules.of_a_recipe(root, name)
     if _is_whole(recipe, found):

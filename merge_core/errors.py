@@ -6,8 +6,9 @@ the *remedy*. The command line turns the type into an exit code and prints the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from typing import ClassVar, Literal
 
@@ -182,6 +183,85 @@ def finding_of(error: MergegateError) -> Finding:
     """What was raised, as a finding that blocks."""
     invalid = isinstance(error, InvalidInput)
     return Finding("block", error.where, error.found, error.expected, error.remedy, is_invalid=invalid)
+
+
+class InvalidFile(InvalidInput):
+    """All faults of one file at once, with the warnings about it.
+
+    Args:
+        where: The file, as the user would name it.
+        findings: At least one that blocks, in the order of the file.
+    """
+
+    _MOST_LISTED: ClassVar[int] = 100
+
+    def __init__(self, where: str, findings: Iterable[Finding]) -> None:
+        self.findings = worst_first(findings)
+        warnings = sum(finding.severity != "block" for finding in self.findings)
+        faults = len(self.findings) - warnings
+        count = f"{faults} fault{'s' * (faults > 1)}"
+        if warnings:
+            count += f" and {warnings} warning{'s' * (warnings > 1)}"
+        lines = [shown(f"\n  {_in_a_line(finding, where)}") for finding in self.findings[: self._MOST_LISTED]]
+        if (left_out := len(self.findings) - len(lines)) > 0:
+            lines.append(f"\n  and {left_out} more")
+        super().__init__(where, found=count)
+        self.found = count + "".join(lines)  # each line is bounded, and no line may be missing
+        self.args = (str(self),)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (InvalidFile, (self.where, self.findings))
+
+
+def _in_a_line(finding: Finding, file: str) -> str:
+    """``models[0].model: '': expected a model; write a path``. A warning begins with ``warning: ``."""
+    where = finding.where.removeprefix(file).removeprefix(": ")
+    found = f"{where}: {finding.found}" if where else finding.found
+    expected = f"expected {finding.expected}" if finding.expected else ""
+    line = "; ".join(filter(None, (found, expected, finding.remedy)))
+    return line if finding.severity == "block" else f"warning: {line}"
+
+
+def findings_of(error: MergegateError) -> tuple[Finding, ...]:
+    """Return everything that an exception reports, as findings."""
+    return error.findings if isinstance(error, InvalidFile) else (finding_of(error),)
+
+
+@dataclass
+class FindingLog:
+    """Findings that a reader collects while it reads on, so that a user sees all faults of a file at once."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Record an InvalidInput that is raised inside as a finding that blocks, and go on after the block."""
+        try:
+            yield
+        except InvalidInput as error:
+            self.findings += findings_of(error)
+
+    def fault(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
+        """Record a finding that blocks: the input cannot mean anything."""
+        self.findings.append(finding_of(InvalidInput(where, found=found, expected=expected, remedy=remedy)))
+
+    def warn(self, where: str, *, found: str, expected: str = "", remedy: str = "") -> None:
+        """Record a warning."""
+        self.findings.append(Finding("warn", shown(where), shown(found), shown(expected), shown(remedy)))
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a finding blocks."""
+        return any(finding.severity == "block" for finding in self.findings)
+
+    def raise_faults(self, where: str) -> None:
+        """Raise all findings as one exception if one of them blocks.
+
+        Raises:
+            InvalidInput: The finding itself if there is only one, else :class:`InvalidFile`.
+        """
+        if self.blocks:
+            raise self.findings[0].error() if len(self.findings) == 1 else InvalidFile(where, self.findings)
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

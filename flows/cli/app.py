@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.help import FirstIsProfile, command_line
-from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, finding_of
+from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, findings_of
 from merge_core.system import require_posix
 
 app = typer.Typer(
@@ -955,7 +955,7 @@ def _has_working_directory() -> bool:
 
 
 def _say_no(error: MergegateError, as_json: bool) -> None:
-    _say(error.status, str(error), as_json, finding_of(error))
+    _say(error.status, str(error), as_json, *findings_of(error))
 
 
 def _say(status: Status, message: str, as_json: bool, *findings: Finding) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
 
 from flows.cli.made_before import made_of, recall, remember
 from flows.cli.new_directory import new_directory
@@ -64,7 +65,8 @@ def _cleared(recipe_file: Path, console: Console) -> ClearedRecipe:
     """A recipe that may be carried out, and its parents, whose weights are here."""
     cleared = clear_recipe(load_recipe(recipe_file))
     for finding in cleared.findings:
-        console.print(f"{finding.severity}: {finding.where}: {finding.found}")
+        remedy = f"; {finding.remedy}" if finding.remedy else ""
+        console.print(Text(f"{finding.severity}: {finding}{remedy}"))
     _fetch([one for parent in cleared.found for one in parent.snapshots], console)
     return cleared
 

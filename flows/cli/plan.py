@@ -123,8 +123,10 @@ def plan_file(
     if profile:
         forecast = replace(forecast, power=_known_power(profile, found))
     if as_json:
-        print_answer("planned", forecast.recipe, _plain(forecast))
+        print_answer("planned", forecast.recipe, _plain(forecast), recipe.all_findings)
         return
+    for finding in recipe.all_findings:
+        console.print(Text(f"! {finding}" + (f"; {finding.remedy}" if finding.remedy else ""), style="yellow"))
     print_forecast(forecast, console)
     if profile and profile.evaluate and forecast.power is None:
         console.print(Text("power: its documents have not been counted here yet; mergegate check does", style="dim"))

@@ -76,7 +76,8 @@ def clear_recipe(recipe: Recipe) -> ClearedRecipe:
         raise blocking[0].refusal()
     assert planned.plan is not None  # else something blocks
     texts = _texts(recipe)
-    return ClearedRecipe(recipe, found, looked, opened, planned.plan, (*findings, *adapter_remarks(found)), texts)
+    findings = (*recipe.all_findings, *findings, *adapter_remarks(found))
+    return ClearedRecipe(recipe, found, looked, opened, planned.plan, findings, texts)
 
 
 def _texts(recipe: Recipe) -> dict[Path, FileIdentity]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from flows.attempt import Attempt, FailedMerge, open_remedies
 from flows.profile import Profile
+from merge_core import Recipe
 from merge_core.errors import InvalidInput
 from merge_core.store import StoredValue
 from tasks.evaluation import join_parts
@@ -88,6 +89,7 @@ def report_content(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
         recipe=names.yaml(attempt.cleared.candidate.text),
+        recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, itself),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
@@ -134,6 +136,15 @@ def _exists(path: str) -> bool:
         return Path(path).expanduser().exists()
     except (OSError, RuntimeError, ValueError):  # text that no path can be
         return False
+
+
+def recipe_warnings(recipe: Recipe) -> tuple[str, ...]:
+    """Return the warnings about a recipe, without the path of its file: a release names no path of a machine."""
+    return tuple(
+        f"{finding.where.removeprefix(document.where).removeprefix(': ')}: {finding.found}; {finding.remedy}"
+        for document in (*recipe.steps, recipe)
+        for finding in document.findings
+    )
 
 
 def _how_to_reproduce(profile: Profile, verdict: GateVerdict) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTenso
 from merge_core.architecture import has_vocabulary_rows, is_embedding, is_head, layer_place, stacks, ties_embeddings
 from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor
 from merge_core.errors import Finding, InvalidInput
+from merge_core.recipe import name_in_path
 
 _LEFT_OUT = "name the model that the adapter was trained on"
 _USE_PEFT = "apply it with PEFT (merge_and_unload), save the model, and name that"
@@ -62,7 +63,7 @@ def is_conv1d(config: Mapping[str, Any], module: str) -> bool:
 def adapter_findings(base: str, adapter: Adapter) -> Iterator[Finding]:
     """What is odd about applying ``adapter`` to the model that a person calls ``base``."""
     said = adapter.config.base
-    if said and said.rstrip("/").rpartition("/")[2] != base.partition("@")[0].rstrip("/").rpartition("/")[2]:
+    if said and name_in_path(said) != name_in_path(base.partition("@")[0]):
         yield Finding(
             "warn",
             f"{adapter.config.where}: base_model_name_or_path",

@@ -3,7 +3,7 @@
 YAML lets a key stand twice in a mapping, and the later one wins in silence. Here that is an error, in everything that
 people write: recipes, profiles, licence tables, task definitions. Values are those that JSON has too: a date stays the
 text that it is, and sets, bytes and pairs are refused. The text is first read as a stream of events, which takes no
-more memory however deep it nests, and which tells how large the value would be with every alias written out.
+more memory however deep it nests, and which tells how much the aliases would add, written out.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from merge_core.parsing.files import read_text
 MAX_YAML_BYTES = 1 << 19
 _MAX_DEPTH = 50
 _MAX_DOCUMENTS = 256
-# With every alias written out, in characters; a value counts for 16. What is read here is printed, hashed and stored as
-# JSON, which knows no aliases: 400 bytes of them can stand for gigabytes.
-_MAX_WRITTEN_OUT = 2 << 20
+# What aliases add when they are written out, in characters; a value counts for 16. What is read here is printed, hashed
+# and stored as JSON, which has no aliases: 400 bytes of them can stand for gigabytes.
+_MAX_ADDED_BY_ALIASES = 2 << 20
 
 # libyaml, where PyYAML was built with it: ten times as fast, and the same language.
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ _IN_WORDS = {
     "did not find expected node content": "nothing where a value should stand; a bracket may not be closed",
     "did not find expected key": "no key where one should stand; look at how the lines are indented",
     "could not find expected ':'": "a key without ':'",
+    "found unknown escape character": "a backslash in double quotes; write a path with '/', or in single quotes",
 }
 
 
@@ -145,7 +146,9 @@ def parse_yaml(
         InvalidInput: Not YAML, a key twice in a mapping, or beyond the bounds; with line and column.
     """
     if len(text) > MAX_YAML_BYTES:
-        raise InvalidInput(where, found=f"{len(text)} characters", expected=f"at most {MAX_YAML_BYTES}")
+        raise InvalidInput(
+            where, found=f"{len(text)} characters", expected=f"at most {MAX_YAML_BYTES}", remedy="split the file"
+        )
     with edge(where, "not YAML", expected=expected):
         try:
             _check_bounds(text, where, loader)
@@ -164,7 +167,8 @@ def parse_yaml(
 
 
 def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
-    """See how deep a text nests and what its aliases stand for, before anything is made of it."""
+    """Raise InvalidInput if a text nests too deeply, or its aliases stand for too much, before it is loaded."""
+    added = 0  # by aliases, in the whole text
     sizes: list[int] = [0]  # of the collections that are open, the outermost first
     names: list[str | None] = []  # their anchors
     anchors: dict[str, int] = {}
@@ -178,7 +182,15 @@ def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in names:
                 raise InvalidInput(where, found=f"*{event.anchor:.40}, inside itself", expected="values with an end")
-            size = anchors.get(str(event.anchor), 0)  # of one that is not there the parser speaks
+            size = anchors.get(str(event.anchor), 0)  # the parser reports one that is not there
+            added += size
+            if added > _MAX_ADDED_BY_ALIASES:
+                raise InvalidInput(
+                    where,
+                    found="over 2 MB added by its aliases",
+                    expected="less",
+                    remedy="write fewer aliases (&name, *name), or split the file",
+                )
         elif isinstance(event, yaml.ScalarEvent):
             size = 16 + len(event.value)
             if event.anchor is not None:
@@ -193,10 +205,3 @@ def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:
             if name is not None:
                 anchors[name] = size
         sizes[-1] += size
-        if sizes[-1] > _MAX_WRITTEN_OUT:
-            raise InvalidInput(
-                where,
-                found="over 2 MB with its aliases written out",
-                expected="less",
-                remedy="write fewer aliases (&name, *name), or split the file",
-            )

@@ -10,7 +10,14 @@ from merge_core.recipe.overrides import apply_overrides, fit_to_method
 from merge_core.recipe.own_texts import AskedText, MeasuredInputs, ReadingOfTexts
 from merge_core.recipe.parameters import Condition, Parameters, value_for
 from merge_core.recipe.recipe import CLIENT_KEYS, ModelPlace, Module, Recipe, Slice, Source, load_recipe
-from merge_core.recipe.reference import CheckpointRef, expanded, parse_reference, resolve_local
+from merge_core.recipe.reference import (
+    CheckpointRef,
+    expanded,
+    is_foreign_path,
+    name_in_path,
+    parse_reference,
+    resolve_local,
+)
 from merge_core.recipe.schema import recipe_schema
 from merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice, TokenRow
 
@@ -38,7 +45,9 @@ __all__ = [
     "chosen_models",
     "expanded",
     "fit_to_method",
+    "is_foreign_path",
     "load_recipe",
+    "name_in_path",
     "parse_reference",
     "recipe_schema",
     "resolve_local",

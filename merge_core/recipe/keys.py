@@ -1,49 +1,110 @@
-"""Mappings of a recipe: no key that nobody knows, said in one way."""
+"""Mappings of a recipe: keys that mean nothing are warnings, and a key without a value counts as absent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
-from merge_core.errors import InvalidInput, suggest
+from merge_core.errors import FindingLog, InvalidInput, suggest
+from merge_core.methods import Method
 
-_READABLE = 60  # characters of what was found
+_READABLE = 60  # characters of a quoted value
+RECIPE_KEYS = (
+    "merge_method",
+    "models",
+    "slices",
+    "modules",
+    "base_model",
+    "parameters",
+    "dtype",
+    "out_dtype",
+    "tokenizer_source",
+    "tokenizer",
+    "chat_template",
+    "name",
+    "align_experts",
+    "output",
+    "rank",
+    "statistics",
+    "leave_out_beyond",
+)
 
 
 def known_mapping(
-    value: object, where: str, known: Sequence[str], *, separator: str = ".", may_be_a_parameter: bool = False
-) -> Mapping[str, Any]:
-    """``value``, a mapping with at least one key, all of them ``known``.
+    value: object,
+    where: str,
+    known: Sequence[str],
+    log: FindingLog | None = None,
+    *,
+    separator: str = ".",
+    method: Method | None = None,
+    required: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the entries of a mapping that mean something: those with a known key and a value.
+
+    mergekit reads a key without a value (null) as absent and ignores unknown keys. Mergegate does the same, and warns
+    of the unknown keys.
 
     Args:
-        where: What messages call it; ``separator`` comes between that and a key.
-        may_be_a_parameter: A key that is nothing like the known ones probably belongs under ``parameters``.
+        value: The mapping.
+        where: Name of the mapping for messages; ``separator`` is between it and a key.
+        known: Keys that are read.
+        log: Receives a warning per unknown key. Default: unknown keys are refused; for mappings that mergekit lacks.
+        method: Method whose parameters are probably meant by an unknown key. Default: none.
+        required: Keys that may be absent, but not null.
 
     Raises:
-        InvalidInput: naming the first key that is not known, with a suggestion.
+        InvalidInput: ``value`` is not a mapping, a ``required`` key is null, or a key is unknown and there is no log.
     """
     content = plain_mapping(value, where)
     for key in content:
-        if key not in known:
-            name = str(key)[:_READABLE]
-            remedy = suggest(name, known)
-            if may_be_a_parameter and remedy.startswith("known"):
-                remedy = f"if {name!r} is a parameter of the method, it belongs under 'parameters'; otherwise remove it"
-            raise InvalidInput(
-                f"{where}{separator}{name}",
-                found=f"unknown key {name!r}",
-                expected=f"one of {', '.join(known)}",
-                remedy=remedy,
-            )
-    return content
+        if key in known:
+            if content[key] is None and key in required:
+                raise InvalidInput(
+                    f"{where}{separator}{key}", found="no value", expected="a value", remedy="remove the key"
+                )
+            continue
+        name = str(key)[:_READABLE]
+        place, found, expected = f"{where}{separator}{name}", f"unknown key {name!r}", f"one of {', '.join(known)}"
+        if log is None:
+            raise InvalidInput(place, found=found, expected=expected, remedy=suggest(name, known))
+        remedy = _remedy(name, content, known, method)
+        log.warn(
+            place,
+            found=f"{found}, which mergegate ignores, as mergekit does",
+            expected=expected if remedy == "remove it" else "",
+            remedy=remedy,
+        )
+    return {key: inner for key, inner in content.items() if key in known and inner is not None}
+
+
+def _remedy(key: str, content: Mapping[str, Any], known: Sequence[str], method: Method | None) -> str:
+    parameters = {parameter.name: parameter for parameter in method.parameters} if method else {}
+    if key in parameters and "parameters" in known:
+        if isinstance(content.get("parameters"), Mapping) and key in content["parameters"]:
+            return "remove it: 'parameters' sets it, too"
+        is_elsewhere = "model" in known and parameters[key].scope == "shared"
+        return f"move it under {'the top-level ' if is_elsewhere else ''}'parameters'"
+    if key == "revision" and isinstance(content.get("model"), str) and "@" not in content["model"]:
+        return f"write 'model: {content['model']}@{content[key]}'"
+    if key == "experts" and "models" in known:
+        return "remove it, or remove the models: experts alone make a mixture"
+    if near := get_close_matches(key, known, n=1, cutoff=0.6):
+        return f"did you mean {near[0]!r}?"
+    if near := get_close_matches(key, parameters, n=1, cutoff=0.6):
+        return f"did you mean {near[0]!r}? It belongs under 'parameters'"
+    if key in RECIPE_KEYS:
+        return "move it to the top level of the recipe"
+    return "remove it"
 
 
 def plain_mapping(value: object, where: str) -> Mapping[str, Any]:
-    """``value``, a mapping with at least one key.
+    """Return ``value``, a mapping with at least one key.
 
     Raises:
-        InvalidInput: for anything else.
+        InvalidInput: It is anything else.
     """
     if not isinstance(value, Mapping) or not value:
-        raise InvalidInput(where, found=f"{value!r:.{_READABLE}}", expected="a mapping")
+        raise InvalidInput(where, found=f"{value!r:.{_READABLE}}", expected="a mapping with at least one key")
     return value

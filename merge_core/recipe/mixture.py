@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from merge_core.errors import InvalidInput, suggest
+from merge_core.errors import FindingLog, InvalidInput, suggest
 from merge_core.recipe.keys import known_mapping
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 
@@ -127,79 +127,98 @@ class Mixture:
         }
 
 
-def parse_mixture(content: Mapping[str, Any], where: str) -> Mixture:
-    """The part of a document that is about its mixture; other keys are not looked at.
+def parse_mixture(content: Mapping[str, Any], where: str, log: FindingLog) -> Mixture:
+    """Read the part of a document that is about its mixture.
 
-    Raises:
-        InvalidInput: A value that has no meaning, an expert without prompts where the gate mode needs them, more
-            experts per token than there are.
+    Args:
+        content: The document, without keys that have no value.
+        where: Name of the document for messages.
+        log: Receives a finding per fault: a value that has no meaning, an expert without prompts where the gate mode
+            needs them, more experts per token than there are. Then what is returned is incomplete.
     """
     mode = content.get("gate_mode", "hidden")
     if mode not in _MODES:
-        raise InvalidInput(
+        log.fault(
             f"{where}: gate_mode",
             found=f"{mode!r:.60}",
             expected=f"one of {', '.join(_MODES)}",
-            remedy=suggest(str(mode), _MODES),
+            remedy=suggest(str(mode)[:60], _MODES),
         )
-    experts = [
-        expert
-        for number, item in enumerate(_list(content.get("experts"), f"{where}: experts"))
-        for expert in _expert(item, f"{where}: experts[{number}]")
-    ]
-    shared = [
-        expert
-        for number, item in enumerate(
-            _list(content.get("shared_experts") or [], f"{where}: shared_experts", empty=True)
-        )
-        for expert in _expert(item, f"{where}: shared_experts[{number}]")
-    ]
-    for place, few, many in (("experts", 1, _MOST), ("shared_experts", 0, 1)):
-        count = len(experts) if place == "experts" else len(shared)
-        if not few <= count <= many:
-            raise InvalidInput(f"{where}: {place}", found=f"{count} experts", expected=f"{few} to {many}")
-    if mode not in _DRAWN and (silent := [expert for expert in experts if not expert.positive]):
-        raise InvalidInput(
-            f"{silent[0].where}.positive_prompts",
-            found="no prompts",
-            expected=f"texts that should be sent to this expert: gate_mode {mode} makes its router row of them",
-            remedy="add positive_prompts, or set gate_mode: random",
-        )
+    experts, count = _experts(content, "experts", where, log, most=_MOST)
+    shared, _ = _experts(content, "shared_experts", where, log, most=1)
+    if mode in _MODES and mode not in _DRAWN:
+        for place in dict.fromkeys(expert.where for expert in experts if expert.positive == ()):
+            log.fault(
+                f"{place}.positive_prompts",
+                found="no prompts",
+                expected=f"texts that should be sent to this expert: gate_mode {mode} makes its router row of them",
+                remedy="add positive_prompts, or set gate_mode: random",
+            )
     per_token = content.get("experts_per_token", 2)
-    if type(per_token) is not int or not 1 <= per_token <= len(experts):
-        raise InvalidInput(
+    if type(per_token) is not int or per_token < 1 or (count is not None and per_token > count):
+        log.fault(
             f"{where}: experts_per_token",
-            found=f"{per_token!r:.20}",
-            expected=f"1 to {len(experts)}, the number of experts",
+            found=f"{per_token!r:.20}" if "experts_per_token" in content else f"{per_token}, the default",
+            expected=f"1 to {count}, the number of experts" if count else "a whole number from 1",
+            remedy=f"set experts_per_token: {count}" if count else "",
         )
     output = content.get("architecture")
     if output is not None and not isinstance(output, str):
-        raise InvalidInput(f"{where}: architecture", found=f"{output!r:.60}", expected="the name of a family")
-    return Mixture(mode, tuple(experts), tuple(shared), per_token, output, None, where)
+        log.fault(f"{where}: architecture", found=f"{output!r:.60}", expected="the name of a family")
+    return Mixture(mode, experts, shared, per_token, output, None, where)
 
 
-def _expert(item: object, where: str) -> list[Expert]:
-    """The expert of an entry, as often as it says."""
+def _experts(
+    content: Mapping[str, Any], key: str, where: str, log: FindingLog, *, most: int
+) -> tuple[tuple[Expert, ...], int | None]:
+    """Read a list of experts; return those that could be read, and how many there are, None after a fault."""
+    place, experts, is_sound = f"{where}: {key}", list[Expert](), True
+    value = content.get(key, [])
+    if not isinstance(value, (list, tuple)) or (key == "experts" and not value):
+        log.fault(place, found=f"{value!r:.60}", expected="a list with at least one entry")
+        return (), None
+    for number, item in enumerate(value):
+        read: list[Expert] | None = None
+        with log.collect():
+            read = _expert(item, f"{place}[{number}]", log)
+        experts += read or []
+        is_sound = is_sound and read is not None
+    if len(experts) > most:
+        log.fault(place, found=f"{len(experts)} experts", expected=f"at most {most}")
+    return tuple(experts), len(experts) if is_sound else None
+
+
+def _expert(item: object, where: str, log: FindingLog) -> list[Expert] | None:
+    """Return the expert of an entry, as often as it says; None after a fault."""
     if not isinstance(item, Mapping):
         raise InvalidInput(where, found=f"{item!r:.60}", expected="{source_model: path or org/name}")
-    if "source_model" not in known_mapping(item, where, _EXPERT):
-        raise InvalidInput(where, found="no 'source_model'", expected="the dense model that the expert is made of")
-    copies = item.get("copies", 1)
-    if type(copies) is not int or not 1 <= copies <= _MOST:
-        raise InvalidInput(f"{where}.copies", found=f"{copies!r:.20}", expected=f"1 to {_MOST}")
-    noise = _number(item.get("noise_scale") or 0.0, f"{where}.noise_scale")
-    if noise < 0:
-        raise InvalidInput(f"{where}.noise_scale", found=f"{noise:g}", expected="a standard deviation, from 0")
-    residual = item.get("residual_scale")
-    expert = Expert(
-        model=parse_reference(item["source_model"], f"{where}.source_model"),
-        positive=_prompts(item.get("positive_prompts"), f"{where}.positive_prompts"),
-        negative=_prompts(item.get("negative_prompts"), f"{where}.negative_prompts"),
-        noise_scale=noise,
-        residual_scale=None if residual is None else _number(residual, f"{where}.residual_scale"),
-        where=where,
-    )
-    return [expert] * copies
+    content = known_mapping(item, where, _EXPERT, log)
+    model, residual, noise = None, None, 0.0
+    positive: tuple[str, ...] | None = None
+    negative: tuple[str, ...] | None = None
+    copies = content.get("copies", 1)
+    is_number = type(copies) is int and 1 <= copies <= _MOST
+    if not is_number:
+        log.fault(f"{where}.copies", found=f"{copies!r:.20}", expected=f"1 to {_MOST}")
+    if "source_model" not in content:
+        log.fault(where, found="no 'source_model'", expected="the dense model that the expert is made of")
+    with log.collect():
+        if "source_model" in content:
+            model = parse_reference(content["source_model"], f"{where}.source_model", log)
+    with log.collect():
+        noise = _number(content.get("noise_scale") or 0.0, f"{where}.noise_scale")
+        if noise < 0:
+            raise InvalidInput(f"{where}.noise_scale", found=f"{noise:g}", expected="a standard deviation, from 0")
+    with log.collect():
+        if "residual_scale" in content:
+            residual = _number(content["residual_scale"], f"{where}.residual_scale")
+    with log.collect():
+        positive = _prompts(content.get("positive_prompts"), f"{where}.positive_prompts")
+    with log.collect():
+        negative = _prompts(content.get("negative_prompts"), f"{where}.negative_prompts")
+    if model is None or positive is None or negative is None or not is_number:
+        return None
+    return [Expert(model, positive, negative, noise, residual, where)] * copies
 
 
 def _prompts(value: object, where: str) -> tuple[str, ...]:
@@ -207,7 +226,12 @@ def _prompts(value: object, where: str) -> tuple[str, ...]:
         return ()
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, (list, tuple)) or not all(isinstance(text, str) and text.strip() for text in listed):
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="a list of texts")
+        raise InvalidInput(
+            where,
+            found=f"{value!r:.60}",
+            expected="a list of texts that are not empty",
+            remedy="write texts that should be sent to this expert, or set gate_mode: random and remove the prompts",
+        )
     if len(listed) > _MOST_PROMPTS:
         raise InvalidInput(where, found=f"{len(listed)} prompts", expected=f"at most {_MOST_PROMPTS}")
     return tuple(listed)
@@ -221,9 +245,3 @@ def _number(value: object, where: str) -> float:
     if not math.isfinite(number):
         raise InvalidInput(where, found=f"{value!r:.60}", expected="a number")
     return number
-
-
-def _list(value: object, where: str, *, empty: bool = False) -> Sequence[Any]:
-    if isinstance(value, (list, tuple)) and (value or empty):
-        return value
-    raise InvalidInput(where, found=f"{value!r:.60}", expected="a list with at least one entry")

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from merge_core.errors import InvalidInput, suggest
+from merge_core.errors import FindingLog, InvalidInput, suggest
 from merge_core.methods import REQUIRED, Method, Parameter, Scalar
+from merge_core.recipe.keys import RECIPE_KEYS, known_mapping
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Setting:
-    """What one scope says about one parameter: the first condition that matches counts."""
+    """Value of one parameter in one scope: the first condition that matches counts; none if its value has a fault."""
 
     name: str
     conditions: tuple[Condition, ...]
@@ -59,51 +60,61 @@ class Parameters:
 
 
 def parse_parameters(
-    value: object, method: Method, where: str, *, per_model: bool, is_base: bool = False
+    value: object, method: Method, where: str, log: FindingLog, *, per_model: bool, is_base: bool = False
 ) -> Parameters:
     """Read one ``parameters`` mapping.
 
+    What mergekit ignores is a warning: parameters that the method does not read, shared parameters at a model,
+    parameters of task vectors at the base. A value with a fault is a finding that blocks, and counts as set.
+
     Args:
-        value: As YAML gave it; None is an empty mapping.
-        method: Whose parameters they are.
-        where: Place of the mapping.
-        per_model: Whether it stands at a model, where shared parameters mean nothing.
-        is_base: Whether that model is the base, where ``non_base`` parameters mean nothing.
+        value: Value from YAML; None is an empty mapping.
+        method: Method that reads the parameters.
+        where: Name of the mapping for messages.
+        log: Receives the findings.
+        per_model: Whether the mapping belongs to a model, where shared parameters are not read.
+        is_base: Whether that model is the base, where ``non_base`` parameters are not read.
 
     Raises:
-        InvalidInput: Unknown or misplaced parameter, value of the wrong type or out of range.
+        InvalidInput: ``value`` is not a mapping.
     """
     if value is None:
         return Parameters()
     if not isinstance(value, Mapping):
         raise InvalidInput(where, found=f"{value!r:.60}", expected="a mapping of parameters")
+    known = [parameter.name for parameter in method.parameters]
     settings = []
     for name, content in value.items():
         parameter = method.parameter(str(name))
         place = f"{where}.{name}"
         if parameter is None:
-            known = [known.name for known in method.parameters]
-            raise InvalidInput(
+            suggestion = suggest(str(name), known) if known else ""
+            remedy, expected = suggestion, ""
+            if name in RECIPE_KEYS:
+                remedy = "move it to the top level of the recipe"
+            elif not suggestion.startswith("did you"):
+                remedy, expected = "remove it", "one of " + ", ".join(known) if known else "no parameters"
+            found = f"{method.name} does not read {str(name)!r:.60}, so it has no effect"
+            log.warn(place, found=found, expected=expected, remedy=remedy)
+        elif per_model and parameter.scope == "shared":
+            log.warn(
                 place,
-                found=f"{method.name} has no parameter {str(name)!r}",
-                expected="a parameter of the merge method",
-                remedy=suggest(str(name), known) if known else f"{method.name} takes no parameters",
+                found=f"{name} at a model, where it has no effect",
+                expected=f"{name} once for the whole merge",
+                remedy="move it to the top-level 'parameters'",
             )
-        if per_model and parameter.scope == "shared":
-            raise InvalidInput(
+        elif is_base and parameter.scope == "non_base":
+            log.warn(
                 place,
-                found=f"{name} at a model",
-                expected=f"{name} is one value for the whole merge",
-                remedy="move it to the top-level 'parameters' (or those of the slice)",
+                found=f"{name} at the base model, where it has no effect",
+                expected=f"{name} at the other models: the base has no task vector",
+                remedy="remove it",
             )
-        if is_base and parameter.scope == "non_base":
-            raise InvalidInput(
-                place,
-                found=f"{name} at the base model",
-                expected=f"{method.name} applies {name} to task vectors, and the base has none",
-                remedy="remove it; list the base without parameters",
-            )
-        settings.append(_setting(content, parameter, place))
+        elif content != []:  # mergekit takes an empty list as not set
+            conditions: tuple[Condition, ...] = ()
+            with log.collect():
+                conditions = _conditions(content, parameter, place, log)
+            settings.append(Setting(parameter.name, conditions))
     return Parameters(tuple(settings))
 
 
@@ -158,42 +169,32 @@ def _along(condition: Condition, parameter: Parameter, t: float) -> Scalar:
     return value
 
 
-def _setting(content: object, parameter: Parameter, where: str) -> Setting:
-    if isinstance(content, list) and any(isinstance(item, Mapping) for item in content):
-        conditions = tuple(_condition(item, parameter, f"{where}[{index}]") for index, item in enumerate(content))
-    else:
-        conditions = (_condition(content, parameter, where),)
+def _conditions(content: object, parameter: Parameter, where: str, log: FindingLog) -> tuple[Condition, ...]:
+    if not (isinstance(content, list) and any(isinstance(item, Mapping) for item in content)):
+        return (_condition(content, parameter, where, log),)
+    conditions = [_condition(item, parameter, f"{where}[{index}]", log) for index, item in enumerate(content)]
     for index, condition in enumerate(conditions[:-1]):
         if condition.filter in (None, "*"):
-            raise InvalidInput(
+            log.warn(
                 f"{where}[{index}]",
                 found="a value for all tensors, before others",
-                expected="the value without filter last: the first match counts",
+                expected="the value without filter last: the first match counts, so the others never do",
                 remedy="move it to the end of the list",
             )
-    return Setting(parameter.name, conditions)
+            return tuple(conditions[: index + 1])
+    return tuple(conditions)
 
 
-def _condition(content: object, parameter: Parameter, where: str) -> Condition:
-    pattern: str | None = None
+def _condition(content: object, parameter: Parameter, where: str, log: FindingLog) -> Condition:
+    pattern = None
     if isinstance(content, Mapping):
-        for key in content:
-            if key not in ("value", "filter"):
-                raise InvalidInput(
-                    f"{where}.{key}",
-                    found=f"unknown key {str(key)!r}",
-                    expected="'value' and 'filter'",
-                    remedy=suggest(str(key), ("value", "filter")),
-                )
-        if "value" not in content:
+        entry = known_mapping(content, where, ("value", "filter"), log)
+        if "value" not in entry:
             raise InvalidInput(where, found="no 'value'", expected="{value: ..., filter: ...}")
-        if content.get("filter") is not None:
-            if not isinstance(content["filter"], str) or not content["filter"]:
-                raise InvalidInput(
-                    f"{where}.filter", found=f"{content['filter']!r}", expected="a part of a tensor name"
-                )
-            pattern = content["filter"]
-        content = content["value"]
+        pattern = entry.get("filter") or None
+        if pattern is not None and not isinstance(pattern, str):
+            raise InvalidInput(f"{where}.filter", found=f"{pattern!r:.60}", expected="a part of a tensor name")
+        content = entry["value"]
     if isinstance(content, list):
         if not content:
             raise InvalidInput(where, found="an empty list", expected="a value or a gradient of values")

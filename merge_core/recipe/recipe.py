@@ -1,24 +1,26 @@
-"""A recipe: YAML in mergekit's dialect, read once and strictly into a frozen, typed value.
+"""Read a recipe, YAML in mergekit's dialect, into a frozen, typed value.
 
-Accepted is what the peer accepts; what the peer ignores (unknown keys, misspelt or misplaced parameters, a key
-written twice) is an error here that names the place and suggests the word that was probably meant.
+A recipe that mergekit accepts is accepted. What mergekit ignores (unknown keys, misspelled or misplaced parameters) is
+a warning in :attr:`Recipe.findings`. What has no meaning is a fault. All faults and warnings of a recipe are reported
+at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from merge_core.checkpoint import DType, recipe_dtype
-from merge_core.errors import InvalidInput
-from merge_core.methods import UPCYCLING, Method, find_method
+from merge_core.errors import Finding, FindingLog, InvalidInput
+from merge_core.methods import UPCYCLING, Method, find_method, merge_methods
 from merge_core.parsing import parse_yaml, read_yaml
 from merge_core.recipe.adapter_output import AdapterOutput, parse_output
-from merge_core.recipe.keys import known_mapping, plain_mapping
+from merge_core.recipe.keys import RECIPE_KEYS, known_mapping, plain_mapping
 from merge_core.recipe.mixture import MIXTURE_KEYS, Mixture, parse_mixture
 from merge_core.recipe.own_texts import (
     AskedText,
@@ -28,32 +30,26 @@ from merge_core.recipe.own_texts import (
     parse_text,
     require_texts,
 )
-from merge_core.recipe.parameters import Parameters, parse_parameters, value_for
+from merge_core.recipe.parameters import Parameters, Setting, parse_parameters, value_for
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 from merge_core.recipe.tokenizer_choice import TokenizerChoice, parse_tokenizer_choice
 
 _EXPECTED = "a recipe in YAML"
 # Each is looked for, on the Hub too.
 _MAX_MODELS = 256
-RECIPE_KEYS = (
-    "merge_method",
-    "models",
-    "slices",
-    "modules",
-    "base_model",
-    "parameters",
-    "dtype",
-    "out_dtype",
-    "tokenizer_source",
-    "tokenizer",
-    "chat_template",
-    "name",
-    "align_experts",
-    "output",
-    "rank",
-    "statistics",
-    "leave_out_beyond",
-)
+_FORMS = ("models", "slices", "modules")
+_MODEL_KEYS = ("model", "parameters", "text")
+_LAYERED_KEYS = ("model", "layer_range", "parameters", "text")
+_SLICE_KEYS = ("sources", "base_model", "parameters", "residual_weight")
+# What mergekit reads as absent, beside null.
+_EMPTY: Mapping[str, object] = {
+    "models": [],
+    "slices": [],
+    "modules": {},
+    "dtype": "",
+    "out_dtype": "",
+    "chat_template": "",
+}
 # Of a round of clients, from which a profile makes a recipe.
 CLIENT_KEYS = ("clients", "samples", "at_least", "momentum", "adam")
 
@@ -130,6 +126,7 @@ class Recipe:
             and such that hold NaN or infinity.
         places: Where each model lies among the others, once distances are known; sources and their weights are then
             those that count.
+        findings: Warnings about this document. They do not count in keys: the same merge can have other warnings.
     """
 
     merge_method: str
@@ -152,6 +149,12 @@ class Recipe:
     measured: Mapping[str, MeasuredInputs] | None = None
     leave_out_beyond: float | None = None
     places: Mapping[str, ModelPlace] | None = None
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def all_findings(self) -> tuple[Finding, ...]:
+        """Warnings about all documents, in the order of the file as far as documents need each other."""
+        return tuple(finding for document in (*self.steps, self) for finding in document.findings)
 
     @property
     def method(self) -> Method:
@@ -355,14 +358,14 @@ class Recipe:
 
 
 def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -> Recipe:
-    """Read a recipe from a file (Path), from YAML text (str) or from a mapping that stands inline in a profile.
+    """Read a recipe from a file (Path), from YAML text (str) or from a mapping that is inline in a profile.
 
     Args:
-        source: The recipe. A Path also makes its directory the first place where relative model paths are sought.
-        where: Place for messages when ``source`` is not a file.
+        source: The recipe. A Path also makes its directory the first one in which relative model paths are searched.
+        where: Name of the recipe for messages if ``source`` is not a file.
 
     Raises:
-        InvalidInput: Anything that has no meaning, with its place and, for a misspelt word, a suggestion.
+        InvalidInput: The recipe has faults: all of them, and the warnings, with a suggestion for a misspelled word.
     """
     directory = None
     if isinstance(source, Path):
@@ -372,114 +375,213 @@ def load_recipe(source: Path | str | Mapping[str, Any], where: str = "recipe") -
         documents = parse_yaml(source, where, _EXPECTED) if isinstance(source, str) else [source]
     if not documents:
         raise InvalidInput(where, found="nothing", expected="a recipe with 'merge_method' and 'models'")
-    places = [where if len(documents) == 1 else f"{where} (document {index + 1})" for index in range(len(documents))]
-    recipes = [_document(item, place, directory) for item, place in zip(documents, places, strict=True)]
-    recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, where)
-    made = {step.name for step in recipe.steps}
+    recipes, findings = [], FindingLog()
+    for number, document in enumerate(documents, 1):
+        place = where if len(documents) == 1 else f"{where} (document {number})"
+        log = FindingLog()
+        with log.collect():
+            recipes.append(_document(document, place, directory, log))
+        if not log.blocks:
+            recipes[-1] = replace(recipes[-1], findings=tuple(log.findings))
+        findings.findings += log.findings
+    findings.raise_faults(where)
+    recipe = recipes[0]
+    with findings.collect():
+        recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, where)
+        if (count := len(recipe.references())) > _MAX_MODELS:
+            raise InvalidInput(where, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
     for document in (*recipe.steps, recipe):
-        if document.mixture is None or document.base is None or not document.mixture.asks_prompts:
-            continue
-        if document.base.adapter or str(document.base) in made:
-            raise InvalidInput(
-                f"{document.where}: base_model",
-                found=f"{document.base}, {'with an adapter' if document.base.adapter else 'the result of a step'}",
-                expected="a whole model that can be asked before the merge: gate_mode makes router rows of prompts",
-                remedy="set gate_mode: random, or make the base first and name its directory",
-            )
-    for document in (*recipe.steps, recipe):
-        asked = [source.model for source in document.sources] if document.asks_distances else list(document.texts)
-        if step := next((model for model in asked if str(model) in made), None):
-            raise InvalidInput(
-                f"{document.where}: {step}",
-                found="the result of a step",
-                expected="a model that can be looked at before the merge"
-                if document.asks_distances
-                else "a model that can read its text before the merge",
-                remedy="make it first and name its directory",
-            )
-    if (count := len(recipe.references())) > _MAX_MODELS:
-        raise InvalidInput(where, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
+        with findings.collect():
+            _check_steps(document, {str(step.name) for step in recipe.steps})
+    findings.raise_faults(where)
     return recipe
 
 
-def _document(value: object, where: str, directory: Path | None) -> Recipe:
-    if isinstance(value, Mapping) and "experts" in value and "merge_method" not in value:
-        return _mixture_of(value, where, directory)
-    if isinstance(value, Mapping) and "clients" in value:
+def _check_steps(document: Recipe, steps: Collection[str]) -> None:
+    """Raise InvalidInput if a document needs more of a step's result than its name before the merge."""
+    base = document.base
+    asks_base = document.mixture is not None and document.mixture.asks_prompts
+    if asks_base and base is not None and (base.adapter or str(base) in steps):
+        raise InvalidInput(
+            f"{document.where}: base_model",
+            found=f"{base}, {'with an adapter' if base.adapter else 'the result of a step'}",
+            expected="a whole model that can be asked before the merge: gate_mode makes router rows of prompts",
+            remedy="set gate_mode: random, or make the base first and name its directory",
+        )
+    needed = [source.model for source in document.sources] if document.asks_distances else list(document.texts)
+    if step := next((model for model in needed if str(model) in steps), None):
+        raise InvalidInput(
+            f"{document.where}: {step}",
+            found="the result of a step",
+            expected="a model that can be looked at before the merge"
+            if document.asks_distances
+            else "a model that can read its text before the merge",
+            remedy="make it first and name its directory",
+        )
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What the parts of a document are read with.
+
+    Args:
+        method: Merge method.
+        base: Base model of the document or, inside a slice that has its own, of the slice.
+        log: Receives findings.
+        base_is_faulty: Whether there is a ``base_model`` that could not be read.
+    """
+
+    method: Method
+    base: CheckpointRef | None
+    log: FindingLog
+    base_is_faulty: bool = False
+
+    def with_base(self, content: Mapping[str, Any], where: str) -> _Context:
+        """Return the context inside a mapping that may have a ``base_model``."""
+        if "base_model" not in content:
+            return self
+        with self.log.collect():
+            return replace(self, base=parse_reference(content["base_model"], where, self.log), base_is_faulty=False)
+        return replace(self, base=None, base_is_faulty=True)
+
+    def is_base(self, model: CheckpointRef | None) -> bool:
+        """Whether a model is the one that task vectors are measured from."""
+        return model is not None and model == self.base and self.method.base in ("required", "optional")
+
+    def parameters(self, content: Mapping[str, Any], where: str, *, model: CheckpointRef | None = None) -> Parameters:
+        """Read the ``parameters`` of a mapping, which is at ``model`` or, without one, speaks of all models."""
+        value, place = content.get("parameters"), f"{where}parameters"
+        with self.log.collect():
+            return parse_parameters(
+                value, self.method, place, self.log, per_model=model is not None, is_base=self.is_base(model)
+            )
+        # After a fault nothing more is reported as missing.
+        return Parameters(tuple(Setting(parameter.name, ()) for parameter in self.method.parameters))
+
+
+def _document(value: object, where: str, directory: Path | None, log: FindingLog) -> Recipe:
+    """Read one document. If ``log`` blocks afterwards, what is returned is incomplete."""
+    written = {key: inner for key, inner in plain_mapping(value, where).items() if inner != _EMPTY.get(str(key), ...)}
+    forms = [key for key in _FORMS if written.get(key) is not None]
+    if written.get("experts") is not None and not forms:
+        return _mixture_of(written, where, directory, log)
+    if "clients" in written:
         raise InvalidInput(
             f"{where}: clients",
             found="a round of clients",
             expected="models: what a round begins with is the last release of a profile",
             remedy="name it as the recipe of a profile, and run that",
         )
-    content = known_mapping(value, where, RECIPE_KEYS, separator=": ", may_be_a_parameter=True)
-    if "merge_method" not in content:
-        raise InvalidInput(where, found="no 'merge_method'", expected="the name of a merge method")
-    method = find_method(content["merge_method"], f"{where}: merge_method")
-    base = parse_reference(content["base_model"], f"{where}: base_model") if "base_model" in content else None
-    forms = [key for key in ("models", "slices", "modules") if key in content]
+    method = _method_of(written, where, log)
+    content = known_mapping(written, where, RECIPE_KEYS, log, separator=": ", method=method)
+    context = _Context(method, None, log).with_base(content, f"{where}: base_model")
     if len(forms) != 1:
-        raise InvalidInput(
+        log.fault(
             where,
             found=" and ".join(forms) if forms else "no models",
             expected="exactly one of 'models', 'slices', 'modules'",
+            remedy="remove the others" if forms else "list what is merged under 'models'",
         )
-    if method.base == "required" and base is None and forms != ["slices"]:
-        raise InvalidInput(
-            where, found="no 'base_model'", expected=f"{method.name} works on differences to a base", remedy="name it"
+    modules = _modules(content, forms, context, where)
+    bases = [cut.base for module in modules for cut in module.slices]
+    if method.base == "required" and not context.base_is_faulty and (None in bases or (not bases and not context.base)):
+        log.fault(
+            where,
+            found="no 'base_model'",
+            expected=f"the model that {method.name} measures differences from",
+            remedy="add 'base_model: MODEL', the model that the others were fine-tuned from",
         )
-    modules: tuple[Module, ...]
-    if forms == ["modules"]:
-        modules = tuple(
-            _module(str(name), item, method, base, f"{where}: modules.{name}")
-            for name, item in plain_mapping(content["modules"], f"{where}: modules").items()
-        )
-    else:
-        modules = (Module(None, _slices(content, method, base, f"{where}: "), Parameters()),)
     recipe = Recipe(
         merge_method=method.name,
         modules=modules,
-        base=base,
-        parameters=parse_parameters(content.get("parameters"), method, f"{where}: parameters", per_model=False),
-        dtype=_format(content, "dtype", where),
-        out_dtype=_format(content, "out_dtype", where),
-        tokenizer=parse_tokenizer_choice(content, where),
-        chat_template=_text(content.get("chat_template"), f"{where}: chat_template"),
-        name=_text(content.get("name"), f"{where}: name"),
+        base=context.base,
+        parameters=context.parameters(content, f"{where}: "),
+        dtype=_format(content, "dtype", where, log),
+        out_dtype=_format(content, "out_dtype", where, log),
+        tokenizer=None,
+        chat_template=_text(content, "chat_template", where, log),
+        name=_name(content, where, log),
         steps=(),
         directory=directory,
         where=where,
-        align_experts=_switch(content.get("align_experts", False), f"{where}: align_experts"),
-        reading=parse_reading(content.get("statistics"), method, f"{where}: statistics"),
     )
-    recipe = replace(recipe, leave_out_beyond=_times(content.get("leave_out_beyond"), f"{where}: leave_out_beyond"))
-    _check_required(recipe, method)
-    _check_texts(recipe, method)
-    _check_distances(recipe, method, sliced=forms != ["models"])
-    models = [source.model for cut in modules[0].slices for source in cut.sources]
-    output = parse_output(content, method, base, models, f"{where}: ")
-    if output is not None and recipe.asks_distances:
-        raise InvalidInput(
-            f"{where}: leave_out_beyond",
-            found="of a recipe whose result is an adapter",
-            expected="whole models: distances are between those",
-            remedy="leave one of the two out",
+    with log.collect():
+        recipe = replace(recipe, tokenizer=parse_tokenizer_choice(content, where, log))
+    with log.collect():
+        recipe = replace(recipe, align_experts=_switch(content.get("align_experts", False), f"{where}: align_experts"))
+    with log.collect():
+        recipe = replace(recipe, reading=parse_reading(content.get("statistics"), method, f"{where}: statistics"))
+    with log.collect():
+        recipe = replace(recipe, leave_out_beyond=_times(content.get("leave_out_beyond"), f"{where}: leave_out_beyond"))
+    if merge_methods().get(method.name) is not method:
+        return recipe  # What depends on the method cannot be checked.
+    _check_required(recipe, method, log)
+    with log.collect():
+        _check_texts(recipe, method)
+    with log.collect():
+        _check_distances(recipe, method, sliced=forms != ["models"])
+    with log.collect():
+        output = parse_output(content, method, context.base, [source.model for source in recipe.sources], f"{where}: ")
+        if output is not None and recipe.asks_distances:
+            raise InvalidInput(
+                f"{where}: leave_out_beyond",
+                found="of a recipe whose result is an adapter",
+                expected="whole models: distances are between those",
+                remedy="leave one of the two out",
+            )
+        recipe = replace(recipe, output=output)
+    return recipe
+
+
+def _method_of(content: Mapping[str, Any], where: str, log: FindingLog) -> Method:
+    """Return the method of a document; if it is unknown, the likeliest one, so that the rest can be checked."""
+    name = content.get("merge_method")
+    if name is None:
+        log.fault(
+            where,
+            found="no 'merge_method'",
+            expected="the name of a merge method",
+            remedy="add it; 'mergegate methods' lists them",
         )
-    return recipe if output is None else replace(recipe, output=output)
+    with log.collect():
+        if name is not None:
+            return find_method(name, f"{where}: merge_method")
+    methods = merge_methods()
+    if near := get_close_matches(str(name), methods, n=1, cutoff=0.6):
+        return methods[near[0]]
+    every = {parameter.name: parameter for method in methods.values() for parameter in method.parameters}
+    lenient = (replace(one, scope="input", default=None, minimum=None, maximum=None) for one in every.values())
+    return replace(methods["linear"], name="any method", base="optional", models=(1, None), parameters=tuple(lenient))
 
 
-def _mixture_of(value: Mapping[str, Any], where: str, directory: Path | None) -> Recipe:
-    """A document that makes a mixture of experts: its sources are the base and all experts, each once."""
-    content = known_mapping(value, where, MIXTURE_KEYS, separator=": ", may_be_a_parameter=True)
+def _mixture_of(written: Mapping[str, Any], where: str, directory: Path | None, log: FindingLog) -> Recipe:
+    """Read a document that makes a mixture of experts: its sources are the base and all experts, each once."""
+    if written.get("merge_method") is not None:
+        log.warn(
+            f"{where}: merge_method",
+            found=f"{written['merge_method']!r:.60}, which mergegate ignores in a mixture of experts, as mergekit does",
+            expected="no merge method",
+            remedy="remove it",
+        )
+    content = known_mapping(
+        {key: value for key, value in written.items() if key not in ("merge_method", *_FORMS)},
+        where,
+        MIXTURE_KEYS,
+        log,
+        separator=": ",
+        required=("gate_mode", "experts_per_token"),
+    )
+    mixture = parse_mixture(content, where, log)
+    dtype, out_dtype = _format(content, "dtype", where, log), _format(content, "out_dtype", where, log)
+    template, name = _text(content, "chat_template", where, log), _name(content, where, log)
     if content.get("base_model") is None:
         raise InvalidInput(
             where,
             found="no 'base_model'",
             expected="the dense model that gives attention, norms, embeddings and tokenizer",
-            remedy="name it",
+            remedy="add 'base_model: MODEL'",
         )
-    base = parse_reference(content["base_model"], f"{where}: base_model")
-    mixture = parse_mixture(content, where)
+    base = parse_reference(content["base_model"], f"{where}: base_model", log)
     models = dict.fromkeys([base, *(expert.model for expert in mixture.everybody)])
     sources = tuple(Source(model, None, Parameters()) for model in models)
     return Recipe(
@@ -487,11 +589,11 @@ def _mixture_of(value: Mapping[str, Any], where: str, directory: Path | None) ->
         modules=(Module(None, (Slice(sources, base, Parameters(), f"{where}: experts"),), Parameters()),),
         base=base,
         parameters=Parameters(),
-        dtype=_format(content, "dtype", where),
-        out_dtype=_format(content, "out_dtype", where),
+        dtype=dtype,
+        out_dtype=out_dtype,
         tokenizer=None,
-        chat_template=_text(content.get("chat_template"), f"{where}: chat_template"),
-        name=_text(content.get("name"), f"{where}: name"),
+        chat_template=template,
+        name=name,
         steps=(),
         directory=directory,
         where=where,
@@ -499,8 +601,10 @@ def _mixture_of(value: Mapping[str, Any], where: str, directory: Path | None) ->
     )
 
 
-def _format(content: Mapping[str, Any], key: str, where: str) -> DType | None:
-    return recipe_dtype(content[key], f"{where}: {key}") if content.get(key) is not None else None
+def _format(content: Mapping[str, Any], key: str, where: str, log: FindingLog) -> DType | None:
+    with log.collect():
+        return recipe_dtype(content[key], f"{where}: {key}") if key in content else None
+    return None
 
 
 def _switch(value: object, where: str) -> bool:
@@ -509,42 +613,59 @@ def _switch(value: object, where: str) -> bool:
     return value
 
 
-def _module(name: str, value: object, method: Method, base: CheckpointRef | None, where: str) -> Module:
-    content = known_mapping(value, where, ("models", "slices", "parameters"), may_be_a_parameter=True)
+def _modules(content: Mapping[str, Any], forms: Sequence[str], context: _Context, where: str) -> tuple[Module, ...]:
+    modules = []
+    if "modules" in forms:
+        entries: Mapping[str, Any] = {}
+        with context.log.collect():
+            entries = plain_mapping(content["modules"], f"{where}: modules")
+        for name, item in entries.items():
+            with context.log.collect():
+                modules.append(_module(str(name), item, context, f"{where}: modules.{name}"))
+    elif forms:
+        modules.append(Module(None, _slices(content, context, f"{where}: "), Parameters()))
+    return tuple(modules)
+
+
+def _module(name: str, value: object, context: _Context, where: str) -> Module:
+    written = {key: inner for key, inner in plain_mapping(value, where).items() if inner != _EMPTY.get(str(key), ...)}
+    keys = ("models", "slices", "parameters")
+    content = known_mapping(written, where, keys, context.log, method=context.method)
     if ("models" in content) == ("slices" in content):
-        raise InvalidInput(where, found=", ".join(content) or "nothing", expected="either 'models' or 'slices'")
-    parameters = parse_parameters(content.get("parameters"), method, f"{where}.parameters", per_model=False)
-    return Module(name, _slices(content, method, base, f"{where}."), parameters)
+        found = "models and slices" if "models" in content else "no models"
+        raise InvalidInput(where, found=found, expected="either 'models' or 'slices'")
+    return Module(name, _slices(content, context, f"{where}."), context.parameters(content, f"{where}."))
 
 
-def _slices(content: Mapping[str, Any], method: Method, base: CheckpointRef | None, prefix: str) -> tuple[Slice, ...]:
+def _slices(content: Mapping[str, Any], context: _Context, prefix: str) -> tuple[Slice, ...]:
+    """Read the slices of a document or module; one whose sources cannot be read is left out after the fault."""
+    log = context.log
     if "models" in content:
         place = f"{prefix}models"
-        sources = [
-            _source(item, method, base, f"{place}[{index}]", layered=False)
-            for index, item in enumerate(_list(content["models"], place))
-        ]
-        return (_slice(sources, base, Parameters(), method, place, append_base=True),)
-    place = f"{prefix}slices"
-    slices = []
-    for index, item in enumerate(_list(content["slices"], place)):
+        sources = _sources(content["models"], context, place, layered=False)
+        return (_slice(sources, context, Parameters(), place, append_base=True),)
+    place, slices = f"{prefix}slices", []
+    for index, item in enumerate(_list(content["slices"], place, log)):
         where = f"{place}[{index}]"
-        entry = known_mapping(
-            item, where, ("sources", "base_model", "parameters", "residual_weight"), may_be_a_parameter=True
-        )
-        if entry.get("residual_weight") is not None:
-            raise InvalidInput(f"{where}.residual_weight", found="it is set", expected="nothing: it has no effect")
-        own_base = parse_reference(entry["base_model"], f"{where}.base_model") if entry.get("base_model") else base
-        sources = [
-            _source(source, method, own_base, f"{where}.sources[{number}]", layered=True)
-            for number, source in enumerate(_list(entry.get("sources"), f"{where}.sources"))
-        ]
-        parameters = parse_parameters(entry.get("parameters"), method, f"{where}.parameters", per_model=False)
-        append_base = method.base in ("required", "optional")
-        slices.append(_slice(sources, own_base, parameters, method, where, append_base=append_base))
-    # An empty first or last slice says whose embeddings, or whose norm and head, the result gets.
-    if not any(first < end for cut in slices for source in cut.sources for first, end in [source.layers or (0, 0)]):
-        raise InvalidInput(
+        with log.collect():
+            entry = known_mapping(item, where, _SLICE_KEYS, log, method=context.method)
+            if "residual_weight" in entry:
+                log.warn(
+                    f"{where}.residual_weight",
+                    found="a key without effect",
+                    expected="nothing: mergekit never used it, and mergegate does not either",
+                    remedy="remove it",
+                )
+            inner = context.with_base(entry, f"{where}.base_model")
+            sources = _sources(entry.get("sources"), inner, f"{where}.sources", layered=True)
+            parameters = inner.parameters(entry, f"{where}.")
+            append_base = context.method.base in ("required", "optional")
+            slices.append(_slice(sources, inner, parameters, where, append_base=append_base))
+    # An empty first or last slice names the model whose embeddings, or whose norm and head, the result gets.
+    if slices and all(
+        first == end for cut in slices for source in cut.sources for first, end in [source.layers or (0, 1)]
+    ):
+        log.fault(
             place,
             found="every layer_range is empty",
             expected="at least one layer in the result",
@@ -554,45 +675,45 @@ def _slices(content: Mapping[str, Any], method: Method, base: CheckpointRef | No
 
 
 def _slice(
-    sources: list[Source],
-    base: CheckpointRef | None,
-    parameters: Parameters,
-    method: Method,
-    where: str,
-    *,
-    append_base: bool,
+    readable: Sequence[Source | None], context: _Context, parameters: Parameters, where: str, *, append_base: bool
 ) -> Slice:
+    """Put the sources of a slice together, with the base where the method needs it; None is one with a fault."""
+    method, base, log = context.method, context.base, context.log
+    sources = [source for source in readable if source is not None]
     models = [source.model for source in sources]
+    is_sound = len(sources) == len(readable) > 0 and not context.base_is_faulty
     for model, times in Counter(models).items():
         if times > 1:
-            raise InvalidInput(where, found=f"{model} twice", expected="each model once", remedy="add up its weights")
-    if method.base == "required" and base is None:
-        raise InvalidInput(where, found="no 'base_model'", expected=f"{method.name} needs one", remedy="name it")
+            is_sound = False
+            log.fault(where, found=f"{model} twice", expected="each model once", remedy="add up its weights")
     ranges = {(source.layers[1] - source.layers[0]) for source in sources if source.layers}
     if len(ranges) > 1:
-        raise InvalidInput(
+        log.fault(
             where,
             found=f"layer ranges of {', '.join(str(length) for length in sorted(ranges))} layers",
             expected="as many layers from every source",
         )
-    # A donor beside several models only gives config and tokenizer; beside a single one it is the other end.
+    # Next to several models, a donor only gives config and tokenizer; next to a single one it is the other end.
     if base is not None and base not in models and append_base and (method.base != "donor" or len(models) == 1):
         layers = {source.layers for source in sources}
         if len(layers) > 1:
-            raise InvalidInput(
+            is_sound = False
+            log.fault(
                 where,
                 found=f"the base {base} is not among the sources, and they use different layers",
                 expected="the base as a source, with its layer_range",
+                remedy=f"add '- {{model: {base}, layer_range: [FIRST, END]}}' to the sources",
             )
-        sources = [*sources, Source(base, layers.pop(), Parameters())]
-        models.append(base)
-    has_base = base is not None and base in models and method.base != "ordinary"
-    others = len(models) - (1 if has_base and method.base in ("required", "optional") else 0)
+        elif layers:
+            sources = [*sources, Source(base, layers.pop(), Parameters())]
+            models.append(base)
+    has_base = base is not None and base in models and method.base in ("required", "optional")
+    others = len(models) - has_base
     low, high = method.models
-    if others < low or (high is not None and others > high):
+    if is_sound and (others < low or (high is not None and others > high)):
         limit = f"at least {low}" if high is None else f"{low}" if low == high else f"{low} to {high}"
-        beside = " beside the base" if method.base in ("required", "optional") and has_base else ""
-        raise InvalidInput(
+        beside = " beside the base" if has_base else ""
+        log.fault(
             where,
             found=f"{others} model{'s' if others != 1 else ''}{beside}: {', '.join(map(str, models))}",
             expected=f"{method.name} takes {limit}{beside}",
@@ -600,63 +721,71 @@ def _slice(
     return Slice(tuple(sources), base, parameters, where)
 
 
-def _source(item: object, method: Method, base: CheckpointRef | None, where: str, *, layered: bool) -> Source:
-    keys = ("model", "layer_range", "parameters", "text") if layered else ("model", "parameters", "text")
-    content = known_mapping(item, where, keys, may_be_a_parameter=True)
+def _sources(value: object, context: _Context, where: str, *, layered: bool) -> list[Source | None]:
+    """Read the models of a slice; None is one with a fault."""
+    sources: list[Source | None] = []
+    for index, item in enumerate(_list(value, where, context.log)):
+        sources.append(None)
+        with context.log.collect():
+            sources[-1] = _source(item, context, f"{where}[{index}]", layered=layered)
+    return sources
+
+
+def _source(item: object, context: _Context, where: str, *, layered: bool) -> Source | None:
+    log, keys = context.log, _LAYERED_KEYS if layered else _MODEL_KEYS
+    if isinstance(item, str):
+        raise InvalidInput(where, found=f"{item!r:.60}", expected="a mapping", remedy=f"write '- model: {item}'")
+    content = known_mapping(item, where, keys, log, method=context.method)
+    model, layers, text = None, None, None
     if "model" not in content:
-        raise InvalidInput(where, found="no 'model'", expected="{model: path or org/name}")
-    model = parse_reference(content["model"], f"{where}.model")
-    parameters = parse_parameters(
-        content.get("parameters"),
-        method,
-        f"{where}.parameters",
-        per_model=True,
-        is_base=model == base and method.base in ("required", "optional"),
-    )
-    layers = None
-    if layered:
-        layers = _layer_range(content.get("layer_range"), f"{where}.layer_range")
-    is_base = model == base and method.base in ("required", "optional")
-    return Source(model, layers, parameters, parse_text(content.get("text"), method, f"{where}.text", is_base=is_base))
+        log.fault(where, found="no 'model'", expected="{model: path or org/name}", remedy="add it")
+    with log.collect():
+        model = parse_reference(content["model"], f"{where}.model", log) if "model" in content else None
+    with log.collect():
+        layers = _layer_range(content.get("layer_range"), f"{where}.layer_range") if layered else None
+    is_base = context.is_base(model)
+    with log.collect():
+        text = parse_text(content.get("text"), context.method, f"{where}.text", is_base=is_base)
+    parameters = context.parameters(content, f"{where}.", model=model or CheckpointRef(""))
+    return Source(model, layers, parameters, text) if model and (layers or not layered) else None
 
 
 def _layer_range(value: object, where: str) -> tuple[int, int]:
-    if (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(type(item) is int for item in value)
-        and 0 <= value[0] <= value[1]
-    ):
-        return value[0], value[1]
+    """Read ``[first, end]``; like mergekit, also with whole numbers that are written as text or with a point."""
+    if isinstance(value, list) and len(value) == 2:
+        ends = [int(item) if _is_whole(item) else -1 for item in value]
+        if 0 <= ends[0] <= ends[1]:
+            return ends[0], ends[1]
     raise InvalidInput(
-        where, found=f"{value!r}", expected="[first, end]: whole numbers, 0 <= first <= end, the end not included"
+        where, found=f"{value!r:.60}", expected="[first, end]: whole numbers, 0 <= first <= end, the end not included"
     )
 
 
-def _check_required(recipe: Recipe, method: Method) -> None:
-    """A required parameter that stands in no scope at all is found here, before any checkpoint is opened."""
+def _is_whole(value: object) -> bool:
+    if isinstance(value, str):
+        return value.isascii() and value.isdigit()
+    return type(value) is int or (isinstance(value, float) and value.is_integer())
+
+
+def _check_required(recipe: Recipe, method: Method, log: FindingLog) -> None:
+    """Record each required parameter that is in no scope, before any checkpoint is opened."""
+    required = [parameter for parameter in method.parameters if repr(parameter.default) == "required"]
     for module in recipe.modules:
         for cut in module.slices:
             wider = (cut.parameters, module.parameters, recipe.parameters)
-            for parameter in method.parameters:
-                if repr(parameter.default) != "required":
-                    continue
+            for parameter in required:
                 if any(scope.get(parameter.name) for scope in wider):
                     continue
-                lacking: list[str] = []
-                if parameter.scope == "shared":
-                    lacking = [cut.where]
-                else:
-                    lacking = [
-                        str(source.model)
-                        for source in cut.sources
-                        if not source.parameters.get(parameter.name)
-                        and not (source.model == cut.base and parameter.scope == "non_base")
-                    ]
-                if lacking:
-                    raise InvalidInput(
+                lacking = [
+                    f"not set for {source.model}"
+                    for source in cut.sources
+                    if not source.parameters.get(parameter.name)
+                    and not (source.model == cut.base and parameter.scope == "non_base")
+                ]
+                for found in ["not set"] if parameter.scope == "shared" else lacking:
+                    log.fault(
                         f"{cut.where}: {parameter.name}",
-                        found=f"not set for {lacking[0]}" if parameter.scope != "shared" else "not set",
+                        found=found,
                         expected=f"{method.name} needs it: {parameter.summary}",
                         remedy=f"add it under 'parameters' (check the indentation); e.g. {parameter.name}: 0.5",
                     )
@@ -745,13 +874,25 @@ def _in_order(recipes: list[Recipe], where: str) -> Recipe:
     return replace(results[0], steps=tuple(ordered.values()))
 
 
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, (list, tuple)) or not value:
-        raise InvalidInput(where, found=f"{value!r:.60}", expected="a list with at least one entry")
-    return list(value)
+def _list(value: object, where: str, log: FindingLog) -> list[Any]:
+    if isinstance(value, (list, tuple)) and value:
+        return list(value)
+    log.fault(where, found=f"{value!r:.60}", expected="a list with at least one entry")
+    return []
 
 
-def _text(value: object, where: str) -> str | None:
+def _text(content: Mapping[str, Any], key: str, where: str, log: FindingLog) -> str | None:
+    value = content.get(key)
     if value is None or (isinstance(value, str) and value.strip()):
         return value
-    raise InvalidInput(where, found=f"{value!r:.60}", expected="text")
+    log.fault(f"{where}: {key}", found=f"{value!r:.60}", expected="text", remedy="write text, or remove the key")
+    return None
+
+
+def _name(content: Mapping[str, Any], where: str, log: FindingLog) -> str | None:
+    """Return the name of a document; anything but text is ignored, as by mergekit, because nothing can refer to it."""
+    value = content.get("name")
+    if value is None or (isinstance(value, str) and value.strip()):
+        return value
+    log.warn(f"{where}: name", found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it")
+    return None

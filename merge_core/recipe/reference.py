@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
-from merge_core.errors import InvalidInput
+from merge_core.errors import FindingLog, InvalidInput
+from merge_core.recipe.keys import known_mapping
+
+_DRIVE = re.compile(r"([A-Za-z]):[\\/]")
 
 
 @dataclass(frozen=True, order=True)
@@ -38,18 +42,28 @@ class CheckpointRef:
         return f"{self.path}{revision}{adapter}"
 
 
-def parse_reference(value: object, where: str) -> CheckpointRef:
+def parse_reference(value: object, where: str, log: FindingLog | None = None) -> CheckpointRef:
     """Read ``path[@revision][+adapter[@revision]]``, or ``{model: {path, revision}, lora: {path, revision}}``.
 
     The mapping form is the only way to write a local path that contains ``@`` or ``+``.
+
+    Args:
+        value: Value from YAML.
+        where: Name of the value for messages.
+        log: Receives a warning per unknown key of a mapping. Default: unknown keys are refused.
 
     Raises:
         InvalidInput: Another shape, an empty part, more than one ``+``, more than one ``@`` in a part.
     """
     if isinstance(value, dict):
-        return _from_mapping(value, where)
+        return _from_mapping(value, where, log)
     if not isinstance(value, str) or not value.strip():
-        raise InvalidInput(where, found=f"{value!r}", expected="a model: 'path[@revision][+adapter]'")
+        raise InvalidInput(
+            where,
+            found=f"{value!r:.60}",
+            expected="a model: 'path[@revision][+adapter]'",
+            remedy="name a directory or org/name",
+        )
     parts = value.strip().split("+")
     if len(parts) > 2:
         raise InvalidInput(where, found=f"{len(parts) - 1} '+' in {value!r}", expected="at most one adapter after '+'")
@@ -68,8 +82,8 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
         The directory, or None when ``ref`` is not local (a Hub id).
 
     Raises:
-        InvalidInput: ``ref`` can only be meant as a local path (absolute, or starting with ``.`` or ``~``) and is
-            not there, no directory can have that name, or ``expanded`` refuses.
+        InvalidInput: ``ref`` can only be meant as a local path (absolute, a Windows path, or starting with ``.`` or
+            ``~``) and is not there, no directory can have that name, or ``expanded`` refuses.
     """
     path = expanded(ref.path)
     try:
@@ -80,6 +94,20 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
         raise InvalidInput(
             str(ref), found=f"no name of a directory: {error}", expected="a checkpoint", remedy="correct the path"
         ) from None
+    if "\\" in ref.path or _DRIVE.match(ref.path):
+        written = ref.path.replace("\\", "/")
+        if drive := _DRIVE.match(ref.path):
+            remedy = f"write the path of the directory on this machine; in WSL: /mnt/{drive[1].lower()}{written[2:]}"
+        elif written.startswith("//"):
+            remedy = "mount the share, and write the path of the directory on this machine"
+        else:
+            remedy = f"write {written}"
+        raise InvalidInput(
+            str(ref),
+            found="a Windows path",
+            expected="a path on Linux or macOS, where mergegate runs: '/' between directories, no drive",
+            remedy=remedy,
+        )
     if path.is_absolute() or ref.path.startswith((".", "~")):
         beside = f" beside {directory}" if directory and not path.is_absolute() else ""
         raise InvalidInput(
@@ -107,6 +135,21 @@ def expanded(text: str) -> Path:
         ) from None
 
 
+def is_foreign_path(text: str) -> bool:
+    """Whether a name that a model's files give to another model can only be a path, perhaps of another machine."""
+    return text.startswith(("/", ".", "~")) or "\\" in text or text.count("/") > 1 or _DRIVE.match(text) is not None
+
+
+def name_in_path(text: str) -> str:
+    """Return the name of the model at a path, perhaps of another machine: ``base`` of ``E:\\models\\base``.
+
+    In the Hub's cache that is the name of the repository: ``base`` of ``.../models--org--base/snapshots/<commit>``.
+    """
+    parts = [part for part in re.split(r"[\\/]+", text) if part]
+    repository = next((part.split("--")[-1] for part in parts if part.startswith("models--")), "")
+    return repository or (parts[-1] if parts else "")
+
+
 def _at(text: str, where: str) -> tuple[str, str | None]:
     path, *revision = text.split("@")
     if len(revision) > 1:
@@ -116,24 +159,31 @@ def _at(text: str, where: str) -> tuple[str, str | None]:
     return path.strip(), revision[0].strip() if revision else None
 
 
-def _from_mapping(value: dict[object, object], where: str) -> CheckpointRef:
-    unknown = set(value) - {"model", "lora"}
-    if unknown or "model" not in value:
-        found = f"unknown key {sorted(map(str, unknown))[0]!r}" if unknown else "no 'model'"
-        raise InvalidInput(where, found=found, expected="{model: {path, revision}, lora: {path, revision}}")
-    path, revision = _path_and_revision(value["model"], f"{where}.model")
+def _from_mapping(value: dict[str, object], where: str, log: FindingLog | None) -> CheckpointRef:
+    if value.get("override_architecture") is not None:
+        raise InvalidInput(
+            f"{where}.override_architecture",
+            found=f"{value['override_architecture']!r:.60}",
+            expected="nothing: mergegate reads the architecture from the checkpoint",
+            remedy="remove it, and correct 'architectures' in the model's config.json",
+        )
+    content = known_mapping(value, where, ("model", "lora", "override_architecture"), log)
+    if "model" not in content:
+        raise InvalidInput(where, found="no 'model'", expected="{model: {path, revision}, lora: {path, revision}}")
+    path, revision = _path_and_revision(content["model"], f"{where}.model", log)
     adapter = None
-    if value.get("lora") is not None:
-        lora_path, lora_revision = _path_and_revision(value["lora"], f"{where}.lora")
+    if "lora" in content:
+        lora_path, lora_revision = _path_and_revision(content["lora"], f"{where}.lora", log)
         adapter = lora_path + (f"@{lora_revision}" if lora_revision else "")
     return CheckpointRef(path, revision, adapter)
 
 
-def _path_and_revision(value: object, where: str) -> tuple[str, str | None]:
+def _path_and_revision(value: object, where: str, log: FindingLog | None) -> tuple[str, str | None]:
     if isinstance(value, str) and value:
         return value, None
-    if isinstance(value, dict) and set(value) <= {"path", "revision"} and isinstance(value.get("path"), str):
-        revision = value.get("revision")
-        if revision is None or isinstance(revision, str):
-            return str(value["path"]), revision
-    raise InvalidInput(where, found=f"{value!r}", expected="{path: ..., revision: ...}")
+    if isinstance(value, dict):
+        content = known_mapping(value, where, ("path", "revision"), log)
+        path, revision = content.get("path"), content.get("revision")
+        if isinstance(path, str) and path and (revision is None or isinstance(revision, str)):
+            return path, revision
+    raise InvalidInput(where, found=f"{value!r:.60}", expected="{path: ..., revision: ...}")

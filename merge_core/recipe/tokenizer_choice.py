@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from merge_core.checkpoint.vocabulary import STRANGERS, Strangers
-from merge_core.errors import InvalidInput, suggest
+from merge_core.errors import FindingLog, InvalidInput, suggest
 from merge_core.recipe.keys import known_mapping
 from merge_core.recipe.reference import CheckpointRef, parse_reference
 
+_KEYS = ("source", "tokens", "pad_to_multiple_of", "strangers")
 _MOST_TOKENS = 100_000
 _MOST_PADDING = 1 << 16
 
@@ -94,26 +95,42 @@ class TokenizerChoice:
         }
 
 
-def parse_tokenizer_choice(content: Mapping[str, Any], where: str) -> TokenizerChoice | None:
-    """What a recipe says; None: nothing.
+def parse_tokenizer_choice(content: Mapping[str, Any], where: str, log: FindingLog) -> TokenizerChoice | None:
+    """Return which vocabulary a recipe asks for; None if it does not ask.
 
     Args:
-        content: The recipe.
-        where: What messages call it.
+        content: The recipe, without keys that have no value.
+        where: Name of the recipe for messages.
+        log: Receives findings about single tokens, and warnings about unknown keys.
 
     Raises:
-        InvalidInput: What has no meaning, with its place.
+        InvalidInput: A value has no meaning.
     """
-    if content.get("tokenizer") is not None and content.get("tokenizer_source") is not None:
-        raise InvalidInput(where, found="both 'tokenizer' and 'tokenizer_source'", expected="one of them")
-    if content.get("tokenizer_source") is not None:
+    if "tokenizer" in content and "tokenizer_source" in content:
+        raise InvalidInput(
+            where, found="both 'tokenizer' and 'tokenizer_source'", expected="one of them", remedy="remove one of them"
+        )
+    if "tokenizer_source" in content:
         place = f"{where}: tokenizer_source"
-        return TokenizerChoice(_source(content["tokenizer_source"], place), place)
-    if content.get("tokenizer") is None:
+        return TokenizerChoice(_source(content["tokenizer_source"], place, log), place)
+    if "tokenizer" not in content:
         return None
-    place = f"{where}: tokenizer"
-    block = known_mapping(content["tokenizer"], place, ("source", "tokens", "pad_to_multiple_of", "strangers"))
-    source = _source(block.get("source", "union"), f"{place}.source")
+    place, value = f"{where}: tokenizer", content["tokenizer"]
+    if isinstance(value, str):
+        remedy = f"write 'tokenizer_source: {value}'" if value.strip() else "remove it"
+        raise InvalidInput(place, found=f"{value!r:.60}", expected="a mapping, such as {source: union}", remedy=remedy)
+    if value == {}:
+        return TokenizerChoice("union", place)
+    block = known_mapping(value, place, _KEYS, log, required=("source",))
+    source: str | CheckpointRef = "union"
+    tokens: tuple[TokenRow, ...] = ()
+    padding = None
+    with log.collect():
+        source = _source(block.get("source", "union"), f"{place}.source", log)
+    with log.collect():
+        tokens = _tokens(block.get("tokens"), f"{place}.tokens", log)
+    with log.collect():
+        padding = _padding(block.get("pad_to_multiple_of"), f"{place}.pad_to_multiple_of")
     strangers = block.get("strangers", "refuse")
     if not isinstance(strangers, str) or strangers not in STRANGERS:
         raise InvalidInput(
@@ -124,47 +141,53 @@ def parse_tokenizer_choice(content: Mapping[str, Any], where: str) -> TokenizerC
         )
     if strangers != "refuse" and source != "union":
         raise InvalidInput(f"{place}.strangers", found=f"{strangers}, and source is {source}", expected="source: union")
-    return TokenizerChoice(
-        source,
-        f"{place}.source" if "source" in block else place,
-        _tokens(block.get("tokens"), f"{place}.tokens"),
-        _padding(block.get("pad_to_multiple_of"), f"{place}.pad_to_multiple_of"),
-        cast(Strangers, strangers),
-    )
+    where = f"{place}.source" if "source" in block else place
+    return TokenizerChoice(source, where, tokens, padding, cast(Strangers, strangers))
 
 
-def _source(value: object, where: str) -> str | CheckpointRef:
-    return str(value) if value in ("base", "union") else parse_reference(value, where)
+def _source(value: object, where: str, log: FindingLog) -> str | CheckpointRef:
+    if isinstance(value, str) and value.startswith("model:"):
+        raise InvalidInput(
+            where,
+            found=f"{value!r:.60}",
+            expected="union, base, or a model; only mergekit before 0.1 wrote 'model:' before its name",
+            remedy=f"write {value.removeprefix('model:')!r}",
+        )
+    return str(value) if value in ("base", "union") else parse_reference(value, where, log)
 
 
-def _tokens(value: object, where: str) -> tuple[TokenRow, ...]:
+def _tokens(value: object, where: str, log: FindingLog) -> tuple[TokenRow, ...]:
     if value is None:
         return ()
     if not isinstance(value, Mapping):
         raise InvalidInput(where, found=f"{value!r:.60}", expected="token: {source: ..., force: ...}")
     if len(value) > _MOST_TOKENS:
         raise InvalidInput(where, found=f"{len(value)} tokens", expected=f"at most {_MOST_TOKENS}")
-    return tuple(_token(token, entry, f"{where}.{token}") for token, entry in value.items())
+    rows = []
+    for token, entry in value.items():
+        with log.collect():
+            rows.append(_token(token, entry, f"{where}.{token}", log))
+    return tuple(rows)
 
 
-def _token(token: object, value: object, where: str) -> TokenRow:
+def _token(token: object, value: object, where: str, log: FindingLog) -> TokenRow:
     if not isinstance(token, str) or not token:
         raise InvalidInput(where, found=f"{token!r:.60}", expected="the text of a token", remedy="write it in quotes")
     if value is None or value == {}:
         return TokenRow(token, None, force=False)
-    entry = known_mapping(value, where, ("source", "force"))
+    entry = known_mapping(value, where, ("source", "force"), log)
     force = entry.get("force", False)
     if not isinstance(force, bool):
         raise InvalidInput(f"{where}.force", found=f"{force!r:.60}", expected="true or false")
-    origin = None if entry.get("source") is None else _origin(entry["source"], f"{where}.source")
+    origin = None if entry.get("source") is None else _origin(entry["source"], f"{where}.source", log)
     if force and origin is None:
         raise InvalidInput(f"{where}.force", found="true, and no source", expected="a source for the row")
     return TokenRow(token, origin, force)
 
 
-def _origin(value: object, where: str) -> RowOrigin:
+def _origin(value: object, where: str, log: FindingLog) -> RowOrigin:
     if not isinstance(value, Mapping) or "kind" not in value:
-        return RowOrigin(parse_reference(value, where))
+        return RowOrigin(parse_reference(value, where, log))
     kind = value["kind"]
     if kind == "zero":
         known_mapping(value, where, ("kind",))
@@ -186,8 +209,10 @@ def _origin(value: object, where: str) -> RowOrigin:
 
 
 def _padding(value: object, where: str) -> int | None:
-    if value is None:
+    if value is None or value == 0:  # mergekit takes 0 as not set
         return None
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
+        value = int(value)
     if type(value) is not int or not 1 <= value <= _MOST_PADDING:
         raise InvalidInput(where, found=f"{value!r:.60}", expected=f"a whole number from 1 to {_MOST_PADDING}")
     return value

@@ -159,6 +159,8 @@ class ReportContent(_Part):
     artifacts: tuple[StoredArtifact, ...] = ()
     # What this run was told otherwise than the profile says, as KEY=VALUE.
     overrides: Annotated[tuple[str, ...], Field(exclude_if=lambda overrides: not overrides)] = ()
+    # Keys and parameters of the recipe that were ignored, a sentence each.
+    recipe_warnings: Annotated[tuple[str, ...], Field(exclude_if=lambda warnings: not warnings)] = ()
     # Of verdicts that have no drawing of their own here.
     sections: Annotated[tuple[Section, ...], Field(exclude_if=lambda sections: not sections)] = ()
 

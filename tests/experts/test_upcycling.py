@@ -313,7 +313,6 @@ def test_a_config_of_a_stranger_ends_in_a_refusal(models: Path, tmp_path: Path, 
         ({"experts": [{"model": "llama"}]}, r"experts\[0\].model"),
         ({"experts": [{"source_model": "llama", "noise_scale": -1}]}, "noise_scale"),
         ({"gate_mode": "hidden"}, r"experts\[0\].positive_prompts"),
-        ({"expert": 1}, "expert"),
         ({"base_model": None}, "recipe"),
         (
             {
@@ -330,6 +329,15 @@ def test_a_config_of_a_stranger_ends_in_a_refusal(models: Path, tmp_path: Path, 
 def test_a_recipe_that_cannot_mean_anything_is_refused(change: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidInput, match=where):
         load_recipe({**document("llama", ["llama"] * 2), **change})
+
+
+def test_what_mergekit_moe_ignores_is_a_warning() -> None:
+    recipe = load_recipe({**document("llama", ["llama"] * 2), "merge_method": "moe", "expert": 1, "models": None})
+    assert recipe.mixture is not None
+    assert [(one.where, one.remedy) for one in recipe.findings] == [
+        ("recipe: merge_method", "remove it"),
+        ("recipe: expert", "did you mean 'experts'?"),
+    ]
 
 
 def test_equal_prompts_are_a_warning(models: Path) -> None:

@@ -351,9 +351,13 @@ MISTAKES: tuple[Mistake, ...] = (
     in_profile("a time without unit", limits={"run": "5"}),
     in_profile("a sweep of nothing", sweep={"free": {}}),
     in_recipe("a method by another name", merge_method="tie"),
-    in_recipe("a key that there is not", merge_methods="linear"),
     in_recipe(
-        "a parameter that is misspelt", models=of_models("demo/models/reverser", "demo/models/shifter", weigth=1)
+        "several faults and warnings at once",
+        TIES,
+        base_model=...,
+        merge_methods="linear",
+        dtype="float17",
+        models=of_models("demo/models/reverser", "demo/models/shifter", weigth=1, density=2),
     ),
     in_recipe("a weight in words", models=[{"model": "demo/models/reverser", "parameters": {"weight": "high"}}]),
     in_recipe("a density above one", TIES, models=of_models("demo/models/reverser", density=2)),

@@ -21,6 +21,7 @@ from merge_core.checkpoint.vocabulary import Vocabulary, vocabulary_differences
 from merge_core.engine.output import write_companions
 from merge_core.errors import InvalidInput, shown
 from merge_core.parsing import JsonBounds, open_plain, parse_json, parse_yaml, plain_file, read_json, read_lines
+from merge_core.parsing.yaml_text import MAX_YAML_BYTES
 from merge_core.store import HashMemo
 from tasks.evaluation.task_definition import pin_task
 from tasks.preflight.custom_code import custom_code_findings
@@ -87,8 +88,32 @@ def test_a_date_is_the_text_that_it_is() -> None:
 
 def test_an_alias_is_good_for_a_few_values_and_not_for_a_million() -> None:
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "x") == [{"a": [1, 2], "b": [[1, 2], [1, 2]]}]
-    with pytest.raises(InvalidInput, match="aliases written out"):
+    with pytest.raises(InvalidInput, match="added by its aliases"):
         parse_yaml("a: &a " + "x" * 50_000 + "\nb: [" + "*a, " * 1000 + "]", "x")
+
+
+def test_many_plain_values_are_read_and_a_text_over_the_limit_is_refused_by_its_size() -> None:
+    values = "a: &a [" + "1," * 200_000 + "1]"
+    assert len(parse_yaml(values, "x")[0]["a"]) == 200_001
+    with pytest.raises(InvalidInput, match="added by its aliases"):
+        parse_yaml(values + "\nb: *a", "x")
+    with pytest.raises(InvalidInput, match="600005 characters"):
+        parse_yaml("a: [" + "1," * 300_000 + "]", "x")
+
+
+@given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 4000))
+def test_only_what_aliases_add_is_counted(values: int, aliases: int, length: int) -> None:
+    """The sum over aliases of the size of their anchor decides, whatever else the text holds."""
+    anchor = "[" + ", ".join(["x" * length] * values) + "]"
+    text = f"a: &a {anchor}\nb: [{', '.join(['*a'] * aliases)}]\nc: {'y' * 100_000}"
+    added = aliases * (16 + values * (16 + length))
+    if len(text) > MAX_YAML_BYTES:
+        return
+    if added > 2 << 20:
+        with pytest.raises(InvalidInput, match="aliases"):
+            parse_yaml(text, "x")
+    else:
+        assert len(parse_yaml(text, "x")[0]["b"]) == aliases
 
 
 @pytest.mark.parametrize("words", ["\x1b[2J", "\ud800", "\0", "x" * 10_000, "\u202e"])

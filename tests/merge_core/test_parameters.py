@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merge_core.errors import InvalidInput
+from merge_core.errors import FindingLog, InvalidInput
 from merge_core.methods.contract import REQUIRED, Parameter
 from merge_core.methods.registry import find_method
 from merge_core.recipe.parameters import Parameters, gradient, parse_parameters, value_for
@@ -20,7 +20,19 @@ assert WEIGHT is not None
 
 
 def parse(content: Any, *, per_model: bool = False, **kw: Any) -> Parameters:
-    return parse_parameters(content, TIES, "r.yaml: parameters", per_model=per_model, **kw)
+    log = FindingLog()
+    parameters = parse_parameters(content, TIES, "r.yaml: parameters", log, per_model=per_model, **kw)
+    log.raise_faults("r.yaml")
+    return parameters
+
+
+def warnings(content: Any, **kw: Any) -> str:
+    log = FindingLog()
+    parse_parameters(content, TIES, "r.yaml: parameters", log, **kw)
+    assert log.findings
+    assert not log.blocks
+    assert all(finding.where.startswith("r.yaml: parameters") for finding in log.findings)
+    return "\n".join(f"{finding.found} {finding.expected} {finding.remedy}" for finding in log.findings)
 
 
 def weight(content: Any, tensor: str = "x", t: float = 0.0, *wider: Any) -> Any:
@@ -66,7 +78,7 @@ def test_a_list_of_booleans_steps_instead_of_interpolating() -> None:
 def test_a_whole_number_that_becomes_a_fraction_between_layers_is_refused() -> None:
     steps = Parameter("steps", "int", "shared", 1, "")
     method = TIES.__class__("m", "", "", "ordinary", (1, None), (steps,), TIES.steps)
-    scope = parse_parameters({"steps": [1, 2]}, method, "here", per_model=False)
+    scope = parse_parameters({"steps": [1, 2]}, method, "here", FindingLog(), per_model=False)
     assert value_for(steps, [scope], "x", 1.0) == 2
     with pytest.raises(InvalidInput, match="whole number"):
         value_for(steps, [scope], "x", 0.5)
@@ -75,19 +87,15 @@ def test_a_whole_number_that_becomes_a_fraction_between_layers_is_refused() -> N
 @pytest.mark.parametrize(
     ("content", "per_model", "said"),
     [
-        ({"densty": 0.5}, True, "did you mean 'density'"),
-        ({"normalize": False}, True, "top-level"),
         ({"density": 1.5}, True, "0 to 1"),
         ({"weight": "heavy"}, True, "a number"),
         ({"weight": None}, True, "a number"),
         ({"weight": True}, True, "a number"),
         ({"weight": float("nan")}, True, "a number"),
-        ({"weight": []}, True, "empty list"),
+        ({"weight": {"value": []}}, True, "empty list"),
         ({"normalize": "yes"}, False, "true or false"),
         ({"consensus": "som"}, False, "did you mean 'sum'"),
-        ({"weight": {"value": 1, "filtr": "x"}}, True, "did you mean 'filter'"),
         ({"weight": {"filter": "x"}}, True, "no 'value'"),
-        ({"weight": [{"value": 1}, {"filter": "x", "value": 2}]}, True, "first match"),
         ([1], True, "mapping"),
     ],
 )
@@ -97,6 +105,28 @@ def test_what_means_nothing_is_refused_with_its_place(content: Any, per_model: b
     assert caught.value.where.startswith("r.yaml: parameters")
 
 
-def test_a_weight_for_the_base_of_task_vectors_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="base"):
-        parse({"weight": 1}, per_model=True, is_base=True)
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        ({"densty": 0.5}, {"per_model": True}, "did you mean 'density'"),
+        ({"select_topk": 0.5}, {"per_model": True}, "ties does not read 'select_topk'"),
+        ({"dtype": "float16"}, {"per_model": False}, "move it to the top level"),
+        ({"normalize": False}, {"per_model": True}, "top-level"),
+        ({"weight": 1}, {"per_model": True, "is_base": True}, "base"),
+        ({"weight": {"value": 1, "filtr": "x"}}, {"per_model": True}, "did you mean 'filter'"),
+        ({"weight": [{"value": 1}, {"filter": "x", "value": 2}]}, {"per_model": True}, "first match"),
+    ],
+)
+def test_what_mergekit_ignores_is_a_warning(content: Any, options: dict[str, Any], said: str) -> None:
+    assert said in warnings(content, **options)
+
+
+def test_an_empty_list_is_not_set() -> None:
+    assert weight([], "x", 0.0, {"weight": 5}) == 5
+
+
+def test_every_fault_of_a_mapping_is_reported_and_a_faulty_value_counts_as_set() -> None:
+    log = FindingLog()
+    parameters = parse_parameters({"weight": "x", "density": 7}, TIES, "p", log, per_model=True)
+    assert [finding.where for finding in log.findings] == ["p.weight", "p.density"]
+    assert [setting.name for setting in parameters] == ["weight", "density"]

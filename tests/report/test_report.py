@@ -327,3 +327,10 @@ def test_what_differs_between_two_answers_is_marked_and_escaped(
     reference: str, merge: str, left: str, right: str
 ) -> None:
     assert tuple(map(str, marked_answers(reference, merge))) == (left, right)
+
+
+def test_warnings_about_the_recipe_are_below_it() -> None:
+    content = samples.released()
+    page = render(content.model_copy(update={"recipe_warnings": ("dype: unknown key <dype>; remove it",)}))
+    assert "unknown key &lt;dype&gt;" in page[page.index("<h3>Recipe</h3>") :]
+    assert "Warnings about this recipe" not in render(content)

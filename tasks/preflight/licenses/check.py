@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from merge_core.errors import Refused
+from merge_core.recipe import is_foreign_path, name_in_path
 from merge_core.store import NotInKey
 from tasks.checkpoints import ResolvedCheckpoint
 from tasks.preflight.licenses.algebra import Combination, combine_licenses
@@ -148,6 +149,18 @@ def read_licenses(
     look_up = look_up or hub_ancestors()
 
     def find(name: str, descendant: CardSource) -> CardSource | NotRead:
+        if name not in known and is_foreign_path(name):
+            # A path of the machine on which the descendant was trained. A parent of that name is taken for it; its
+            # license binds the merge in any case.
+            called = name_in_path(name)
+            fitting = {
+                parent.directory: CardSource(parent.directory, parent.revision)
+                for parent in parents
+                if called in (parent.directory.name, name_in_path(parent.ref.partition("+")[0].partition("@")[0]))
+                and parent.directory != descendant.directory
+            }
+            if len(fitting) == 1:
+                return next(iter(fitting.values()))
         return known.get(name) or look_up(name)
 
     found = {name: lineage(source, find, table, name, names) for name, source in sources.items()}

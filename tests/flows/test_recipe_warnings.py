@@ -1,0 +1,96 @@
+"""Warnings about a recipe are visible wherever a recipe is used: check, plan, merge, a run, its report."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from demo_project import PROFILES
+from typer.testing import CliRunner, Result
+
+from flows.cli.app import app
+from flows.outcome.content import recipe_warnings
+from flows.preflight import Problems, preflight_profile
+from flows.profile import load_profile
+from merge_core import load_recipe
+from merge_core.errors import InvalidInput
+
+RECIPE = {
+    "merge_method": "linear",
+    "dype": "float32",
+    "models": [
+        {"model": "demo/models/reverser", "parameters": {"weight": 0.5, "density": 0.5}},
+        {"model": "demo/models/shifter", "parameters": {"weight": 0.5}, "revision": "v1"},
+    ],
+}
+PLACES = ("dype", "models[0].parameters.density", "models[1].revision")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with three keys that are ignored, and its profile."""
+    (tmp_path / "demo").symlink_to(PROFILES / "demo")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "profile.yaml").write_text(
+        "name: p\nrecipe: recipe.yaml\nperplexity: {documents: demo/data/held-out.jsonl, max_increase: '5%'}\n"
+        "publish: {to: directory, path: releases}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def mergegate(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "recipe.yaml"),
+        ("check", "profile.yaml"),
+        ("plan", "recipe.yaml", "--no-probe"),
+        ("merge", "recipe.yaml", "out"),
+    ],
+    ids=" ".join,
+)
+def test_a_command_shows_the_warnings_and_goes_on(project: Path, arguments: tuple[str, ...]) -> None:
+    result = mergegate(*arguments)
+    assert result.exit_code == 0, result.output
+    text = re.sub(r"\s+", "", result.output + result.stderr)
+    assert all(f"recipe.yaml:{place}:" in text for place in PLACES)
+    assert "didyoumean'dtype'?" in text
+
+
+def test_a_program_reads_each_finding_alone(project: Path) -> None:
+    warned = json.loads(mergegate("check", "recipe.yaml", "--json").stdout)
+    assert {f"recipe.yaml: {place}" for place in PLACES} <= {one["where"] for one in warned["findings"]}
+    (project / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "out_dtype": "x", "align_experts": 3}))
+    refused = mergegate("check", "recipe.yaml", "--json")
+    assert refused.exit_code == 2
+    found = {one["where"]: one["severity"] for one in json.loads(refused.stdout)["findings"]}
+    assert found == {
+        **{f"recipe.yaml: {place}": "warn" for place in PLACES},
+        "recipe.yaml: out_dtype": "block",
+        "recipe.yaml: align_experts": "block",
+    }
+
+
+def test_a_run_announces_them_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced: list[str] = []
+    monkeypatch.setattr("flows.preflight.announce", announced.append)
+    (project / "recipe.yaml").write_text(yaml.safe_dump(RECIPE).replace("demo/models/reverser", "./nowhere"))
+    with pytest.raises(InvalidInput, match="no such directory"):
+        preflight_profile(load_profile(Path("profile.yaml")), Problems(stop_at_once=True))
+    assert len(announced) == len(PLACES)
+    for line, place in zip(announced, PLACES, strict=True):
+        assert re.match(rf"warning: \S*recipe.yaml: {re.escape(place)}: ", line)
+
+
+def test_the_report_shows_them_without_the_path_of_the_file(project: Path) -> None:
+    lines = recipe_warnings(load_recipe(project / "recipe.yaml"))
+    assert [line.partition(": ")[0] for line in lines] == list(PLACES)
+    assert not any(str(project) in line for line in lines)
