@@ -15,7 +15,7 @@ from merge_core.adapters.configuration import CONFIG_FILE, AdapterConfig, read_a
 from merge_core.checkpoint import (
     Companions,
     StoredTensor,
-    kind_of,
+    companion_kind,
     list_companions,
     list_others,
     read_header,
@@ -98,7 +98,7 @@ def adapter_files(names: Sequence[str]) -> tuple[str, ...]:
 
 def is_own_text(name: str) -> bool:
     """Return whether a file of an adapter's directory is part of the adapter's own tokenizer or chat template."""
-    return kind_of(name) in ("tokenizer", "chat template")
+    return companion_kind(name) in ("tokenizer", "chat template")
 
 
 def open_adapter(

@@ -20,8 +20,8 @@ from merge_core.checkpoint import (
     Checkpoint,
     Companions,
     StoredTensor,
+    companion_kind,
     has_vocabulary,
-    kind_of,
     read_chat_templates,
     with_chat_templates,
 )
@@ -87,10 +87,10 @@ def _with_own_text(base: Checkpoint, own: Companions) -> Companions:
     same name. The base's chat templates stay if the adapter has none.
     """
     templates = read_chat_templates(own) or base.chat_templates
-    own = own.only(lambda name: kind_of(name) == "tokenizer")
+    own = own.only(lambda name: companion_kind(name) == "tokenizer")
     files = base.companions
     if has_vocabulary(own.sources):
-        files = files.only(lambda name: kind_of(name) != "tokenizer")
+        files = files.only(lambda name: companion_kind(name) != "tokenizer")
     files = files.changed(own.sources)
     return files if read_chat_templates(files) == templates else with_chat_templates(files, templates)
 

@@ -66,7 +66,7 @@ _LEFTOVER = re.compile(
 _MOST_BYTES = 256 << 20  # the largest tokenizers have 33 MB
 
 
-def kind_of(name: str) -> Kind | None:
+def companion_kind(name: str) -> Kind | None:
     """Return the kind of the file ``name`` of a checkpoint; None if a merge is complete without it."""
     if (match := _KIND.fullmatch(name)) is not None:
         return match.lastgroup.replace("_", " ") if match.lastgroup else None  # type: ignore[return-value]
@@ -75,13 +75,13 @@ def kind_of(name: str) -> Kind | None:
 
 def travels(name: str) -> bool:
     """Return whether a merge may carry the file: its bytes are then part of the model's digest."""
-    kind = kind_of(name)
+    kind = companion_kind(name)
     return kind is not None and (kind != "other" or ("/" not in name and name.endswith(_PLAIN_SUFFIXES)))
 
 
 def is_module_file(name: str) -> bool:
     """Return whether ``name`` is in the directory of a sentence-transformers module, such as ``1_Pooling``."""
-    return "/" in name and kind_of(name) == "module"
+    return "/" in name and companion_kind(name) == "module"
 
 
 def has_vocabulary(names: Collection[str]) -> bool:
@@ -194,7 +194,7 @@ def list_others(directory: Path, names: Collection[str] | None = None) -> tuple[
             top = {f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries}
     else:
         top = {name.partition("/")[0] + ("/" if "/" in name else "") for name in names}
-    lost = (name for name in top if kind_of(name) is not None and not travels(name))
+    lost = (name for name in top if companion_kind(name) is not None and not travels(name))
     return tuple(sorted(name for name in lost if not (name.endswith("/") and _has_companions(name[:-1]))))
 
 

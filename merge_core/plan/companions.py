@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from merge_core.checkpoint import MODULES_FILE, TEXT_KINDS, Checkpoint, Companions, Kind, kind_of
+from merge_core.checkpoint import MODULES_FILE, TEXT_KINDS, Checkpoint, Companions, Kind, companion_kind
 from merge_core.errors import Finding, InvalidInput, shown
 from merge_core.parsing import JsonBounds, parse_json
+from merge_core.recipe import Recipe
 
 _BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
 # Keys of JSON files that say who wrote the file and when.
@@ -21,6 +22,7 @@ _LABELS: Mapping[Kind, str] = {
     "generation settings": "generation settings",
     "processor": "processor files",
     "code": "Python files",
+    "module": "sentence-transformers files",
     "other": "other files",
 }
 _SHOWN = 4  # files of a parent, and parents, that one finding lists
@@ -34,15 +36,33 @@ def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping
         tokenizer: The checkpoint that gives the tokenizer.
         parents: Every merged model by reference, the donor among them.
     """
-    found = dict(tokenizer.companions.only(lambda name: kind_of(name) in TEXT_KINDS).sources)
-    found |= donor.companions.only(lambda name: kind_of(name) in ("processor", "code")).sources
+    found = dict(tokenizer.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
+    found |= donor.companions.only(lambda name: companion_kind(name) in ("processor", "code")).sources
     if (reference := _module_reference(donor, parents)) is not None:
-        found |= reference.companions.only(lambda name: kind_of(name) == "module").sources
+        found |= reference.companions.only(lambda name: companion_kind(name) == "module").sources
     for name, source in donor.companions.sources.items():
         contents = [_content(parent.companions, name) for parent in parents.values()] if name not in found else []
-        if kind_of(name) in ("other", "module") and len(set(contents)) == 1 and None not in contents:
+        if companion_kind(name) in ("other", "module") and len(set(contents)) == 1 and None not in contents:
             found[name] = source
     return Companions(dict(sorted(found.items())))
+
+
+def tokenizer_donor(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> str:
+    """Return the reference of the model whose tokenizer the result gets if the recipe does not choose one.
+
+    A result that is an adapter gets that of the first adapter with a tokenizer of its own.
+    """
+    if recipe.output is None:
+        return str(recipe.donor)
+    names = [str(source.model) for source in recipe.sources if str(source.model) in checkpoints]
+    own = (name for name in names if _has_own_text(checkpoints[name]))
+    return next(own, names[0] if names else str(recipe.donor))
+
+
+def _has_own_text(checkpoint: Checkpoint) -> bool:
+    """Return whether tokenizer or chat templates are not those of the model's directory, but of an adapter's."""
+    files = checkpoint.companions.only(lambda name: companion_kind(name) in ("tokenizer", "chat template"))
+    return any(source != checkpoint.directory for source in files.sources.values())
 
 
 def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
@@ -57,9 +77,9 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
     differing: dict[Kind, dict[str, list[str]]] = {}
     for reference, parent in parents.items():
         for name in (*parent.companions, *parent.others):
-            kind = kind_of(name)
-            if kind is None or kind not in _LABELS:
-                continue
+            kind = companion_kind(name)
+            if kind is None or kind not in _LABELS or (kind == "module" and MODULES_FILE in parent.companions):
+                continue  # Compared by what they mean.
             if name not in carried:
                 missing.setdefault(kind, {}).setdefault(reference, []).append(name)
             elif _content(parent.companions, name) != _content(carried, name):
@@ -124,7 +144,7 @@ def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> It
 def _modules(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the content of each file that belongs to modules of sentence-transformers."""
     files = checkpoint.companions
-    return {name: _content(files, name) for name in files if kind_of(name) == "module"}
+    return {name: _content(files, name) for name in files if companion_kind(name) == "module"}
 
 
 def _module_paths(checkpoint: Checkpoint) -> list[str]:

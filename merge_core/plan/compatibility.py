@@ -16,7 +16,7 @@ from merge_core.checkpoint import DEFAULT, Checkpoint, Companions
 from merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, each_read_once
 from merge_core.errors import Finding, InvalidInput, finding_of, shown, worst_first
 from merge_core.plan.causes import SIZES, compare_sizes, different_size, different_vocabulary, stated
-from merge_core.plan.companions import lost_files
+from merge_core.plan.companions import lost_files, tokenizer_donor
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.jobs import MergePlan
 from merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
@@ -234,20 +234,23 @@ def _compare_templates(
     can be lost.
     """
     is_chosen = plan.recipe.chat_template is not None
+    result = plan.chat_templates
+    if plan.recipe.output is not None:
+        result = known[tokenizer_donor(plan.recipe, known)].chat_templates
     for name in dict.fromkeys(item.model for job in plan.jobs for item in job.inputs):
         own = known[name].chat_templates if name in known else {}
         lost = [
             title
-            for title, template in own.items()
-            if plan.chat_templates.get(title) != template and not (is_chosen and title == DEFAULT)
+            for title, template in sorted(own.items())
+            if result.get(title) != template and not (is_chosen and title == DEFAULT)
         ]
         if not lost:
             continue
         if lost == [DEFAULT]:
-            found = "another than the result gets" if DEFAULT in plan.chat_templates else "the result gets none"
+            found = "another than the result gets" if DEFAULT in result else "the result gets none"
         else:
-            changed = [shown(title) for title in lost if title in plan.chat_templates]
-            absent = [shown(title) for title in lost if title not in plan.chat_templates]
+            changed = [shown(title) for title in lost if title in result]
+            absent = [shown(title) for title in lost if title not in result]
             parts = [f"another {', '.join(changed)} than the result gets"] if changed else []
             parts += [f"the result gets no {', '.join(absent)}"] if absent else []
             found = "; ".join(parts)

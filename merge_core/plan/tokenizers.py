@@ -24,6 +24,7 @@ from merge_core.checkpoint.vocabulary import (
 )
 from merge_core.errors import Finding, InvalidInput, finding_of
 from merge_core.plan.alignment import align
+from merge_core.plan.companions import tokenizer_donor
 from merge_core.recipe import Recipe
 
 
@@ -60,7 +61,10 @@ def compare_to_donor(recipe: Recipe, own: Mapping[str, Checkpoint], accepted: fr
         own: Its checkpoints, by reference.
         accepted: Keys of differences that block nothing.
     """
-    donor = str(recipe.base or recipe.modules[0].slices[0].sources[0].model)
+    donor = tokenizer_donor(recipe, own)
+    if recipe.output is not None:  # An adapter speaks of the rows of its base, which has the tokens of all adapters.
+        merged = {str(source.model) for source in recipe.sources}
+        own, accepted = {name: own[name] for name in own if name in merged}, accepted | {"vocabulary"}
     try:
         if recipe.tokenizer is not None:
             return _aligned(recipe, own, donor, accepted)

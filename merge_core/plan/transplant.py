@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from merge_core.architecture import with_vocabulary
-from merge_core.checkpoint import TEXT_KINDS, Checkpoint, StoredTensor, kind_of
+from merge_core.checkpoint import TEXT_KINDS, Checkpoint, StoredTensor, companion_kind
 from merge_core.checkpoint.vocabulary import TokenizerDefinition
 from merge_core.methods import PASSTHROUGH
 from merge_core.plan.jobs import MergePlan
@@ -49,8 +49,8 @@ def plan_transplant(
         config=with_vocabulary(followed(model.config, donor.config), size),
     )
     plan = plan_merge(load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "model"}]}), {"model": view})
-    companions = plan.companions.only(lambda name: kind_of(name) not in TEXT_KINDS)
-    companions = companions.changed(donor.companions.only(lambda name: kind_of(name) in TEXT_KINDS).sources)
+    companions = plan.companions.only(lambda name: companion_kind(name) not in TEXT_KINDS)
+    companions = companions.changed(donor.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
     for checkpoint in (model, donor):
         if (content := checkpoint.companions.json(GENERATION)) is not None:
             own = donor.companions.json(GENERATION)
