@@ -105,8 +105,7 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
             findings += unused_tensors(part, known, {finding.where for finding in problems})
             findings += _compare_templates(part, known, accepted)
             if part.recipe.output is None:  # An adapter is written without the files of a model.
-                parents = {name: known[name] for name in parents_of(part.recipe, part.jobs) if name in known}
-                findings += lost_files(part.donor, part.tokenizer, parents)
+                findings += lost_files(part.donor, part.tokenizer, parents_of(part.recipe, part.jobs, known))
         if not any(problem.severity == "block" for problem in problems):
             plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):

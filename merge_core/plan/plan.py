@@ -177,7 +177,7 @@ def _laid_out(
     by_name = {job.output.name: job for job in jobs}
     dtypes = {name: dtype for shard in shards for name, dtype in shard.dtypes().items()}
     ordered = tuple(by_name[name].written_as(dtypes[name]) for shard in shards for name in shard.tensors)
-    parents = {name: checkpoints[name] for name in parents_of(recipe, ordered)}
+    parents = parents_of(recipe, ordered, checkpoints)
     companions = gather_companions(checkpoints[str(recipe.donor)], tokenizer, parents).changed(rewritten)
     templates = read_chat_templates(companions)
     if recipe.chat_template is not None:
@@ -200,11 +200,14 @@ def _laid_out(
     )
 
 
-def parents_of(recipe: Recipe, jobs: Iterable[TensorJob]) -> list[str]:
-    """Return the references of the models whose weights or configuration the result of ``jobs`` gets."""
+def parents_of(
+    recipe: Recipe, jobs: Iterable[TensorJob], checkpoints: Mapping[str, Checkpoint]
+) -> dict[str, Checkpoint]:
+    """Return the models whose weights or configuration the result of ``jobs`` gets, by reference."""
     states = set(recipe.states)
     names = dict.fromkeys([str(recipe.donor), *(item.model for job in jobs for item in job.inputs)])
-    return [name for name in names if name not in states]
+    # What an optimizer keeps is not a model, and router rows that a recipe declares come from none.
+    return {name: checkpoints[name] for name in names if name in checkpoints and name not in states}
 
 
 def _job(
