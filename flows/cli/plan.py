@@ -193,8 +193,7 @@ def make_forecast(
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise InvalidInput("--device", found=f"{device!r}", expected="auto, cpu, cuda or cuda:N")
     place, cores = nearest(out), usable_cores()
-    companions = sum((plan.donor.directory / name).stat().st_size for name in plan.donor.companions)
-    needs = needs_of(plan, EngineSettings(), cores=cores, device=device, companion_bytes=companions)
+    needs = needs_of(plan, EngineSettings(), cores=cores, device=device, companion_bytes=plan.companions.nbytes())
     inputs = [file for file in input_files(plan) if file.exists()]
     rates = machine_rates(inputs, place, cores, device, probe)
     return Forecast(

@@ -3,7 +3,15 @@
 ``apply_adapter(base, adapter)`` is a checkpoint like any other: a table whose tensors are computed while they are read.
 """
 
-from merge_core.adapters.adapter import PICKLED_FILE, WEIGHTS_FILE, Adapter, adapter_files, is_adapter, open_adapter
+from merge_core.adapters.adapter import (
+    PICKLED_FILE,
+    WEIGHTS_FILE,
+    Adapter,
+    adapter_files,
+    is_adapter,
+    is_own_text,
+    open_adapter,
+)
 from merge_core.adapters.applying import adapter_findings, apply_adapter
 from merge_core.adapters.combination import Combined, combine_adapters, require_products
 from merge_core.adapters.configuration import CONFIG_FILE
@@ -32,6 +40,7 @@ __all__ = [
     "combined_size",
     "extract_adapter",
     "is_adapter",
+    "is_own_text",
     "open_adapter",
     "require_products",
     "write_adapter",

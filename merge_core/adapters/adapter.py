@@ -7,12 +7,20 @@ Layout: ``adapter_config.json`` and ``adapter_model.safetensors``, as PEFT write
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from merge_core.adapters.configuration import CONFIG_FILE, AdapterConfig, read_adapter_config
-from merge_core.checkpoint import StoredTensor, read_header, read_pickled
+from merge_core.checkpoint import (
+    Companions,
+    StoredTensor,
+    companion_kind,
+    list_companions,
+    list_others,
+    read_header,
+    read_pickled,
+)
 from merge_core.errors import InvalidInput
 from merge_core.parsing import check_entries
 
@@ -54,12 +62,16 @@ class Adapter:
         config: What it is.
         modules: What is changed by factors, by name in memory.
         whole: Tensors that take the place of the model's own, by name in memory.
+        companions: The adapter's own tokenizer and chat templates. They belong to the model with the adapter applied.
+        others: Names of files and folders of ``directory`` that no merge carries, although a user may miss them.
     """
 
     directory: Path
     config: AdapterConfig
     modules: Mapping[str, AdaptedModule]
     whole: Mapping[str, StoredTensor] = field(default_factory=dict)
+    companions: Companions = field(default_factory=Companions)
+    others: tuple[str, ...] = ()
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
@@ -79,17 +91,27 @@ def is_adapter(directory: Path) -> bool:
 
 
 def adapter_files(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of the files of an adapter's directory that decide what it does."""
+    """Return those of the files of an adapter's directory that decide what it does, its own tokenizer among them."""
     weights = WEIGHTS_FILE if WEIGHTS_FILE in names else PICKLED_FILE
-    return tuple(name for name in (CONFIG_FILE, weights) if name in names)
+    return (*(name for name in (CONFIG_FILE, weights) if name in names), *sorted(filter(is_own_text, names)))
 
 
-def open_adapter(directory: Path, elsewhere: Mapping[Path, Sequence[StoredTensor]] | None = None) -> Adapter:
-    """Configuration and header of the adapter in ``directory``.
+def is_own_text(name: str) -> bool:
+    """Return whether a file of an adapter's directory is part of the adapter's own tokenizer or chat template."""
+    return companion_kind(name) in ("tokenizer", "chat template")
+
+
+def open_adapter(
+    directory: Path,
+    elsewhere: Mapping[Path, Sequence[StoredTensor]] | None = None,
+    names: Collection[str] | None = None,
+) -> Adapter:
+    """Read configuration, header and the names of further files of the adapter in ``directory``.
 
     Args:
         directory: Where it lies.
         elsewhere: Headers of weight files that are not there yet, by the path that each will have.
+        names: Names of all files of a Hub repository, of which only some are in ``directory``. Default: those that are.
 
     Raises:
         InvalidInput: No adapter, damaged files, a configuration that cannot be applied, a tensor that nobody knows.
@@ -116,7 +138,8 @@ def open_adapter(directory: Path, elsewhere: Mapping[Path, Sequence[StoredTensor
         raise InvalidInput(str(directory), found="no weights", expected=WEIGHTS_FILE)
     if not tensors:
         raise InvalidInput(str(path), found="no tensors", expected="an adapter with weights")
-    return _sorted_out(directory, config, tensors)
+    own = list_companions(directory).only(is_own_text)
+    return replace(_sorted_out(directory, config, tensors), companions=own, others=list_others(directory, names))
 
 
 def _sorted_out(directory: Path, config: AdapterConfig, tensors: Sequence[StoredTensor]) -> Adapter:

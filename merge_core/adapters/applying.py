@@ -15,7 +15,16 @@ from merge_core.adapters.adapter import AdaptedModule, Adapter
 from merge_core.adapters.names import ExpertPlace, StoredNames
 from merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTensor, TrainedRows
 from merge_core.architecture import has_vocabulary_rows, is_embedding, is_head, layer_place, stacks, ties_embeddings
-from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor
+from merge_core.checkpoint import (
+    AnyTensor,
+    Checkpoint,
+    Companions,
+    StoredTensor,
+    companion_kind,
+    has_vocabulary,
+    read_chat_templates,
+    with_chat_templates,
+)
 from merge_core.errors import Finding, InvalidInput
 from merge_core.recipe import name_in_path
 
@@ -73,6 +82,21 @@ def adapter_findings(base: str, adapter: Adapter) -> Iterator[Finding]:
         )
 
 
+def _with_own_text(base: Checkpoint, own: Companions) -> Companions:
+    """Return the files of ``base`` with the tokenizer and the chat templates of an adapter.
+
+    A tokenizer that can be loaded takes the place of all tokenizer files of the base. Other files replace those of the
+    same name. The base's chat templates stay if the adapter has none.
+    """
+    templates = read_chat_templates(own) or base.chat_templates
+    own = own.only(lambda name: companion_kind(name) == "tokenizer")
+    files = base.companions
+    if has_vocabulary(own.sources):
+        files = files.only(lambda name: companion_kind(name) != "tokenizer")
+    files = files.changed(own.sources)
+    return files if read_chat_templates(files) == templates else with_chat_templates(files, templates)
+
+
 @dataclass
 class _Chain:
     """A module and the wrappers around it: parameters of one module that are adapted themselves are nested."""
@@ -113,7 +137,15 @@ class _Applying:
     def result(self) -> Checkpoint:
         self._keep_tied()
         config = {**self._base.config, "tie_word_embeddings": False} if self._untied else self._base.config
-        return replace(self._base, tensors=self._tensors, config=config)
+        files = _with_own_text(self._base, self._adapter.companions)
+        return replace(
+            self._base,
+            tensors=self._tensors,
+            config=config,
+            companions=files,
+            chat_templates=read_chat_templates(files),
+            others=tuple(dict.fromkeys((*self._base.others, *self._adapter.others))),
+        )
 
     def bring(self, name: str, own: StoredTensor) -> None:
         """Put a whole tensor of the adapter into the place of the model's own."""

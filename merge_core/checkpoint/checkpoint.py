@@ -7,14 +7,13 @@ index and shards must agree.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import translate
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from merge_core.checkpoint.chat_template import own_template
+from merge_core.checkpoint.chat_template import DEFAULT, ChatTemplates, read_chat_templates
+from merge_core.checkpoint.companions import Companions, list_companions, list_others
 from merge_core.checkpoint.configuration import read_config
 from merge_core.checkpoint.derived import AnyTensor
 from merge_core.checkpoint.heads import settle_head
@@ -22,27 +21,7 @@ from merge_core.checkpoint.pickled_file import read_pickled
 from merge_core.checkpoint.quantised import decode_quantised
 from merge_core.checkpoint.safetensors_file import StoredTensor, read_header
 from merge_core.errors import Finding, InvalidInput
-from merge_core.parsing import JsonBounds, check_entries, edge, read_json
-
-_MORE_TEMPLATES = "additional_chat_templates"
-_COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "vocab.*",
-    "*.model",
-    "*.tiktoken",
-    "*.jinja",
-    f"{_MORE_TEMPLATES}/*.jinja",
-    "chat_template.json",
-    "*processor_config.json",
-    "*.py",
-)
-
-# In one expression: a directory may have many files. A pattern's star does not cross a slash.
-_IS_COMPANION = re.compile("|".join(translate(pattern).replace(".*", "[^/]*") for pattern in _COMPANIONS), re.DOTALL)
+from merge_core.parsing import JsonBounds, read_json
 
 # That of a mixture of 384 experts in 61 layers has 70,000 tensors and 8 MB.
 _INDEX_BOUNDS = JsonBounds(size=64 << 20)
@@ -61,21 +40,26 @@ class Checkpoint:
         directory: Where it lies.
         config: Its ``config.json``.
         tensors: Name → place of its bytes, in the order of the files and of the bytes in them.
-        companions: Names of the files that belong to a model beside config and weights: tokenizer, generation
-            config, chat template, processors, custom code.
-        chat_template: Its chat template.
-        findings: What is odd about its files, with places relative to the checkpoint (``config.json: …``).
-        rewritten: Of a checkpoint that is not written yet, files that will not be those of the directory, by name;
-            None: there will be none of that name.
+        companions: Files that travel with a model besides config and weights: tokenizer, generation settings, chat
+            templates, processors, custom code. They need not be in ``directory``.
+        chat_templates: Chat templates by name.
+        others: Names of files and folders (``name/``) of ``directory`` that no merge carries, although a user may
+            miss them.
+        findings: Notes on its files, with locations relative to the checkpoint (``config.json: …``).
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, AnyTensor]
-    companions: tuple[str, ...] = ()
-    chat_template: str | None = None
+    companions: Companions = field(default_factory=Companions)
+    chat_templates: ChatTemplates = field(default_factory=dict)
+    others: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
-    rewritten: Mapping[str, bytes | None] = field(default_factory=dict, repr=False)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template."""
+        return self.chat_templates.get(DEFAULT)
 
     def stored(self) -> Iterator[StoredTensor]:
         """Everything that is read where the whole checkpoint is."""
@@ -99,13 +83,16 @@ class Checkpoint:
 Headers: TypeAlias = Mapping[Path, Sequence[StoredTensor]]
 
 
-def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkpoint:
+def open_checkpoint(
+    directory: Path, elsewhere: Headers | None = None, names: Collection[str] | None = None
+) -> Checkpoint:
     """Read configs and headers of the checkpoint in ``directory``; no weights.
 
     Args:
         directory: Where it lies.
         elsewhere: Headers of weight files that are not there yet (of a Hub repository, read from afar), by the path
             that each file will have.
+        names: Names of all files of a Hub repository, of which only some are in ``directory``. Default: those that are.
 
     Raises:
         InvalidInput: No config or weights, damaged or contradicting files, an index or a link that leaves the
@@ -113,9 +100,7 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
     """
     if not directory.is_dir():
         raise InvalidInput(str(directory), found="no such directory", expected="a checkpoint directory")
-    there = _companions(directory)
-    check_entries(directory, there)
-    names = tuple(name for name in there if (directory / name).is_file())
+    companions = list_companions(directory)
     config: Mapping[str, Any] = read_config(directory / "config.json")
     known = elsewhere or {}
     index_name, single_name = _names_of_weights(directory, known)
@@ -138,17 +123,8 @@ def open_checkpoint(directory: Path, elsewhere: Headers | None = None) -> Checkp
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
     settled, config, head_findings = settle_head(tensors, config, directory, remote=known)
     table, config, decoding = decode_quantised(settled, config)
-    return Checkpoint(directory, config, table, names, own_template(directory), (*head_findings, *decoding))
-
-
-def _companions(directory: Path) -> tuple[str, ...]:
-    """Names of what belongs to a model beside config and weights, whatever lies under them."""
-    with edge(str(directory), "no directory that can be listed"):
-        found = os.listdir(directory)  # noqa: PTH208  # names are all that is asked
-        more = directory / _MORE_TEMPLATES
-        if more.is_dir():
-            found += [f"{_MORE_TEMPLATES}/{name}" for name in os.listdir(more)]  # noqa: PTH208
-    return tuple(sorted(name for name in found if _IS_COMPANION.fullmatch(name)))
+    templates, others = read_chat_templates(companions), list_others(directory, names)
+    return Checkpoint(directory, config, table, companions, templates, others, (*head_findings, *decoding))
 
 
 def _names_of_weights(directory: Path, elsewhere: Headers) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Everything of a result beside its weights: index, tokenizer and code files from the donor, and config.json last."""
+"""Write what a result has besides its weights: index, tokenizer, code and other files, and ``config.json`` last."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import os
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from merge_core.checkpoint import FILE, INDEX_NAME
+from merge_core.checkpoint import INDEX_NAME
 from merge_core.engine.writer import PARTIAL, refusing_disk_errors
 from merge_core.errors import InvalidInput
-from merge_core.parsing import parse_json_object, read_plain
+from merge_core.parsing import parse_json_object
 from merge_core.plan import MergePlan, config_bytes, index_text, needs_index
 from merge_core.store import fsync
 
 CONFIG = "config.json"
-# The largest tokenizers have 33 MB.
-_MAX_COMPANION_BYTES = 256 << 20
 
 # No library reads them back: they name the directory of whoever saved the file.
 _ORIGIN_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_tokens_map_file")
@@ -49,36 +47,19 @@ def check_directory(out: Path, *, resuming: bool, expected: Collection[str] = ()
 
 
 def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] = lambda: None) -> dict[str, str]:
-    """Index and donor files, then ``config.json``; returns file name → sha256.
+    """Write the files next to the weights, ``config.json`` last; return file name → sha256.
 
     Args:
         plan: What was merged.
         out: Output directory.
-        when_read: Called when the donor's files have been read, before anything is written.
+        when_read: Called when the parents' files have been read, before anything is written.
 
     Raises:
-        InvalidInput: A companion that is no plain file inside its checkpoint any more.
+        InvalidInput: A file is not a plain file inside its checkpoint anymore.
     """
-    contents: dict[str, bytes] = {}
+    contents = {name: plan.companions.read(name) for name in plan.companions}
     if needs_index(plan.shards):
         contents[INDEX_NAME] = index_text(plan.shards).encode()
-    for name in plan.donor.companions:
-        if name in plan.rewritten:
-            continue
-        if plan.tokenizer is plan.donor or not _is_about_tokens(name):
-            contents[name] = _companion(plan.donor.directory, name)
-    for name in plan.tokenizer.companions:
-        if name in plan.rewritten:
-            continue
-        if plan.tokenizer is not plan.donor and _is_about_tokens(name):
-            contents[name] = _companion(plan.tokenizer.directory, name)
-    for name, content in plan.rewritten.items():
-        if content is None:
-            contents.pop(name, None)
-        else:
-            contents[name] = content
-    if plan.chat_template is not None:
-        _set_chat_template(contents, plan.chat_template)
     contents[CONFIG] = config_bytes(dict(plan.config))
     contents |= {name: _without_local_paths(name, content) for name, content in contents.items()}
     when_read()
@@ -87,27 +68,6 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
     with refusing_disk_errors(out):
         fsync(out)
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-
-
-def _companion(directory: Path, name: str) -> bytes:
-    """The bytes of a plain file inside the directory: what a link leads to elsewhere does not travel with a result."""
-    return read_plain(directory / name, _MAX_COMPANION_BYTES, within=directory, expected="a file of the checkpoint")
-
-
-def _is_about_tokens(name: str) -> bool:
-    """Whether a file goes with the tokenizer (also token ids in the generation config) rather than with the network."""
-    return not (name.endswith("processor_config.json") or name.endswith(".py"))
-
-
-def _set_chat_template(contents: dict[str, bytes], template: str) -> None:
-    """Put the template everywhere a reader may look, so that no stale one is found."""
-    contents.pop("chat_template.json", None)
-    contents[FILE] = template.encode()
-    if "tokenizer_config.json" not in contents:
-        return
-    config = parse_json_object(contents["tokenizer_config.json"], "tokenizer_config.json")
-    config["chat_template"] = template
-    contents["tokenizer_config.json"] = config_bytes(config)
 
 
 def _without_local_paths(name: str, content: bytes) -> bytes:
@@ -126,12 +86,9 @@ def file_names(plan: MergePlan) -> set[str]:
     """Names of all files that a merge writes."""
     return {
         *(shard.name for shard in plan.shards),
-        *plan.donor.companions,
-        *plan.tokenizer.companions,
-        *(name for name, content in plan.rewritten.items() if content is not None),
+        *plan.companions,
         *([INDEX_NAME] if needs_index(plan.shards) else []),
         CONFIG,
-        FILE,
     }
 
 

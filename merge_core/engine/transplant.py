@@ -229,7 +229,7 @@ def _read(tensor: AnyTensor) -> torch.Tensor:
 
 
 def _tokenizer(checkpoint: Checkpoint) -> TokenizerDefinition:
-    found = read_tokenizer(checkpoint.directory, checkpoint.rewritten)
+    found = read_tokenizer(checkpoint.companions)
     if found is None:
         raise InvalidInput(
             str(checkpoint.directory),

@@ -26,7 +26,6 @@ from merge_core.checkpoint.vocabulary import (
     rewritten_files,
 )
 from merge_core.errors import Finding, InvalidInput
-from merge_core.parsing import read_json
 from merge_core.plan.rows import MEAN, ZERO, RowMap, map_rows
 from merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
 from merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
@@ -105,9 +104,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
     joined = _joined(choice, vocabularies, wanted, merged)
     tokenizer = checkpoints[wanted]
     ids = target.ids if joined is None else joined.ids
-    rewritten: dict[str, bytes | None] = dict(tokenizer.rewritten)
-    if joined is not None:
-        rewritten |= rewritten_files(joined, target, tokenizer.companions)
+    rewritten = rewritten_files(joined, target, tuple(tokenizer.companions)) if joined is not None else {}
     remarks = [
         Finding("info", choice.where, found=text, expected="", remedy="") for text in (joined.remarks if joined else ())
     ]
@@ -194,7 +191,7 @@ def aligned_generation(alignment: Alignment, donor: Checkpoint, donor_name: str)
     if GENERATION not in donor.companions:
         return {}
     before = {number: token for token, number in alignment.vocabularies[donor_name].ids.items()}
-    moved, _ = follow_tokens(read_json(donor.directory / GENERATION), before, alignment.ids)
+    moved, _ = follow_tokens(donor.companions.json(GENERATION) or {}, before, alignment.ids)
     for key in _MARKS:
         if key in alignment.tokenizer.config:
             moved[key] = alignment.tokenizer.config[key]
@@ -213,7 +210,16 @@ def _joined(
             kinds = [one.added[row.token] for one in vocabularies.values() if row.token in one.added]
             more[row.token] = kinds[0] if kinds else _NEW_TOKEN
     joined = join_tokenizers(target, others, choice.strangers, choice.where, more)
-    return joined if joined.new_added or joined.model_changed else None
+    if not (joined.new_added or joined.model_changed):
+        return None
+    if not target.has_pipeline:
+        raise InvalidInput(
+            choice.where,
+            found=f"{wanted} has no tokenizer.json, so a tokenizer with more tokens cannot be written",
+            expected="a tokenizer file that also says how text is split",
+            remedy="save its tokenizer as tokenizer.json (a fast tokenizer)",
+        )
+    return joined
 
 
 def _size(
@@ -342,8 +348,9 @@ def _origin_of(origin: RowOrigin, token: str, names: tuple[str, ...], alignment:
 
 
 def _definition(name: str, checkpoint: Checkpoint, where: str) -> TokenizerDefinition:
-    definition = read_tokenizer(checkpoint.directory, checkpoint.rewritten)
-    if definition is None:
+    definition = read_tokenizer(checkpoint.companions)
+    # Lines of vocab.txt are not the ids of every tokenizer that has such a file.
+    if definition is None or definition.where.endswith("vocab.txt"):
         raise InvalidInput(
             where,
             found=f"{name} has no tokenizer.json",

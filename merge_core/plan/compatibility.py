@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from merge_core.architecture import differing_settings, has_own_head, vocabulary_size
-from merge_core.checkpoint import Checkpoint
-from merge_core.checkpoint.vocabulary import each_read_once
-from merge_core.errors import Finding, InvalidInput, finding_of, worst_first
-from merge_core.parsing import read_json
+from merge_core.checkpoint import DEFAULT, Checkpoint, Companions
+from merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, each_read_once
+from merge_core.errors import Finding, InvalidInput, finding_of, shown, worst_first
 from merge_core.plan.causes import SIZES, compare_sizes, different_size, different_vocabulary, stated
+from merge_core.plan.companions import lost_files, tokenizer_donor
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.jobs import MergePlan
-from merge_core.plan.plan import assemble, planned_checkpoint, single_experts, with_findings
+from merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
 from merge_core.plan.tokenizers import CutPair, compare_to_donor
 from merge_core.recipe import Recipe
 
@@ -91,6 +90,8 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
         for part in (*assembled.steps, assembled):
             findings += unused_tensors(part, known, {finding.where for finding in problems})
             findings += _compare_templates(part, known, accepted)
+            if part.recipe.output is None:  # An adapter is written without the files of a model.
+                findings += lost_files(part.donor, part.tokenizer, parents_of(part.recipe, part.jobs, known))
         if not any(problem.severity == "block" for problem in problems):
             plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):
@@ -213,7 +214,7 @@ def _format(checkpoint: Checkpoint) -> str:
 def _compare_tokenizer_classes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
     """Classes that cut text by different rules; those that read a ``tokenizer.json`` as it is have no rules of their
     own."""
-    mine, theirs = _tokenizer_class(first.directory), _tokenizer_class(other.directory)
+    mine, theirs = _tokenizer_class(first.companions), _tokenizer_class(other.companions)
     if mine and theirs and mine != theirs:
         yield Finding(
             "warn",
@@ -224,30 +225,49 @@ def _compare_tokenizer_classes(donor: str, first: Checkpoint, name: str, other: 
         )
 
 
-def _tokenizer_class(directory: Path) -> str:
+def _tokenizer_class(files: Companions) -> str:
     try:
-        named = str(read_json(directory / "tokenizer_config.json").get("tokenizer_class") or "")
-    except InvalidInput:  # not there, which is no fault
+        settings = files.json("tokenizer_config.json", TOKENIZER_BOUNDS) or {}
+    except InvalidInput:  # Said of the tokenizer.
         return ""
-    plain = named.removesuffix("Fast")  # one class in two implementations
+    plain = str(settings.get("tokenizer_class") or "").removesuffix("Fast")  # one class in two implementations
     return "" if plain in _TOKENIZERS_WITHOUT_RULES else plain
 
 
 def _compare_templates(
     plan: MergePlan, known: Mapping[str, Checkpoint], accepted: Collection[str]
 ) -> Iterator[Finding]:
-    """Chat templates that the result does not get: who was trained on one is asked in another."""
-    if plan.chat_template is not None:
-        return  # The recipe says which.
-    result = plan.tokenizer.chat_template
+    """Yield a finding for each model with chat templates that the result does not get.
+
+    Templates are compared by name. Where the recipe says which default template the result gets, only other names
+    can be lost.
+    """
+    is_chosen = plan.recipe.chat_template is not None
+    result = plan.chat_templates
+    if plan.recipe.output is not None:
+        result = known[tokenizer_donor(plan.recipe, known)].chat_templates
     for name in dict.fromkeys(item.model for job in plan.jobs for item in job.inputs):
-        template = known[name].chat_template if name in known else None
-        if template is not None and template != result:
-            yield Finding(
-                "info" if _TEMPLATE in accepted else "warn",
-                f"{name}: chat template",
-                found="another than the result gets" if result else "the result gets none",
-                expected="the template that the model was trained with",
-                remedy="say chat_template in the recipe: auto, a known name, or the template itself; or accept it in "
-                f"the profile: checks.tokenizer.accepted: [{_TEMPLATE}]",
-            )
+        own = known[name].chat_templates if name in known else {}
+        lost = [
+            title
+            for title, template in sorted(own.items())
+            if result.get(title) != template and not (is_chosen and title == DEFAULT)
+        ]
+        if not lost:
+            continue
+        if lost == [DEFAULT]:
+            found = "another than the result gets" if DEFAULT in result else "the result gets none"
+        else:
+            changed = [shown(title) for title in lost if title in result]
+            absent = [shown(title) for title in lost if title not in result]
+            parts = [f"another {', '.join(changed)} than the result gets"] if changed else []
+            parts += [f"the result gets no {', '.join(absent)}"] if absent else []
+            found = "; ".join(parts)
+        yield Finding(
+            "info" if _TEMPLATE in accepted else "warn",
+            f"{name}: chat template",
+            found=found,
+            expected="the templates that the model was trained with",
+            remedy="set chat_template in the recipe: auto, a known name, or the template itself; or accept it in "
+            f"the profile: checks.tokenizer.accepted: [{_TEMPLATE}]",
+        )

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from merge_core.architecture import is_inputs_first, is_projection
 from merge_core.checkpoint import (
     AnyTensor,
+    ChatTemplates,
     Checkpoint,
+    Companions,
     DType,
     ExpectedImportance,
     ExpectedMoments,
@@ -133,11 +135,11 @@ class MergePlan:
         bytes_read: Bytes of all inputs, each counted once.
         bytes_written: Bytes of all shards.
         tokenizer: Checkpoint that gives the tokenizer files; the donor unless the recipe says otherwise.
-        chat_template: Replaces the tokenizer's, if not None.
+        companions: Files that are written next to the weights and ``config.json``.
+        chat_templates: Chat templates of the result by name, which are among ``companions``.
         steps: Merges to carry out before, whose results are inputs of this one (and of each other, in order).
         findings: What does not balance: input tensors without a place, configs that disagree with tensors. They end up
             in the record of the merge.
-        rewritten: Files beside the weights that are not copied as they are, by name; None: left out.
     """
 
     recipe: Recipe
@@ -148,10 +150,10 @@ class MergePlan:
     bytes_read: int
     bytes_written: int
     tokenizer: Checkpoint
-    chat_template: str | None = None
+    companions: Companions = field(default_factory=Companions)
+    chat_templates: ChatTemplates = field(default_factory=dict)
     steps: tuple[MergePlan, ...] = ()
     findings: tuple[Finding, ...] = ()
-    rewritten: Mapping[str, bytes | None] = field(default_factory=dict)
 
     @property
     def method(self) -> Method:

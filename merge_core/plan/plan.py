@@ -7,7 +7,7 @@ Pure: nothing is read here. :func:`assemble` collects every problem on the way, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,12 +33,15 @@ from merge_core.checkpoint import (
     ExpectedMoments,
     StoredMoments,
     StoredTensor,
-    chosen_template,
+    chosen_templates,
     promote,
+    read_chat_templates,
+    with_chat_templates,
 )
 from merge_core.errors import Finding, InvalidInput
 from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
 from merge_core.plan.causes import different_size, different_vocabulary
+from merge_core.plan.companions import gather_companions
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.filters import lost_filters
 from merge_core.plan.heads import lost_heads, with_head
@@ -122,11 +125,7 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
         for tensor in shard.stored:
             offset = begins[tensor.pieces[0]]
             tensors[tensor.name] = StoredTensor(tensor.name, file, tensor.dtype, tensor.shape, offset)
-    template = plan.chat_template or plan.tokenizer.chat_template
-    files = plan.tokenizer
-    return by_expert(
-        Checkpoint(files.directory, plan.config, tensors, files.companions, template, rewritten=plan.rewritten)
-    )
+    return by_expert(Checkpoint(plan.tokenizer.directory, plan.config, tensors, plan.companions, plan.chat_templates))
 
 
 def step_of(file: Path) -> str | None:
@@ -143,7 +142,7 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     donor = checkpoints[name]
     if recipe.mixture is not None:
         mixture = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
-        return _laid_out(recipe, donor, donor, mixture.jobs, mixture.config, donor.rewritten, checkpoints)
+        return _laid_out(recipe, donor, donor, mixture.jobs, mixture.config, {}, checkpoints)
     checkpoints = {other: in_layout_of(donor, checkpoint) for other, checkpoint in checkpoints.items()}
     alignment = align(recipe, checkpoints, name)
     donor = with_head(recipe, donor, checkpoints)
@@ -154,7 +153,7 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, values, problems)) is not None]
     problems += lost_filters(recipe, jobs)
     config = with_dtype(structure, _bulk_dtype(jobs))
-    tokenizer, rewritten = checkpoints[name], dict(donor.rewritten)
+    tokenizer, rewritten = checkpoints[name], dict[str, bytes | None]()
     if alignment is not None:
         config, lost = aligned_config(config, alignment, name, recipe.where)
         problems += [*lost, *alignment.remarks]
@@ -178,12 +177,15 @@ def _laid_out(
     by_name = {job.output.name: job for job in jobs}
     dtypes = {name: dtype for shard in shards for name, dtype in shard.dtypes().items()}
     ordered = tuple(by_name[name].written_as(dtypes[name]) for shard in shards for name in shard.tensors)
-    template = None
+    parents = parents_of(recipe, ordered, checkpoints)
+    companions = gather_companions(checkpoints[str(recipe.donor)], tokenizer, parents).changed(rewritten)
+    templates = read_chat_templates(companions)
     if recipe.chat_template is not None:
-        parents = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
-        templates = [parent.chat_template for parent in parents.values()]
-        template = chosen_template(recipe.chat_template, templates, f"{recipe.where}: chat_template")
-        rewritten = with_turn_ends(rewritten, tokenizer, recipe.chat_template, template, parents, alignment)
+        named = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
+        known = [parent.chat_templates for parent in named.values()]
+        templates = chosen_templates(recipe.chat_template, known, f"{recipe.where}: chat_template")
+        companions = with_turn_ends(companions, tokenizer, recipe.chat_template, templates, named, alignment)
+        companions = with_chat_templates(companions, templates)
     return MergePlan(
         recipe=recipe,
         donor=checkpoints[str(recipe.donor)],
@@ -192,10 +194,20 @@ def _laid_out(
         config=config,
         bytes_read=sum(job.nbytes_in for job in ordered),
         bytes_written=sum(shard.size for shard in shards),
-        chat_template=template,
         tokenizer=tokenizer,
-        rewritten=rewritten,
+        companions=companions,
+        chat_templates=templates,
     )
+
+
+def parents_of(
+    recipe: Recipe, jobs: Iterable[TensorJob], checkpoints: Mapping[str, Checkpoint]
+) -> dict[str, Checkpoint]:
+    """Return the models whose weights or configuration the result of ``jobs`` gets, by reference."""
+    states = set(recipe.states)
+    names = dict.fromkeys([str(recipe.donor), *(item.model for job in jobs for item in job.inputs)])
+    # What an optimizer keeps is not a model, and router rows that a recipe declares come from none.
+    return {name: checkpoints[name] for name in names if name in checkpoints and name not in states}
 
 
 def _job(

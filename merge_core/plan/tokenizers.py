@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from merge_core.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from merge_core.checkpoint.vocabulary import (
 )
 from merge_core.errors import Finding, InvalidInput, finding_of
 from merge_core.plan.alignment import align
+from merge_core.plan.companions import tokenizer_donor
 from merge_core.recipe import Recipe
 
 
@@ -59,7 +61,10 @@ def compare_to_donor(recipe: Recipe, own: Mapping[str, Checkpoint], accepted: fr
         own: Its checkpoints, by reference.
         accepted: Keys of differences that block nothing.
     """
-    donor = str(recipe.base or recipe.modules[0].slices[0].sources[0].model)
+    donor = tokenizer_donor(recipe, own)
+    if recipe.output is not None:  # An adapter speaks of the rows of its base, which has the tokens of all adapters.
+        merged = {str(source.model) for source in recipe.sources}
+        own, accepted = {name: own[name] for name in own if name in merged}, accepted | {"vocabulary"}
     try:
         if recipe.tokenizer is not None:
             return _aligned(recipe, own, donor, accepted)
@@ -69,8 +74,8 @@ def compare_to_donor(recipe: Recipe, own: Mapping[str, Checkpoint], accepted: fr
 
 
 def _alike(donor: str, own: Mapping[str, Checkpoint], accepted: frozenset[str]) -> ComparedTokenizers:
-    definitions = {name: _definition(checkpoint) for name, checkpoint in own.items()}
-    vocabularies = {name: _vocabulary(own[name], definition) for name, definition in definitions.items()}
+    definitions = {name: read_tokenizer(checkpoint.companions) for name, checkpoint in own.items()}
+    vocabularies = {name: read_vocabulary(checkpoint.companions) for name, checkpoint in own.items()}
     reference = vocabularies[donor]
     findings: list[Finding] = []
     pairs: list[CutPair] = []
@@ -79,11 +84,11 @@ def _alike(donor: str, own: Mapping[str, Checkpoint], accepted: frozenset[str]) 
         if others:
             findings.append(
                 Finding(
-                    "warn",
+                    "block",
                     donor,
                     found="no tokenizer",
-                    expected=f"one: the result gets its tokenizer, and {others[0]} has one",
-                    remedy="add the tokenizer files, or name another base_model",
+                    expected=f"one: the result gets its tokenizer from {donor}, and {others[0]} has one",
+                    remedy=f"copy the tokenizer files of {others[0]} into {donor}, or name another base_model",
                 )
             )
         return ComparedTokenizers(tuple(findings), ())
@@ -103,7 +108,7 @@ def _alike(donor: str, own: Mapping[str, Checkpoint], accepted: frozenset[str]) 
             said.append(_said(difference, donor, name, accepted, decided=False))
         findings += said
         cut = [one for one in said if one.severity == "block" or any(f": {key}" in one.where for key in accepted)]
-        if cut and first is not None:
+        if cut and first.has_pipeline and other.has_pipeline:  # Else the library knows no more than the files say.
             pairs.append(CutPair(cut[0], other.content, first.content, name))
     return ComparedTokenizers(tuple(findings), tuple(pairs))
 
@@ -129,7 +134,7 @@ def _aligned(recipe: Recipe, own: Mapping[str, Checkpoint], donor: str, accepted
             ]
             ways = [one for one, two in zip(said, compare_tokenizers(target, other), strict=True) if two.changes_ids]
             findings += said
-            if ways:
+            if ways and target.has_pipeline and other.has_pipeline:
                 pairs.append(CutPair(ways[0], other.content, content, name))
         elif alignment.model_changed:
             own_said = Finding(
@@ -140,7 +145,8 @@ def _aligned(recipe: Recipe, own: Mapping[str, Checkpoint], donor: str, accepted
                 remedy="see how many texts are cut in another way; strangers: specials changes none",
             )
             findings.append(own_said)
-            pairs.append(CutPair(own_said, other.content, content, name))
+            if other.has_pipeline:
+                pairs.append(CutPair(own_said, other.content, content, name))
     return ComparedTokenizers(tuple(findings), tuple(pairs))
 
 
@@ -166,19 +172,11 @@ def _misnumbered(name: str, definition: TokenizerDefinition) -> Iterator[Finding
         token = definition.misnumbered[0]
         yield Finding(
             "warn",
-            f"{name}: tokenizer.json: added_tokens",
+            f"{name}: {PurePath(definition.where).name}: added_tokens",
             found=f"{len(definition.misnumbered)} ids that are not given so, such as that of {token!r}",
             expected=f"{definition.ids[token]} for {token!r}: an added token has the id after the last one",
             remedy="save the tokenizer again; here the id that the library gives counts",
         )
-
-
-def _definition(checkpoint: Checkpoint) -> TokenizerDefinition | None:
-    return read_tokenizer(checkpoint.directory, checkpoint.rewritten)
-
-
-def _vocabulary(checkpoint: Checkpoint, definition: TokenizerDefinition | None) -> Vocabulary | None:
-    return read_vocabulary(checkpoint.directory) if definition is None else Vocabulary(definition.ids)
 
 
 def _vocabulary_findings(
@@ -193,20 +191,37 @@ def _vocabulary_findings(
             remedy="make sure that it was trained with that tokenizer",
         )
         return
-    if (reference.digest == "") != (other.digest == ""):
-        yield Finding(
-            "warn",
-            f"{name}: tokenizer",
-            found="another kind of tokenizer file than in " + donor,
-            expected="files that can be compared",
-            remedy="save both with the same library version",
-        )
-        return
+    if not (reference.is_complete and other.is_complete):
+        shared = sorted(reference.digests.keys() & other.digests.keys())
+        differing = [file for file in shared if reference.digests[file] != other.digests[file]]
+        if differing:
+            yield Finding(
+                "block",
+                f"{name}: {differing[0]}",
+                found=f"another vocabulary than in {donor}: the files differ, and which tokens differ was not compared",
+                expected="one meaning for every row of the embeddings",
+                remedy="save both tokenizers as tokenizer.json (a fast tokenizer), and say tokenizer_source in the "
+                "recipe, so that rows follow their tokens",
+            )
+            return
+        if not shared:
+            files, first_files = (
+                ", ".join(sorted(one.digests)) or "tokenizer.json or vocab.json" for one in (other, reference)
+            )
+            yield Finding(
+                "warn",
+                f"{name}: tokenizer",
+                found=f"{files}: the vocabulary was not compared with {first_files} of {donor}",
+                expected="files of one kind, which can be compared",
+                remedy="save both tokenizers as tokenizer.json (a fast tokenizer)",
+            )
+            return
     moved, missing, extra = vocabulary_differences(reference, other)
+    file = "tokenizer" if not other.is_complete else "tokenizer.json"
     if moved:
         yield Finding(
             "block",
-            f"{name}: tokenizer.json",
+            f"{name}: {file}",
             found=f"{len(moved)} tokens with another id than in {donor}: {_some(moved)}",
             expected="one meaning for every row of the embeddings",
             remedy="say tokenizer_source in the recipe, so that rows follow their tokens: otherwise the result is "
@@ -216,7 +231,7 @@ def _vocabulary_findings(
         listed = _some(extra or missing)
         yield Finding(
             "info" if "vocabulary" in accepted else "block",
-            f"{name}: tokenizer.json",
+            f"{name}: {file}",
             found=f"{len(extra)} tokens that {donor} lacks, {len(missing)} that it lacks itself: {listed}",
             expected="one vocabulary",
             remedy=f"say tokenizer_source in the recipe: union keeps all of them, base those of {donor}; or accept it "

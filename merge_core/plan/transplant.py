@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from merge_core.architecture import with_vocabulary
-from merge_core.checkpoint import Checkpoint, StoredTensor
+from merge_core.checkpoint import TEXT_KINDS, Checkpoint, StoredTensor, companion_kind
 from merge_core.checkpoint.vocabulary import TokenizerDefinition
 from merge_core.methods import PASSTHROUGH
-from merge_core.parsing import read_json
 from merge_core.plan.jobs import MergePlan
 from merge_core.plan.plan import plan_merge
 from merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
@@ -48,15 +47,15 @@ def plan_transplant(
         model,
         tensors={**model.tensors, **tables},
         config=with_vocabulary(followed(model.config, donor.config), size),
-        rewritten={},
     )
     plan = plan_merge(load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "model"}]}), {"model": view})
-    rewritten: dict[str, bytes | None] = {}
+    companions = plan.companions.only(lambda name: companion_kind(name) not in TEXT_KINDS)
+    companions = companions.changed(donor.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
     for checkpoint in (model, donor):
-        if GENERATION in checkpoint.companions:
-            marks = read_json(donor.directory / GENERATION) if GENERATION in donor.companions else donor.config
-            content = read_json(checkpoint.directory / GENERATION)
+        if (content := checkpoint.companions.json(GENERATION)) is not None:
+            own = donor.companions.json(GENERATION)
+            marks = donor.config if own is None else own
             new = {**content, **marks} if checkpoint is donor else followed(content, marks)
-            rewritten[GENERATION] = config_bytes(new)
+            companions = companions.changed({GENERATION: config_bytes(new)})
             break
-    return replace(plan, tokenizer=donor, rewritten=rewritten)
+    return replace(plan, tokenizer=donor, companions=companions, chat_templates=donor.chat_templates)

@@ -7,13 +7,11 @@ added to those that the result has.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from merge_core.checkpoint import TURN_ENDS, Checkpoint
+from merge_core.checkpoint import DEFAULT, TURN_ENDS, ChatTemplates, Checkpoint, Companions
 from merge_core.checkpoint.vocabulary import read_vocabulary
-from merge_core.parsing import read_json
 from merge_core.plan.alignment import Alignment
 from merge_core.plan.special_ids import GENERATION, config_bytes, follow_tokens
 
@@ -21,52 +19,45 @@ _END = "eos_token_id"
 
 
 def with_turn_ends(
-    rewritten: Mapping[str, bytes | None],
+    companions: Companions,
     tokenizer: Checkpoint,
     wanted: str,
-    template: str,
+    templates: ChatTemplates,
     parents: Mapping[str, Checkpoint],
     alignment: Alignment | None,
-) -> dict[str, bytes | None]:
-    """``rewritten`` with a ``generation_config.json`` whose ends of sequence are those of the template, too.
+) -> Companions:
+    """Add the tokens that end a turn in the result's chat template to its ``generation_config.json``.
 
     Args:
-        rewritten: Files of the result that are otherwise than in its directories; None: left out.
+        companions: Files of the result.
         tokenizer: The checkpoint that gives the tokenizer's files.
         wanted: The recipe's ``chat_template``: a known name, ``auto``, or a text.
-        template: The text that it stands for.
-        parents: By reference.
+        templates: The chat templates that it stands for, by name.
+        parents: Checkpoints of the recipe by reference.
         alignment: How their vocabularies become one; None: they are one.
     """
-    own = _generation(rewritten, tokenizer)
+    own = companions.json(GENERATION) or {}
     ends = _numbers(own.get(_END) if own.get(_END) is not None else tokenizer.config.get(_END))
-    if alignment is not None and GENERATION not in rewritten:  # the model's own ids, before rows moved
-        ends = _moved(ends, _reference_of(tokenizer, parents), alignment)
+    # Settings of another donor speak of the result's ids already.
+    if alignment is not None and (GENERATION not in companions or GENERATION in tokenizer.companions):
+        ends = _moved(ends, alignment.wanted, alignment)
     more = [
         *_known_end(wanted, tokenizer, alignment),
         *(
             end
             for name, parent in parents.items()
-            if parent.chat_template == template
+            if parent.chat_template is not None and parent.chat_template == templates.get(DEFAULT)
             for end in _moved(_ends_of(parent), name, alignment)
         ),
     ]
-    if not ends or set(more) <= set(ends):  # Without any there is nothing that one could add to.
-        return dict(rewritten)
+    if not ends or set(more) <= set(ends):  # Without any there is nothing to add to.
+        return companions
     content = {**own, _END: list(dict.fromkeys((*ends, *more)))}
-    return {**rewritten, GENERATION: config_bytes(content)}
-
-
-def _generation(rewritten: Mapping[str, bytes | None], checkpoint: Checkpoint) -> Mapping[str, Any]:
-    if content := rewritten.get(GENERATION):
-        return dict(json.loads(content))
-    if GENERATION in rewritten or GENERATION not in checkpoint.companions:
-        return {}
-    return read_json(checkpoint.directory / GENERATION)
+    return companions.changed({GENERATION: config_bytes(content)})
 
 
 def _ends_of(parent: Checkpoint) -> Sequence[int]:
-    found = _numbers(_generation(parent.rewritten, parent).get(_END))
+    found = _numbers((parent.companions.json(GENERATION) or {}).get(_END))
     return found or _numbers(parent.config.get(_END))
 
 
@@ -79,15 +70,11 @@ def _moved(ends: Sequence[int], name: str | None, alignment: Alignment | None) -
     return _numbers(moved[_END])
 
 
-def _reference_of(tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> str | None:
-    return next((name for name, parent in parents.items() if parent.directory == tokenizer.directory), None)
-
-
 def _known_end(wanted: str, tokenizer: Checkpoint, alignment: Alignment | None) -> Iterator[int]:
     """The token that ends a turn in a format known by name, where the vocabulary has it."""
     if wanted not in TURN_ENDS:
         return
-    vocabulary = read_vocabulary(tokenizer.directory) if alignment is None else None
+    vocabulary = read_vocabulary(tokenizer.companions) if alignment is None else None
     ids = alignment.ids if alignment is not None else vocabulary.ids if vocabulary is not None else {}
     if TURN_ENDS[wanted] in ids:
         yield ids[TURN_ENDS[wanted]]

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint
 from merge_core.adapters import Adapter, adapter_files, adapter_findings, apply_adapter, open_adapter
+from merge_core.checkpoint import nested_names
 from merge_core.errors import Finding
 from tasks.checkpoints.hub.headers import open_adapter_snapshot
 from tasks.checkpoints.hub.snapshot import Snapshot
@@ -34,7 +35,9 @@ class ResolvedAdapter(BaseModel):
         """Names of the files that decide what it does."""
         if self.snapshot:
             return self.snapshot.deciding
-        return adapter_files([path.name for path in self.directory.iterdir()])
+        return adapter_files(
+            [*(path.name for path in self.directory.iterdir() if path.is_file()), *nested_names(self.directory)]
+        )
 
     def open(self) -> Adapter:
         """Its configuration and header.

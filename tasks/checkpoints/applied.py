@@ -33,7 +33,7 @@ class Applied(StageValue):
         return f"{format_bytes(self.bytes_written)} · {format_bytes(rate)}/s · {self.tensors} tensors"
 
 
-@stage("apply", version=1, subject="parent", hashes_of=lambda value: value.weights, resumable=True)
+@stage("apply", version=2, subject="parent", hashes_of=lambda value: value.weights, resumable=True)
 def apply_to_directory(out: Path, parent: PinnedCheckpoint, libraries: dict[str, str]) -> Applied:
     """Write ``parent`` with its adapter applied; goes on from the journal of a killed run.
 

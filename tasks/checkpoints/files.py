@@ -12,16 +12,22 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from merge_core.adapters import CONFIG_FILE
-from merge_core.checkpoint import INDEX_NAME, PICKLED_INDEX_NAME, PICKLED_SINGLE_NAME, SINGLE_NAME
+from merge_core.checkpoint import (
+    INDEX_NAME,
+    PICKLED_INDEX_NAME,
+    PICKLED_SINGLE_NAME,
+    SINGLE_NAME,
+    is_module_file,
+    nested_names,
+    travels,
+)
 from merge_core.errors import InvalidInput
 from merge_core.parsing import JsonBounds, check_entries, read_json
 from merge_core.store import FileIdentity, file_identity, require_unchanged
 
-# Configuration, tokenizer, templates, custom code. What a merge copies is among them.
-_ALWAYS = re.compile(r"(tokenizer|vocab\.).*")
+# Configuration, tokenizer, templates, custom code.
 _BESIDE = (".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
 _INDEX_BOUNDS = JsonBounds(size=64 << 20)
-_TEMPLATES = "additional_chat_templates"
 _ABOUT = re.compile(r"readme\.md|(licen[cs]e|copying|notice|use[_-]?policy)[^/]*", re.IGNORECASE)
 
 
@@ -35,6 +41,7 @@ def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
     Raises:
         InvalidInput: An index that is not JSON.
     """
+    names = [name for name in names if not is_module_file(name)]  # of a layer that is not merged
     if any(name.endswith(".safetensors") for name in names):
         index, single = INDEX_NAME, SINGLE_NAME
         loose = [name for name in names if "/" not in name and name.endswith(".safetensors")]
@@ -125,7 +132,7 @@ def files_in(directory: Path) -> tuple[str, ...]:
         InvalidInput: An index that is not JSON; a file that is none, or is a link that leads out of the directory.
     """
     there = {path.name for path in directory.iterdir()}
-    there |= {f"{_TEMPLATES}/{path.name}" for path in directory.glob(f"{_TEMPLATES}/*")}
+    there |= set(nested_names(directory))
     # All that will be hashed, read or given to a library, before any of it is opened.
     check_entries(directory, sorted(name for name in there if _is_read(PurePosixPath(name))))
     found = {name for name in there if (directory / name).is_file()}
@@ -149,8 +156,10 @@ def _is_read(name: PurePosixPath) -> bool:
 
 
 def _decides(name: PurePosixPath) -> bool:
-    if len(name.parts) == 1 and _ALWAYS.fullmatch(name.name):
+    """Return whether a file other than weights is part of what the model does.
+
+    More files count than a merge carries: digests must not depend on what a merge happens to leave out.
+    """
+    if travels(name.as_posix()):
         return True
-    if name.name.startswith(".") or name.suffix not in _BESIDE:
-        return False
-    return len(name.parts) == 1 or (name.parent.as_posix() == _TEMPLATES and name.suffix == ".jinja")
+    return len(name.parts) == 1 and not name.name.startswith(".") and name.suffix in _BESIDE

@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
-from merge_core.adapters import CombinedSize, combined_size, require_products
+from merge_core.adapters import CombinedSize, combined_size, is_own_text, require_products
 from merge_core.errors import Finding, InvalidInput, MergegateError
 from merge_core.recipe import expanded, parse_reference
 from merge_core.store import FileIdentity, HashMemo, NotInKey, file_identity, merkle
@@ -327,7 +327,7 @@ def files_digest(files: Mapping[str, str]) -> str:
 
 def _adapter_files(adapter: ResolvedAdapter, hashes: HashMemo) -> dict[str, tuple[int, str]]:
     names = adapter.deciding
-    if len(names) < 2:
+    if sum(not is_own_text(name) for name in names) < 2:
         raise InvalidInput(str(adapter.directory), found="no adapter", expected="its configuration and its weights")
     return _hashed(adapter.directory, names, hashes)
 

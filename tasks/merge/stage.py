@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from merge_core import Recipe, merge_weights, open_checkpoint, plan_merge
 from merge_core.adapters import Combined, combine_adapters, open_adapter, write_adapter
 from merge_core.architecture.experts import MatchedLayer, match_experts
+from merge_core.checkpoint import Companions
 from merge_core.engine import start_or_resume
 from merge_core.errors import Refused
 from merge_core.store import Artifact, NotInKey, state_directory
@@ -183,21 +184,26 @@ def combine_parents(
     seed: int,
     on_progress: Callable[[int, int], None],
 ) -> Combined:
-    """Write the adapter that ``recipe`` makes into the directory ``out``.
+    """Write the adapter that ``recipe`` makes into the directory ``out``, with the tokenizer of the first that has one.
 
     Args:
         parents: Of each parent with an adapter its reference, the directory of its model, and that of the adapter.
         Others: As of ``combine_adapters``.
     """
+    adapters = {ref: open_adapter(adapter) for ref, _, adapter in parents}
     made = combine_adapters(
         recipe,
         open_checkpoint(parents[0][1]),
-        {ref: open_adapter(adapter) for ref, _, adapter in parents},
+        adapters,
         out / "scratch",
         seed=seed,
         on_progress=on_progress,
     )
     write_adapter(made.adapter, out)
+    own = next((adapter.companions for adapter in adapters.values() if adapter.companions.sources), Companions())
+    for name in own:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_bytes(own.read(name))
     return made
 
 

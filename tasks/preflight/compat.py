@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core import Checkpoint, Finding, MergePlan, PlannedMerge, Recipe, open_checkpoint, plan_with_findings
-from merge_core.checkpoint import is_head, ties_embeddings
+from merge_core.checkpoint import is_head, is_module_file, list_others, ties_embeddings
 from merge_core.errors import InvalidInput, MergegateError, summed_up, worst_first
 from merge_core.parsing import open_plain, read_json, read_plain
 from merge_core.store import digest
@@ -182,9 +182,8 @@ def _compatibility(
     from merge_core.engine import EngineSettings
     from merge_core.engine.forecast import needs_of
 
-    companions = sum((plan.donor.directory / name).stat().st_size for name in plan.donor.companions)
     # Neither disk nor blocks depend on the cores or the kind of device.
-    needs = needs_of(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=companions)
+    needs = needs_of(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=plan.companions.nbytes())
     sizes = [(one.nbytes, sum(tensor.numel for tensor in one.tensors.values())) for one in checkpoints.values()]
     largest = max([*sizes, (plan.bytes_written, plan.parameters)])
     return Compatibility(
@@ -218,8 +217,12 @@ def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
         path = parent.directory / name
         running.update(f"{name}\0{path.stat().st_size}\0".encode())
         running.update(
-            _header(path) if path.suffix in _WEIGHTS else read_plain(path, _MOST_BESIDE, within=parent.directory)
+            _header(path)
+            if path.suffix in _WEIGHTS and not is_module_file(name)
+            else read_plain(path, _MOST_BESIDE, within=parent.directory)
         )
+    for name in list_others(parent.directory):
+        running.update(f"{name}\0".encode(errors="surrogateescape"))
     running.update(_stored_heads(parent.directory))
     return running.hexdigest()
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core import Finding, MergePlan
-from merge_core.parsing import read_json
+from merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 
 # Where transformers looks for classes that lie beside the weights, or in another repository.
 _MAP = "auto_map"
@@ -67,14 +67,15 @@ def _finding(where: str, found: str, accepted: Collection[str] | None) -> Findin
 
 def _code(plan: MergePlan) -> Iterator[tuple[str, str]]:
     donor = plan.donor.directory.name
-    for name in plan.donor.companions:
+    for name in plan.companions:
         if name.endswith(".py"):
             yield f"{donor}: {name}", name
     yield from _referenced(f"{donor}: config.json", plan.config)
-    for place in dict.fromkeys((plan.tokenizer.directory, plan.donor.directory)):
-        for name in _CONFIGURATIONS:
-            if (place / name).exists():
-                yield from _referenced(f"{place.name}: {name}", read_json(place / name))
+    for name in _CONFIGURATIONS:
+        if (content := plan.companions.json(name, TOKENIZER_BOUNDS)) is not None:
+            source = plan.companions.sources[name]
+            owner = donor if isinstance(source, bytes) else source.name
+            yield from _referenced(f"{owner}: {name}", content)
 
 
 def _referenced(where: str, configuration: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

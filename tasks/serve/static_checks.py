@@ -89,7 +89,7 @@ def check_vocabulary(checkpoint: Checkpoint) -> Check:
     directory = checkpoint.directory
     rows = _embedding_rows(checkpoint)
     try:
-        vocabulary = read_vocabulary(directory)
+        vocabulary = read_vocabulary(checkpoint.companions)
     except InvalidInput as error:
         return _vocabulary_failed(error.where, error.found, error.expected, error.remedy)
     if vocabulary is None:
@@ -108,7 +108,7 @@ def check_vocabulary(checkpoint: Checkpoint) -> Check:
         if not 0 <= number < rows:
             found = f"{name} is {number}, the embedding has {rows} rows"
             return _vocabulary_failed(str(directory / file), found, f"ids below {rows}", "copy it from a parent")
-    known = f"{len(vocabulary.ids)} tokens" if vocabulary.ids else "a binary tokenizer file"
+    known = f"{len(vocabulary.ids)} tokens" if vocabulary.is_complete else "a binary tokenizer file"
     return Check(name="vocabulary", outcome="pass", seen=f"{known}, {rows} rows", expected="a row for every id")
 
 

@@ -10,6 +10,7 @@ first: slower, and never wrong.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -76,12 +77,14 @@ def structure_of(plan: MergePlan, seen: dict[Path, str]) -> str:
         seen: sha256 of the files beside the weights that were looked at before; added to.
     """
     beside = {}
-    for part, checkpoint in (("network", plan.donor), ("text", plan.tokenizer)):
-        for name in checkpoint.companions:
-            path = checkpoint.directory / name
-            if path not in seen:
-                seen[path] = sha256_file(path)
-            beside[f"{part}: {name}"] = seen[path]
+    for name, source in plan.companions.sources.items():
+        if isinstance(source, bytes):
+            beside[name] = hashlib.sha256(source).hexdigest()
+            continue
+        path = source / name
+        if path not in seen:
+            seen[path] = sha256_file(path)
+        beside[name] = seen[path]
     return digest(
         {
             "config": plan.config,
@@ -89,8 +92,6 @@ def structure_of(plan: MergePlan, seen: dict[Path, str]) -> str:
                 [tensor.name, tensor.dtype.code, list(tensor.shape)] for shard in plan.shards for tensor in shard.stored
             ],
             "beside": beside,
-            "template": plan.chat_template,
-            "rewritten": {name: None if content is None else content.hex() for name, content in plan.rewritten.items()},
         }
     )
 

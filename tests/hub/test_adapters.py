@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,25 @@ def test_an_adapter_where_a_model_should_be_is_refused_by_name(online: LookAlike
     problem: MergegateError
     (problem,) = search_parents([load_recipe(RECIPE.replace("acme/math", "acme/lora"))]).problems
     assert "no config.json" in str(problem)
+
+
+def test_the_tokenizer_of_an_adapter_is_known_before_its_weights(
+    online: LookAlike, models: Path, adapter: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "chatty"
+    shutil.copytree(adapter, place)
+    shutil.copy(models / "base" / "tokenizer.json", place)
+    for name, content in {"chat_template.jinja": "of {{ x }}", "lookup.npz": "x", "notes.md": "x"}.items():
+        (place / name).write_text(content)
+    (place / "additional_chat_templates").mkdir()
+    (place / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ x }}")
+    online.add_model("acme/chatty", place)
+    recipe = load_recipe(RECIPE.replace("acme/lora", "acme/chatty"))
+    found = next(parent for parent in resolve_parents(recipe) if parent.adapter)
+    checkpoint = open_parent(found)
+    assert found.adapter
+    assert not (found.adapter.directory / "adapter_model.safetensors").exists()
+    assert checkpoint.chat_templates == {"default": "of {{ x }}", "tool_use": "tools {{ x }}"}
+    assert checkpoint.companions.sources["tokenizer.json"] == found.adapter.directory
+    assert checkpoint.others == ("lookup.npz",)
+    assert "chat_template.jinja" in found.adapter.deciding

@@ -101,6 +101,15 @@ def save_checkpoint(
     return directory
 
 
+def save_family(root: Path) -> Path:
+    """Write float32 checkpoints ``base``, ``a``, ``b`` and ``c`` into ``root``."""
+    base = random_tensors(0)
+    save_checkpoint(root / "base", base)
+    for seed, name in enumerate("abc", start=1):
+        save_checkpoint(root / name, random_tensors(seed, base))
+    return root
+
+
 def save_tokenizer(directory: Path, tokens: list[str]) -> None:
     """Write a tokenizer.json with these tokens at ids 0, 1, ..."""
     vocab = {token: number for number, token in enumerate(tokens)}

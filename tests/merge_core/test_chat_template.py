@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jinja2
 import pytest
-from family import TOKENS, merge_text, save_tokenizer
+from family import TOKENS, merge_text, save_family, save_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from merge_core.checkpoint.chat_template import KNOWN, chosen_template
+from merge_core import load_recipe, open_checkpoint, plan_with_findings
+from merge_core.checkpoint import list_companions
+from merge_core.checkpoint.chat_template import DEFAULT, KNOWN, chosen_templates, read_chat_templates
 from merge_core.errors import InvalidInput
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}, {model: c}]\nparameters: {weight: 1}\n"
@@ -64,12 +69,12 @@ def test_a_known_template_renders_its_format(name: str, text: str) -> None:
 
 def test_a_misspelt_name_is_refused() -> None:
     with pytest.raises(InvalidInput, match="did you mean 'chatml'"):
-        chosen_template("chatlm", [], "here")
+        chosen_templates("chatlm", [], "here")
 
 
 def test_auto_without_any_template_is_refused() -> None:
     with pytest.raises(InvalidInput, match="none has one"):
-        chosen_template("auto", [None, None], "here")
+        chosen_templates("auto", [{}, {}], "here")
 
 
 def ends_of(merged: Path) -> object:
@@ -124,3 +129,143 @@ def test_the_end_of_a_turn_follows_its_token_where_rows_move(family: Path) -> No
     text = LINEAR.replace(", {model: c}", "") + "chat_template: auto\ntokenizer: {source: a}\n"
     merge_text(text, family)
     assert ends_of(family / "out") == [1, 9]
+
+
+texts = st.sampled_from(["{{ one }}", "{{ two }}", "{% for m in messages %}{{ m }}{% endfor %}", ""])
+named = st.dictionaries(st.sampled_from(["default", "tool_use", "rag", "a b"]), texts, max_size=3)
+declared = st.one_of(
+    st.none(),
+    texts,
+    named,
+    named.map(lambda templates: [{"name": name, "template": text} for name, text in templates.items()]),
+)
+
+
+def write_templates(directory: Path, in_settings: object, default: str | None, more: dict[str, str]) -> None:
+    """Write a tokenizer and its chat templates in every place where a library may look for them."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t1"}
+    if in_settings is not None:
+        settings |= {"chat_template": in_settings}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    content = json.loads((directory / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(
+        json.dumps({**content, "added_tokens": [], "model": {**content["model"], "unk_token": "t0"}})
+    )
+    if default is not None:
+        (directory / "chat_template.jinja").write_text(default)
+    for name, text in more.items():
+        (directory / "additional_chat_templates").mkdir(exist_ok=True)
+        (directory / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+
+
+def library_templates(directory: Path) -> dict[str, str]:
+    """Return the chat templates that transformers finds."""
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(directory).chat_template
+    return {"default": found} if isinstance(found, str) else dict(found or {})
+
+
+@settings(max_examples=40, deadline=None)
+@given(declared, st.none() | texts, named)
+def test_templates_are_read_as_transformers_reads_them(
+    tmp_path_factory: pytest.TempPathFactory, in_settings: object, default: str | None, more: dict[str, str]
+) -> None:
+    directory = tmp_path_factory.mktemp("templates")
+    save_tokenizer(directory, [f"t{number}" for number in range(8)])
+    write_templates(directory, in_settings, default, more)
+    assert read_chat_templates(list_companions(directory)) == library_templates(directory)
+
+
+@settings(max_examples=15, deadline=None)
+@given(declared, st.none() | texts, named, st.booleans())
+def test_the_merge_has_the_templates_of_its_parents(
+    tmp_path_factory: pytest.TempPathFactory,
+    in_settings: object,
+    default: str | None,
+    more: dict[str, str],
+    is_auto: bool,
+) -> None:
+    family = save_family(tmp_path_factory.mktemp("merged"))
+    for name in "abc":
+        write_templates(family / name, in_settings, default, more)
+    expected = library_templates(family / "a")
+    merge_text(f"{LINEAR}{'chat_template: auto' if is_auto and expected else ''}", family)
+    assert library_templates(family / "out") == expected
+
+
+def test_auto_counts_templates_of_every_form(family: Path) -> None:
+    write_templates(family / "a", "of a", None, {})
+    write_templates(family / "b", [{"name": "default", "template": "of b"}], None, {})
+    write_templates(family / "c", None, "of b", {"tool_use": "tools of c"})
+    merge_text(f"{LINEAR}chat_template: auto\n", family)
+    assert library_templates(family / "out") == {"default": "of b"}  # b comes first, and names nothing else
+
+
+def test_a_chosen_template_leaves_no_other_ones_behind(family: Path) -> None:
+    write_templates(family / "a", None, "of a", {"tool_use": "tools of a"})
+    merge_text(f"{LINEAR}chat_template: chatml\n", family)
+    assert library_templates(family / "out") == {DEFAULT: KNOWN["chatml"]}
+
+
+def test_a_template_chosen_in_a_step_is_that_of_the_result(family: Path) -> None:
+    write_templates(family / "a", "of a", None, {})
+    text = (
+        "name: first\nmerge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
+        "chat_template: chatml\n---\nmerge_method: linear\nmodels: [{model: first}, {model: c}]\n"
+        "parameters: {weight: 1}\n"
+    )
+    merge_text(text, family)
+    assert library_templates(family / "out") == {DEFAULT: KNOWN["chatml"]}
+
+
+FORMS: dict[str, tuple[object, str | None, dict[str, str]]] = {
+    "text": ("one", None, {}),
+    "list": ([{"name": "default", "template": "one"}], None, {}),
+    "object": ({"default": "one"}, None, {}),
+    "file": (None, "one", {}),
+    "file over text": ("two", "one", {}),
+}
+
+
+@pytest.mark.parametrize("first", FORMS)
+@pytest.mark.parametrize("other", FORMS)
+def test_one_template_in_two_forms_is_one_template(family: Path, first: str, other: str) -> None:
+    write_templates(family / "a", *FORMS[first])
+    write_templates(family / "b", *FORMS[other])
+    assert template_findings(family) == []
+
+
+def test_templates_are_compared_by_name(family: Path) -> None:
+    write_templates(family / "a", None, "one", {"tool_use": "tools"})
+    write_templates(family / "b", None, "one", {"tool_use": "other tools", "rag": "found"})
+    assert template_findings(family) == ["another tool_use than the result gets; the result gets no rag"]
+    assert template_findings(family, "chat_template: chatml") == [
+        "the result gets no tool_use",
+        "the result gets no rag, tool_use",
+    ]
+
+
+def template_findings(family: Path, more: str = "") -> list[str]:
+    recipe = load_recipe(LINEAR.replace(", {model: c}", "") + more)
+    opened = {name: open_checkpoint(family / name) for name in "ab"}
+    found = plan_with_findings(recipe, opened).findings
+    return [one.found for one in found if one.where.endswith(": chat template")]
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (5, "chat_template: 5"),
+        ([5], "chat_template"),
+        ([{"name": "x"}], "an entry with name 'x'"),
+        ([{"name": 1, "template": "{{ x }}"}], "an entry with name 1"),
+        ({"x": None}, "an entry with name 'x'"),
+        ([{"name": "../x", "template": "{{ x }}"}], "name '../x'"),
+    ],
+)
+def test_a_template_that_no_library_can_use_is_refused_by_name(tmp_path: Path, declared: object, message: str) -> None:
+    save_tokenizer(tmp_path, ["x"])
+    write_templates(tmp_path, declared, None, {})
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        read_chat_templates(list_companions(tmp_path))

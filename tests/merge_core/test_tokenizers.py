@@ -279,5 +279,5 @@ def test_files_of_older_tokenizers_are_compared_with_their_merges(tmp_path: Path
     recipe = load_recipe(LINEAR)
     opened = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
     assert [(one.severity, one.where) for one in plan_with_findings(recipe, opened).findings] == [
-        ("block", "b: tokenizer.json: merges")
+        ("block", "b: merges.txt: merges")
     ]

@@ -5,7 +5,12 @@ process of its own. The ids are those that the library gives, which are not alwa
 """
 
 from merge_core.checkpoint.vocabulary.comparison import SpellingDifference, compare_tokenizers
-from merge_core.checkpoint.vocabulary.definition import TokenizerDefinition, each_read_once, read_tokenizer
+from merge_core.checkpoint.vocabulary.definition import (
+    TOKENIZER_BOUNDS,
+    TokenizerDefinition,
+    each_read_once,
+    read_tokenizer,
+)
 from merge_core.checkpoint.vocabulary.joining import (
     STRANGERS,
     JoinedTokenizer,
@@ -20,6 +25,7 @@ from merge_core.checkpoint.vocabulary.transplant import METHODS, TransplantMetho
 __all__ = [
     "METHODS",
     "STRANGERS",
+    "TOKENIZER_BOUNDS",
     "JoinedTokenizer",
     "SpellingDifference",
     "Strangers",

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from merge_core.checkpoint.vocabulary.definition import NAME, SETTINGS, TokenizerDefinition
+from merge_core.checkpoint.vocabulary.definition import MERGES, NAME, SETTINGS, TokenizerDefinition
 
 # What the library takes where a file does not say.
 _MODEL_DEFAULTS: Mapping[str, Any] = {
@@ -63,7 +64,18 @@ class SpellingDifference:
 
 
 def compare_tokenizers(first: TokenizerDefinition, other: TokenizerDefinition) -> tuple[SpellingDifference, ...]:
-    """What differs between two tokenizers, beside which token has which id (see ``vocabulary_differences``)."""
+    """Return what differs between two tokenizers, besides which token has which id (see ``vocabulary_differences``).
+
+    Files of an older form do not say how text is split, nor which switches the model has. Next to such a file only
+    merges and settings are compared, and one difference says that the rest was not.
+    """
+    if first.has_pipeline != other.has_pipeline:
+        mine, theirs = Path(first.where).name, Path(other.where).name
+        silent = theirs if first.has_pipeline else mine
+        why = f"{theirs}: how text is split was not compared, because {silent} does not say it"
+        unknown = SpellingDifference("pre_tokenizer", theirs, why, mine, changes_ids=False)
+        merges = _merges(first, other) if first.merges and other.merges else ()
+        return (*merges, *_said(first, other), unknown)
     return (
         *model_differences(first, other),
         *pipeline_differences(first, other),
@@ -77,12 +89,7 @@ def model_differences(first: TokenizerDefinition, other: TokenizerDefinition) ->
     if first.kind != other.kind:
         yield SpellingDifference("model.type", NAME, other.kind or "nothing", first.kind or "nothing", True)
         return
-    if first.merges != other.merges:
-        pairs = zip(first.merges, other.merges, strict=False)
-        shorter = min(len(first.merges), len(other.merges))
-        at = next((number for number, (mine, theirs) in enumerate(pairs) if mine != theirs), shorter)
-        found, expected = (_pair(one.merges, at) for one in (other, first))
-        yield SpellingDifference("merges", NAME, f"merge {at} is {found}", expected, True)
+    yield from _merges(first, other)
     if (mine := _scores(first)) != (theirs := _scores(other)):
         names = [token for token in mine if token in theirs and mine[token] != theirs[token]]
         shown = f"{len(names)} scores differ" + (f", such as that of {names[0]!r}" if names else "")
@@ -92,6 +99,16 @@ def model_differences(first: TokenizerDefinition, other: TokenizerDefinition) ->
     for key in sorted(mine.keys() | theirs.keys()):
         if mine.get(key) != theirs.get(key):
             yield SpellingDifference(f"model.{key}", NAME, _shown(theirs.get(key)), _shown(mine.get(key)), True)
+
+
+def _merges(first: TokenizerDefinition, other: TokenizerDefinition) -> Iterator[SpellingDifference]:
+    if first.merges != other.merges:
+        pairs = zip(first.merges, other.merges, strict=False)
+        shorter = min(len(first.merges), len(other.merges))
+        at = next((number for number, (mine, theirs) in enumerate(pairs) if mine != theirs), shorter)
+        found, expected = (_pair(one.merges, at) for one in (other, first))
+        file = NAME if other.has_pipeline else MERGES
+        yield SpellingDifference("merges", file, f"merge {at} is {found}", expected, True)
 
 
 def pipeline_differences(first: TokenizerDefinition, other: TokenizerDefinition) -> Iterator[SpellingDifference]:

@@ -10,24 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
+from merge_core.checkpoint.companions import Companions, list_companions
 from merge_core.errors import InvalidInput
-from merge_core.parsing import JsonBounds, parse_json_object, read_json, read_text
+from merge_core.parsing import JsonBounds
 
 # Those of Gemma, the largest today, have 33 MB and two million values.
 TOKENIZER_BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
 NAME = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+MERGES = "merges.txt"
+_FILES = (NAME, SETTINGS, "vocab.json", MERGES, "vocab.txt", "added_tokens.json")
 _MAX_MERGES_BYTES = 64 << 20
 # Of an added token: how it is found in a text.
 FLAGS = MappingProxyType({"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False})
 
 
-_read: ContextVar[dict[Path, TokenizerDefinition | None] | None] = ContextVar("read tokenizers", default=None)
+_Key: TypeAlias = tuple[tuple[str, Path | bytes | None], ...]
+_read: ContextVar[dict[_Key, TokenizerDefinition | None] | None] = ContextVar("read tokenizers", default=None)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class TokenizerDefinition:
         added: Added tokens in the order of the file, each with its flags.
         misnumbered: Added tokens whose id in the file is another.
         merges: Of BPE, pairs in their order.
+        has_pipeline: Whether the files also say how a text is split before the model sees it. Only ``tokenizer.json``
+            does; next to ``vocab.json`` or ``vocab.txt`` the tokenizer's class decides that.
     """
 
     where: str
@@ -55,6 +61,7 @@ class TokenizerDefinition:
     added: Mapping[str, Mapping[str, bool]]
     misnumbered: tuple[str, ...] = ()
     merges: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    has_pipeline: bool = True
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -63,22 +70,25 @@ class TokenizerDefinition:
         return found
 
 
-def read_tokenizer(directory: Path, rewritten: Mapping[str, bytes | None] | None = None) -> TokenizerDefinition | None:
-    """The tokenizer of the checkpoint in ``directory``; None where it has none that can be read without a library.
+def read_tokenizer(source: Companions | Path) -> TokenizerDefinition | None:
+    """Return the tokenizer of a checkpoint; None if it has none that can be read without a library.
+
+    ``tokenizer.json`` counts first, then ``vocab.json`` with ``merges.txt``, then ``vocab.txt``.
 
     Args:
-        directory: Of the checkpoint.
-        rewritten: Files that are (or will be) otherwise than in the directory, by name; None: will not be there.
+        source: Files of the checkpoint, or its directory.
 
     Raises:
-        InvalidInput: A tokenizer file that is not what its name says, or is no plain file in ``directory``.
+        InvalidInput: A tokenizer file that is not what its name says, or is not a plain file in its directory.
     """
+    files = list_companions(source) if isinstance(source, Path) else source
     known = _read.get()
-    if rewritten or known is None:
-        return _read_now(directory, rewritten or {})
-    if directory not in known:
-        known[directory] = _read_now(directory, {})
-    return known[directory]
+    key = tuple((name, files.sources.get(name)) for name in _FILES)
+    if known is None:
+        return _read_now(files)
+    if key not in known:
+        known[key] = _read_now(files)
+    return known[key]
 
 
 @contextmanager
@@ -94,25 +104,65 @@ def each_read_once() -> Iterator[None]:
         _read.reset(token)
 
 
-def _read_now(directory: Path, new: Mapping[str, bytes | None]) -> TokenizerDefinition | None:
-    settings = _object(directory, SETTINGS, new) or {}
-    content = _object(directory, NAME, new)
+def _read_now(files: Companions) -> TokenizerDefinition | None:
+    settings = files.json(SETTINGS, TOKENIZER_BOUNDS) or {}
+    content = files.json(NAME, TOKENIZER_BOUNDS)
     if content is not None:
-        return define(content, settings, str(directory / NAME))
-    vocab = _object(directory, "vocab.json", new)
-    if vocab is None:
+        return define(content, settings, files.where(NAME))
+    model = _older_model(files)
+    if model is None:
         return None
-    older: dict[str, Any] = {"model": {"vocab": vocab}}
-    merges = directory / "merges.txt"
-    if merges.exists():
-        text = read_text(merges, _MAX_MERGES_BYTES, within=directory, expected="merges, one a line")
-        lines = [line for line in text.split("\n") if line.strip() and not line.startswith("#version")]
-        older["model"] |= {"type": "BPE", "merges": lines}
-    more = _object(directory, "added_tokens.json", new) or {}
-    if not all(type(number) is int for number in more.values()):
-        raise InvalidInput(str(directory / "added_tokens.json"), found="ids that are no numbers", expected="token → id")
-    older["added_tokens"] = [{"content": token, "id": more[token]} for token in sorted(more, key=lambda one: more[one])]
-    return define(older, settings, str(directory / "vocab.json"))
+    name, older = model
+    return replace(
+        define({**older, "added_tokens": _older_added(files, settings)}, settings, files.where(name)),
+        has_pipeline=False,
+    )
+
+
+def _older_model(files: Companions) -> tuple[str, dict[str, Any]] | None:
+    """Return the file of a vocabulary as older libraries write it, and its content in the form of tokenizer.json."""
+    vocab = files.json("vocab.json", TOKENIZER_BOUNDS)
+    if vocab is not None:
+        if MERGES not in files:
+            return "vocab.json", {"model": {"vocab": vocab}}
+        text = files.text(MERGES, _MAX_MERGES_BYTES, "merges, one per line")
+        lines = [line.rstrip("\r") for line in text.split("\n")]
+        merges = [line for line in lines if line.strip() and not line.startswith("#version")]
+        return "vocab.json", {"model": {"vocab": vocab, "type": "BPE", "merges": merges}}
+    if "vocab.txt" not in files:
+        return None
+    # A token per line; the last of equal ones counts, as in the library.
+    lines = files.text("vocab.txt", _MAX_MERGES_BYTES, "tokens, one per line").removesuffix("\n").split("\n")
+    return "vocab.txt", {"model": {"vocab": {line.rstrip(): number for number, line in enumerate(lines)}}}
+
+
+def _older_added(files: Companions, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the added tokens that files next to a vocabulary list, in the order of their ids."""
+    more = added_ids(files, settings)
+    declared = settings.get("added_tokens_decoder")
+    flags = {
+        entry["content"]: {flag: entry[flag] for flag in FLAGS if flag in entry}
+        for entry in (declared.values() if isinstance(declared, Mapping) else ())
+        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str)
+    }
+    return [
+        {**flags.get(token, {}), "content": token, "id": more[token]} for token in sorted(more, key=more.__getitem__)
+    ]
+
+
+def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of added tokens that ``added_tokens.json`` and ``tokenizer_config.json`` list.
+
+    Raises:
+        InvalidInput: An id that is not a whole number from 0.
+    """
+    listed = files.json("added_tokens.json", TOKENIZER_BOUNDS) or {}
+    if not all(type(number) is int and number >= 0 for number in listed.values()):
+        raise InvalidInput(files.where("added_tokens.json"), found="ids that are not numbers", expected="token → id")
+    found = {token: number for token, number in listed.items() if token}
+    for entry in _entries_of_settings(settings, set(), files.where(SETTINGS)):
+        found.setdefault(entry["content"], entry["id"])
+    return found
 
 
 def define(content: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> TokenizerDefinition:
@@ -154,13 +204,6 @@ def given_ids(model_ids: Mapping[str, int], added: Iterable[str]) -> dict[str, i
         if token not in ids:
             ids[token], following = following, following + 1
     return ids
-
-
-def _object(directory: Path, name: str, rewritten: Mapping[str, bytes | None]) -> dict[str, Any] | None:
-    if name in rewritten:
-        new = rewritten[name]
-        return None if new is None else parse_json_object(new, name, bounds=TOKENIZER_BOUNDS)
-    return read_json(directory / name, bounds=TOKENIZER_BOUNDS) if (directory / name).exists() else None
 
 
 def _kind(model: Mapping[str, Any]) -> str:

@@ -7,12 +7,17 @@ says so, and nothing fails when it does not: the result just talks nonsense.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from merge_core.checkpoint.vocabulary.definition import read_tokenizer
-from merge_core.parsing import open_plain
+from merge_core.checkpoint.companions import Companions, list_companions
+from merge_core.checkpoint.vocabulary.definition import SETTINGS, TOKENIZER_BOUNDS, added_ids, read_tokenizer
+from merge_core.checkpoint.vocabulary.pieces import read_pieces
+
+# Vocabularies that only their own library reads: SentencePiece, tiktoken, Mistral's tekken.
+_BINARY = re.compile(r"[^/]*\.(model|tiktoken|spm)|tekken\.json|tokenizer\.model\.v\d+")
 
 
 @dataclass(frozen=True)
@@ -20,47 +25,66 @@ class Vocabulary:
     """Tokens and their ids; added tokens (special ones, chat markers) included.
 
     Args:
-        ids: Token → id; empty when only ``digest`` is known.
-        digest: sha256 of a binary tokenizer file (SentencePiece) when there is no readable mapping.
+        ids: Token → id. Complete if ``is_complete``; else only added tokens.
+        digests: sha256 by name of vocabulary files that only their own library reads.
+        is_complete: Whether ``ids`` has every token.
+        model_tokens: Tokens that are not added ones, if they are known.
     """
 
     ids: Mapping[str, int]
-    digest: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    is_complete: bool = True
+    model_tokens: frozenset[str] | None = None
+
+    @property
+    def added(self) -> dict[str, int]:
+        """Ids of the tokens that the model of the tokenizer lacks."""
+        return {token: number for token, number in self.ids.items() if token not in (self.model_tokens or ())}
 
 
-def read_vocabulary(directory: Path) -> Vocabulary | None:
-    """Vocabulary of the checkpoint in ``directory``; None when it has no tokenizer files.
+def read_vocabulary(source: Companions | Path) -> Vocabulary | None:
+    """Return the vocabulary of a checkpoint; None if it has no tokenizer files.
+
+    Args:
+        source: Files of the checkpoint, or its directory.
 
     Raises:
-        InvalidInput: A tokenizer file that is not what its name says, or is no plain file in ``directory``.
+        InvalidInput: A tokenizer file that is not what its name says, or is not a plain file in its directory.
     """
-    if (definition := read_tokenizer(directory)) is not None:
-        return Vocabulary(definition.ids)
-    for name in ("tokenizer.model", "spiece.model", "vocab.txt"):
-        if (directory / name).exists():
-            with open_plain(directory / name, within=directory) as file:
-                return Vocabulary({}, hashlib.file_digest(file, "sha256").hexdigest())  # type: ignore[arg-type]
-    return None
+    files = list_companions(source) if isinstance(source, Path) else source
+    contents = {name: files.read(name) for name in files if _BINARY.fullmatch(name)}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    if (definition := read_tokenizer(files)) is not None:
+        return Vocabulary(definition.ids, digests, model_tokens=frozenset(definition.model_ids))
+    if not digests:
+        return None
+    pieces = next((found for content in contents.values() if (found := read_pieces(content)) is not None), None)
+    added = added_ids(files, files.json(SETTINGS, TOKENIZER_BOUNDS) or {})
+    return Vocabulary(added, digests, is_complete=False, model_tokens=None if pieces is None else frozenset(pieces))
 
 
 def vocabulary_differences(one: Vocabulary, other: Vocabulary) -> tuple[list[str], list[str], list[str]]:
-    """Tokens with another id, tokens only in ``one``, tokens only in ``other``.
+    """Compare the tokens that both files list: tokens with another id, tokens only in ``one``, only in ``other``.
 
     A token that only one side has, at an id where the other side has a different token, counts as "another id": that
-    row means two things.
+    row means two things. Of vocabularies that are not complete, added tokens are compared.
     """
-    if one.digest or other.digest:
-        return (["(binary tokenizer file)"] if one != other else []), [], []
-    names_one = {number: token for token, number in one.ids.items()}
-    names_other = {number: token for token, number in other.ids.items()}
-    moved = [token for token, number in one.ids.items() if token in other.ids and other.ids[token] != number]
+    first, second = one.ids, other.ids
+    if not (one.is_complete and other.is_complete):
+        inside = (one.model_tokens or frozenset()) | (other.model_tokens or frozenset())
+        first, second = (
+            {token: number for token, number in ids.items() if token not in inside} for ids in (first, second)
+        )
+    names_one = {number: token for token, number in first.items()}
+    names_other = {number: token for token, number in second.items()}
+    moved = [token for token, number in first.items() if token in second and second[token] != number]
     moved_ones = set(moved)
     clashing = [
         token
         for number, token in names_one.items()
-        if number in names_other and names_other[number] != token and token not in moved_ones and token not in other.ids
+        if number in names_other and names_other[number] != token and token not in moved_ones and token not in second
     ]
     clashing_ones = set(clashing)
-    only_one = [token for token in one.ids if token not in other.ids and token not in clashing_ones]
-    only_other = [token for token, n in other.ids.items() if token not in one.ids and n not in names_one]
+    only_one = [token for token in first if token not in second and token not in clashing_ones]
+    only_other = [token for token, number in second.items() if token not in first and number not in names_one]
     return moved + clashing, only_one, only_other

@@ -33,7 +33,7 @@ def open_snapshot(snapshot: Snapshot) -> Checkpoint:
         Refused: The Hub does not give the headers.
     """
     with _named(snapshot):
-        return open_checkpoint(snapshot.directory, _missing_headers(snapshot) or None)
+        return open_checkpoint(snapshot.directory, _missing_headers(snapshot) or None, snapshot.names)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def open_adapter_snapshot(snapshot: Snapshot) -> Adapter:
         InvalidInput, Refused: as :func:`open_snapshot`.
     """
     with _named(snapshot):
-        return open_adapter(snapshot.directory, _missing_headers(snapshot))
+        return open_adapter(snapshot.directory, _missing_headers(snapshot), snapshot.names)
 
 
 def _missing_headers(snapshot: Snapshot) -> Mapping[Path, Sequence[StoredTensor]]:

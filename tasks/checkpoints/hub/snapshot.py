@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.adapters import CONFIG_FILE, adapter_files
+from merge_core.adapters import CONFIG_FILE, adapter_files, is_own_text
 from merge_core.errors import InvalidInput
 from merge_core.wording import detail
 from tasks.checkpoints.files import files_about, files_beside, weight_files
@@ -39,6 +39,7 @@ class Snapshot:
         weights: Names of the weight files that count.
         deciding: Those, and every other file that decides what the model does.
         files: All that belongs to it, card and licences too, by name.
+        names: Names of all files of the repository.
     """
 
     repo: str
@@ -47,6 +48,7 @@ class Snapshot:
     weights: tuple[str, ...]
     deciding: tuple[str, ...]
     files: Mapping[str, RemoteFile]
+    names: tuple[str, ...] = ()
 
     def missing(self) -> dict[str, RemoteFile]:
         """What of it is not in the cache yet."""
@@ -83,7 +85,7 @@ def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> 
         if (config := _config(adapter)) not in listed:
             kind = "an adapter as PEFT saves it" if adapter else "a model in Hugging Face layout"
             raise InvalidInput(where, found=f"no {config}", expected=kind)
-        beside = (config,) if adapter else files_beside(listed)
+        beside = _beside(listed, adapter)
         small = [name for name in (*beside, *files_about(listed)) if listed[name].size <= _LARGEST_SMALL]
         snapshot = _snapshot(repo, commit, _download_small_files(repo, commit, small, access), listed, adapter)
         if snapshot.missing():
@@ -101,12 +103,19 @@ def _config(adapter: bool) -> str:
 def _snapshot(repo: str, commit: str, directory: Path, listed: Mapping[str, RemoteFile], adapter: bool) -> Snapshot:
     if adapter:
         deciding = adapter_files(tuple(listed))
-        weights = tuple(name for name in deciding if name != CONFIG_FILE)
+        weights = tuple(name for name in deciding if name != CONFIG_FILE and not is_own_text(name))
     else:
         weights = weight_files(listed, directory)
         deciding = tuple(sorted({*weights, *files_beside(listed)}))
     files = {name: listed[name] for name in (*deciding, *files_about(listed))}
-    return Snapshot(repo, commit, directory, weights, deciding, files)
+    return Snapshot(repo, commit, directory, weights, deciding, files, tuple(sorted(listed)))
+
+
+def _beside(listed: Mapping[str, RemoteFile], adapter: bool) -> tuple[str, ...]:
+    """Return the files other than weights that decide what a model, or an adapter, does."""
+    if not adapter:
+        return files_beside(listed)
+    return tuple(name for name in listed if name == CONFIG_FILE or is_own_text(name))
 
 
 def _commit(repo: str, revision: str | None, access: HubAccess | None) -> str:
@@ -150,8 +159,13 @@ def _whole_in_cache(repo: str, commit: str, adapter: bool) -> Snapshot | None:
         file.path: RemoteFile(file.size, file.blob_id, name if len(name := names.get(file.path, "")) == 64 else None)
         for file in tree
     }
-    beside = () if adapter else files_beside(listed)  # the index is among them
-    if not {*beside, _config(adapter)} <= names.keys():
+    if (
+        not {
+            *_beside(listed, adapter),  # the index is among them
+            _config(adapter),
+        }
+        <= names.keys()
+    ):
         return None
     snapshot = _snapshot(repo, commit, directory, listed, adapter)
     return snapshot if snapshot.weights and snapshot.files.keys() <= names.keys() else None

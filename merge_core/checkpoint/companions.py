@@ -1,0 +1,203 @@
+"""The files next to a model's config and weights: which of them travel with a merge, and what each one is for.
+
+File names alone decide the kind of a file, so the kinds are known before anything is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from merge_core.errors import InvalidInput
+from merge_core.parsing import JsonBounds, check_entries, edge, parse_json_object, plain_file, read_plain
+
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+MODULES_FILE = "modules.json"
+ADAPTER_CONFIG = "adapter_config.json"
+
+Kind: TypeAlias = Literal["tokenizer", "chat template", "generation settings", "processor", "code", "module", "other"]
+"""``module``: a sentence-transformers module. ``other``: a file that mergegate knows nothing about."""
+
+TEXT_KINDS: frozenset[Kind] = frozenset(("tokenizer", "chat template", "generation settings"))
+"""Kinds that come from the model that gives the tokenizer."""
+
+_KINDS: tuple[tuple[Kind, str], ...] = (
+    ("generation settings", r"generation_config\.json"),
+    ("chat template", rf"[^/]*\.jinja|{TEMPLATE_FOLDER}/[^/]*\.jinja|chat_template\.json"),
+    (
+        "tokenizer",
+        r"tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|merges\.txt|vocab\.[^/]*|tekken\.json"
+        r"|[^/]*\.model|[^/]*\.tiktoken|[^/]*\.spm",
+    ),
+    ("processor", r"[^/]*processor_config\.json"),
+    ("code", r"[^/]*\.py"),
+    (
+        "module",
+        r"modules\.json|sentence_[a-z]+_config\.json|config_sentence_transformers\.json"
+        r"|\d+_\w+/[^/]+\.(?:json|txt|model|safetensors|bin)",
+    ),
+)
+_KIND = re.compile("|".join(f"(?P<{kind.replace(' ', '_')}>{pattern})" for kind, pattern in _KINDS), re.DOTALL)
+# Files that a tokenizer library builds a tokenizer from. The others only add to these.
+_VOCABULARY = re.compile(
+    r"tokenizer\.json|vocab\.(json|txt)|tekken\.json|[^/]*\.model|[^/]*\.tiktoken|[^/]*\.spm|tokenizer\.model\.v\d+"
+)
+# Other files are pinned, downloaded and compared if their name ends like this.
+_PLAIN_SUFFIXES = (".json", ".txt")
+# Nothing is missing from a merge without these. Names in lower case.
+_LEFTOVER = re.compile(
+    r"config\.json|params\.json|consolidated.*|.*\.index\.json"  # other layouts of config and weights
+    r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ggml|ot|tflite|pdparams|nemo)"
+    r"|adapter_(model|config)\..*|quant\w*_config\.json|hf_quant_config\.json|pytorch_model.*"
+    r"|(training|trainer)_.*|(optimizer|scheduler|scaler)\..*|rng_state.*|random_states.*|events\.out\..*|latest"
+    r"|.*_results\.json|.*\.log|.*\.ya?ml|requirements.*\.txt|.*\.sh|.*\.ipynb"
+    r"|(readme|licen[cs]e|copying|notice|use[_-]?policy|citation|authors|changelog).*|.*\.(md|rst|bib|pdf)"
+    r"|.*\.(png|jpe?g|gif|svg|webp|ico|mp4|webm|mp3|wav)|\..*|.*~"
+    r"|(bom|provenance)\.json|sha256sums|model\.sig|manifest\.json|value\.json"  # of a mergegate release
+    r"|(original|onnx|openvino|coreml|gguf|ggml|metal|runs|wandb|logs?|assets|figures|figs|images?|imgs?|media|docs"
+    r"|examples|eval\w*|__pycache__|checkpoint-\d+|global_step\d+|\..*)/",
+    re.DOTALL,
+)
+_MOST_BYTES = 256 << 20  # the largest tokenizers have 33 MB
+
+
+def companion_kind(name: str) -> Kind | None:
+    """Return the kind of the file ``name`` of a checkpoint; None if a merge is complete without it."""
+    if (match := _KIND.fullmatch(name)) is not None:
+        return match.lastgroup.replace("_", " ") if match.lastgroup else None  # type: ignore[return-value]
+    return None if _LEFTOVER.fullmatch(name.lower()) else "other"
+
+
+def travels(name: str) -> bool:
+    """Return whether a merge may carry the file: its bytes are then part of the model's digest."""
+    kind = companion_kind(name)
+    return kind is not None and (kind != "other" or ("/" not in name and name.endswith(_PLAIN_SUFFIXES)))
+
+
+def is_module_file(name: str) -> bool:
+    """Return whether ``name`` is in the directory of a sentence-transformers module, such as ``1_Pooling``."""
+    return "/" in name and companion_kind(name) == "module"
+
+
+def has_vocabulary(names: Collection[str]) -> bool:
+    """Return whether a tokenizer can be loaded from files of these names."""
+    return any(_VOCABULARY.fullmatch(name) for name in names)
+
+
+def nested_names(directory: Path) -> list[str]:
+    """List the files of template and module directories, as ``directory/name``."""
+    found = []
+    for folder in os.listdir(directory):  # noqa: PTH208  # names are all that is needed
+        if _has_companions(folder) and (directory / folder).is_dir():
+            found += [f"{folder}/{name}" for name in os.listdir(directory / folder)]  # noqa: PTH208
+    return found
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Files that travel with a model, by name. A file is in a directory, or it is new content, not yet written.
+
+    Args:
+        sources: Name → directory that the file is in (``name`` is relative to it), or its content.
+    """
+
+    sources: Mapping[str, Path | bytes] = field(default_factory=dict, repr=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.sources
+
+    def where(self, name: str) -> str:
+        """Name the file in a message."""
+        source = self.sources.get(name, b"")
+        return name if isinstance(source, bytes) else str(source / name)
+
+    def read(self, name: str, most: int = _MOST_BYTES, expected: str = "a file of the checkpoint") -> bytes:
+        """Return the content of a file that is among these.
+
+        Raises:
+            InvalidInput: It is not a plain file in its directory anymore, or has more than ``most`` bytes.
+        """
+        source = self.sources[name]
+        if isinstance(source, bytes):
+            return source
+        return read_plain(source / name, most, within=source, expected=expected)
+
+    def json(self, name: str, bounds: JsonBounds | None = None) -> dict[str, Any] | None:
+        """Return the JSON object in a file; None if there is no such file.
+
+        Raises:
+            InvalidInput: As :meth:`read`, or the file is not a JSON object.
+        """
+        if name not in self.sources:
+            return None
+        bounds = bounds or JsonBounds()
+        return parse_json_object(self.read(name, bounds.size), self.where(name), bounds=bounds)
+
+    def text(self, name: str, most: int, expected: str) -> str:
+        """Return the UTF-8 text of a file that is among these.
+
+        Raises:
+            InvalidInput: As :meth:`read`, or the file is not UTF-8.
+        """
+        try:
+            return self.read(name, most, expected).decode()
+        except UnicodeDecodeError:
+            raise InvalidInput(self.where(name), found="cannot be read: not UTF-8 text", expected=expected) from None
+
+    def nbytes(self) -> int:
+        """Return the number of bytes of all files."""
+        return sum(
+            len(source) if isinstance(source, bytes) else plain_file(source / name, within=source).stat().st_size
+            for name, source in self.sources.items()
+        )
+
+    def only(self, wanted: Callable[[str], bool]) -> Companions:
+        """Return the files whose names are wanted."""
+        return Companions({name: source for name, source in self.sources.items() if wanted(name)})
+
+    def changed(self, changes: Mapping[str, Path | bytes | None]) -> Companions:
+        """Return these files with changes: name → the new source, or None to leave the file out."""
+        sources = {**self.sources, **changes}
+        return Companions({name: sources[name] for name in sorted(sources) if sources[name] is not None})  # type: ignore[misc]
+
+
+def list_companions(directory: Path) -> Companions:
+    """List the files of a checkpoint's or adapter's directory that may travel with a merge.
+
+    Raises:
+        InvalidInput: The directory cannot be listed, or one of the files is a link that leaves it, a pipe, a device.
+    """
+    with edge(str(directory), "not a directory that can be listed"):
+        found = [*os.listdir(directory), *nested_names(directory)]  # noqa: PTH208
+    names = sorted(name for name in found if travels(name))
+    check_entries(directory, names)
+    return Companions({name: directory for name in names if (directory / name).is_file()})
+
+
+def list_others(directory: Path, names: Collection[str] | None = None) -> tuple[str, ...]:
+    """List what a merge loses from ``directory``: files and folders that do not travel, and that are not leftovers.
+
+    Args:
+        directory: Of a checkpoint or an adapter.
+        names: Names of all files of a repository, of which only some are in ``directory``. Default: those that are.
+    """
+    if names is None:
+        with os.scandir(directory) as entries:
+            top = {f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries}
+    else:
+        top = {name.partition("/")[0] + ("/" if "/" in name else "") for name in names}
+    lost = (name for name in top if companion_kind(name) is not None and not travels(name))
+    return tuple(sorted(name for name in lost if not (name.endswith("/") and _has_companions(name[:-1]))))
+
+
+def _has_companions(folder: str) -> bool:
+    """Return whether files in a folder of this name may travel with a merge."""
+    return any(travels(f"{folder}/x{suffix}") for suffix in (".json", ".jinja"))

@@ -1,0 +1,216 @@
+"""Tokenizers in files of older forms are compared as far as the files say what they do. The oracle is transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from family import random_tensors, save_checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizer_samples import TEXTS, byte_level, content_of, with_added, write_tokenizer
+
+from merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+from merge_core.checkpoint.vocabulary import read_vocabulary
+from merge_core.checkpoint.vocabulary.pieces import read_pieces
+
+LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "tokenizer.model")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of equal shapes whose tokenizers are written by each test."""
+    root = tmp_path_factory.mktemp("pair")
+    for seed, name in enumerate("ab"):
+        save_checkpoint(root / name, random_tensors(seed, tokens=512))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _without_tokenizers(pair: Path) -> None:
+    clear(pair)
+
+
+def clear(pair: Path) -> None:
+    for name in "ab":
+        for file in (*TOKENIZER_FILES, "tokenizer_config.json"):
+            (pair / name / file).unlink(missing_ok=True)
+
+
+def content(*added: str) -> dict[str, Any]:
+    """Return a byte-level tokenizer.json that does what GPT-2's tokenizer does with a text."""
+    return {**content_of(with_added(byte_level(), *added)), "post_processor": None}
+
+
+def write_older(directory: Path, tokenizer: dict[str, Any], **settings: Any) -> None:
+    """Write a byte-level tokenizer as GPT-2's was saved."""
+    model = tokenizer["model"]
+    (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
+    pairs = [" ".join(pair) for pair in model["merges"]]
+    (directory / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs]) + "\n")
+    added = {one["content"]: one["id"] for one in tokenizer["added_tokens"] if one["content"] not in model["vocab"]}
+    if added:
+        (directory / "added_tokens.json").write_text(json.dumps(added))
+    settings = {"tokenizer_class": "GPT2Tokenizer", **SPECIAL, **settings}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def findings(pair: Path, more: str = "") -> tuple[Finding, ...]:
+    recipe = load_recipe(LINEAR + more)
+    opened = {name: open_checkpoint(pair / name) for name in "ab"}
+    return plan_with_findings(recipe, opened).findings
+
+
+def blocking(pair: Path) -> list[str]:
+    return [finding.where for finding in findings(pair) if finding.severity == "block"]
+
+
+def library_ids(directory: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return [tokenizer.encode(text) for text in (*TEXTS, "<|a|> and <|b|>")]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.sampled_from(["<|a|>", "<|b|>", "<|c|>"]), unique=True),
+    st.lists(st.sampled_from(["<|a|>", "<|b|>", "<|c|>"]), unique=True),
+    st.sampled_from(["nothing", "merges", "vocabulary"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_what_gives_a_text_other_ids_blocks_whatever_form_the_files_have(
+    pair: Path, first: list[str], second: list[str], change: str, is_older: bool, both_older: bool
+) -> None:
+    clear(pair)
+    mine, theirs = (content(*tokens) for tokens in (first, second))
+    model = theirs["model"]
+    if change == "merges":
+        model["merges"] = model["merges"][::-1]
+    if change == "vocabulary":
+        tokens = list(model["vocab"])
+        model["vocab"] = {
+            **model["vocab"],
+            tokens[-1]: model["vocab"][tokens[-2]],
+            tokens[-2]: model["vocab"][tokens[-1]],
+        }
+    write = write_older if is_older and both_older else write_tokenizer
+    write(pair / "a", mine)
+    (write_older if is_older else write_tokenizer)(pair / "b", theirs)
+    found = findings(pair)
+    assert bool([one for one in found if one.severity == "block"]) == (change != "nothing" or first != second)
+    if library_ids(pair / "a") != library_ids(pair / "b"):
+        assert any(one.severity == "block" for one in found)
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_one_tokenizer_in_two_forms_is_not_said_to_cut_text_otherwise(pair: Path, order: str) -> None:
+    first, second = order
+    write_tokenizer(pair / first, content("<|a|>"), **SPECIAL)
+    write_older(pair / second, content("<|a|>"))
+    assert library_ids(pair / "a") == library_ids(pair / "b")
+    recipe = load_recipe(LINEAR)
+    planned = plan_with_findings(recipe, {name: open_checkpoint(pair / name) for name in "ab"})
+    assert planned.cut_pairs == ()
+    (found,) = planned.findings
+    assert found.severity == "warn"
+    assert "not compared, because vocab.json does not say it" in found.found
+
+
+def test_lines_of_a_vocabulary_are_its_ids(pair: Path) -> None:
+    (pair / "a" / "vocab.txt").write_text("[PAD]\n[UNK]\nthe\n##s\n")
+    (pair / "b" / "vocab.txt").write_text("[PAD]\n[UNK]\nthe\n##s\n")
+    assert findings(pair) == ()
+    found = read_vocabulary(pair / "a")
+    assert found is not None
+    assert found.ids == {"[PAD]": 0, "[UNK]": 1, "the": 2, "##s": 3}
+    (pair / "b" / "vocab.txt").write_text("[PAD]\n[UNK]\n##s\nthe\n")
+    assert blocking(pair) == ["b: tokenizer.json"]
+
+
+def test_a_tokenizer_that_does_not_say_how_text_is_split_is_not_written_again(pair: Path) -> None:
+    for name, tokens in (("a", ["<|a|>"]), ("b", ["<|b|>"])):
+        write_older(pair / name, content(*tokens))
+    found = findings(pair, "tokenizer_source: union\n")
+    assert any("has no tokenizer.json" in one.found and one.severity == "block" for one in found)
+
+
+def sentence_pieces_model(*pieces: str) -> bytes:
+    """Return a SentencePiece model of these pieces, written as a protocol buffer by hand."""
+
+    def part(number: int, content: bytes) -> bytes:
+        return bytes([number << 3 | 2, len(content)]) + content
+
+    trainer = part(2, b"\x18\x02\x55\x00\x00\x00\x00")
+    return b"".join(part(1, part(1, one.encode()) + b"\x15\x00\x00\x80\xbf\x18\x01") for one in pieces) + trainer
+
+
+PIECES = ("<unk>", "<s>", "</s>", "▁the", "▁a")
+DECODER = {"added_tokens_decoder": {"0": {"content": "<unk>"}, "1": {"content": "<s>"}, "2": {"content": "</s>"}}}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["<pad>", "<|im_start|>", "<|im_end|>"]), st.integers(5, 7)),
+    st.dictionaries(st.sampled_from(["<pad>", "<|im_start|>", "<|im_end|>"]), st.integers(5, 7)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_added_tokens_count_next_to_a_model_that_only_a_library_reads(
+    pair: Path, first: dict[str, int], second: dict[str, int], in_settings: bool, other_pieces: bool
+) -> None:
+    clear(pair)
+    for name, added in (("a", first), ("b", second)):
+        pieces = PIECES[::-1] if other_pieces and name == "b" else PIECES
+        (pair / name / "tokenizer.model").write_bytes(sentence_pieces_model(*pieces))
+        if in_settings and name == "b":
+            listed = {str(number): {"content": token} for token, number in added.items()}
+            decoder = {"added_tokens_decoder": {**DECODER["added_tokens_decoder"], **listed}}
+            (pair / name / "tokenizer_config.json").write_text(json.dumps(decoder))
+            added = {token: int(number) for number, token in ((n, one["content"]) for n, one in listed.items())}
+            second = added
+        else:
+            (pair / name / "added_tokens.json").write_text(json.dumps(added))
+    assert bool(blocking(pair)) == (other_pieces or first != second)
+
+
+def test_pieces_are_those_of_the_library(pair: Path) -> None:
+    assert read_pieces(sentence_pieces_model(*PIECES)) == PIECES
+    for content in (b"", b"not a model", b"\x0a\xff\xff", b"\x0f", b"\x0a\x02\x0a\x05"):
+        assert read_pieces(content) is None
+
+
+def test_files_without_anything_in_common_are_said_not_to_be_compared(pair: Path) -> None:
+    write_tokenizer(pair / "a", byte_level())
+    (pair / "b" / "tokenizer.model").write_bytes(sentence_pieces_model(*PIECES))
+    (found,) = [one for one in findings(pair) if one.where == "b: tokenizer"]
+    assert found.severity == "warn"
+    assert found.found == "tokenizer.model: the vocabulary was not compared with tokenizer.json or vocab.json of a"
+
+
+def test_the_same_model_file_counts_next_to_a_tokenizer_that_can_be_read(pair: Path) -> None:
+    vocabulary = {"model": {"type": "Unigram", "vocab": [[one, 0.0] for one in PIECES]}, "added_tokens": []}
+    for name in "ab":
+        (pair / name / "tokenizer.model").write_bytes(sentence_pieces_model(*PIECES))
+    (pair / "a" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert findings(pair) == ()
+    (pair / "b" / "added_tokens.json").write_text('{"<pad>": 5}')
+    assert blocking(pair) == ["b: tokenizer"]
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "qwen.tiktoken", "source.spm"])
+def test_another_binary_vocabulary_blocks_without_a_number(pair: Path, name: str) -> None:
+    for parent in "ab":
+        (pair / parent / name).write_text("one")
+    assert findings(pair) == ()
+    (pair / "b" / name).write_text("two")
+    (found,) = findings(pair)
+    (pair / "a" / name).unlink()
+    (pair / "b" / name).unlink()
+    assert (found.severity, found.where) == ("block", f"b: {name}")
+    assert "which tokens differ" in found.found
