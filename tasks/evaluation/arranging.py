@@ -9,11 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from difflib import get_close_matches
+from inspect import signature
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from merge_core.errors import InvalidInput, suggest
 from tasks.evaluation.asking import Asking
 from tasks.evaluation.backends import find_backend
+from tasks.evaluation.scoring import Scoring
 
 if TYPE_CHECKING:
     from tasks.evaluation.harness import LoadedTask
@@ -105,29 +109,49 @@ def room_for_prompt(loaded: LoadedTask, name: str, how: Asking, context: int | N
                 where,
                 found=f"{count:,} tokens{default}; the model takes {context:,} of prompt and answer together",
                 expected=f"at most {limit:,}, less what the prompt takes",
-                remedy=f"set gen_kwargs: {{{each}: …}} of this task in the profile, or evaluate.max_length if the model "
-                "can take more",
+                remedy=f"set gen_kwargs: {{{each}: …}} of this task in the profile; or evaluate.max_length, if the "
+                "model can take more",
             )
         tokens[each] = count
     return None if context is None else context - tokens[key]
 
 
-def require_known_generation(how: Asking, backend: str, task: str) -> None:
-    """See that a backend takes the settings of generation that a profile names, where it can say so.
+def require_known_generation(
+    how: Asking, backend: str, task: str, own: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({})
+) -> None:
+    """Check that a backend takes the generation settings that a profile names, if it can tell, and that neither profile
+    nor task has an argument of lm-eval's models among them.
+
+    Args:
+        own: Settings of each leaf itself, None for one without generated answers.
 
     Raises:
-        InvalidInput: naming the first that it does not know.
+        InvalidInput: naming the first that it does not take.
     """
+    from lm_eval.models.huggingface import HFLM
+
     known = find_backend(backend).generation_settings
-    if known is None or not how.gen_kwargs:
-        return
-    taken = known()
-    if odd := next((key for key in how.gen_kwargs if key not in taken), None):
+    taken = known() if known else frozenset()
+    of_models = signature(HFLM.__init__).parameters.keys() - taken
+    places = {f"evaluate.tasks: {task}: gen_kwargs.{key}": key for key in how.gen_kwargs}
+    places |= {f"task {leaf}: generation_kwargs.{key}": key for leaf, settings in own.items() for key in settings or ()}
+    if where := next((where for where, key in places.items() if key in of_models), None):
+        key = places[where]
+        is_ours = key in Scoring.model_fields
+        raise InvalidInput(
+            where,
+            found="an argument of lm-eval's models, which is not a setting of generation",
+            expected="until, max_gen_toks, do_sample, temperature, top_p, or another that the backend takes",
+            remedy=f"set evaluate.{key} instead"
+            if is_ours
+            else f"delete the key: mergegate does not support {key} yet",
+        )
+    if known and (odd := next((key for key in how.gen_kwargs if key not in taken), None)):
         raise InvalidInput(
             f"evaluate.tasks: {task}: gen_kwargs",
-            found=f"{odd!r}, which is no setting of generation of backend {backend}",
+            found=f"{odd!r}, which is not a generation setting of backend {backend}",
             expected="until, max_gen_toks, do_sample, temperature, top_p, or another that it takes",
-            remedy=suggest(odd, taken),
+            remedy=suggest(odd, taken) if get_close_matches(odd, taken) else "delete the key",
         )
 
 

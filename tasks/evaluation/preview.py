@@ -88,7 +88,7 @@ def _preview_there(
         # As the backend leaves it.
         reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={}, max_length=context)
         how = asking_of(task.asked, scoring)
-        require_known_generation(how, scoring.backend, task.name)
+        require_known_generation(how, scoring.backend, task.name, loaded.generation)
         room = {
             each: room_for_prompt(loaded, each, how, context)
             for each, settings in loaded.generation.items()
