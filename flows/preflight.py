@@ -251,7 +251,20 @@ def _with_data(evidence: Evidence, readers: Sequence[TokenizerPlace], problems: 
                     found = preview.build(tasks[-1], evidence.scoring, reader, limit).value
                     asked = task.asked.described() if task.asked else ""
                     problems.examples.append(TaskExample(task.name, reader.name, found, asked))
+                    if found.room is not None and found.tokens > found.room:
+                        problems.add([_cut_prompt(task.name, reader.name, found)])
     return evidence._replace(tasks=tuple(tasks)) if len(tasks) == len(evidence.tasks) else evidence
+
+
+def _cut_prompt(task: str, model: str, shown: TaskPreview) -> Finding:
+    return Finding(
+        "warn",
+        f"evaluate.tasks: {task}",
+        found=f"its first prompt has {shown.tokens:,} tokens; {model} has room for {shown.room:,} beside the longest "
+        "answer, so the beginning is cut off",
+        expected="prompts that the model reads whole",
+        remedy="a smaller max_gen_toks under gen_kwargs, or fewer num_fewshot",
+    )
 
 
 def _require_unread(recipes: Sequence[Recipe], evidence: Evidence, problems: Problems) -> None:

@@ -13,7 +13,7 @@ from flows.cli.looks import short_path
 from flows.cli.score_table import print_scores, print_table
 from flows.cli.sweep_summary import sweep_summary
 from flows.outcome import RunOutcome
-from tasks.report import CostTable, costs, final_table
+from tasks.report import CostTable, costs, cut_off_answers, final_table
 from tasks.stage import Section
 
 _LABEL = 9  # columns of 'release', 'report' and 'next'
@@ -30,6 +30,8 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
     if outcome.content is not None:
         console.print()
         print_scores(console, final_table(outcome.content))
+        for warning in cut_off_answers(outcome.content):
+            console.print(Text(f"! {warning}", style="yellow"), soft_wrap=not console.is_terminal)
         _print_costs(console, costs(outcome.content))
         for section in outcome.content.sections:
             _print_section(console, section)

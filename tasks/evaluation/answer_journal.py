@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from merge_core.store import RecordJournal
+from tasks.evaluation.backends import AnswerEnd
 
 
 class JournalledModel:
@@ -33,6 +34,7 @@ class JournalledModel:
 
     def __init__(self, lm: Any, journal: RecordJournal, *, batched: bool) -> None:
         self._lm, self._journal, self._batched = lm, journal, batched
+        self.ended_answers: list[tuple[Any, AnswerEnd]] = []  # request and end of every generated answer
         self._known: dict[str, deque[Any]] = defaultdict(deque)  # answers, by name of the request
         self._generator: dict[str, Any] = {}  # state after the last batch, by kind of request
         for record in journal.records:
@@ -41,6 +43,7 @@ class JournalledModel:
             self._generator[record["kind"]] = record.get("generator")
         self._waiting: dict[str, deque[Sequence[Any]]] = {}  # requests without an answer, by name
         self._answered: list[tuple[str, Any]] = []  # of the batch under way
+        self._ends: dict[str, deque[AnswerEnd]] = defaultdict(deque)  # of the present call, by name of the request
         self._kind, self._sampled = "", False
         self.restored = 0  # requests of the present call that the journal answered
 
@@ -56,9 +59,13 @@ class JournalledModel:
         return self._answers("generate_until", requests)
 
     def add_partial(self, kind: str, request: Sequence[Any], answer: Any) -> None:
-        """lm-eval's hook: ``answer`` is there, of what may be the last batch that was begun."""
+        """Record ``answer``, which may be of the last batch that was begun. lm-eval calls this hook."""
+        ends = getattr(self._lm, "answer_ends", None) if kind == "generate_until" else None
+        end = ends.popleft() if ends else AnswerEnd()
+        answer = _typed(kind, answer)
         if kind == self._kind and (name := self._whose(kind, request)):
-            self._answered.append((name, _typed(kind, answer)))
+            self._ends[name].append(end)
+            self._answered.append((name, answer if kind == "loglikelihood" else [answer, *end]))
             if not self._batched:
                 self.batch_begins()
 
@@ -74,12 +81,17 @@ class JournalledModel:
 
     def _answers(self, kind: str, requests: Sequence[Any]) -> list[Any]:
         names = [_name(kind, request.args) for request in requests]
-        answers = [_typed(kind, known.popleft()) if (known := self._known.get(name)) else None for name in names]
+        recorded = [known.popleft() if (known := self._known.get(name)) else None for name in names]
+        ends = [AnswerEnd()] * len(requests)
+        if kind == "generate_until":
+            ends = [AnswerEnd() if one is None else AnswerEnd(*one[1:]) for one in recorded]
+            recorded = [None if one is None else one[0] for one in recorded]
+        answers = [None if one is None else _typed(kind, one) for one in recorded]
         left = [index for index in _in_order_of_batches(kind, requests) if answers[index] is None]
         self.restored = len(requests) - len(left)
         self._kind, self._answered = kind, []
         self._sampled = kind == "generate_until" and any(map(_is_sampled, requests))
-        self._waiting = defaultdict(deque)
+        self._waiting, self._ends = defaultdict(deque), defaultdict(deque)
         for index in left:
             self._waiting[names[index]].append(requests[index].args)
         if self._sampled and (state := self._generator.get(kind)):
@@ -89,6 +101,10 @@ class JournalledModel:
             self.batch_begins()  # what was the last one is whole
             for index, answer in zip(left, found, strict=True):
                 answers[index] = answer
+                if ended := self._ends.get(names[index]):
+                    ends[index] = ended.popleft()
+        if kind == "generate_until":
+            self.ended_answers += zip(requests, ends, strict=True)
         self._kind = ""
         return answers
 
@@ -115,7 +131,7 @@ def is_answer_record(record: object) -> bool:
         case {"kind": "loglikelihood", "answers": list(answers)}:
             whole = all(_is_pair(answer) and _is_pair(answer[1]) for answer in answers)
         case {"kind": "generate_until", "answers": list(answers)}:
-            whole = all(_is_pair(answer) and isinstance(answer[1], str) for answer in answers)
+            whole = all(_is_pair(answer) and _is_generated(answer[1]) for answer in answers)
         case _:
             return False
     state = record.get("generator", [])
@@ -124,6 +140,14 @@ def is_answer_record(record: object) -> bool:
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2
+
+
+def _is_generated(value: object) -> bool:
+    """Return whether ``value`` is a text with the fields of its ``AnswerEnd``."""
+    if not (isinstance(value, list) and len(value) == 1 + len(AnswerEnd._fields)):
+        return False
+    text, reason, tokens = value
+    return isinstance(text, str) and isinstance(reason, str) and (tokens is None or type(tokens) is int)
 
 
 @contextmanager

@@ -121,7 +121,14 @@ def answered_then(config: Mapping[str, Any], sample: Mapping[str, Any]) -> Answe
     arguments = sample.get("arguments")
     if not (isinstance(arguments, Mapping) and all(isinstance(each, Mapping) for each in arguments.values())):
         return None
-    asked = [(str(each.get("arg_0", "")), str(each.get("arg_1", ""))) for each in arguments.values()]
+    asked = [(each.get("arg_0", ""), each.get("arg_1", "")) for each in arguments.values()]
+    answers = sample.get("filtered_resps")
+    if not isinstance(answers, list):
+        return None
+    written = [text for pair in asked for text in pair]
+    written += [answer[0] if isinstance(answer, list) and answer else None for answer in answers]
+    if not all(isinstance(text, str) for text in written):
+        return None  # lm-eval writes prompts, choices and likelihoods as text
     listed = config.get("metric_list")
     metrics = [entry.get("metric") for entry in (listed if isinstance(listed, list) else ()) if isinstance(entry, dict)]
     if "acc_mutual_info" in metrics:  # each choice was asked a second time, without the question
@@ -144,6 +151,8 @@ def _right_as_written(
     text, source, document = str(sample.get("target", "")).strip(), config.get("doc_to_target"), sample.get("doc")
     if isinstance(source, str) and isinstance(document, Mapping) and source in document:
         value = document[source]
+        if "target" in sample and str(value).strip() != text:
+            return None  # the document is not the one whose target was written
         return _right(value.strip() if isinstance(value, str) else value, choices)
     if len(text) > _LONGEST_LITERAL:
         return _right(text, choices)

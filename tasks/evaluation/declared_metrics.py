@@ -97,6 +97,12 @@ def _is_known(metric: str) -> bool:
     return metric in METRIC_REGISTRY
 
 
+def is_registered_mean(metric: str) -> bool | None:
+    """Return whether lm-eval averages ``metric`` over documents where a task does not say; None if it has no such
+    metric."""
+    return _registered(metric)[0]
+
+
 @lru_cache(maxsize=256)
 def _registered(metric: str) -> tuple[bool | None, bool]:
     """Of a metric of lm-eval's own: whether it is averaged over documents (None: unknown), and has a direction."""

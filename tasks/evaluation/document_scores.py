@@ -32,12 +32,14 @@ class DocumentScore(NamedTuple):
     cluster: str = ""  # what the document shares with others (a passage, a subject), where a guard asks for it
     higher_is_better: bool = True  # as the task says of this metric
     answer: str = ""  # what the model said or chose, shortened; empty where that is no text
+    ended: tuple[str, ...] = ()  # how each generated answer ended, see ``AnswerEnd``
+    answer_tokens: tuple[int | None, ...] = ()  # length of each generated answer; None: unknown
 
 
 def score_of_sample(
     task: str, metric: str, sample: Mapping[str, Any], outcome: float, cluster: str, higher_is_better: bool = True
 ) -> DocumentScore:
-    """From one of the samples that lm-eval returns, or writes with ``--log_samples``."""
+    """Return the score of one of the samples that lm-eval returns, or writes with ``--log_samples``."""
     return DocumentScore(
         task=task,
         metric=metric,
@@ -89,6 +91,7 @@ def write_document_scores(path: Path, outcomes: Sequence[DocumentScore]) -> None
     import pyarrow.parquet as pq
 
     types = {"doc_id": pa.int64(), "outcome": pa.float64(), "higher_is_better": pa.bool_()}
+    types |= {"ended": pa.list_(pa.string()), "answer_tokens": pa.list_(pa.int64())}
     columns = {
         name: pa.array([getattr(outcome, name) for outcome in outcomes], types.get(name, pa.string()))
         for name in DocumentScore._fields
@@ -102,6 +105,8 @@ def read_document_scores(path: Path) -> tuple[DocumentScore, ...]:
 
     with pq.ParquetFile(path) as file:  # read_table would import pandas
         columns = file.read().to_pydict()
+    for name in ("ended", "answer_tokens"):  # absent from a table that is older
+        columns[name] = [tuple(each) for each in columns.get(name) or [()] * len(columns["task"])]
     columns.setdefault("answer", [""] * len(columns["task"]))  # a table from before they were kept
     columns.setdefault("cluster", [""] * len(columns["task"]))  # a table from before there were clusters
     columns.setdefault("higher_is_better", [True] * len(columns["task"]))

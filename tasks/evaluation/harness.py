@@ -32,7 +32,7 @@ from tasks.checkpoints import Model
 from tasks.evaluation.answer_journal import is_answer_record, journalled
 from tasks.evaluation.arranging import arrange
 from tasks.evaluation.asking import asking_of
-from tasks.evaluation.backends import find_backend
+from tasks.evaluation.backends import AnswerEnd, find_backend
 from tasks.evaluation.choice_probability import PROBABILITY, answered_now, choices_of, probabilities
 from tasks.evaluation.code_metric import bound_checks, code_bounded, code_labels, programs_told
 from tasks.evaluation.division import DocumentSet
@@ -216,6 +216,9 @@ def ask_documents(
             fewshot_as_multiturn=how.is_multiturn,
             confirm_run_unsafe_code=task.code is not None,
         )
+    ends: dict[tuple[str, int], list[AnswerEnd]] = {}
+    for request, end in getattr(lm, "ended_answers", ()):  # lm-eval numbers the documents that it was given
+        ends.setdefault((request.task_name, documents[request.task_name][request.doc_id]), []).append(end)
     outcomes: list[DocumentScore] = []
     for name, samples in results["samples"].items():
         measured = {metric for sample in samples for metric in sample["metrics"]}
@@ -230,7 +233,11 @@ def ask_documents(
                 outcomes.append(_scored(f"{model}: task {name}", name, PROBABILITY, True, with_it, task))
     every = [(name, document) for name, those in documents.items() for document in those]
     check_all_scored(f"task {task.name}", every, outcomes)
-    return ScoredDocuments(tuple(outcomes))
+    return ScoredDocuments(tuple(_with_ends(row, ends.get((row.task, row.doc_id), ())) for row in outcomes))
+
+
+def _with_ends(row: DocumentScore, ends: Sequence[AnswerEnd]) -> DocumentScore:
+    return row._replace(ended=tuple(end.reason for end in ends), answer_tokens=tuple(end.tokens for end in ends))
 
 
 @contextmanager

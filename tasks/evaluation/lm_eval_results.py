@@ -16,75 +16,62 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import JsonBounds, parse_json, read_lines, read_plain
+from merge_core.parsing import as_written, line_place, read_lines
 from tasks.evaluation.choice_probability import PROBABILITY, AnsweredChoice, answered_then, probabilities
+from tasks.evaluation.declared_metrics import is_registered_mean
 from tasks.evaluation.document_scores import DocumentScore
+from tasks.evaluation.lm_eval_files import (
+    MAX_SAMPLE_BYTES,
+    MAX_SAMPLES,
+    WrittenResults,
+    parse_sample,
+    read_results_file,
+)
 from tasks.evaluation.metrics import check_all_scored, checked_score
 
 _DATE = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
 _ALTERED = "one of the two files was altered: copy both again, or run lm-eval again"
 _LOGGED = "run lm-eval with --output_path and --log_samples"
-_HASHES = ("doc_hash", "prompt_hash", "target_hash")
 # Metrics of lm-eval whose score of a document is a share of what could be right.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all", "em", "exact_match", "exact", "f1"))
-# MMLU has 14,042 documents. Each takes 0.6 kB of memory here, and 30 microseconds.
-MAX_SAMPLES = 200_000
-MAX_SAMPLE_BYTES = 16 << 20
-_MOST_METRICS = 64
-_BOUNDS = JsonBounds(size=64 << 20)
-_LINE_BOUNDS = JsonBounds(size=MAX_SAMPLE_BYTES, values=200_000)
 
 
 @dataclass(frozen=True)
 class ResultsFile:
-    """A results file of lm-eval: what stands in it, and the date that its samples files carry too."""
+    """A results file of lm-eval, with the date that it shares with its samples files."""
 
     path: Path
     date: str
-    content: Mapping[str, Any]  # as in lm_eval.result_schema.EvalResults
-
-    def of(self, key: str) -> Mapping[str, Any]:
-        """A part of it that is a mapping; empty where it is absent."""
-        part = self.content.get(key)
-        return part if isinstance(part, Mapping) else {}
-
-    def about(self, key: str, task: str) -> Mapping[str, Any]:
-        """The mapping that a part has about a task; empty where there is none."""
-        found = self.of(key).get(task)
-        return found if isinstance(found, Mapping) else {}
+    content: WrittenResults
 
     def leaves(self, task: str) -> tuple[str, ...]:
-        """The tasks below a group, or the task itself; empty where this file has neither."""
-        found: dict[str, None] = {}
+        """Return the tasks below a group, or the task itself; empty if this file has neither."""
+        leaves: dict[str, None] = {}
         seen: set[str] = set()
         waiting = [task]
-        while waiting:  # each name once: a stranger's groups may lie in circles
+        while waiting:  # each name once: groups in a file from elsewhere may be circular
             name = waiting.pop()
             if name in seen:
                 continue
             seen.add(name)
-            children = self.of("group_subtasks").get(name)
-            if isinstance(children, list) and children:
-                waiting += [str(child) for child in reversed(children)]
-            elif name in self.of("configs"):
-                found[name] = None
-        return tuple(found)
-
-    def scored(self, task: str) -> int | None:
-        """How many documents of a task it says were scored."""
-        counted = self.about("n-samples", task).get("effective")
-        return counted if type(counted) is int else None
+            if children := self.content.group_subtasks.get(name):
+                waiting += reversed(children)
+            elif name in self.content.configs:
+                leaves[name] = None
+        return tuple(leaves)
 
 
 class Conditions(NamedTuple):
-    """Under what a model was asked. Scores compare only where all of it is equal."""
+    """Conditions under which a model was evaluated. Scores compare only if all of them are equal."""
 
     lm_eval_version: str
     task_versions: tuple[tuple[str, str], ...]
@@ -93,6 +80,7 @@ class Conditions(NamedTuple):
     fewshot_as_multiturn: str
     system_instruction_sha: str
     gen_kwargs: str
+    higher_is_better: str
 
 
 class Precision(NamedTuple):
@@ -133,8 +121,8 @@ def find_results(place: Path) -> tuple[ResultsFile, ...]:
     dated = [(match.group(1), path) for path in paths if (match := _DATE.search(path.name))]
     if not dated:
         raise InvalidInput(str(place), found="no results_DATE.json", expected="lm-eval's output", remedy=_LOGGED)
-    files = [ResultsFile(path, date, _read_results(path)) for date, path in dated]
-    models = {(file.path.parent, str(file.content.get("model_name"))): file for file in files}
+    files = [ResultsFile(path, date, read_results_file(path)) for date, path in dated]
+    models = {(file.path.parent, str(file.content.model_name)): file for file in files}
     if len(models) > 1:
         several = sorted(str(file.path.relative_to(place)) for file in models.values())
         raise InvalidInput(
@@ -160,7 +148,7 @@ def read_task(found: Sequence[ResultsFile], task: str, cluster_field: str | None
     """
     file = next((file for file in found if file.leaves(task)), None)
     if file is None:
-        known = {name for file in found for part in ("configs", "group_subtasks") for name in file.of(part)}
+        known = {name for file in found for name in (*file.content.configs, *file.content.group_subtasks)}
         raise InvalidInput(
             f"{found[0].path.parent}: task {task}", found="no results of it", remedy=suggest(task, known)
         )
@@ -170,12 +158,12 @@ def read_task(found: Sequence[ResultsFile], task: str, cluster_field: str | None
     for leaf in leaves:
         samples = _read_samples(file, leaf, cluster_field, MAX_SAMPLES - read)
         read += len(samples)
-        directions = file.about("higher_is_better", leaf)
+        directions = file.content.higher_is_better.get(leaf, {})
         found_here: list[DocumentScore] = []
         for metric, key in _means(file, leaf, samples):
             if (higher := directions.get(metric)) is not None:
                 found_here += [
-                    _outcome(leaf, key, bool(higher), sample, sample.score(metric))
+                    _outcome(leaf, key, higher, sample, sample.score(metric))
                     for sample in samples
                     if metric in sample.metrics and key == f"{metric},{sample.filter}"
                 ]
@@ -221,94 +209,80 @@ def precision_differences(reference: TaskResults, merge: TaskResults) -> tuple[s
     )
 
 
-def _read_results(path: Path) -> Mapping[str, Any]:
-    content = parse_json(
-        read_plain(path, _BOUNDS.size), str(path), bounds=_BOUNDS, expected="a file that is not cut off"
-    )
-    if not (isinstance(content, dict) and {"results", "configs", "lm_eval_version"} <= content.keys()):
-        raise InvalidInput(
-            str(path), found="no results file of lm-eval", expected="results, configs, lm_eval_version", remedy=_LOGGED
-        )
-    return content
-
-
 class _Sample(NamedTuple):
-    """Of a line what a gate needs; a document's text and the answers, most of the line, are let go at once."""
+    """What a gate needs of a line. The document's text and the answers, most of the line, are dropped at once."""
 
     doc_id: int
     filter: str
     hashes: tuple[str, str, str]
     metrics: tuple[str, ...]
-    scores: tuple[float | None, ...]  # None: no number
+    scores: tuple[float | None, ...]  # None: not a number
     cluster: str
-    answered: AnsweredChoice | None  # of a choice task
+    answered: AnsweredChoice | None  # None: not a choice task
 
     def score(self, metric: str) -> float | None:
-        """Under a metric; None where it has none that is a number."""
+        """Return the score under ``metric``, None if it has no number there."""
         return self.scores[self.metrics.index(metric)] if metric in self.metrics else None
 
 
 def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most: int) -> tuple[_Sample, ...]:
-    """All lines of a samples file, after seeing that they are those of the results file, each document once."""
-    stated = file.of("task_hashes").get(task)
-    if not isinstance(stated, str) or "/" in task or "\0" in task:
-        raise _no_samples(file.path.parent / "samples_…", file)
-    path = file.path.with_name(f"samples_{task}_{file.date}.jsonl")
-    if not path.exists():
-        raise _no_samples(path, file)
-    running, samples, names, config = hashlib.sha256(), [], _Names(), file.about("configs", task)
-    seen: set[tuple[int, str]] = set()
+    """Read a samples file, and check that it belongs to its results file and has each document once."""
+    stated, counted = file.content.task_hashes.get(task), file.content.n_samples.get(task)
+    if counted is None:
+        raise InvalidInput(
+            f"{file.path}: n-samples", found=f"no {task}", expected="the number of its documents", remedy=_ALTERED
+        )
+    path = file.path.with_name(f"samples_{task}_{file.date}.jsonl" if not {"/", "\0"} & set(task) else "samples_…")
+    if stated is None or not os.path.exists(path):  # noqa: PTH110  # pathlib's own raises for a name that is too long
+        raise InvalidInput(
+            str(path),
+            found="not there",
+            expected=f"the samples that {file.path.name} speaks of",
+            remedy=_LOGGED,
+        )
+    config = file.content.configs[task].model_dump()
+    running, samples, names = hashlib.sha256(), [], _Names()
+    lines: dict[tuple[int, str], int] = {}
     for number, line in read_lines(path, longest=MAX_SAMPLE_BYTES, most=most):
         sample = _sample(line, path, number, cluster_field, config, names)
-        if (sample.doc_id, sample.filter) in seen:
+        if first := lines.get((sample.doc_id, sample.filter)):
             raise InvalidInput(
-                str(path),
-                found=f"document {sample.doc_id} twice under the filter {sample.filter}",
+                line_place(path, number),
+                found=f"document {sample.doc_id} twice under the filter {sample.filter}, first in line {first}",
                 expected="each document once",
                 remedy=_ALTERED,
             )
-        seen.add((sample.doc_id, sample.filter))
+        if sample.doc_id >= counted.original:
+            raise InvalidInput(
+                f"{line_place(path, number)}: doc_id",
+                found=str(sample.doc_id),
+                expected=f"less than the {counted.original} documents that {file.path.name} speaks of",
+                remedy=_ALTERED,
+            )
+        lines[sample.doc_id, sample.filter] = number
         running.update("".join(sample.hashes).encode())
         samples.append(sample)
-    ids = {sample.doc_id for sample in samples}
     if running.hexdigest() != stated:
         raise InvalidInput(
             str(path),
-            found=f"other samples than those of {file.path.name}: {len(ids)} documents, "
-            f"{file.scored(task)} were scored",
+            found=f"other samples than those of {file.path.name}: {len({sample.doc_id for sample in samples})} "
+            f"documents, {counted.effective} were scored",
             expected="the file as lm-eval wrote it",
             remedy="it is cut off, altered or of another run: copy it again, or run lm-eval again",
         )
-    _check_counts(file, task, samples, path)
+    for name, documents in Counter(sample.filter for sample in samples).items():
+        if documents != counted.effective:
+            raise InvalidInput(
+                str(path),
+                found=f"{documents} documents under {name}",
+                expected=f"the {counted.effective} of {counted.original} documents that {file.path.name} speaks of",
+                remedy=_ALTERED,
+            )
     return tuple(samples)
 
 
-def _no_samples(path: Path, file: ResultsFile) -> InvalidInput:
-    return InvalidInput(
-        str(path), found="not there", expected=f"the samples that {file.path.name} speaks of", remedy=_LOGGED
-    )
-
-
-def _check_counts(file: ResultsFile, task: str, samples: Sequence[_Sample], path: Path) -> None:
-    """Under each filter as many documents as the results file says, and none that the task does not have."""
-    of_filter: dict[str, set[int]] = {}
-    for sample in samples:
-        of_filter.setdefault(sample.filter, set()).add(sample.doc_id)
-    effective, original = file.scored(task), file.about("n-samples", task).get("original")
-    has = original if type(original) is int else None
-    for name, known in of_filter.items():
-        odd = next((one for one in sorted(known) if one < 0 or (has is not None and one >= has)), None)
-        if odd is not None or len(known) != effective:
-            raise InvalidInput(
-                str(path),
-                found=f"document {odd} of {has}" if odd is not None else f"{len(known)} documents under {name}",
-                expected=f"the {effective} of {has} documents that {file.path.name} speaks of",
-                remedy=_ALTERED,
-            )
-
-
 class _Names:
-    """Texts that are the same in every line, kept once."""
+    """Texts that are the same in every line, stored once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
@@ -320,21 +294,16 @@ class _Names:
 def _sample(
     line: bytes, path: Path, number: int, cluster_field: str | None, config: Mapping[str, Any], names: _Names
 ) -> _Sample:
-    where = f"{path}: line {number}"
-    sample = parse_json(line, where, bounds=_LINE_BOUNDS, expected="one sample a line; the file may be cut off")
-    if not _is_sample(sample):
-        raise InvalidInput(
-            where, found="no sample of lm-eval", expected="doc_id, filter, metrics, " + ", ".join(_HASHES)
-        )
-    found = [sample.get(metric) for metric in sample["metrics"]]
+    sample, content = parse_sample(line, path, number)
+    scores = [content.get(metric) for metric in sample.metrics]
     return _Sample(
-        sample["doc_id"],
-        names(sample["filter"]),
-        (sample["doc_hash"], sample["prompt_hash"], sample["target_hash"]),
-        names(tuple(sample["metrics"])),
-        tuple(float(score) if isinstance(score, (bool, int, float)) else None for score in found),
-        names(_cluster(sample, cluster_field, where)),
-        answered_then(config, sample),
+        sample.doc_id,
+        names(sample.filter),
+        (sample.doc_hash, sample.prompt_hash, sample.target_hash),
+        names(tuple(sample.metrics)),
+        tuple(float(score) if isinstance(score, (bool, int, float)) else None for score in scores),
+        names(_cluster(content, cluster_field, line_place(path, number))),
+        answered_then(config, content),
     )
 
 
@@ -352,51 +321,58 @@ def _cluster(sample: Mapping[str, Any], field: str | None, where: str) -> str:
     return str(document[field])
 
 
-def _is_sample(sample: object) -> bool:
-    return (
-        isinstance(sample, dict)
-        and type(sample.get("doc_id")) is int
-        and isinstance(sample.get("metrics"), list)
-        and len(sample["metrics"]) <= _MOST_METRICS
-        and all(isinstance(metric, str) for metric in sample["metrics"])
-        and isinstance(sample.get("filter"), str)
-        and all(isinstance(sample.get(name), str) and len(sample[name]) <= 128 for name in _HASHES)
-    )
-
-
 def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator[tuple[str, str]]:
-    """``('acc', 'acc,none')`` for every metric that the results file reports as the mean of its samples' scores.
+    """Yield ``('acc', 'acc,none')`` for every metric that the results file reports as the mean of its samples' scores.
+
+    A metric is a mean if its task declares one, or declares nothing and lm-eval averages it. For a metric that lm-eval
+    does not know, the numbers tell.
 
     Raises:
-        InvalidInput: when a metric is declared as a mean and is not that of these samples, or a score is none that its
-            metric can have.
+        InvalidInput: for a mean that is not that of these samples, or a score that its metric cannot have.
     """
     where = f"{file.path}: task {task}"
-    reported = file.about("results", task)
-    listed = file.about("configs", task).get("metric_list")
-    declared = {
-        str(entry.get("metric")): entry.get("aggregation")
-        for entry in (listed if isinstance(listed, list) else ())
-        if isinstance(entry, Mapping)
-    }
-    values: dict[tuple[str, str], list[float | None]] = {}
+    reported = file.content.results.get(task, {})
+    declared = {entry.metric: entry.aggregation for entry in file.content.configs[task].metric_list or ()}
+    values: dict[tuple[str, str], list[tuple[int, float | None]]] = {}
     for sample in samples:
         for metric, score in zip(sample.metrics, sample.scores, strict=True):
-            key = f"{metric},{sample.filter}"
-            if score is not None and declared.get(metric) in (None, "mean"):
-                checked_score(where, key, sample.doc_id, score)
-                _check_range(where, metric, sample.doc_id, score)
-            values.setdefault((metric, key), []).append(score)
+            values.setdefault((metric, f"{metric},{sample.filter}"), []).append((sample.doc_id, score))
     for (metric, key), scores in values.items():
-        total, how = reported.get(key), declared.get(metric)
-        numbers = [score for score in scores if score is not None]
-        is_mean = (
-            len(numbers) == len(scores)
-            and isinstance(total, (int, float))
+        how = declared.get(metric)
+        if how is None and key in reported and (averaged := is_registered_mean(metric)) is not None:
+            how = "mean" if averaged else "not a mean"
+        if how not in (None, "mean"):
+            continue
+        numbers = []
+        for document, score in scores:
+            if score is None:
+                if how is None:
+                    break
+                raise InvalidInput(
+                    where,
+                    found=f"{metric} of document {document} is not a number",
+                    expected="a score of each document, of which the task's is the mean",
+                    remedy=_ALTERED,
+                )
+            numbers.append(checked_score(where, key, document, score))
+            if metric in SHARES and not 0 <= score <= 1:
+                raise InvalidInput(
+                    where,
+                    found=f"{metric} of document {document} is {score:g}",
+                    expected="a share, from 0 to 1",
+                    remedy="the results were altered, or are of another metric under this name: run lm-eval again",
+                )
+        total = reported.get(key)
+        is_number = isinstance(total, (int, float)) and not isinstance(total, bool)
+        if key in reported and not is_number and len(numbers) == len(scores):
+            raise InvalidInput(
+                f"{file.path}: results.{task}.{key}", found=as_written(total), expected="a number", remedy=_ALTERED
+            )
+        if (
+            is_number
+            and len(numbers) == len(scores)
             and math.isclose(math.fsum(numbers) / len(numbers), total, rel_tol=1e-9, abs_tol=1e-9)
-        )
-        # Where the task does not say how a metric is summed up, lm-eval takes the metric's own way: the numbers tell.
-        if is_mean and how in (None, "mean"):
+        ):
             yield metric, key
         elif how == "mean":
             raise InvalidInput(
@@ -405,16 +381,6 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
                 expected="samples as lm-eval wrote them",
                 remedy=_ALTERED,
             )
-
-
-def _check_range(where: str, metric: str, document: int, score: float) -> None:
-    if metric in SHARES and not 0 <= score <= 1:
-        raise InvalidInput(
-            where,
-            found=f"{metric} of document {document} is {score:g}",
-            expected="a share, from 0 to 1",
-            remedy="the results were altered, or are of another metric under this name: run lm-eval again",
-        )
 
 
 def _outcome(task: str, key: str, higher_is_better: bool, sample: _Sample, score: float | None) -> DocumentScore:
@@ -437,24 +403,25 @@ def _probabilities(task: str, samples: Sequence[_Sample]) -> list[DocumentScore]
 def _conditions(file: ResultsFile, leaves: Sequence[str]) -> Conditions:
     content = file.content
     return Conditions(
-        lm_eval_version=str(content["lm_eval_version"]),
-        task_versions=tuple((leaf, str(file.of("versions").get(leaf))) for leaf in leaves),
-        model_source=str(content.get("model_source")),
-        chat_template_sha=str(content.get("chat_template_sha")),
+        lm_eval_version=content.lm_eval_version,
+        task_versions=tuple((leaf, str(content.versions.get(leaf))) for leaf in leaves),
+        model_source=str(content.model_source),
+        chat_template_sha=str(content.chat_template_sha),
         # Says nothing about prompts unless there is a template: lm-eval's library and command line differ there.
-        fewshot_as_multiturn=str(bool(content.get("chat_template_sha") and content.get("fewshot_as_multiturn"))),
-        system_instruction_sha=str(content.get("system_instruction_sha")),
-        gen_kwargs=json.dumps(file.of("config").get("gen_kwargs") or {}, sort_keys=True),
+        fewshot_as_multiturn=str(bool(content.chat_template_sha and content.fewshot_as_multiturn)),
+        system_instruction_sha=str(content.system_instruction_sha),
+        gen_kwargs=json.dumps(content.config.gen_kwargs or {}, sort_keys=True),
+        higher_is_better=json.dumps([content.higher_is_better.get(leaf) for leaf in leaves], sort_keys=True),
     )
 
 
 def _precision(file: ResultsFile) -> Precision:
-    config = file.of("config")
+    content = file.content
     return Precision(
-        model_dtype=str(config.get("model_dtype")),
-        batch_size=str(config.get("batch_size")),
-        max_length=str(file.content.get("max_length")),
-        transformers_version=str(file.content.get("transformers_version")),
+        model_dtype=str(content.config.model_dtype),
+        batch_size=str(content.config.batch_size),
+        max_length=str(content.max_length),
+        transformers_version=str(content.transformers_version),
     )
 
 

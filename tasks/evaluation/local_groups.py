@@ -61,9 +61,17 @@ def group_members(
         places = _places_in_list(path, config)
         found = [_task_at(place, config, _data_root(place, data_root), {}, list(files)) for place in places]
     else:
-        name = config["group"]
+        name, task = config["group"], config.get("task")
+        is_task = isinstance(task, str) and {"doc_to_text", "output_type", "test_split"} & config.keys()
+        if is_task and (not isinstance(name, str) or task not in _beside(path.parent)):
+            raise InvalidInput(
+                f"{path}: group",
+                found=f"{name!r:.60}, in the file of the task {task!r}",
+                expected="'tag' for names that several tasks share; 'group' only in a file that lists tasks",
+                remedy="rename 'group' to 'tag'",
+            )
         if not isinstance(name, str):
-            raise InvalidInput(f"{path}: group", found=f"{name!r:.60}", expected="one name")
+            raise InvalidInput(f"{path}: group", found=f"{name!r:.60}", expected="one name", remedy="group: NAME")
         found = list(_members(_Group(path, name, config, data_root), {}, (name,)))
     every: dict[str, Definition] = {}
     for member in found:

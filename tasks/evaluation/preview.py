@@ -48,18 +48,19 @@ class TaskPreview(StageValue):
     prompt: str  # all that stands before the answer; cut where it is very long
     answer: str  # what is asked the likelihood of first; of an answer that is written out, the wanted one
     tokens: int  # of the prompt
+    room: int | None = None  # tokens of a prompt that fit beside the longest answer; None: no answer, or unknown
 
     def summary(self) -> str:
         return f"{self.tokens:,} tokens"
 
 
-@value_stage("preview", version=1, subject="task")
+@value_stage("preview", version=2, subject="task")
 def preview(task: EvalTask, scoring: Scoring, tokenizer: TokenizerPlace, limit: CountLimit) -> TaskPreview:
     """The first document of ``task``, whose data are pinned, as the model of ``tokenizer`` would read it.
 
     Raises:
-        InvalidInput: when the tokenizer or the data cannot be loaded, or a template, a function of the task or the
-            few-shot examples fail.
+        InvalidInput: when the tokenizer or the data cannot be loaded, a template, a function of the task or the
+            few-shot examples fail, or answers may be longer than the model's context.
         Refused: when the time is over.
     """
     return ask_about_task(task, _preview_there, (task, scoring, tokenizer), "its first document", limit.seconds)
@@ -71,7 +72,7 @@ def _preview_there(
     """In the process that holds models."""
     from lm_eval.models.huggingface import HFLM
 
-    from tasks.evaluation.arranging import arrange, require_known_generation
+    from tasks.evaluation.arranging import arrange, require_known_generation, room_for_prompt
     from tasks.evaluation.harness import counted_documents, load_task, mistakes_of, quiet
     from tasks.evaluation.task_texts import text_of
 
@@ -83,9 +84,16 @@ def _preview_there(
         if (first := next(order, None)) is None:
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
         name, position = first
-        reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={})  # as the backend leaves it
+        context = _context_of(tokenizer, loaded_tokenizer, scoring)
+        # As the backend leaves it.
+        reader = SimpleNamespace(tokenizer=loaded_tokenizer, chat_template_args={}, max_length=context)
         how = asking_of(task.asked, scoring)
-        require_known_generation(how, scoring.backend, task.name)
+        require_known_generation(how, scoring.backend, task.name, loaded.generation)
+        room = {
+            each: room_for_prompt(loaded, each, how, context)
+            for each, settings in loaded.generation.items()
+            if settings is not None
+        }
         leaf = arrange(loaded, {name: [position]}, reader, how, scoring.seed)[name]
         template = partial(HFLM.apply_chat_template, reader)
         with mistakes_of(task):
@@ -96,14 +104,15 @@ def _preview_there(
                 fewshot_as_multiturn=how.is_multiturn,
                 chat_template=_filled_in(template, tokenizer.name, task.name) if how.is_chat else None,
             )
-            context, *rest = leaf.instances[0].args
-            _require_instruction(how.system_instruction, str(context), tokenizer.name, task.name)
+            prompt, *rest = leaf.instances[0].args
+            _require_instruction(how.system_instruction, str(prompt), tokenizer.name, task.name)
             answer = rest[0] if rest and isinstance(rest[0], str) else text_of(leaf, leaf.eval_docs[position]).target
         return TaskPreview(
             leaf=name,
-            prompt=str(context)[:_LONGEST],
+            prompt=str(prompt)[:_LONGEST],
             answer=str(answer)[:_LONGEST],
-            tokens=len(loaded_tokenizer(str(context))["input_ids"]),
+            tokens=len(loaded_tokenizer(str(prompt))["input_ids"]),
+            room=room.get(name),
         )
 
 
@@ -130,6 +139,22 @@ def _tokenizer_of(place: TokenizerPlace) -> Any:
             expected="a tokenizer that transformers can load, beside the weights",
             remedy="download or copy its files (tokenizer.json, tokenizer_config.json, ...) from the base model",
         ) from error
+
+
+def _context_of(place: TokenizerPlace, tokenizer: Any, scoring: Scoring) -> int | None:
+    """Return how many tokens the backend will let a model read, None if only the backend can tell."""
+    from lm_eval.models.utils import resolve_max_length
+    from transformers import AutoConfig
+
+    if scoring.max_length is not None:
+        return scoring.max_length
+    try:
+        config = AutoConfig.from_pretrained(str(place.directory), trust_remote_code=False)
+    except Exception:  # transformers promises no set of types; the check of headers says what is wrong with it
+        return None
+    if scoring.backend not in ("hf", "served"):  # vLLM computes a longer one where positions are scaled
+        return None
+    return resolve_max_length(config, tokenizer)
 
 
 def _filled_in(template: Callable[..., str], model: str, task: str) -> Callable[..., str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from merge_core.errors import InvalidInput
 from merge_core.store import JOURNAL, Artifact, JournalPlace, NotInKey, keep_only_journal
 from tasks.checkpoints import Model, files_state
-from tasks.evaluation.backends import find_backend
+from tasks.evaluation.backends import CUT_OFF, find_backend
 from tasks.evaluation.choice_probability import PROBABILITY
 from tasks.evaluation.document_scores import SCORES_FILE, DocumentScore, read_document_scores, write_document_scores
 from tasks.evaluation.metrics import JudgedMetrics, MetricSetting, choose_metrics, documents_of, metrics_by_leaf
@@ -49,9 +50,39 @@ class TaskScore(BaseModel):
     higher_is_better: bool
 
 
+class AnswerEnds(BaseModel):
+    """How the generated answers of one task ended."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    counts: dict[str, int]  # answers by ``AnswerEnd.reason``
+    budgets: tuple[int, ...] = ()  # tokens that answers had when they reached the most that they may have, ascending
+
+    @property
+    def answers(self) -> int:
+        """Number of answers whose end is known."""
+        return sum(count for reason, count in self.counts.items() if reason)
+
+    @property
+    def cut_off(self) -> int:
+        """Number of answers that did not end by themselves."""
+        return sum(self.counts.get(reason, 0) for reason in CUT_OFF)
+
+    def described(self) -> str:
+        """Return ``58 of 60 answers reached max_gen_toks (24)``; empty if none was cut off."""
+        if not self.cut_off:
+            return ""
+        budget = (
+            f" ({' to '.join(map(str, dict.fromkeys((self.budgets[0], self.budgets[-1]))))})" if self.budgets else ""
+        )
+        limit = "max_gen_toks" + budget if "length" in self.counts else ""
+        context = "the end of the context" if "context" in self.counts else ""
+        return f"{self.cut_off:,} of {self.answers:,} answers reached {' or '.join(filter(None, (limit, context)))}"
+
+
 class Scores(StageValue):
     """Scores of one model. The artifact holds ``outcomes.parquet``, one row a document, task and metric:
-    ``task, metric, doc_id, doc_hash, prompt_hash, target_hash, outcome``."""
+    ``task, metric, doc_id, doc_hash, prompt_hash, target_hash, outcome, ended, answer_tokens``."""
 
     model: Annotated[str, NotInKey]
     tasks: tuple[TaskScore, ...]
@@ -60,10 +91,12 @@ class Scores(StageValue):
     seed: int = 0  # of the order in which the documents were taken
     seconds: Annotated[float | None, NotInKey] = None  # that scoring took here, loading included; None: not measured
     data: dict[str, TaskData] = Field(default_factory=dict)  # by task: what was asked; of lm-eval's own results none
+    ends: dict[str, AnswerEnds] = Field(default_factory=dict)  # by task; of tasks with generated answers
 
     def summary(self) -> str:
         own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # what is right, not how surely
-        return " · ".join(f"{score.task} {100 * score.score:.1f}" for score in own)
+        scores = [f"{score.task} {100 * score.score:.1f}" for score in own]
+        return " · ".join([*scores, *(text for ends in self.ends.values() if (text := ends.described()))])
 
 
 class TaskSize(StageValue):
@@ -98,7 +131,7 @@ class CountLimit(BaseModel):
     seconds: Annotated[float | None, NotInKey] = None
 
 
-@stage("evaluate", version=5, subject="model", resumable=True, apart="part")
+@stage("evaluate", version=6, subject="model", resumable=True, apart="part")
 def evaluate(
     out: Path, model: Model, task: EvalTask, scoring: Scoring, part: DocumentRange, runtime: Runtime
 ) -> Scores:
@@ -138,10 +171,11 @@ def evaluate(
         seed=scoring.seed,
         seconds=time.monotonic() - began,
         data={task.name: task.data} if task.data else {},
+        ends=answer_ends(task.name, scored.outcomes),
     )
 
 
-@stage("excerpt", version=1)
+@stage("excerpt", version=2)
 def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
     """Scores of some of the documents of an artifact, as if they alone had been asked.
 
@@ -163,8 +197,9 @@ def excerpt(out: Path, scores: Artifact[Scores], part: DocumentRange) -> Scores:
     wanted = set(documents[part.first - known.part.first : part.last - known.part.first])
     kept = [row for row in rows if (row.task, row.doc_id) in wanted]
     write_document_scores(out / SCORES_FILE, kept)
-    tasks = score_table(known.tasks[0].task, kept)
-    return known.model_copy(update={"tasks": tasks, "part": part, "seconds": None})
+    task = known.tasks[0].task
+    update = {"tasks": score_table(task, kept), "ends": answer_ends(task, kept), "part": part, "seconds": None}
+    return known.model_copy(update=update)
 
 
 def evaluate_to(
@@ -419,7 +454,23 @@ def join_parts(artifacts: Sequence[Artifact[Scores]]) -> Scores:
     scores = tuple(score for each in joined.values() for score in each.table())
     data = {task: each.data for task, each in joined.items() if each.data}
     part = value.part if len(artifacts) == 1 else None
-    return value.model_copy(update={"tasks": scores, "data": data, "part": part, "seconds": None})
+    ends: dict[str, AnswerEnds] = {}
+    for task, new in (item for artifact in artifacts for item in artifact.value.ends.items()):
+        old = ends.get(task, AnswerEnds(counts={}))
+        counts = Counter(old.counts) + Counter(new.counts)
+        ends[task] = AnswerEnds(counts=counts, budgets=tuple(sorted({*old.budgets, *new.budgets})))
+    return value.model_copy(update={"tasks": scores, "data": data, "part": part, "seconds": None, "ends": ends})
+
+
+def answer_ends(task: str, rows: Sequence[DocumentScore]) -> dict[str, AnswerEnds]:
+    """Return how the generated answers in ``rows`` ended, under the name of their task; empty if there are none."""
+    documents = {(row.task, row.doc_id): row for row in rows}.values()  # a document has a row for each metric
+    every = [end for row in documents for end in zip(row.ended, row.answer_tokens, strict=True)]
+    if not every:
+        return {}
+    budgets = sorted({tokens for reason, tokens in every if reason == "length" and tokens is not None})
+    counts = Counter(reason for reason, _ in every)
+    return {task: AnswerEnds(counts=dict(sorted(counts.items())), budgets=tuple(budgets))}
 
 
 def score_table(task: str, rows: Sequence[DocumentScore]) -> tuple[TaskScore, ...]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from importlib.metadata import metadata, requires
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from merge_core.errors import InvalidInput
 from merge_core.parsing import MAX_CODE_BYTES, read_plain
@@ -46,6 +47,7 @@ class Unsuited(StrEnum):
     NO_DOCUMENTS = "no documents to evaluate"
     NO_MEAN = "no metric that is a mean over documents"
     PACKAGE = "a package that is not installed"
+    NLTK_DATA = "NLTK data that is not installed"
     UNREADABLE = "a definition that cannot be read"
 
 
@@ -59,14 +61,19 @@ class Refusal:
 
 
 def refusal_of(
-    config: Mapping[str, Any], missing: tuple[str, ...] = (), *, code_allowed: bool = False
+    config: Mapping[str, Any],
+    missing: tuple[str, ...] = (),
+    missing_data: tuple[str, ...] = (),
+    *,
+    code_allowed: bool = False,
 ) -> Refusal | None:
-    """Why a task cannot guard a release; None where it can.
+    """Return why a task cannot guard a release, None if it can.
 
     Args:
-        config: As its YAML says it, functions as text.
+        config: Configuration as its YAML has it, functions as text.
         missing: Packages that its functions import and that are not installed here.
-        code_allowed: What the model writes may be run.
+        missing_data: NLTK data that its functions look for and that is not installed here.
+        code_allowed: Whether code that the model writes may be run.
     """
     kind = config.get("output_type") or "generate_until"
     if "recipe" in config:
@@ -111,7 +118,15 @@ def refusal_of(
         return Refusal(
             Unsuited.PACKAGE,
             f"functions that import {', '.join(missing)}, not installed here",
-            "install what `lm_eval` asks for (an extra of it may have them), or leave it out",
+            f"{_install_command(missing)}; or leave it out",
+        )
+    if missing_data:
+        names = " ".join(name.rpartition("/")[2] for name in missing_data)
+        return Refusal(
+            Unsuited.NLTK_DATA,
+            f"functions that need NLTK data: {', '.join(missing_data)}, not installed here",
+            f"with a network, run `python -m nltk.downloader {names}` as the user who runs mergegate, or copy "
+            "~/nltk_data from another machine (NLTK_DATA names another directory); or leave it out",
         )
     return None
 
@@ -121,7 +136,7 @@ _LEAVE = "leave it out, or name another task"
 
 def refusal_of_leaf(leaf: LeafConfig, *, code_allowed: bool = False) -> Refusal | None:
     """As ``refusal_of``, with a look at what is installed for its functions."""
-    return refusal_of(leaf.config, missing_packages(leaf.config), code_allowed=code_allowed)
+    return refusal_of(leaf.config, *_lacking(_function_files(leaf.config)), code_allowed=code_allowed)
 
 
 def pin_sound_tasks(
@@ -163,8 +178,8 @@ def require_supported(
         InvalidInput: naming the first task that cannot, and why; or for a file that cannot be read.
     """
     whole, leaves = _leaves(task, root)
-    for name, config, missing in leaves:
-        refusal = refusal_of(config, missing, code_allowed=code_allowed)
+    for name, config, files in leaves:
+        refusal = refusal_of(config, *_lacking(files), code_allowed=code_allowed)
         if refusal is None:
             continue
         of_group = name != whole
@@ -175,7 +190,9 @@ def require_supported(
         raise InvalidInput(
             place,
             found=refusal.found,
-            expected="a task whose score is a mean over documents",
+            expected="what its functions need"
+            if refusal.reason in (Unsuited.PACKAGE, Unsuited.NLTK_DATA)
+            else "a task whose score is a mean over documents",
             remedy=refusal.remedy + (", or name the other tasks of the group one by one" if of_group else ""),
         )
 
@@ -227,61 +244,130 @@ def _writes(config: Mapping[str, Any]) -> bool:
     return (config.get("output_type") or "generate_until") == "generate_until"
 
 
-def _leaves(task: str, root: Path) -> tuple[str, list[tuple[str, Mapping[str, Any], tuple[str, ...]]]]:
-    """What lm-eval calls a task; of each task below it the name, the configuration, packages that it lacks."""
+def _leaves(task: str, root: Path) -> tuple[str, list[tuple[str, Mapping[str, Any], tuple[Path, ...]]]]:
+    """Return lm-eval's name of a task, and for each task below it the name, the configuration, and the files of its
+    functions."""
     if not is_file_name(task):
         shipped = shipped_leaves(task)
-        return task, [(leaf.name, leaf.config, missing_packages(leaf.config)) for leaf in shipped]
+        return task, [(leaf.name, leaf.config, _function_files(leaf.config)) for leaf in shipped]
     definition = read_definition((root / task).absolute())
-    local = [(leaf.name, leaf.config, _missing_beside(leaf)) for leaf in definition.leaves]
+    local = [(leaf.name, leaf.config, _files_beside(leaf)) for leaf in definition.leaves]
     return definition.name, local
 
 
-def _missing_beside(leaf: Definition) -> tuple[str, ...]:
-    """As ``missing_packages``, of a task whose functions lie beside its YAML files."""
+def _files_beside(leaf: Definition) -> tuple[Path, ...]:
+    """Return the files of the functions of a task, which are next to its YAML files."""
     named = {text.file.as_posix() for text in texts_in(leaf.config) if isinstance(text, Function)}
-    files = [file for file in leaf.files if any(f"/{file.as_posix()}".endswith(f"/{name}") for name in named)]
-    return tuple(sorted({name for file in files for name in _missing_in(file)}))
+    return tuple(file for file in leaf.files if any(f"/{file.as_posix()}".endswith(f"/{name}") for name in named))
 
 
-def missing_packages(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Packages that modules of a task's functions import when they are loaded, and that are not installed."""
+def _function_files(config: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Return the files of the functions of a task that lm-eval ships."""
     files = {Path(text.rpartition(".")[0] + ".py") for text in texts_in(config) if text.startswith("/")}
-    return tuple(sorted({name for file in files if file.is_file() for name in _missing_in(file)}))
+    return tuple(file for file in sorted(files) if file.is_file())
+
+
+def _lacking(files: Sequence[Path]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the packages, and the NLTK data, that modules need and that are not installed."""
+    needs = [_needs(file) for file in files]
+    packages = {name for need in needs for name in need.packages if importlib.util.find_spec(name) is None}
+    resources = {name for need in needs for name in need.nltk_data} if "nltk" not in packages else set()
+    return tuple(sorted(packages)), tuple(name for name in sorted(resources) if not _has_nltk_data(name))
+
+
+class _Needs(NamedTuple):
+    packages: frozenset[str]
+    nltk_data: frozenset[str]
 
 
 @lru_cache(maxsize=1024)
-def _missing_in(file: Path) -> frozenset[str]:
-    """What a module needs to be imported, other modules of lm-eval's tasks that it imports included."""
+def _needs(file: Path) -> _Needs:
+    """Return what a module needs to be imported, with other modules of lm-eval's tasks that it imports."""
     waiting, seen = [file], set[Path]()
-    missing: set[str] = set()
+    packages: set[str] = set()
+    nltk_data: set[str] = set()
     while waiting:
         path = waiting.pop()
         if path in seen:
             continue
         seen.add(path)
         waiting += imported_beside(path, path.parent)
-        for name in _imported_at_once(path):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the style of foreign code
+            tree = ast.parse(read_plain(path, MAX_CODE_BYTES))
+        nltk_data |= _nltk_data_in(tree)
+        for name in _required_modules(tree.body):
             if name.startswith(_SHIPPED) and (place := _shipped_module(name)):
                 waiting.append(place)
             top = name.partition(".")[0]
-            is_beside = (path.parent / top).is_dir() or (path.parent / f"{top}.py").is_file()
-            if not is_beside and importlib.util.find_spec(top) is None:
-                missing.add(top)
-    return frozenset(missing)
+            if not ((path.parent / top).is_dir() or (path.parent / f"{top}.py").is_file()):
+                packages.add(top)
+    return _Needs(frozenset(packages), frozenset(nltk_data))
 
 
-def _imported_at_once(path: Path) -> Iterator[str]:
-    """Modules that are imported with a module itself: not those within a function or a ``try``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about a stranger's style
-        body = ast.parse(read_plain(path, MAX_CODE_BYTES)).body
+def _required_modules(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Yield the modules without which a module cannot be imported: those that it imports outside of functions, unless
+    a ``try`` goes on without them."""
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Try) and all(_raises(handler.body) for handler in node.handlers):
+            yield from _required_modules([*node.body, *node.orelse])
+
+
+def _raises(body: Iterable[ast.stmt]) -> bool:
+    """Return whether statements raise whatever happens."""
+    return any(isinstance(node, ast.Raise) for node in body)
+
+
+def _nltk_data_in(tree: ast.AST) -> set[str]:
+    """Return the NLTK data that a module finds or downloads: ``tokenizers/punkt_tab``, or ``punkt_tab`` alone."""
+    named: dict[str, set[str]] = {"nltk.data.find": set(), "nltk.download": set()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            resource = node.args[0].value
+            if isinstance(resource, str) and (function := ast.unparse(node.func)) in named:
+                named[function].add(resource)
+    known = {path.rpartition("/")[2] for path in named["nltk.data.find"]}
+    return named["nltk.data.find"] | (named["nltk.download"] - known)
+
+
+def _has_nltk_data(resource: str) -> bool:
+    from nltk import data  # type: ignore[import-untyped]  # ships no types
+
+    if "/" not in resource:  # without its kind, which is the name of a directory
+        directories = [Path(root) for root in data.path]
+        return any(list(root.glob(f"*/{resource}")) + list(root.glob(f"*/{resource}.zip")) for root in directories)
+    try:
+        data.find(resource)
+    except LookupError:
+        try:
+            data.find(f"{resource}.zip")
+        except LookupError:
+            return False
+    return True
+
+
+def _install_command(packages: Sequence[str]) -> str:
+    """Return the command that installs ``packages``: an extra of lm-eval, if one has all of them."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    def provides(distribution: str, package: str) -> bool:  # antlr4 is of antlr4-python3-runtime
+        return f"{canonicalize_name(distribution)}-".startswith(f"{canonicalize_name(package)}-")
+
+    extras: dict[str, list[str]] = {}
+    requirements = [Requirement(text) for text in requires("lm_eval") or ()]
+    for extra in metadata("lm_eval").get_all("Provides-Extra") or ():
+        of_it = [one.name for one in requirements if one.marker and one.marker.evaluate({"extra": extra})]
+        if all(any(provides(name, package) for name in of_it) for package in packages):
+            extras[extra] = of_it
+    if not extras:
+        return f"pip install {' '.join(packages)}"
+    return f"pip install 'lm_eval[{min(extras, key=lambda extra: len(extras[extra]))}]'"
 
 
 def _shipped_module(name: str) -> Path | None:

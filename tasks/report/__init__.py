@@ -82,6 +82,7 @@ from tasks.report.sweep import (
     what_it_took,
 )
 from tasks.report.table import Row, ScoreTable, as_markdown, evaluated, final_table, likelihood, uses_bytes
+from tasks.report.wording import cut_off_answers
 
 __all__ = [
     "ARM_COLUMNS",
@@ -126,6 +127,7 @@ __all__ = [
     "as_markdown",
     "changes_since",
     "costs",
+    "cut_off_answers",
     "evaluated",
     "file_name",
     "final_table",

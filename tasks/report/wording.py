@@ -183,6 +183,17 @@ def _suite_passed(suite: SuiteVerdict) -> str:
     )
 
 
+def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
+    """Return a warning for each task and model whose answers did not all end by themselves."""
+    return tuple(
+        f"{task}: {ends.described().replace(' answers', f' answers of {model.name}')}; its score understates the model"
+        for model in content.models
+        if model.scores is not None
+        for task, ends in model.scores.ends.items()
+        if ends.cut_off
+    )
+
+
 def documents_saved(verdict: GateVerdict) -> str:
     """What looking a part at a time, and not running what could change nothing, has saved; empty where all documents
     were asked, or nothing was decided early."""

@@ -79,11 +79,12 @@ def _choice(network: Any, tokenizer: Any, prompt: list[int], body: dict[str, Any
             tokens.append(int(network(torch.tensor([tokens])).logits[0, -1].argmax()))
         log_p = torch.log_softmax(network(torch.tensor([tokens])).logits[0].float(), -1)
     new = tokens[len(prompt) :]
-    text = tokenizer.decode(new)
+    text = whole = tokenizer.decode(new)
     for stop in body.get("stop") or []:
         text = text.split(stop)[0]
+    reason = "length" if text == whole else "stop"
     if not body.get("logprobs") or habit == "no log-probabilities":
-        return {"text": text, "logprobs": None}
+        return {"text": text, "logprobs": None, "finish_reason": reason}
     said: list[float | None] = [None]
     tops: list[dict[str, float] | None] = [None]
     for position, token in enumerate(tokens[1:]):

@@ -6,9 +6,13 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval_runs import prepare, simple_evaluate
 from pydantic import ValidationError
 from rich.console import Console
@@ -21,7 +25,7 @@ from merge_core.store.hashing import HashMemo
 from merge_core.store.keys import digest
 from tasks.checkpoints.model import Model
 from tasks.checkpoints.model_cache import unload
-from tasks.evaluation.arranging import require_known_generation
+from tasks.evaluation.arranging import BUDGET_NAMES, require_known_generation, room_for_prompt
 from tasks.evaluation.asking import AskedHow, asking_of
 from tasks.evaluation.division import Division
 from tasks.evaluation.harness import count_documents, score_documents
@@ -239,3 +243,75 @@ def test_a_setting_of_generation_that_transformers_lacks_is_named() -> None:
     with pytest.raises(InvalidInput, match="temprature") as refused:
         require_known_generation(how, "hf", "t")
     assert "temperature" in refused.value.remedy
+
+
+@pytest.mark.parametrize("key", ["enable_thinking", "think_end_token", "chat_template_args"])
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_an_argument_of_lm_evals_models_is_not_a_setting_of_generation(key: str, backend: str) -> None:
+    how = asking_of(AskedHow(gen_kwargs={key: "x"}), Scoring())
+    with pytest.raises(InvalidInput, match=rf"gen_kwargs\.{key}(.*\n)*.*delete the key: mergegate does not support"):
+        require_known_generation(how, backend, "t")
+    plain = asking_of(None, Scoring())
+    with pytest.raises(InvalidInput, match=rf"task leaf: generation_kwargs\.{key}"):
+        require_known_generation(plain, backend, "t", {"leaf": {"until": [], key: "x"}, "choice": None})
+
+
+def test_a_setting_of_the_profile_is_named_where_it_belongs() -> None:
+    how = asking_of(AskedHow(gen_kwargs={"batch_size": 4}), Scoring())
+    with pytest.raises(InvalidInput, match=r"set evaluate\.batch_size instead"):
+        require_known_generation(how, "hf", "t")
+
+
+def room(own: dict[str, Any], gen_kwargs: dict[str, Any], context: int | None) -> int | None:
+    how = asking_of(AskedHow(gen_kwargs=gen_kwargs) if gen_kwargs else None, Scoring())
+    return room_for_prompt(SimpleNamespace(generation={"t": own}), "t", how, context)  # type: ignore[arg-type]
+
+
+BUDGETS = st.dictionaries(st.sampled_from(BUDGET_NAMES), st.integers(1, 600), max_size=3)
+
+
+@given(own=BUDGETS, gen_kwargs=BUDGETS, context=st.integers(2, 600))
+def test_answers_leave_room_for_the_prompt_under_every_name_of_lm_eval(
+    own: dict[str, Any], gen_kwargs: dict[str, Any], context: int
+) -> None:
+    """Against lm-eval's own reading of the settings; the profile's name replaces the task's, whichever it is."""
+    budget = normalize_gen_kwargs(gen_kwargs or own, 256)["max_gen_toks"]
+    if budget < context:  # what HFLM asserts
+        assert room(own, gen_kwargs, context) == context - budget
+    else:
+        with pytest.raises(InvalidInput, match=f"{budget:,} tokens.*takes {context:,}"):
+            room(own, gen_kwargs, context)
+    assert room(own, gen_kwargs, None) is None
+
+
+@pytest.mark.parametrize("value", ["many", 0, -1, True, 1.5e308 * 10, float("nan"), [], {}])
+@pytest.mark.parametrize("key", ["max_gen_toks", "max_new_tokens", "max_length"])
+def test_a_budget_that_is_not_a_number_of_tokens_is_refused(key: str, value: object) -> None:
+    with pytest.raises(InvalidInput, match=rf"task t: generation_kwargs\.{key}: .*\n  expected: a number of tokens"):
+        room({key: value}, {}, None)
+
+
+def test_prompt_and_answer_together_fit_into_the_context() -> None:
+    assert room({"max_gen_toks": 4, "max_length": 64}, {}, 64) == 60
+    with pytest.raises(InvalidInput, match=r"max_length: 65 tokens"):
+        room({"max_gen_toks": 4, "max_length": 65}, {}, 64)
+
+
+def test_a_preview_compares_the_longest_answer_with_the_models_context(root: Path, tmp_path: Path) -> None:
+    """The model takes 64 tokens."""
+    make_model(tmp_path / "model")
+    place = TokenizerPlace(name="m", directory=tmp_path / "model", digest="")
+
+    def shown(tokens: int, **scoring: Any) -> TaskPreview:
+        (root / "long.yaml").write_text(
+            f"include: written.yaml\ntask: long\ngeneration_kwargs: {{max_tokens: {tokens}}}\n"
+        )
+        task = pin_task("long.yaml", root, HashMemo(tmp_path / "hashes.db"))
+        return _preview_there(task, Scoring(**scoring), place, lambda done, of: None)
+
+    assert shown(60).room == 4
+    with pytest.raises(InvalidInput, match=r"task long: generation_kwargs\.max_tokens: 64 tokens; the model takes 64"):
+        shown(64)
+    assert shown(64, max_length=80).room == 16
+    with pytest.raises(InvalidInput, match="the model takes 32"):
+        shown(40, max_length=32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def nothing_stays_in_memory() -> Iterator[None]:
 
 
 def results_of(written: Path) -> dict[str, Any]:
-    return dict(find_results(written)[0].content)
+    content: dict[str, Any] = json.loads(find_results(written)[0].path.read_text())
+    return content
 
 
 def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentScore, ...], written: Path) -> None:

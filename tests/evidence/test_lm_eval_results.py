@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lm_eval_runs import prepare, run_lm_eval
 from samples import sampled
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
@@ -213,7 +216,7 @@ def test_samples_of_another_task_are_refused(copied: Path) -> None:
 @pytest.mark.parametrize("line", ["17", "{}", '{"doc_id": 0, "filter": "none", "metrics": ["acc"]}'])
 def test_lines_that_are_no_samples_are_refused(copied: Path, line: str) -> None:
     the(copied, "samples_letters_*").write_text(line + "\n")
-    with pytest.raises(InvalidInput, match="line 1: no sample of lm-eval"):
+    with pytest.raises(InvalidInput, match="line 1: not a sample of lm-eval"):
         read(copied, "letters")
 
 
@@ -230,6 +233,139 @@ def test_a_file_that_is_no_results_file_is_refused(copied: Path, text: str) -> N
         find_results(copied)
 
 
+def values_in(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the keys that lead to every value inside plain data."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*place, key)
+        yield from values_in(inner, (*place, key))
+
+
+def replaced(content: Any, place: tuple[str | int, ...], value: object) -> Any:
+    """Return plain data with another value at ``place``."""
+    copied = json.loads(json.dumps(content))
+    inner = copied
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return copied
+
+
+# One of each type that JSON has, and numbers beyond what any field can hold.
+OTHER_VALUES = (
+    None,
+    True,
+    False,
+    "x",
+    "",
+    5,
+    -1,
+    0.5,
+    2**70,
+    -(2**70),
+    1e308,
+    math.inf,
+    math.nan,
+    [],
+    ["x"],
+    {},
+    {"x": 1},
+)
+
+
+def decided(original: TaskResults, changed: TaskResults) -> list[DocumentScore]:
+    """Return what a gate would judge of ``changed``. The probability of a choice may be missing: a guard that asks for
+    it is then refused. It is never another number."""
+    check_alike(original, changed, "changed")
+    before = {row[:3]: row for row in original.outcomes if row.metric == "prob,none"}
+    assert all(before[row[:3]] == row for row in changed.outcomes if row.metric == "prob,none")
+    return [row for row in changed.outcomes if row.metric != "prob,none"]
+
+
+def check_other_value(place: Path, path: Path, text: str, originals: Mapping[str, TaskResults]) -> None:
+    """Check that a changed file is refused by name, or means what it meant."""
+    before = path.read_text()
+    path.write_text(text)
+    try:
+        for task, original in originals.items():
+            refusal, judged = "", None
+            try:
+                judged = decided(original, read(place, task))
+            except InvalidInput as error:
+                refusal = str(error)
+            assert judged == decided(original, original) or str(path.parent) in refusal or "changed: another" in refusal
+    finally:
+        path.write_text(before)
+
+
+@pytest.fixture(scope="module")
+def mutable(tmp_path_factory: pytest.TempPathFactory, written: Path) -> Path:
+    """The results of ``one``, in which a file at a time is changed and restored."""
+    return Path(shutil.copytree(written / "one", tmp_path_factory.mktemp("mutable") / "one"))
+
+
+@pytest.fixture(scope="module")
+def originals(written: Path) -> dict[str, TaskResults]:
+    return {task: read(written / "one", task) for task in ("both", "endings")}
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_another_value_in_a_results_file_never_changes_what_is_judged(
+    mutable: Path, originals: dict[str, TaskResults], data: st.DataObject
+) -> None:
+    path = the(mutable, "results_*.json")
+    content = json.loads(path.read_text())
+    place = data.draw(st.sampled_from([place for place in values_in(content) if place[0] != "pretty_env_info"]))
+    value = data.draw(st.sampled_from(OTHER_VALUES))
+    check_other_value(mutable, path, json.dumps(replaced(content, place, value)), originals)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_another_value_in_a_sample_never_changes_what_is_judged(
+    mutable: Path, originals: dict[str, TaskResults], data: st.DataObject
+) -> None:
+    path = the(mutable, f"samples_{data.draw(st.sampled_from(['letters', 'numbers', 'endings']))}_*")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    number = data.draw(st.integers(0, len(lines) - 1))
+    place = data.draw(st.sampled_from(list(values_in(lines[number]))))
+    lines[number] = replaced(lines[number], place, data.draw(st.sampled_from(OTHER_VALUES)))
+    check_other_value(mutable, path, "".join(f"{json.dumps(line)}\n" for line in lines), originals)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place", "value", "message"),
+    [
+        ("results_*.json", ("configs", "letters"), "x", r"configs\.letters: 'x'\n  expected: a mapping"),
+        (
+            "results_*.json",
+            ("configs", "letters", "metric_list"),
+            5,
+            r"configs\.letters\.metric_list: 5\n  expected: a list",
+        ),
+        ("results_*.json", ("group_subtasks",), 5, r"group_subtasks: 5\n  expected: a mapping"),
+        ("results_*.json", ("versions", "letters"), True, r"versions\.letters: true\n  expected: a text or a"),
+        ("results_*.json", ("results", "letters", "acc,none"), True, r"letters\.acc,none: true\n  expected: a number"),
+        ("samples_letters_*", ("doc_id",), 2**70, rf"line 3: doc_id: {2**70}\n  expected: less than"),
+        ("samples_letters_*", ("doc_id",), 40, r"line 3: doc_id: 40\n  expected: less than the 40 documents"),
+        ("samples_letters_*", ("metrics", 0), 7, r"line 3: metrics\[0\]: 7\n  expected: a text"),
+    ],
+)
+def test_a_value_of_another_type_is_named(
+    copied: Path, pattern: str, place: tuple[str | int, ...], value: object, message: str
+) -> None:
+    path = the(copied, pattern)
+    lines = path.read_text().splitlines()
+    number = 0 if path.suffix == ".json" else 2
+    lines[number] = json.dumps(
+        replaced(json.loads(lines[number]) if number else json.loads(path.read_text()), place, value)
+    )
+    path.write_text(lines[0] if path.suffix == ".json" else "\n".join(lines) + "\n")
+    with pytest.raises(InvalidInput, match=message):
+        read(copied, "letters")
+
+
 @pytest.mark.parametrize(
     ("condition", "change"),
     [
@@ -239,6 +375,7 @@ def test_a_file_that_is_no_results_file_is_refused(copied: Path, text: str) -> N
         ("model_source", lambda content: content.update(model_source="vllm")),
         ("task_versions", lambda content: content["versions"].update(letters=2)),
         ("gen_kwargs", lambda content: content["config"].update(gen_kwargs={"temperature": 1})),
+        ("higher_is_better", lambda content: content["higher_is_better"]["letters"].update(acc=False)),
     ],
 )
 def test_another_condition_on_each_side_is_refused(

@@ -83,6 +83,83 @@ def test_a_function_that_needs_a_package_is_refused_with_its_name() -> None:
     assert "langdetect" in refusal.found
 
 
+FUNCTIONS = {
+    "plain": ("import absent_module\n", ("absent_module",)),
+    "of a part": ("from absent_module.inner import x\n", ("absent_module",)),
+    "in a try that raises again": (
+        "try:\n    import absent_module\nexcept ImportError as e:\n    raise ImportError('install it') from e\n",
+        ("absent_module",),
+    ),
+    "in a try that goes on": ("try:\n    import absent_module\nexcept ImportError:\n    absent_module = None\n", ()),
+    "in a function": ("def other():\n    import absent_module\n", ()),
+    "beside it": ("import helper\n", ("absent_in_helper",)),
+    "installed": ("import json, numpy\n", ()),
+}
+
+
+def task_with_function(directory: Path, module: str) -> Path:
+    write(directory / "d.jsonl", {"q": "?", "a": "!"})
+    (directory / "helper.py").write_text("import absent_in_helper\n")
+    (directory / "f.py").write_text(f"{module}\ndef text(doc):\n    return doc['q']\n")
+    path = directory / "t.yaml"
+    path.write_text(
+        "task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: d.jsonl}}\ntest_split: test\n"
+        "output_type: generate_until\ndoc_to_text: !function f.text\ndoc_to_target: '{{a}}'\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_packages_without_which_a_function_cannot_be_loaded_are_missed(tmp_path: Path, name: str) -> None:
+    module, missing = FUNCTIONS[name]
+    task_with_function(tmp_path, module)
+    if not missing:
+        return require_supported("t.yaml", tmp_path)
+    with pytest.raises(InvalidInput, match=f"import {missing[0]}, not installed") as refused:
+        require_supported("t.yaml", tmp_path)
+    assert f"pip install {missing[0]}" in refused.value.remedy
+    return None
+
+
+@pytest.mark.parametrize(
+    ("packages", "command"),
+    [
+        (("immutabledict", "langdetect"), "pip install 'lm_eval[ifeval]'"),
+        (("math_verify",), "pip install 'lm_eval[math]'"),
+        (("antlr4", "math_verify", "sympy"), "pip install 'lm_eval[math]'"),
+        (("langdetect", "something_else"), "pip install langdetect something_else"),
+    ],
+)
+def test_the_extra_of_lm_eval_that_has_all_missing_packages_is_named(packages: tuple[str, ...], command: str) -> None:
+    refusal = refusal_of(CHOICE, missing=packages)
+    assert refusal
+    assert refusal.remedy.startswith(command)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "def fetch():\n    try:\n        nltk.data.find('tokenizers/small_tab')\n    except LookupError:\n"
+        "        nltk.download('small_tab')\nfetch()\n",
+        "nltk.download('small_tab')\n",
+    ],
+    ids=["found or downloaded", "downloaded"],
+)
+def test_nltk_data_of_a_function_are_missed_with_the_command_that_fetches_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    from nltk import data
+
+    monkeypatch.setattr(data, "path", [str(tmp_path / "nltk_data")])
+    task_with_function(tmp_path, f"import nltk\n{module}")
+    with pytest.raises(InvalidInput, match="small_tab, not installed here") as refused:
+        require_supported("t.yaml", tmp_path)
+    assert "python -m nltk.downloader small_tab`" in refused.value.remedy
+    (tmp_path / "nltk_data" / "tokenizers" / "small_tab").mkdir(parents=True)
+    require_supported("t.yaml", tmp_path)
+
+
 def test_groups_and_tags_stand_for_their_tasks() -> None:
     assert len(shipped_leaves("mmlu")) == 57
     assert [leaf.name for leaf in shipped_leaves("ai2_arc")] == ["arc_challenge", "arc_easy"]  # a tag

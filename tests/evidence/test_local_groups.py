@@ -215,3 +215,17 @@ def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_p
     found.pop("perplexity")  # a number of each document, of which lm-eval's perplexity is no mean
     assert {metric for metric, (beforehand, asked) in found.items() if beforehand != asked} == set()
     assert any(beforehand for beforehand, _ in found.values())
+
+
+@pytest.mark.parametrize("group", ["[words]", "words", "[words, more]", "5"])
+def test_a_task_in_a_group_is_told_to_have_a_tag(root: Path, group: str) -> None:
+    (root / "labeled.yaml").write_text(f"include: base.yaml\ntask: labeled\ngroup: {group}\n")
+    with pytest.raises(InvalidInput, match=r"labeled.yaml: group(.*\n)*.*rename 'group' to 'tag'"):
+        read_definition(root / "labeled.yaml")
+    (root / "labeled.yaml").write_text(f"include: base.yaml\ntask: labeled\ntag: {group}\n")
+    assert read_definition(root / "labeled.yaml").name == "labeled"
+
+
+def test_a_group_may_name_one_task_and_say_what_is_laid_over_it(root: Path) -> None:
+    (root / "group.yaml").write_text("group: all\ntask: letters\ndoc_to_text: '{{word}}!'\n")
+    assert [leaf.name for leaf in read_definition(root / "group.yaml").leaves] == ["letters"]

@@ -15,10 +15,26 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
+
+
+class AnswerEnd(NamedTuple):
+    """How a generated answer ended.
+
+    An ``LM`` that knows this has an attribute ``answer_ends``, a deque of the ends of the answers that it is about to
+    report to its cache hook, in the same order. An ``LM`` without it leaves them unknown.
+    """
+
+    # stop: a stop string; eos: an end-of-text token; length: the most tokens that an answer may have; context: the end
+    # of the model's context before that; '': unknown. A server's 'stop' may also be an end-of-text token.
+    reason: Literal["stop", "eos", "length", "context", ""] = ""
+    tokens: int | None = None  # that were generated, with the one that ended it; None: unknown
+
+
+CUT_OFF = ("length", "context")  # reasons for which an answer is not what the model would have said in the end
 
 
 class BackendScoring(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
-from tasks.evaluation.backends.contract import Backend, BackendScoring
+from tasks.evaluation.backends.contract import AnswerEnd, Backend, BackendScoring
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
@@ -116,7 +117,14 @@ def _client_type() -> type[Any]:
         ) from error
 
     class Client(LocalCompletionsAPI):  # type: ignore[misc]  # lm-eval's base classes are untyped
-        """Cuts text into tokens exactly as the transformers backend does."""
+        """Cuts text into tokens exactly as the transformers backend does, and records how answers ended."""
+
+        def parse_generations(self, outputs: Any, **more: Any) -> list[str]:  # type: ignore[override]  # static there
+            texts: list[str] = LocalCompletionsAPI.parse_generations(outputs, **more)
+            self.answer_ends = deque(
+                end for one in (outputs if isinstance(outputs, list) else [outputs]) for end in _ends_in(one)
+            )
+            return texts
 
         def tok_encode(
             self,
@@ -134,6 +142,19 @@ def _client_type() -> type[Any]:
             return tokens[-left_truncate_len:] if left_truncate_len else tokens
 
     return Client
+
+
+def _ends_in(answer: Any) -> list[AnswerEnd]:
+    """Return how the answers in a server's response ended, in the order of their prompts."""
+    choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+    counted = (answer.get("usage") or {}).get("completion_tokens") if len(choices) == 1 else None  # of all together
+    ends = []
+    for choice in choices:
+        reason = choice.get("finish_reason")
+        if reason == "stop" and "stop_reason" in choice and not isinstance(choice["stop_reason"], str):
+            reason = "eos"  # vLLM's server: None or the number of a token
+        ends.append(AnswerEnd(reason if reason in ("stop", "eos", "length") else "", counted))
+    return ends
 
 
 def _see_that_prompts_are_scored(client: Any, model: Model, where: ModelEndpoint, url: str) -> None:

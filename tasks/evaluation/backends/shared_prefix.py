@@ -14,13 +14,16 @@ them. What a window of attention or a scaled rotation would treat otherwise goes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tasks.evaluation.backends.common_start import read_apart
+from tasks.evaluation.backends.contract import AnswerEnd
 from tasks.evaluation.backends.stretches import write_in_stretches
 from tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
 
@@ -60,6 +63,8 @@ def shared_prefix_type() -> type[Any]:
     class SharedPrefixLM(huggingface.HFLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
         """Answers ``loglikelihood`` by rows, and writes after a beginning that was read once, where its network allows
         it."""
+
+        answer_ends: deque[AnswerEnd]  # of the last batch, see ``AnswerEnd``
 
         def _loglikelihood_tokens(
             self, requests: list[AskedTokens], disable_tqdm: bool = False, override_bs: int | None = None
@@ -121,6 +126,23 @@ def shared_prefix_type() -> type[Any]:
             attention_mask: torch.Tensor | None = None,
             **how: Any,
         ) -> torch.Tensor:
+            written = self._written(context, max_length, stop, attention_mask, **how)
+            begin = context.shape[1]
+            ends = {*self._eos, *np.atleast_1d(how.get("eos_token_id") or []).tolist()}
+            self.answer_ends = deque(
+                answer_end(row, ends, stop, self._texts, max_length - begin) for row in written[:, begin:].tolist()
+            )
+            return written
+
+        def _written(
+            self,
+            context: torch.Tensor,
+            max_length: int,
+            stop: list[str],
+            attention_mask: torch.Tensor | None,
+            **how: Any,
+        ) -> torch.Tensor:
+            """Return the prompts of a batch with their answers, ``[prompts, length]``."""
             write = super()._model_generate
             apart = not {name for name, value in how.items() if value} - _DRAWN and self._writes
             if not apart or attention_mask is None or max_length > min(self.max_length, self._longest):
@@ -134,13 +156,22 @@ def shared_prefix_type() -> type[Any]:
 
             if how.get("do_sample"):  # What one sequence is given by chance depends on who is there.
                 return go_on(context, attention_mask, max_length)
-            ends = set(np.atleast_1d(self.model.generation_config.eos_token_id or []).tolist())
+            ends = self._eos
 
             def is_done(ids: list[int]) -> bool:
                 return not ends.isdisjoint(ids) or any(end in self.tok_decode(ids) for end in stop if end)
 
             padding = self.tokenizer.pad_token_id
             return write_in_stretches(go_on, is_done, kept, context, attention_mask, max_length, padding)
+
+        @property
+        def _eos(self) -> set[int]:
+            """Tokens at which the network itself ends an answer."""
+            return set(np.atleast_1d(self.model.generation_config.eos_token_id or []).tolist())
+
+        def _texts(self, ids: list[int]) -> tuple[str, str]:
+            """Text of an answer as generation compares it with stop strings, and as it is scored."""
+            return self.tok_decode(ids, skip_special_tokens=False), self.tok_decode(ids)
 
         @property
         def row_tokens(self) -> int:
@@ -164,6 +195,37 @@ def shared_prefix_type() -> type[Any]:
             return self._shares and writes_exactly(self)
 
     return SharedPrefixLM
+
+
+def answer_end(
+    ids: Sequence[int],
+    eos: Collection[int],
+    stop: Sequence[str],
+    texts: Callable[[list[int]], Sequence[str]],
+    budget: int,
+) -> AnswerEnd:
+    """Return how one answer of a batch ended.
+
+    Args:
+        ids: Tokens generated after the prompt. What follows the end of the answer is ignored: padding, or tokens that
+            were generated because other answers of the batch were not done.
+        eos: Tokens that end an answer.
+        stop: Texts that end an answer.
+        texts: Decodes tokens, in each way in which ``stop`` is looked for.
+        budget: Largest number of tokens of an answer.
+    """
+    last = next((count for count, token in enumerate(ids, 1) if token in eos), None)
+    before = list(ids if last is None else ids[: last - 1])
+
+    def has_stopped(count: int) -> bool:
+        return any(one in text for text in texts(before[:count]) for one in stop if one)
+
+    if has_stopped(len(before)):
+        return AnswerEnd("stop", bisect_left(range(len(before)), True, key=has_stopped))
+    if last is not None:
+        return AnswerEnd("eos", last)
+    # A batch that ends before its budget has no open answer: transformers has criteria of its own, such as max_time.
+    return AnswerEnd("length" if len(ids) >= budget else "stop", len(ids))
 
 
 def longest_alike(config: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
 from merge_core.store import NotInKey
-from tasks.evaluation.backends.contract import Backend, BackendScoring
+from tasks.evaluation.backends.contract import AnswerEnd, Backend, BackendScoring
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
@@ -52,9 +53,20 @@ def _engine_of(model: Model, scoring: BackendScoring) -> Any:
             expected="mergegate and vllm in one environment",
             remedy="install vllm there, or serve the models and use backend: served",
         ) from error
+
+    class EndsRecorded(VLLM):  # type: ignore[misc]  # lm-eval's base classes are untyped
+        """Records how answers ended."""
+
+        def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super()._model_generate(*args, **kwargs)
+            if kwargs.get("generate"):
+                limits = [params.max_tokens for params in kwargs["sampling_params"]]
+                self.answer_ends = deque(map(_end_of, outputs, limits))
+            return outputs
+
     settings = scoring.own_settings if isinstance(scoring.own_settings, VllmSettings) else VllmSettings()
     try:
-        lm = VLLM(
+        lm = EndsRecorded(
             pretrained=str(model.directory),
             dtype=scoring.dtype,
             max_length=scoring.max_length,
@@ -73,6 +85,17 @@ def _engine_of(model: Model, scoring: BackendScoring) -> Any:
         ) from error
     _engine = ((model.digest, scoring), lm)
     return lm
+
+
+def _end_of(output: Any, limit: int | None) -> AnswerEnd:
+    """Return how one of vLLM's answers ended; ``limit`` is the largest number of its tokens."""
+    answer = output.outputs[0]
+    tokens = len(answer.token_ids)
+    if answer.finish_reason == "stop":  # by a text, or by the token of None (the model's own) or of a number
+        return AnswerEnd("stop" if isinstance(answer.stop_reason, str) else "eos", tokens)
+    if answer.finish_reason == "length":
+        return AnswerEnd("context" if limit is not None and tokens < limit else "length", tokens)
+    return AnswerEnd("", tokens)
 
 
 BACKEND = Backend(
