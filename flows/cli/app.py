@@ -7,7 +7,6 @@ Which end has which exit code says ``merge_core.errors.EXIT_CODES``. Heavy impor
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.help import FirstIsProfile, command_line
+from flows.cli.streams import close_streams, prepare_streams, require_utf8_paths
 from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, finding_of
 from merge_core.system import require_posix
 
@@ -812,26 +812,21 @@ def reproduce_command(
 
 def main() -> None:
     """Entry point of the ``mergegate`` command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+    require_utf8_paths()
+    prepare_streams()
     # Tables of tensors are trees of a million objects, made in a second: looked through for cycles every 700 objects,
     # that would be two.
     gc.set_threshold(100_000, 20, 20)
     try:
         command_line(app)()
+    except OSError as error:  # typer's own output, which no command writes: --help on a full disk
+        refusal = _refusal_of(error)
+        _say_no(refusal, as_json=False)
+        raise SystemExit(refusal.exit_code) from None
     finally:
-        _close_output()
+        close_streams()
         # What a run imported is a million objects: looking through them for cycles once more takes seconds at exit.
         gc.freeze()
-
-
-def _close_output() -> None:
-    """Drop what could not be printed: it has been said, and the interpreter would say so once more."""
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _prepare_environment() -> None:

@@ -67,7 +67,7 @@ def _join(out: Path, check: Callable[[], None], prepare: Callable[[], None]) -> 
         try:
             # Before anything else is in the directory: the mark says that all that follows is ours. Participants write
             # the same bytes to the same place.
-            os.pwrite(fd, MARK_CONTENT, 0)
+            os.write(fd, MARK_CONTENT)
             if lock_file(fd, path, wait=False, required=False):
                 prepare()
             if lock_file(fd, path, shared=True, required=False):

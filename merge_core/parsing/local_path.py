@@ -36,11 +36,13 @@ def parse_path(text: str) -> Path:
     return Path(text)
 
 
-def _parse_text(value: Any) -> Any:
-    """Parse a text; leave the rest to pydantic."""
-    return parse_path(value) if isinstance(value, str) else value
+def _checked(value: Any) -> Any:
+    """Check a text; pydantic converts it, and refuses what is not a text."""
+    if isinstance(value, str):
+        parse_path(value)
+    return value
 
 
 LocalPath = Annotated[
-    Path, BeforeValidator(_parse_text), WithJsonSchema({"type": "string", "format": "path", "minLength": 1})
+    Path, BeforeValidator(_checked), WithJsonSchema({"type": "string", "format": "path", "minLength": 1})
 ]
