@@ -950,9 +950,9 @@ def _refusals(as_json: bool) -> Iterator[None]:
         _say_no(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
     except UnicodeEncodeError as error:
-        # Python holds bytes of a name that are no text as lone surrogates, which nothing else takes.
+        # Python represents bytes that are not UTF-8 by lone surrogates, which cannot be encoded.
         text = ascii(error.object[max(0, error.start - 40) : error.end + 20])
-        refusal = DiskRefused(text, found="a name that is no text", expected="UTF-8", remedy="rename it")
+        refusal = DiskRefused(text, found="a name that is not text", expected="UTF-8", remedy="rename it")
         _say_no(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
     except (KeyboardInterrupt, typer.Abort):  # the latter where a question was asked

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from demo_project import PROFILES
 from patience import HANG_S
-from samples import sampled
+from samples import sampled, sampled_rows
 
 MERGEGATE = str(Path(sys.executable).parent / "mergegate")
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -31,7 +31,7 @@ def shell(line: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize(
     ("line", "codes"),
-    sampled(
+    sampled_rows(
         [
             # Where the reader goes after a moment, all may have been written by then.
             ("$m methods | head -0", (0, 141)),
@@ -63,6 +63,7 @@ def test_a_stream_that_cannot_be_written_is_no_traceback(tmp_path: Path, line: s
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_closed_stream_leaves_its_number_to_no_file(tmp_path: Path) -> None:
     """The first file that is opened would get number 1, and what is printed."""
     assert shell(f"$m merge {PROFILES}/demo/recipes/linear.yaml out >&- 2>&-", tmp_path).returncode == 0
@@ -85,6 +86,7 @@ def test_valid_utf8_names_work_in_every_locale(tmp_path: Path, environment: dict
     assert "rename it" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_terminal_without_a_character_gets_its_number(tmp_path: Path) -> None:
     done = shell("$m plan '✓.yaml'", tmp_path, **ASCII, PYTHONIOENCODING="ascii")
     assert done.returncode == 2
