@@ -36,7 +36,7 @@ from flows.candidates import (
     searched_recipe,
 )
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
+from merge_core.parsing import LocalPath, as_written, expectation, kind_of, one_of_several, read_yaml, with_overrides
 from merge_core.store import FileIdentity, HashMemo, file_identity
 from tasks.checkpoints import ResolvedCheckpoint
 from tasks.evaluation import find_backend
@@ -120,7 +120,7 @@ class Profile(ProfileSection):
     shadow: ShadowSettings | None = Field(
         default=None, description="How a release is watched on users' traffic before it is promoted; absent: it is not."
     )
-    root: Path = Field(default=Path(), description="Directory that relative paths are relative to.")
+    root: LocalPath = Field(default=Path(), description="Directory that relative paths are relative to.")
     overrides: tuple[str, ...] = Field(default=(), description="What was said otherwise for this run, as KEY=VALUE.")
 
     def headline(self) -> str:

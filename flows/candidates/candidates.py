@@ -12,11 +12,11 @@ import yaml
 
 from merge_core import Recipe, load_recipe
 from merge_core.errors import InvalidInput
-from merge_core.parsing import MAX_YAML_BYTES, parse_yaml, read_text, read_yaml
+from merge_core.parsing import MAX_YAML_BYTES, LocalPath, parse_yaml, read_text, read_yaml
 from merge_core.recipe import apply_overrides
 
 # In a profile: a file, or the same inline; a remedy may also be changes of the profile's own recipe.
-Written = Path | dict[str, Any]
+Written = LocalPath | dict[str, Any]
 # In place of a remedy: what the refusal itself proposes. Of these so many are tried at most: each costs a night's merge
 # and part of the error that a run may make, and after three the diagnosis is hardly to be believed.
 AUTO: Literal["auto"] = "auto"

@@ -7,7 +7,6 @@ Which end has which exit code says ``merge_core.errors.EXIT_CODES``. Heavy impor
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.help import FirstIsProfile, command_line
+from flows.cli.streams import close_streams, prepare_streams, require_utf8_paths
 from merge_core.errors import EXIT_CODES, INTERRUPTED, DiskRefused, Finding, MergegateError, Status, findings_of
 from merge_core.system import require_posix
 
@@ -52,6 +52,13 @@ shadow_app = typer.Typer(
 app.add_typer(shadow_app, name="shadow")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines for people.")]
+
+
+def local_path(text: str | Path) -> Path:
+    """Parse a path on the command line. The import waits, because pydantic is slow to import."""
+    from merge_core.parsing import parse_path
+
+    return parse_path(os.fspath(text))
 
 
 Verbose = Annotated[
@@ -86,7 +93,7 @@ def root_command(
 
 @app.command("run")
 def run_command(
-    profile: Annotated[Path, typer.Argument(help="The profile (YAML).")],
+    profile: Annotated[Path, typer.Argument(parser=local_path, help="The profile (YAML).")],
     approve: Annotated[bool, typer.Option("--approve", help="Say yes beforehand, where the profile asks.")] = False,
     overrides: Annotated[
         list[str] | None,
@@ -151,9 +158,9 @@ def run_command(
 
 @app.command("demo")
 def demo_command(
-    directory: Annotated[Path, typer.Argument(help="Where it is copied to, with all that it makes.")] = Path(
-        "mergegate-demo"
-    ),
+    directory: Annotated[
+        Path, typer.Argument(parser=local_path, help="Where it is copied to, with all that it makes.")
+    ] = Path("mergegate-demo"),
     as_json: Json = False,
 ) -> None:
     """Copy the demo family into a directory, and release it there: half a minute, no network, no account."""
@@ -171,7 +178,9 @@ def demo_command(
 
 @app.command("sweep")
 def sweep_command(
-    profile: Annotated[Path, typer.Argument(help="A profile with a section 'sweep', or mergekit-evolve's YAML.")],
+    profile: Annotated[
+        Path, typer.Argument(parser=local_path, help="A profile with a section 'sweep', or mergekit-evolve's YAML.")
+    ],
     release: Annotated[
         bool, typer.Option("--release/--no-release", help="Whether a winner that is confirmed is released.")
     ] = True,
@@ -199,7 +208,9 @@ def sweep_command(
 
 @app.command("tune")
 def tune_command(
-    profile: Annotated[Path, typer.Argument(help="A profile whose recipe has a 'lambda', and tasks.")],
+    profile: Annotated[
+        Path, typer.Argument(parser=local_path, help="A profile whose recipe has a 'lambda', and tasks.")
+    ],
     trials: Annotated[int, typer.Option(min=2, help="Scales that are tried.")] = 16,
     search: Annotated[int, typer.Option(min=10, help="Documents of each task that the search looks at.")] = 50,
     confirmation: Annotated[int, typer.Option(min=20, help="Others, that the one found is confirmed on.")] = 100,
@@ -223,7 +234,7 @@ def tune_command(
 
 @shadow_app.command("look")
 def shadow_look_command(
-    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    profile: Annotated[Path, typer.Argument(parser=local_path, help="A profile with a section 'shadow'.")],
     approve: Annotated[bool, typer.Option("--approve", help="Say yes beforehand, where the profile asks.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -243,7 +254,7 @@ def shadow_look_command(
 
 @shadow_app.command("promote")
 def shadow_promote_command(
-    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    profile: Annotated[Path, typer.Argument(parser=local_path, help="A profile with a section 'shadow'.")],
     why: Annotated[str, typer.Option(help="The reason, which is kept.")] = "",
     as_json: Json = False,
 ) -> None:
@@ -253,7 +264,7 @@ def shadow_promote_command(
 
 @shadow_app.command("rollback")
 def shadow_rollback_command(
-    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    profile: Annotated[Path, typer.Argument(parser=local_path, help="A profile with a section 'shadow'.")],
     why: Annotated[str, typer.Option(help="The reason, which is kept.")] = "",
     as_json: Json = False,
 ) -> None:
@@ -263,7 +274,7 @@ def shadow_rollback_command(
 
 @shadow_app.command("status")
 def shadow_status_command(
-    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    profile: Annotated[Path, typer.Argument(parser=local_path, help="A profile with a section 'shadow'.")],
     as_json: Json = False,
 ) -> None:
     """What serves users, and what is shown so far; asks nobody and changes nothing."""
@@ -343,7 +354,7 @@ def trigger_command(
 
 @shadow_app.command("serve")
 def shadow_command(
-    profile: Annotated[Path, typer.Argument(help="A profile with a section 'shadow'.")],
+    profile: Annotated[Path, typer.Argument(parser=local_path, help="A profile with a section 'shadow'.")],
     candidate: Annotated[
         str | None, typer.Option(help="The version that is watched.", show_default="what is released at the target")
     ] = None,
@@ -361,7 +372,7 @@ def shadow_command(
 
 @shadow_app.command("replay")
 def shadow_replay_command(
-    file: Annotated[Path, typer.Argument(help="jsonl: requests, conversations or prompts.")],
+    file: Annotated[Path, typer.Argument(parser=local_path, help="jsonl: requests, conversations or prompts.")],
     to: Annotated[str, typer.Option(metavar="URL", help="The proxy.")] = "http://127.0.0.1:8100",
     model: Annotated[str, typer.Option(help="What requests that name no model ask for.")] = "model",
     header: Annotated[str, typer.Option(help="The header that names a session.")] = "x-session-id",
@@ -409,9 +420,11 @@ def approve_command(
 
 @app.command("merge")
 def merge_command(
-    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect).")],
-    out: Annotated[Path, typer.Argument(help="Directory for the merged checkpoint; new, or this merge's.")],
-    seed: Annotated[int, typer.Option(help="Seed of the random masks (DARE, DELLA).")] = 0,
+    recipe: Annotated[Path, typer.Argument(parser=local_path, help="The recipe (YAML, mergekit's dialect).")],
+    out: Annotated[
+        Path, typer.Argument(parser=local_path, help="Directory for the merged checkpoint; new, or this merge's.")
+    ],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random masks (DARE, DELLA).")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda (all of them) or cuda:N.")] = "auto",
     share: Annotated[bool, typer.Option("--share", help="Work together with others that are started alike.")] = False,
     as_json: Json = False,
@@ -427,7 +440,7 @@ def merge_command(
 
 @app.command("check")
 def check_command(
-    file: Annotated[Path, typer.Argument(help="A profile or a recipe.")],
+    file: Annotated[Path, typer.Argument(parser=local_path, help="A profile or a recipe.")],
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Each finding alone; and what each parent is asked, as it reads it.")
     ] = False,
@@ -444,7 +457,7 @@ def check_command(
 
 @app.command("fetch-data")
 def fetch_data_command(
-    profile: Annotated[Path, typer.Argument(help="A profile with evaluate.data.")],
+    profile: Annotated[Path, typer.Argument(parser=local_path, help="A profile with evaluate.data.")],
     as_json: Json = False,
 ) -> None:
     """Fetch the datasets of a profile's tasks into the directory that evaluate.data names, for nights offline."""
@@ -460,7 +473,9 @@ def extract_lora_command(
     finetuned: Annotated[str, typer.Argument(help="The fine-tune: a directory, or org/name@revision.")],
     base: Annotated[str, typer.Argument(help="The model that it was made from.")],
     rank: Annotated[int, typer.Option(help="The largest rank of a factor.")],
-    out: Annotated[Path, typer.Option(help="Directory for the adapter; must not exist yet.")] = Path("adapter"),
+    out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the adapter; must not exist yet.")] = Path(
+        "adapter"
+    ),
     epsilon: Annotated[float, typer.Option(help="Leave out directions with singular values up to this.")] = 0.0,
     save_module: Annotated[
         list[str] | None, typer.Option(help="End of a module's name that is saved whole (lm_head); repeatable.")
@@ -483,11 +498,14 @@ def extract_lora_command(
 def init_command(
     base: Annotated[str, typer.Argument(metavar="BASE", help="What the models were fine-tuned from.")],
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories, org/name@rev, or adapters.")],
-    out: Annotated[Path, typer.Option(help="Directory for the two files.")] = Path(),
+    out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the two files.")] = Path(),
     name: Annotated[str, typer.Option(help="Of the release.", show_default="the models' names")] = "",
     method: Annotated[str, typer.Option(help="A merge method.", show_default="by the headers")] = "",
     documents: Annotated[
-        Path | None, typer.Option(help="Held-out text.", show_default="one that lies beside the models, or a sample")
+        Path | None,
+        typer.Option(
+            parser=local_path, help="Held-out text.", show_default="one that lies beside the models, or a sample"
+        ),
     ] = None,
     task: Annotated[
         list[str] | None,
@@ -512,7 +530,8 @@ def init_command(
 def schema_command(
     kind: Annotated[str, typer.Argument(help="Of which file: profile or recipe.")] = "profile",
     write: Annotated[
-        Path | None, typer.Option(metavar="DOCS", help="Write both, and the reference page, into a directory.")
+        Path | None,
+        typer.Option(parser=local_path, metavar="DOCS", help="Write both, and the reference page, into a directory."),
     ] = None,
 ) -> None:
     """Print the JSON Schema of a profile or a recipe, for editors."""
@@ -527,8 +546,10 @@ def schema_command(
 
 @app.command("plan")
 def plan_command(
-    recipe: Annotated[Path, typer.Argument(help="The recipe (YAML, mergekit's dialect), or a profile.")],
-    out: Annotated[Path, typer.Option(help="Where the result will be written.")] = Path(),
+    recipe: Annotated[
+        Path, typer.Argument(parser=local_path, help="The recipe (YAML, mergekit's dialect), or a profile.")
+    ],
+    out: Annotated[Path, typer.Option(parser=local_path, help="Where the result will be written.")] = Path(),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     price: Annotated[list[str] | None, typer.Option(help="NAME=DOLLARS_PER_HOUR of an instance; repeatable.")] = None,
     probe: Annotated[
@@ -547,8 +568,10 @@ def plan_command(
 @app.command("smoke")
 def smoke_command(
     target: Annotated[str, typer.Argument(help="A checkpoint, or the URL of a server that runs.")],
-    profile: Annotated[Path | None, typer.Option(help="Whose 'serve' says how.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Of a URL: the checkpoint that it should serve.")] = None,
+    profile: Annotated[Path | None, typer.Option(parser=local_path, help="Whose 'serve' says how.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(parser=local_path, help="Of a URL: the checkpoint that it should serve.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Of a URL: what the server calls it.")] = None,
     key_from: Annotated[str | None, typer.Option(help="Of a URL: environment variable with its key.")] = None,
     as_json: Json = False,
@@ -578,7 +601,9 @@ def methods_command(as_json: Json = False) -> None:
 def transplant_command(
     model: Annotated[str, typer.Argument(help="Whose weights: a directory, org/name@rev.")],
     donor: Annotated[str, typer.Argument(help="Whose tokenizer; its embeddings say what its tokens mean.")],
-    out: Annotated[Path, typer.Argument(help="Directory for the new checkpoint; must not exist yet.")],
+    out: Annotated[
+        Path, typer.Argument(parser=local_path, help="Directory for the new checkpoint; must not exist yet.")
+    ],
     method: Annotated[str, typer.Option(help="How rows of new tokens are made: omp or mean.")] = "omp",
     k: Annotated[int, typer.Option("-k", help="Of omp: shared tokens in one combination, at most.")] = 64,
     device: Annotated[str, typer.Option(help="Where combinations are computed: cpu, cuda or cuda:N.")] = "cpu",
@@ -599,7 +624,9 @@ def compare_command(
         str, typer.Argument(metavar="A", help="Checkpoint it is compared with: directory, org/name@rev.")
     ],
     candidate: Annotated[str, typer.Argument(metavar="B", help="Checkpoint that is judged.")],
-    profile: Annotated[Path, typer.Option("--profile", "-p", help="The profile whose evidence and guards judge.")],
+    profile: Annotated[
+        Path, typer.Option("--profile", "-p", parser=local_path, help="The profile whose evidence and guards judge.")
+    ],
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
@@ -623,7 +650,9 @@ def gate_command(
         list[str],
         typer.Argument(metavar="NAME=DIR", help="lm-eval's output by model: merge=DIR reference=DIR."),
     ],
-    profile: Annotated[Path, typer.Option("--profile", "-p", help="The profile whose guards judge.")],
+    profile: Annotated[
+        Path, typer.Option("--profile", "-p", parser=local_path, help="The profile whose guards judge.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Judge results that lm-eval has written (with --log_samples) by a profile's guards. No model is run."""
@@ -751,7 +780,9 @@ def store_gc_command(
 @app.command("verify")
 def verify_command(
     release: Annotated[str, typer.Argument(help="Directory of a release, or org/name[@version] on the Hub.")],
-    key: Annotated[Path | None, typer.Option(help="Public key (EC P-256, PEM) that must have signed it.")] = None,
+    key: Annotated[
+        Path | None, typer.Option(parser=local_path, help="Public key (EC P-256, PEM) that must have signed it.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a release with everything it says of itself: every byte, the provenance, the card, the signature."""
@@ -765,7 +796,8 @@ def verify_command(
 def reproduce_command(
     release: Annotated[str, typer.Argument(help="Directory of a release, or org/name[@version] on the Hub.")],
     parents: Annotated[
-        Path | None, typer.Option(help="What relative paths of its recipe are relative to; absent: looked for.")
+        Path | None,
+        typer.Option(parser=local_path, help="What relative paths of its recipe are relative to; absent: looked for."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto (as the release says), cpu, cuda or cuda:N.")] = "auto",
     as_json: Json = False,
@@ -780,26 +812,21 @@ def reproduce_command(
 
 def main() -> None:
     """Entry point of the ``mergegate`` command."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files need not be text
+    require_utf8_paths()
+    prepare_streams()
     # Tables of tensors are trees of a million objects, made in a second: looked through for cycles every 700 objects,
     # that would be two.
     gc.set_threshold(100_000, 20, 20)
     try:
         command_line(app)()
+    except OSError as error:  # typer's own output, which no command writes: --help on a full disk
+        refusal = _refusal_of(error)
+        _say_no(refusal, as_json=False)
+        raise SystemExit(refusal.exit_code) from None
     finally:
-        _close_output()
+        close_streams()
         # What a run imported is a million objects: looking through them for cycles once more takes seconds at exit.
         gc.freeze()
-
-
-def _close_output() -> None:
-    """Drop what could not be printed: it has been said, and the interpreter would say so once more."""
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _prepare_environment() -> None:
@@ -923,9 +950,9 @@ def _refusals(as_json: bool) -> Iterator[None]:
         _say_no(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
     except UnicodeEncodeError as error:
-        # Python holds bytes of a name that are no text as lone surrogates, which nothing else takes.
+        # Python represents bytes that are not UTF-8 by lone surrogates, which cannot be encoded.
         text = ascii(error.object[max(0, error.start - 40) : error.end + 20])
-        refusal = DiskRefused(text, found="a name that is no text", expected="UTF-8", remedy="rename it")
+        refusal = DiskRefused(text, found="a name that is not text", expected="UTF-8", remedy="rename it")
         _say_no(refusal, as_json)
         raise typer.Exit(refusal.exit_code) from None
     except (KeyboardInterrupt, typer.Abort):  # the latter where a question was asked

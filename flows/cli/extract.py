@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.cli.new_directory import fresh_directory
 from merge_core.adapters import Extracted, ExtractionSettings, extract_adapter, write_adapter
+from merge_core.store import new_directory
 from tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
 from tasks.checkpoints.hub import download_snapshots
 from tasks.stage import store
@@ -24,7 +24,7 @@ def extract_to(
         InvalidInput: for checkpoints that are not there or do not fit, or an ``out`` that exists.
         Refused: for one that the Hub does not give, or that is changed while it is read.
     """
-    with fresh_directory(out) as place:
+    with new_directory(out) as place:
         made = _extract(tuned, base, place, settings, console)
     return _said(out, made, console)
 

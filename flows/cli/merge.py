@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -12,12 +11,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from flows.cli.made_before import made_of, recall, remember
-from flows.cli.new_directory import new_directory
 from flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from merge_core import Recipe, load_recipe, merge_weights, plan_merge
 from merge_core.architecture.experts import match_experts
 from merge_core.engine import EngineSettings, start_or_resume
-from merge_core.store import FileIdentity
+from merge_core.store import FileIdentity, new_directory, remove_contents
 from merge_core.wording import format_bytes
 from tasks.checkpoints import (
     ResolvedCheckpoint,
@@ -54,7 +52,8 @@ def merge_to(
     if not share and (told := recall(out, of)):
         console.print(f"nothing new: {out} was made of this recipe and these parents, and is as it was")
         return {**told, "out": str(out), "new": False}
-    with nullcontext(out) if share else new_directory(out, by="merge into it", remedy=remedy) as place:
+    directory = nullcontext(out) if share else new_directory(out, resume=True, by="merge into it", remedy=remedy)
+    with directory as place:
         made = _merge_to(cleared, looked, place, out, seed=seed, device=device, share=share, console=console)
     if not share:
         remember(out, of, made)
@@ -123,7 +122,13 @@ def _merge_to(
     for finding in odd:
         console.print(f"{finding.severity}: {finding.where}: {finding.found}")
         if finding.severity == "block":
-            shutil.rmtree(place, ignore_errors=share)  # another participant may have been as quick
+            if share:  # Only what this merge wrote; another participant may have removed it already.
+                for name in record.files:
+                    (place / name).unlink(missing_ok=True)
+                with suppress(OSError):
+                    place.rmdir()
+            else:
+                remove_contents(place)
             raise finding.refusal()
     there = f", {format_bytes(record.bytes_resumed)} of it already there" if record.bytes_resumed else ""
     size = format_bytes(record.bytes_written)
@@ -150,7 +155,7 @@ def _combine(
     console: Console,
 ) -> dict[str, object]:
     """Merge adapters into an adapter."""
-    shutil.rmtree(place, ignore_errors=True)  # It cannot be resumed.
+    remove_contents(place)  # It cannot be resumed.
     parents = [(one.ref, one.directory, one.adapter.directory) for one in found if one.adapter]
     with _bar(recipe.summary(), console) as bar:
         job = bar.add_task("merge", total=None)

@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from flows.profile import profile_schema
 from merge_core.errors import InvalidInput, suggest
 from merge_core.recipe import recipe_schema
 
+_MARK = re.compile(rb'"title": "mergegate: |Made by `mergegate schema ')  # in everything that is generated
 _KINDS = {"profile": profile_schema, "recipe": recipe_schema}
 
 
@@ -47,8 +50,22 @@ def generated_pages() -> dict[str, str]:
 
 
 def write_pages(docs: Path) -> None:
-    """Bring ``docs`` up to date."""
-    for name, text in generated_pages().items():
+    """Write the schemas and the reference page into ``docs``.
+
+    Raises:
+        InvalidInput: A file of that name exists that mergegate did not generate. Nothing is written then.
+    """
+    pages = generated_pages()
+    for name in pages:
+        file = docs / name
+        if os.path.lexists(file) and not (file.is_file() and _MARK.search(file.read_bytes())):
+            raise InvalidInput(
+                str(file),
+                found="it exists, and mergegate did not write it",
+                expected="no file, or an older version of this page",
+                remedy="move it away, or name another directory",
+            )
+    for name, text in pages.items():
         (docs / name).parent.mkdir(parents=True, exist_ok=True)
         (docs / name).write_text(text, encoding="utf-8")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flows.cli.new_directory import fresh_directory
 from merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
 from merge_core.engine import Transplant, transplant_tokenizer
 from merge_core.errors import InvalidInput, suggest
+from merge_core.store import new_directory
 from tasks.checkpoints import find_checkpoint, open_parent
 from tasks.checkpoints.hub import download_snapshots
 from tasks.stage import store
@@ -31,7 +31,7 @@ def transplant_to(
     if k < 1:
         raise InvalidInput("-k", found=f"{k}", expected="from 1")
     chosen: TransplantMethod = "omp" if method == "omp" else "mean"
-    with fresh_directory(out) as place:
+    with new_directory(out) as place:
         made = _transplant(model, donor, place, chosen, k, device, console)
     console.print(f"{out}: {made.tokens} tokens, {made.shared} of them with rows of their own, the others by {method}")
     for name, error in made.errors.items():
@@ -52,7 +52,7 @@ def _transplant(
     if snapshots := [snapshot for one in found for snapshot in one.snapshots]:
         download_snapshots(snapshots, store().hashes, lambda done, total: None)
     first, second = (open_parent(one) for one in found)
-    scratch = place.with_name(f"{place.name}.rows")
+    scratch = place / "rows.partial"
     columns = (TextColumn("transplant"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=console) as bar:

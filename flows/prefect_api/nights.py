@@ -27,7 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from flows.profile import settings_faults
 from merge_core.errors import InvalidInput, suggest
-from merge_core.parsing import read_yaml_mapping
+from merge_core.parsing import LocalPath, read_yaml_mapping
 from merge_core.wording import parse_duration
 
 NIGHTS = "nights.yaml"
@@ -55,7 +55,7 @@ class NightsSection(BaseModel):
 class Night(NightsSection):
     """A profile that is deployed, and when it is carried out by itself."""
 
-    profile: Path = Field(description="The file, relative to the project.")
+    profile: LocalPath = Field(description="The file, relative to the project.")
     flow: Literal["release", "sweep", "shadow"] = Field(default="release", description="What is done with it.")
     schedule: str | None = Field(
         default=None, description="Cron in five fields, or 'every 6 h'; absent: only when it is triggered."

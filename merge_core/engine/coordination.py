@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from merge_core.engine.writer import PARTIAL, refusing_disk_errors
-from merge_core.store import lock_file, locked, unlock_file
+from merge_core.store import MARK_CONTENT, lock_file, locked, unlock_file
 
 NAME = f"merge{PARTIAL}"
 _FINISHING = f"finishing{PARTIAL}"
@@ -65,6 +65,9 @@ def _join(out: Path, check: Callable[[], None], prepare: Callable[[], None]) -> 
             except FileNotFoundError:
                 continue
         try:
+            # Before anything else is in the directory: the mark says that all that follows is ours. Participants write
+            # the same bytes to the same place.
+            os.write(fd, MARK_CONTENT)
             if lock_file(fd, path, wait=False, required=False):
                 prepare()
             if lock_file(fd, path, shared=True, required=False):

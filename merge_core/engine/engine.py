@@ -28,7 +28,7 @@ from merge_core.engine.settings import EngineSettings
 from merge_core.engine.writer import PARTIAL, name_shards, refusing_disk_errors
 from merge_core.errors import Finding, worst_first
 from merge_core.plan import MergePlan
-from merge_core.store import remove_any, state_directory
+from merge_core.store import remove_any, remove_contents, state_directory
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def merge_weights(
     digests: dict[str, str] = {}
 
     def check() -> None:
-        check_directory(out, resuming=journal.exists(out), expected=file_names(plan))
+        check_directory(out, expected=file_names(plan))
 
     def prepare() -> None:
         with refusing_disk_errors(out):
@@ -166,15 +166,15 @@ def merge_weights(
 def start_or_resume(out: Path, plan: MergePlan) -> None:
     """Leave in ``out`` only what the merge of ``plan`` can be resumed from.
 
-    With no journal, what lies there belongs to nothing. With one, files that this merge does not write are removed, and
-    what is no file where one should be: nobody else has a place here, and they would stop every run from now on.
+    Call it only for a directory that is ours: in the store, or yielded by ``new_directory``. Without a journal,
+    everything in it is removed. With one, only what this merge does not write, which would stop every later run.
 
     Raises:
         DiskRefused: when ``out`` cannot be written.
     """
     with refusing_disk_errors(out):
         if not journal.exists(out):
-            remove_any(out)
+            remove_contents(out)
         state_directory(out)
         expected = file_names(plan)
         for step in plan.steps:

@@ -30,7 +30,7 @@ from merge_core.engine.coordination import NAME
 from merge_core.engine.health import TensorHealth
 from merge_core.engine.writer import PARTIAL, final_or_partial, refusing_disk_errors
 from merge_core.plan import MergePlan, Shard
-from merge_core.store import ASIDE, LineChain, remove_any, try_open_locked
+from merge_core.store import ASIDE, LineChain, has_mark, remove_any, try_open_locked
 from merge_core.system import boot_id
 
 # To be raised whenever the engine would write other bytes for the same plan, or other lines into a journal: what an
@@ -112,8 +112,8 @@ def claim(out: Path, shard: Shard, identity: str) -> ShardJournal | None:
 
 
 def exists(out: Path) -> bool:
-    """Whether ``out`` holds an unfinished merge."""
-    return (out / NAME).is_file()
+    """Return whether ``out`` holds an unfinished merge: a journal that carries mergegate's mark."""
+    return has_mark(out / NAME)
 
 
 def remove_journals(out: Path) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from merge_core.checkpoint import INDEX_NAME
+from merge_core.engine.coordination import NAME
 from merge_core.engine.writer import PARTIAL, refusing_disk_errors
 from merge_core.errors import InvalidInput
 from merge_core.parsing import parse_json_object
 from merge_core.plan import MergePlan, config_bytes, index_text, needs_index
-from merge_core.store import fsync
+from merge_core.store import MARK, fsync, has_mark
 
 CONFIG = "config.json"
 
@@ -23,20 +24,26 @@ _ORIGIN_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "special_to
 STEPS = f"steps{PARTIAL}"
 
 
-def check_directory(out: Path, *, resuming: bool, expected: Collection[str] = ()) -> None:
-    """Accept ``out`` when it is empty or holds nothing but the remains of an unfinished merge.
+def check_directory(out: Path, *, expected: Collection[str] = ()) -> None:
+    """Accept ``out`` if it is empty or holds only what an unfinished merge left.
 
     Args:
-        out: Output directory, exists.
-        resuming: Whether a journal lies in it; then the files named in ``expected`` may lie there as well.
+        out: Output directory. It exists.
         expected: Names of the files that the merge writes.
 
     Raises:
-        InvalidInput: Something else is there. Stale files beside new ones make checkpoints that load wrongly.
+        InvalidInput: The directory holds anything else. mergegate would delete or mix up files of the user.
     """
     with refusing_disk_errors(out):
-        ours = {Path(name).parts[0] for name in expected} if resuming else set()
-        foreign = sorted(path.name for path in out.iterdir() if not _is_ours(path) and path.name not in ours)
+        names = {path.name for path in out.iterdir()}
+        # Listed first: another participant may create its journal now, which makes everything here ours.
+        if has_mark(out / NAME):
+            ours = {name for name in names if name.endswith(PARTIAL)} | {Path(name).parts[0] for name in expected}
+        else:
+            # A participant that was killed, or is writing the mark now, leaves an empty journal and nothing else.
+            ours = {NAME} if names <= {NAME, MARK} and _is_empty(out / NAME) else set()
+            ours |= {MARK} if has_mark(out / MARK) else set()
+        foreign = sorted(names - ours)
         if foreign:
             raise InvalidInput(
                 str(out),
@@ -103,5 +110,8 @@ def _write(path: Path, content: bytes) -> None:
         partial.rename(path)
 
 
-def _is_ours(path: Path) -> bool:
-    return path.name.endswith(PARTIAL)
+def _is_empty(path: Path) -> bool:
+    try:
+        return path.is_file() and path.stat().st_size == 0
+    except FileNotFoundError:
+        return False

@@ -27,6 +27,7 @@ from merge_core.parsing.json_text import (
     read_json,
     read_lines,
 )
+from merge_core.parsing.local_path import LocalPath, parse_path
 from merge_core.parsing.overrides import with_overrides
 from merge_core.parsing.wording import as_written, expectation, kind_of, one_of_several
 from merge_core.parsing.yaml_flow import flow_yaml
@@ -38,6 +39,7 @@ __all__ = [
     "MAX_DIGITS",
     "MAX_YAML_BYTES",
     "JsonBounds",
+    "LocalPath",
     "StrictLoader",
     "as_written",
     "check_entries",
@@ -53,6 +55,7 @@ __all__ = [
     "parse_json",
     "parse_json_object",
     "parse_line",
+    "parse_path",
     "parse_yaml",
     "plain_file",
     "printable",

@@ -28,6 +28,14 @@ from merge_core.store.inspection import (
 from merge_core.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
 from merge_core.store.locks import lock_file, locked, try_open_locked, unlock_file
 from merge_core.store.manifest import MANIFEST
+from merge_core.store.new_directory import (
+    MARK,
+    MARK_CONTENT,
+    finish_directory,
+    has_mark,
+    new_directory,
+    remove_contents,
+)
 from merge_core.store.records import JOURNAL, JournalPlace, LineChain, RecordJournal, keep_only_journal, open_journal
 from merge_core.store.retention import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
 from merge_core.store.runs import (
@@ -60,6 +68,8 @@ __all__ = [
     "HASHES",
     "JOURNAL",
     "MANIFEST",
+    "MARK",
+    "MARK_CONTENT",
     "RELEASED",
     "VALUE",
     "Artifact",
@@ -91,10 +101,12 @@ __all__ = [
     "examine_store",
     "family_prefix",
     "file_identity",
+    "finish_directory",
     "forget_profile",
     "found_damaged",
     "fsync",
     "fsync_directories",
+    "has_mark",
     "is_of_disk",
     "keep_only_journal",
     "keeping_reasons",
@@ -104,6 +116,7 @@ __all__ = [
     "make_way",
     "mend_state",
     "merkle",
+    "new_directory",
     "note_made",
     "note_use",
     "open_journal",
@@ -118,6 +131,7 @@ __all__ = [
     "refusing_disk",
     "regular_files",
     "remove_any",
+    "remove_contents",
     "require_shared",
     "require_unchanged",
     "set_aside",

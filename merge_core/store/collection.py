@@ -40,7 +40,7 @@ from merge_core.store.retention import (
     runs_that_count,
 )
 from merge_core.store.runs import RunReader
-from merge_core.store.state import ASIDE, regular_files, remove_any, state_directory
+from merge_core.store.state import is_set_aside, is_temporary, regular_files, remove_any, state_directory
 from merge_core.store.store import LOCKS, TRASH
 
 _COLLECTION = "collection"  # the lock of whoever collects
@@ -66,7 +66,7 @@ def list_store(root: Path) -> tuple[StoreEntry, ...]:
     for place in sorted(root.iterdir()) if root.is_dir() else []:
         if place.name in (LOCKS, TRASH):
             continue
-        if ASIDE in place.name:
+        if is_set_aside(place):
             found.append(_entry("", place, "set aside"))
         elif place.is_dir() and not place.is_symlink():
             for entry in sorted(place.iterdir()):
@@ -216,11 +216,11 @@ def _entry(stage: str, path: Path, kind: EntryKind) -> StoreEntry | None:
 def _kind(path: Path) -> EntryKind | None:
     """None: whatever it is, it is not ours to remove."""
     name = path.name
-    if ASIDE in name:
+    if is_set_aside(path):
         return "set aside"
-    if name.endswith(".doomed"):
+    if name.endswith(".doomed") and _KEY.match(name):
         return "left over"
-    if name.endswith(".partial"):
+    if is_temporary(path):
         return "unfinished" if path.is_dir() and not path.is_symlink() else "left over"
     if path.is_symlink() or not _KEY.fullmatch(name.removesuffix(".json")):
         return None

@@ -26,15 +26,25 @@ from merge_core.store.keys import digest
 from merge_core.store.locks import try_open_locked
 from merge_core.store.manifest import MANIFEST, ArtifactManifest, ValueRecord
 from merge_core.store.shared import OUTBOX
-from merge_core.store.state import ASIDE, Damaged, make_way, read_state, regular_files, remove_any
+from merge_core.store.state import (
+    ASIDE,
+    Damaged,
+    is_set_aside,
+    is_temporary,
+    make_way,
+    read_state,
+    regular_files,
+    remove_any,
+)
 from merge_core.store.store import LOCKS, TRASH
 
 _KEY = re.compile("[0-9a-f]{32}")
+_STAGE = re.compile("[a-z][a-z_-]*")  # of its directory
 # Unfinished work that no run has gone on with for so long belongs to inputs that nobody merges any more.
 _ABANDONED_S = 30 * 86_400.0
 _DATABASE_PATIENCE_S = 2.0
 
-FindingKind = Literal["damaged", "set aside", "unfinished", "abandoned", "left over"]
+FindingKind = Literal["damaged", "set aside", "unfinished", "abandoned", "left over", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ class StateFinding:
     Args:
         kind: ``damaged``: the next run that wants it makes it again. ``set aside``: that has happened. ``unfinished``:
             the next run of the same goes on from it. ``abandoned``: for a month none has. ``left over``: of a run that
-            was killed; nobody reads it.
+            was killed; nobody reads it. ``foreign``: mergegate did not write it, and leaves it alone.
         path: Where.
         what: Why it counts as that.
         bytes: Its size on the disk.
@@ -75,7 +85,8 @@ def examine_store(root: Path, *, deep: bool = False) -> Iterator[StateFinding]:
         if (passed := passed_over(place)) is not None:
             yield passed
         elif place.is_symlink() or not place.is_dir():
-            yield found_damaged(place, "no directory")
+            is_stage = _STAGE.fullmatch(place.name) or place.name in (LOCKS, TRASH, OUTBOX)
+            yield found_damaged(place, "no directory") if is_stage else _foreign(place)
         elif place.name == OUTBOX:
             continue
         elif place.name == LOCKS:
@@ -97,11 +108,15 @@ def examine_database(database: Path) -> Iterator[StateFinding]:
 
 def passed_over(path: Path) -> StateFinding | None:
     """What the name alone says of it: that it was set aside, or is left from a write that was not finished."""
-    if ASIDE in path.name:
+    if is_set_aside(path):
         return StateFinding("set aside", path, "it could not be believed, and was made again", size_of(path))
-    if path.name.endswith((".partial", ".doomed")) and not path.is_dir():
+    if is_temporary(path) and not path.is_dir():
         return StateFinding("left over", path, "of a write that was not finished", size_of(path))
     return None
+
+
+def _foreign(path: Path) -> StateFinding:
+    return StateFinding("foreign", path, "mergegate did not write it, and leaves it alone", size_of(path))
 
 
 def found_damaged(path: Path, why: str) -> StateFinding:
@@ -111,7 +126,7 @@ def found_damaged(path: Path, why: str) -> StateFinding:
 
 def mend_state(found: StateFinding) -> str:
     """Set aside what is damaged, remove what nobody reads; leave what a run can go on from. Says what was done."""
-    if found.kind == "unfinished":
+    if found.kind in ("unfinished", "foreign"):
         return ""
     if found.kind != "damaged":
         remove_any(found.path)
@@ -139,6 +154,8 @@ def size_of(path: Path) -> int:
 def _entry(entry: Path, deep: bool) -> Iterator[StateFinding]:
     if (passed := passed_over(entry)) is not None:
         yield passed
+    elif not _KEY.match(entry.name):
+        yield _foreign(entry)
     elif entry.name.endswith(".doomed"):
         yield StateFinding("left over", entry, "to be removed", size_of(entry))
     elif entry.name.endswith(".partial"):
@@ -151,7 +168,7 @@ def _entry(entry: Path, deep: bool) -> Iterator[StateFinding]:
 
 def _fault(entry: Path, deep: bool) -> str:
     if not _KEY.fullmatch(entry.name.removesuffix(".json")):
-        return "no name of an artifact"
+        return "not the name of an artifact"
     return _value_fault(entry) if entry.name.endswith(".json") else _artifact_fault(entry, deep)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from typing import TypeVar
 from merge_core.store.durable import fsync
 
 ASIDE = ".damaged-"
+# A name with the number of the writing process, and perhaps of its thread; a name from ``tempfile``; a key.
+_TEMPORARY = re.compile(r"(.+\.\d+(-\d+)?|(runner|probe)-.+|[0-9a-f]{32}(\..+)?)\.partial")
 # Of each name the newest few are kept, and of each not more than this: a checkpoint is not worth a second copy.
 KEPT, KEPT_BYTES = 3, 64 << 20
 # No state of ours is larger; what is, is none.
@@ -135,6 +138,16 @@ def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
     except OSError:  # nothing, or a link that leads nowhere
         return path.is_symlink()
     return not stat.S_ISREG(status.st_mode)
+
+
+def is_set_aside(path: Path) -> bool:
+    """Return whether ``path`` has a name that only :func:`set_aside` gives."""
+    return ASIDE in path.name and _number(path) > 0
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether ``path`` has a name that mergegate gives to a file of which only a part is written."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def make_way(path: Path, why: str) -> None:

@@ -49,7 +49,8 @@ class Scoring(BaseModel):
         description="A fixed random sample of so many per task or group is looked at first, then more where it does "
         "not decide; absent: 500. all: every document at once.",
     )
-    seed: int = Field(default=0, ge=0, description="Of the sample and of the few-shot examples.")
+    # NumPy, which lm-eval draws with, takes 32 bits.
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the sample and the few-shot examples.")
     time_limit: Annotated[float | None, NotInKey] = Field(
         default=None, gt=0, description="Seconds for one part (500 documents at most), loading included; absent: none."
     )

@@ -9,6 +9,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from merge_core.errors import InvalidInput
+from merge_core.parsing import LocalPath
 from merge_core.store import HashMemo
 from tasks.evaluation import EvalTask, Scoring, asking_of, pin_sound_tasks, require_evaluated
 from tasks.gate.guards import ANCHOR, CHAMPION, GateRule, Guard
@@ -18,7 +19,7 @@ class EvaluateSettings(Scoring, GateRule):
     """What is evaluated and how it is judged, in a profile under ``evaluate``."""
 
     tasks: tuple[Guard, ...] = Field(min_length=1)
-    data: Path | None = Field(
+    data: LocalPath | None = Field(
         default=None,
         description="Directory with the datasets of all tasks (by name, YAML files, those of a sweep) whose data "
         "do not lie beside them, relative to the profile: as the Hub lays them out, or files by task or dataset. Then "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from merge_core.parsing import LocalPath
 from merge_core.store import NotInKey
 from tasks.gate import MARGIN_ABOVE_MAX_DROP
 from tasks.outside import plain_address
@@ -100,8 +100,10 @@ class JudgeServer(BaseModel):
 class JudgeSettings(Generation, Judging, JudgeRule, JudgeServer):
     """Who answers what, who judges and when it passes, in a profile under ``judge``."""
 
-    prompts: Path = Field(description="jsonl: prompt (or turns), and reference where there is one; or MT-Bench's.")
-    references: Path | None = Field(default=None, description="MT-Bench's reference answers, in a file of their own.")
+    prompts: LocalPath = Field(description="jsonl: prompt (or turns), and reference where there is one; or MT-Bench's.")
+    references: LocalPath | None = Field(
+        default=None, description="MT-Bench's reference answers, in a file of their own."
+    )
     guarded_by: str = Field(min_length=1, description="Name of the model whose answers the merge's are compared with.")
     sample: int | None = Field(default=None, ge=2, description="A fixed random sample of so many prompts; absent: all.")
     seed: int = Field(default=0, ge=0, description="Of the sample.")

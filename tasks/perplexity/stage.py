@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from merge_core.parsing import LocalPath
 from merge_core.store import JOURNAL, HashMemo, JournalPlace, NotInKey, keep_only_journal
 from tasks.checkpoints import Model, ask_child, files_state
 from tasks.perplexity.measuring import DocumentLikelihood, Measured, WindowSettings, measure
@@ -58,7 +59,7 @@ class PerplexitySettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    documents: Path = Field(description="jsonl with one document a line, or plain text with one a paragraph.")
+    documents: LocalPath = Field(description="jsonl with one document a line, or plain text with one a paragraph.")
     field: str = Field(default="text", min_length=1, description="Of a jsonl line.")
     max_increase: Percentage = Field(default=0.05, description="'5%' or 0.05 over the better parent; more fails.")
     warn_increase: Percentage | None = Field(default=None, description="Default: 2 %, or max_increase if less.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from merge_core.parsing import LocalPath
 from merge_core.store import NotInKey
 
 PLACES = ("{model}", "{port}", "{name}")  # what a configured command may leave to us
@@ -41,7 +41,7 @@ class ServeSettings(BaseModel):
     tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs.")
     arguments: tuple[str, ...] = Field(default=(), description="Further arguments of vLLM.")
     environment: dict[str, str] = Field(default={}, description="Further variables of the server's environment.")
-    python: Annotated[Path | None, NotInKey] = Field(
+    python: Annotated[LocalPath | None, NotInKey] = Field(
         default=None, description="Interpreter of vLLM's environment; see make serve-env."
     )
     command: tuple[str, ...] | None = Field(default=None, description="Another server's command line.")

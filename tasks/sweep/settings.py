@@ -125,7 +125,7 @@ class SweepSettings(_Settings):
     )
     constraints: tuple[Constraint, ...] = ()
     sampler: SamplerName = "cma"
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     population: int | None = Field(default=None, ge=2, description="Candidates of a generation; absent: by dimension.")
     sigma: float = Field(default=0.2, gt=0, le=1, description="cma: first step, as a share of each range.")
     baseline: int | None = Field(default=None, ge=0, description="Trials of random search beside; absent: a quarter.")

@@ -6,17 +6,19 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from alias_contract import ALIAS, require_aliases
 from samples import sampled
 
-from merge_core.errors import Refused
+from merge_core.errors import InvalidInput, Refused
+from merge_core.store import MARK, MARK_CONTENT
 from merge_core.store.hashing import HashMemo, sha256_file
 from tasks.publish.content import ReleaseFile, content_version, written_file
 from tasks.publish.targets.contract import OnProgress, Release
-from tasks.publish.targets.directory import DirectoryTarget
+from tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 
 
 @pytest.fixture
@@ -132,7 +134,7 @@ def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_co
         from pathlib import Path
         from merge_core.store import HashMemo
         from tasks.publish.content import ReleaseFile, written_file
-        from tasks.publish.targets.directory import DirectoryTarget
+        from tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
         original, calls = {call}, 0
         def dies(*arguments, **options):
             global calls
@@ -180,3 +182,35 @@ def test_an_alias_is_a_relative_link_that_moves_in_one_step(
     (place / ALIAS).unlink()
     (place / ALIAS).symlink_to(tmp_path)
     assert DirectoryTarget(path=place).aliased(Path(), ALIAS) is None, "it leads elsewhere"
+
+
+@pytest.mark.parametrize("name", [".v1.partial/notes.txt", ".latest.partial/notes.txt", ".latest.partial", "latest/x"])
+def test_files_of_the_user_stay(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo, name: str) -> None:
+    file = tmp_path / "releases" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("of the user")
+    with suppress(Refused, InvalidInput):
+        publish_directory(files, tmp_path / "releases", "v1", hashes)
+    assert file.read_text() == "of the user"
+
+
+def test_a_link_of_the_user_is_not_moved(tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo) -> None:
+    (tmp_path / "releases").mkdir()
+    (tmp_path / "releases" / "latest").symlink_to("/somewhere/else")
+    with pytest.raises(Refused, match="a link to /somewhere/else"):
+        publish_directory(files, tmp_path / "releases", "v1", hashes)
+    assert (tmp_path / "releases" / "latest").readlink() == Path("/somewhere/else")
+
+
+def test_a_run_that_was_killed_just_after_the_rename_is_repaired(
+    tmp_path: Path, files: tuple[ReleaseFile, ...], hashes: HashMemo
+) -> None:
+    publish_directory(files, tmp_path / "releases", "v1", hashes)
+    (tmp_path / "releases" / "v1" / MARK).write_bytes(MARK_CONTENT)
+    assert not publish_directory(files, tmp_path / "releases", "v1", hashes).new
+    assert not (tmp_path / "releases" / "v1" / MARK).exists()
+
+
+def test_a_directory_without_provenance_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert DirectoryRelease(tmp_path).files() == {}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
+
+from merge_core.parsing import LocalPath
 
 Purpose = Literal["commercial", "research"]
 Visibility = Literal["public", "private"]
@@ -45,7 +46,7 @@ class LicenseSettings(BaseModel):
     visibility: Visibility = "public"
     commercial_entity: bool = True
     accepted: dict[str, str] = {}
-    table: Path | None = None
+    table: LocalPath | None = None
 
     @field_validator("accepted")
     @classmethod

@@ -29,6 +29,7 @@ from typing import ClassVar, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
+from merge_core.parsing import LocalPath
 from merge_core.store import HashMemo
 from tasks.publish.approval import ApprovalSettings
 from tasks.publish.content import ReleaseFile
@@ -107,7 +108,7 @@ class PublishTarget(BaseModel, ABC):
         pattern=_VERSION,
         description="Name of this version; absent: the first 12 digits of its content hash.",
     )
-    sign_key: Path | None = Field(
+    sign_key: LocalPath | None = Field(
         default=None,
         description="EC private key (P-256, PEM) that signs every file of the release; absent: not signed.",
     )

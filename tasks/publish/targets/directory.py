@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from merge_core.errors import InvalidInput, Refused, suggest
-from merge_core.parsing import is_special, open_plain, read_plain
-from merge_core.store import HashMemo, fsync, fsync_directories, locked
-from tasks.publish.content import ReleaseFile, is_content_version
+from merge_core.parsing import LocalPath, is_special, open_plain, read_plain
+from merge_core.store import HashMemo, finish_directory, fsync, fsync_directories, locked, new_directory
+from tasks.publish.content import PROVENANCE, ReleaseFile, is_content_version
 from tasks.publish.targets.alias import is_a_version, no_such_version, require_alias_name
 from tasks.publish.targets.contract import FIRST, CurrentRelease, OnProgress, PublishTarget, Release
 
@@ -43,7 +43,7 @@ class DirectoryTarget(PublishTarget):
     shows_itself: ClassVar[bool] = True
 
     to: Literal["directory"] = "directory"
-    path: Path
+    path: LocalPath
 
     @property
     def address(self) -> str:
@@ -104,6 +104,7 @@ class DirectoryTarget(PublishTarget):
         with locked(directory):
             if place.is_symlink():
                 raise Refused(str(place), found="an alias", expected="a version", remedy="name the version otherwise")
+            finish_directory(place)
             fresh = not place.exists()
             if fresh:
                 _write_version(files, place, hashes, on_progress)
@@ -157,10 +158,14 @@ class DirectoryRelease:
     def files(self) -> Mapping[str, tuple[int, str]]:
         """Size and sha256 of every file, without what git or a download left beside them.
 
+        A directory without provenance is not a release. Nothing of it is read, because it may be ``/``.
+
         What is no file (a link that leads out, a pipe, a device) is listed with its kind in place of a sha256: whoever
         compares finds it listed by nobody. Nothing of it is read, and no linked directory is entered.
         """
-        found = {}
+        found: dict[str, tuple[int, str]] = {}
+        if not os.path.lexists(self.directory / PROVENANCE):
+            return found
         for folder, folders, names in os.walk(self.directory):
             place = Path(folder)
             links = [name for name in folders if (place / name).is_symlink()]
@@ -200,24 +205,32 @@ def _write_version(files: Sequence[ReleaseFile], place: Path, hashes: HashMemo, 
         done += count
         on_progress(done, total)
 
-    partial = place.with_name(f".{place.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    for file in files:
-        _write(file, partial / file.name, wrote)
-    fsync_directories(partial)
-    partial.rename(place)
+    with new_directory(place, place.with_name(f".{place.name}.partial")) as partial:
+        for file in files:
+            _write(file, partial / file.name, wrote)
+        fsync_directories(partial)
     for file in files:
         hashes.remember(place / file.name, file.sha256)
 
 
 def _move_link(link: Path, version: str) -> bool:
-    """Make ``link`` point to ``version`` in one step; whether it pointed elsewhere before."""
-    if link.is_symlink() and link.readlink() == Path(version):
-        return False
-    if link.exists() and not link.is_symlink():
-        raise Refused(str(link), found="a file or directory", expected="a link", remedy="move it away")
-    step = link.with_name(f".{link.name}.partial")
-    step.unlink(missing_ok=True)
+    """Point ``link`` to ``version`` in one step. Return whether it pointed elsewhere before.
+
+    Raises:
+        Refused: ``link`` is not a link to a version next to it, so mergegate did not create it.
+    """
+    if os.path.lexists(link):
+        target = link.readlink() if link.is_symlink() else None
+        if target == Path(version):
+            return False
+        if target is None or target.name in ("", "..") or target != Path(target.name):
+            raise Refused(
+                str(link),
+                found="a file or directory" if target is None else f"a link to {target}",
+                expected="a link to a version in this directory",
+                remedy="move it away",
+            )
+    step = link.with_name(f".{link.name[:200]}.{secrets.token_hex(4)}.partial")
     step.symlink_to(version)
     step.rename(link)
     return True

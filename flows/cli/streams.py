@@ -1,0 +1,70 @@
+"""Standard streams that are closed, lose their reader, or cannot encode a character."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from typing import Any
+
+READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program that SIGPIPE ended
+
+
+class _Output(io.FileIO):
+    """A standard stream whose reader may go away: ``mergegate methods | head -0``."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if self.fileno() == 1:
+                raise SystemExit(READER_GONE) from None
+            return len(data)
+
+
+def require_utf8_paths() -> None:
+    """Restart Python in UTF-8 mode unless it decodes the names of files as UTF-8.
+
+    In the C locale, or one of another encoding, a valid UTF-8 name would reach us as bytes that are not text.
+    """
+    if sys.getfilesystemencoding().lower() != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"  # for our child processes
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def prepare_streams() -> None:
+    """Replace standard output and standard error by streams that never end in a traceback.
+
+    A stream that is closed discards what is written to it. Without that, the next file that is opened would get its
+    number, and our output.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  # as long as the process
+    sys.stdout = _replaced(sys.stdout, 1)
+    sys.stderr = _replaced(sys.stderr, 2)
+
+
+def close_streams() -> None:
+    """Drop what could not be written, instead of a message of the interpreter at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, SystemExit):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _replaced(stream: Any, number: int) -> io.TextIOWrapper:
+    raw = _Output(number, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding if stream is not None else "utf-8",
+        errors="backslashreplace",  # names of files need not be text, and terminals need not have every character
+        line_buffering=number == 2 or raw.isatty() or getattr(stream, "write_through", False),
+    )

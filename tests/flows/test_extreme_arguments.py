@@ -1,0 +1,198 @@
+"""Every command with extreme values of every argument and option: an exit code of the table, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import types
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from demo_project import Project, make_project
+from samples import sampled
+
+from flows.cli.app import app, local_path
+from merge_core.errors import EXIT_CODES
+
+PATIENCE_S = 30
+PARENTLESS = "name: m\nrecipe: {merge_method: linear, models: [{model: nowhere, parameters: {weight: 1}}]}\n"
+# Valid arguments of each command; one parameter after the other is replaced. Where a command would start Prefect's API
+# for a profile that exists, the profile is missing.
+ARGUMENTS: dict[str, list[str]] = {
+    "run": ["parentless.yaml", "--dry-run"],
+    "demo": ["copy-of-the-demo"],
+    "sweep": ["missing.yaml"],
+    "tune": ["missing.yaml"],
+    "server": [],
+    "worker": ["--once"],
+    "deploy": [],
+    "trigger": ["demo"],
+    "approve": [],
+    "merge": ["profiles/demo/recipes/linear.yaml", "out"],
+    "check": ["parentless.yaml"],
+    "fetch-data": ["parentless.yaml"],
+    "extract-lora": ["profiles/demo/models/reverser", "profiles/demo/models/base", "--rank", "1"],
+    "init": ["profiles/demo/models/base", "profiles/demo/models/reverser", "--out", "new", "--yes"],
+    "schema": [],
+    "plan": ["profiles/demo/recipes/linear.yaml", "--no-probe"],
+    "smoke": ["profiles/demo/models/nowhere"],
+    "methods": [],
+    "transplant-tokenizer": ["profiles/demo/models/reverser", "profiles/demo/models/base", "out"],
+    "compare": ["profiles/demo/models/nowhere", "profiles/demo/models/base", "--profile", "missing.yaml"],
+    "gate": ["merge=results", "--profile", "parentless.yaml"],
+    "doctor": [],
+    "history": [],
+    "status": [],
+    "open": [],
+    "explain": ["1234"],
+    "verify": ["nowhere"],
+    "reproduce": ["nowhere"],
+    "store ls": [],
+    "store du": [],
+    "store verify": [],
+    "store gc": [],
+    "shadow look": ["missing.yaml"],
+    "shadow promote": ["missing.yaml", "--why", "because"],
+    "shadow rollback": ["missing.yaml", "--why", "because"],
+    "shadow status": ["missing.yaml"],
+    "shadow serve": ["missing.yaml"],
+    "shadow replay": ["missing.jsonl", "--to", "http://127.0.0.1:9"],
+}
+PATHS = ["", ".", "/", "..", "pipe", "directory", "nowhere/at/all", "a\0b", "x" * 300, "\udcff", "-x", "a\nb"]
+PATHS += ["/dev/null", "/dev/zero", "/proc/nowhere", "empty", "empty/below", "loop", "x/" * 3000]
+TEXTS = ["x" * 100_000, "a\0b=1", "a=\0", "a\nb", "\udcff", "-x", "=", "💥", *PATHS]
+INTEGERS = ["-5", "0", str(2**70), str(-(2**70)), ""]
+NUMBERS = ["nan", "inf", "-inf", "-1", "1e308", ""]
+QUICK = {"", ".", "pipe", "a\0b", "/dev/zero", "/", "\udcff", "a\0b=1", "-5", "nan", "inf", "-1"}
+# The test may run as root, and these would succeed.
+WRITE_TO_THE_SYSTEM = {("init", "out", "/"), ("schema", "write", "/")}
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    waiting = [("", typer.main.get_command(app))]
+    while waiting:
+        name, command = waiting.pop(0)
+        if below := getattr(command, "commands", None):
+            waiting += [(f"{name} {word}".strip(), sub) for word, sub in below.items()]
+        else:
+            yield name, command
+
+
+COMMANDS = dict(commands())
+
+
+def value_type(parameter: Any) -> type:
+    """The type of one value of a parameter, as its function declares it."""
+    kind = parameter.type_descriptor.annotation
+    while typing.get_origin(kind) is not None:
+        assert typing.get_origin(kind) in (list, typing.Union, types.UnionType)
+        kind = next(part for part in typing.get_args(kind) if part is not type(None))
+    assert isinstance(kind, type)
+    return kind
+
+
+def extreme_values(parameter: Any) -> list[str]:
+    for kind, values in ((bool, []), (Enum, TEXTS), (Path, PATHS), (int, INTEGERS), (float, NUMBERS), (str, TEXTS)):
+        if issubclass(value_type(parameter), kind):
+            return values
+    raise AssertionError(f"{parameter.name}: extreme values of {value_type(parameter)} are not known here")
+
+
+def line_with(name: str, parameter: Any, value: str) -> list[str]:
+    """The command line of ``name`` in which the parameter has the value."""
+    words = list(ARGUMENTS[name])
+    if parameter.param_type_name == "option":
+        option = max(parameter.opts, key=len)
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
+        return [*name.split(), option, value, *words]
+    first_option = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
+    arguments, options = words[:first_option], words[first_option:]
+    position = [one.name for one in COMMANDS[name].params if one.param_type_name == "argument"].index(parameter.name)
+    arguments[position : position + 1] = [value]
+    return [*name.split(), *options, "--", *arguments]
+
+
+class Hang(BaseException):
+    """Nothing of the product catches it."""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    made = make_project(tmp_path_factory.mktemp("above") / "project")
+    (made.root / "parentless.yaml").write_text(PARENTLESS)
+    os.mkfifo(made.root / "pipe")
+    (made.root / "directory").mkdir()
+    (made.root / "empty").touch()
+    (made.root / "loop").symlink_to("loop")
+    return made
+
+
+def require_known_ending(project: Project, line: list[str]) -> None:
+    def hang(*_: object) -> None:
+        raise Hang(f"{PATIENCE_S} s")
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(PATIENCE_S)
+    try:
+        result = project.mergegate(*line)
+    except BaseException as error:
+        pytest.fail(f"{[word[:60] for word in line]}: {type(error).__name__}: {error}")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert result.exit_code in set(EXIT_CODES.values()) - {1}, f"{[word[:60] for word in line]}: {result.output}"
+    assert "Traceback" not in result.output, result.output
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers, workers and the demo's release end where they would begin: their arguments have been read by then."""
+
+    def end(*_: object, **__: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr("flows.cli.server.serve_prefect", end)
+    monkeypatch.setattr("flows.cli.server.os.execve", end)
+    monkeypatch.setattr("flows.cli.app.run_command", end)
+
+
+def check_command(project: Project, name: str, *, quick: bool) -> None:
+    for parameter in COMMANDS[name].params:
+        for value in extreme_values(parameter):
+            if (value in QUICK) == quick and (name, parameter.name, value) not in WRITE_TO_THE_SYSTEM:
+                require_known_ending(project, line_with(name, parameter, value))
+
+
+def test_every_command_has_valid_arguments_here() -> None:
+    assert set(ARGUMENTS) == set(COMMANDS)
+
+
+# ``compare`` starts Prefect's API before it reads its arguments.
+@pytest.mark.parametrize("name", sampled(COMMANDS, set(COMMANDS) - {"compare"}, pytest.mark.long))
+def test_extreme_arguments_end_in_an_exit_code(project: Project, name: str) -> None:
+    check_command(project, name, quick=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", COMMANDS)
+def test_all_other_extreme_arguments_end_in_an_exit_code(project: Project, name: str) -> None:
+    check_command(project, name, quick=False)
+
+
+@pytest.mark.parametrize("value", ["-5", str(-(2**70)), "", "nan"])
+def test_a_seed_is_a_whole_number_from_0(project: Project, value: str) -> None:
+    result = project.mergegate("merge", *ARGUMENTS["merge"], "--seed", value)
+    assert result.exit_code == 2
+    assert "--seed" in result.output
+
+
+def test_every_path_on_the_command_line_has_the_one_parser() -> None:
+    paths = [one for command in COMMANDS.values() for one in command.params if value_type(one) is Path]
+    assert len(paths) > 20
+    assert all(one.type_descriptor.parameter_info.parser is local_path for one in paths)
