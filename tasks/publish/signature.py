@@ -133,8 +133,12 @@ def read_signature(bundle: bytes) -> Signature:
     )
 
 
-def _read_key(file: Path) -> bytes:
-    return read_plain(file, 1 << 20, expected="a key in PEM", remedy=_KEY_COMMANDS)
+def _expected_key(kind: str) -> str:
+    return f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without password"
+
+
+def _read_key(file: Path, kind: str) -> bytes:
+    return read_plain(file, 1 << 20, expected=_expected_key(kind), remedy=_KEY_COMMANDS)
 
 
 def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
@@ -144,7 +148,7 @@ def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
         InvalidInput: when it is no private key of a known curve.
     """
     try:
-        key = serialization.load_pem_private_key(_read_key(file), password=None)
+        key = serialization.load_pem_private_key(_read_key(file, "private"), password=None)
     except (ValueError, TypeError):
         raise _no_key(file, "private") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
@@ -159,7 +163,7 @@ def public_key(file: Path) -> ec.EllipticCurvePublicKey:
         InvalidInput: when it is no public key of a known curve.
     """
     try:
-        key = serialization.load_pem_public_key(_read_key(file))
+        key = serialization.load_pem_public_key(_read_key(file, "public"))
     except ValueError:
         raise _no_key(file, "public") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
@@ -205,7 +209,7 @@ def _no_key(file: Path, kind: str) -> InvalidInput:
     return InvalidInput(
         str(file),
         found=f"no {kind} key for ECDSA",
-        expected=f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without password",
+        expected=_expected_key(kind),
         remedy=_KEY_COMMANDS,
     )
 
