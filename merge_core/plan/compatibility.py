@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from merge_core.architecture import has_own_head, vocabulary_size
+from merge_core.architecture import class_difference, has_own_head, vocabulary_size
 from merge_core.checkpoint import Checkpoint
 from merge_core.checkpoint.vocabulary import each_read_once
 from merge_core.errors import Finding, InvalidInput, finding_of, worst_first
@@ -104,7 +104,7 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
         for step in assembled.steps:
             known[str(step.recipe.name)] = planned_checkpoint(step)
         for part in (*assembled.steps, assembled):
-            findings += unused_tensors(part, known, {finding.where for finding in problems})
+            findings += unused_tensors(part, known, {one.where for one in problems if one.severity == "block"})
             findings += _compare_templates(part, known, accepted)
         if not any(problem.severity == "block" for problem in problems):
             plan = with_findings(assembled, checkpoints, problems)
@@ -135,7 +135,7 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
 def _compare_configs(
     donor: str, first: Checkpoint, name: str, other: Checkpoint, *, aligned: bool
 ) -> Iterator[Finding]:
-    if first.architecture != other.architecture:
+    if class_difference(first, other) == "network":
         yield Finding(
             "block",
             f"{name}: config.json: architectures",
