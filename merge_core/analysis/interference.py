@@ -130,7 +130,7 @@ def measure_interference(
     skipped: dict[str, list[str]] = {}
     origin, parents = by_expert(origin), [by_expert(parent) for parent in parents]
     parents = [in_layout_of(origin, parent) for parent in parents]
-    merge = by_expert(merge) if merge is not None else None
+    merge = in_layout_of(origin, by_expert(merge)) if merge is not None else None
     if merge is not None and stacks(merge.tensors) != stacks(origin.tensors):
         skipped.setdefault("the merge has other layers than its parents", []).extend(merge.tensors)
         merge = None

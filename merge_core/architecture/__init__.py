@@ -4,10 +4,12 @@ What single families do is data, in ``families/``; everything else holds for all
 """
 
 from merge_core.architecture.architecture import (
+    class_difference,
     dtype_in,
     find_tensor,
     has_own_head,
     has_vocabulary_rows,
+    is_base_class,
     is_optional,
     layer_count,
     vocabulary_size,
@@ -19,7 +21,7 @@ from merge_core.architecture.layer_kinds import kinds_of_layer
 from merge_core.architecture.layers import before_layers, layer_place, stacks
 from merge_core.architecture.layouts import in_layout_of
 from merge_core.architecture.meaning import differing_settings
-from merge_core.architecture.parts import main_depth, main_stack, places_outside, prediction_tensors
+from merge_core.architecture.parts import is_of_head, main_depth, main_stack, places_outside, prediction_tensors
 from merge_core.architecture.stacking import LayerOrigin, in_place, stacked_config
 from merge_core.architecture.tensor_kinds import (
     KINDS,
@@ -37,6 +39,7 @@ __all__ = [
     "LayerOrigin",
     "TensorKind",
     "before_layers",
+    "class_difference",
     "described_families",
     "differing_settings",
     "dtype_in",
@@ -47,9 +50,11 @@ __all__ = [
     "in_layout_of",
     "in_place",
     "input_width",
+    "is_base_class",
     "is_embedding",
     "is_head",
     "is_inputs_first",
+    "is_of_head",
     "is_optional",
     "is_projection",
     "is_routed_expert",

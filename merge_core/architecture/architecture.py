@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from merge_core.architecture.families import text_part
 from merge_core.checkpoint import AnyTensor, Checkpoint, DType, config_parts, is_embedding, is_head, ties_embeddings
@@ -25,6 +25,30 @@ LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 def has_vocabulary_rows(name: str) -> bool:
     """Whether the tensor has one row per token: embeddings, heads and their biases."""
     return is_embedding(name) or is_head(name) or bool(_TOKEN_ROWS.match(name))
+
+
+def class_difference(first: Checkpoint, second: Checkpoint) -> Literal["none", "head", "network"]:
+    """Return in what the networks of two checkpoints differ, from ``model_type`` and ``architectures``.
+
+    ``head``: one is the base network of the other's family (``BertModel``), or its config names no class. Models with
+    two different heads, or of two families, differ as networks.
+    """
+    classes = (first.class_name, second.class_name)
+    if classes[0] == classes[1] != "":
+        return "none"
+    families = (first.config.get("model_type"), second.config.get("model_type"))
+    if all(families) and families[0] != families[1]:
+        return "network"
+    if classes[0] == classes[1]:
+        return "none"
+    if not all(classes):
+        return "head"
+    return "head" if all(families) and any(map(is_base_class, classes)) else "network"
+
+
+def is_base_class(name: str) -> bool:
+    """Return whether a class is the base network of a family, without a head: ``BertModel``."""
+    return name.endswith("Model") and "Head" not in name
 
 
 def is_optional(name: str) -> bool:

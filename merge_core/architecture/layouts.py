@@ -1,7 +1,7 @@
-"""Older and newer names of the same tensors: a parent in another layout is read under the donor's names.
+"""Layouts of the same tensors: a parent with older names, or another prefix, is read under the donor's names.
 
-A view: another table over the same bytes. Each tensor keeps the name that it has on disk beside the one that it goes
-by, as a tied head goes by the head's name and is stored as the embedding.
+The result is a view: another table over the same bytes. Each tensor keeps its name on disk next to the name in the
+table, as a tied head has the head's name and is stored as the embedding.
 """
 
 from __future__ import annotations
@@ -11,26 +11,52 @@ from dataclasses import replace
 
 from merge_core.architecture.architecture import is_optional
 from merge_core.architecture.families import find_family
+from merge_core.architecture.layers import layer_place
 from merge_core.checkpoint import Checkpoint
 
 
 def in_layout_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
-    """``other`` under the names of ``donor``; itself where it has them already or no renaming gives them.
+    """Return ``other`` under the names of ``donor``; unchanged if it has them already or no renaming gives them.
 
-    The renamings are those of the donor's family, in both directions. One is taken when it gives every tensor of the
-    donor that all models of an architecture have.
+    The renamings are those of the donor's family, in both directions, and the prefix of the base network (``bert.``,
+    ``model.``, ``transformer.``): models with a head store it, and the base network alone does not. transformers adds
+    or strips that prefix when it loads a model. A family's renaming is taken if it gives every tensor of the donor that
+    all models of an architecture have, a prefix if it makes the layers agree.
     """
-    family = find_family(donor.config)
-    if family is None or donor.tensors.keys() <= other.tensors.keys():
+    if donor.tensors.keys() <= other.tensors.keys():
         return other
     needed = {name for name in donor.tensors if not is_optional(name)}
     if needed <= other.tensors.keys():
         return other
-    for layout in family.layouts:
+    family = find_family(donor.config)
+    for layout in family.layouts if family else ():
         for pairs in (layout, [(new, old) for old, new in layout]):
             renamed = dict(_renamed(other.tensors, pairs))
             if len(renamed) == len(other.tensors) and needed <= renamed.keys():
                 return replace(other, tensors={name: other.tensors[old] for name, old in renamed.items()})
+    return _with_prefix_of(donor, other)
+
+
+def _with_prefix_of(donor: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """Return ``other`` with the donor's prefix of the base network, added or stripped; unchanged if no prefix fits."""
+    mine, theirs = (
+        frozenset(at.stack for name in one.tensors if (at := layer_place(name)) is not None) for one in (donor, other)
+    )
+    if mine & theirs:
+        return other
+    for prefix in sorted({f"{stack.partition('.')[0]}." for stack in mine | theirs if "." in stack}):
+        if all(prefix + stack in mine for stack in theirs):
+            # Heads have no prefix in either layout.
+            names = {
+                prefix + name if layer_place(name) or prefix + name in donor.tensors else name: name
+                for name in other.tensors
+            }
+        elif all(stack.removeprefix(prefix) in mine for stack in theirs):
+            names = {name.removeprefix(prefix): name for name in other.tensors}
+        else:
+            continue
+        if len(names) == len(other.tensors):
+            return replace(other, tensors={new: other.tensors[name] for new, name in names.items()})
     return other
 
 

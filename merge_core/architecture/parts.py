@@ -19,14 +19,18 @@ _BEFORE = frozenset({
     "embed", "embeddings", "embed_tokens", "embed_in", "embed_positions", "position_embeddings", "rotary_emb",
     "tok_embeddings", "word_embeddings", "word_embeddings_layernorm", "wpe", "wte",
 })  # fmt: skip
-_AFTER = frozenset({
-    "norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm",
-    "lm_head", "embed_out", "output", "score", "classifier",
-})  # fmt: skip
+_LAST_NORMS = frozenset({"norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm"})
+_AFTER = _LAST_NORMS | {"lm_head", "embed_out", "output", "score", "classifier"}
 # Parts of a path that say that a stack of layers is not the text's.
 _OTHER_SENSES = ("vision", "visual", "image", "vit", "audio", "speech", "mtp")
 # In a layer that predicts further tokens: what joins the last state with the embedding of the next token.
 _JOINT = "eh_proj.weight"
+
+
+def is_of_head(name: str) -> bool:
+    """Return whether the tensor is outside what all classes of a family share: of a head, or a pooler."""
+    words = name.split(".")
+    return layer_place(name) is None and not _BEFORE.intersection(words) and not _LAST_NORMS.intersection(words)
 
 
 def main_stack(checkpoint: Checkpoint, where: str) -> str:

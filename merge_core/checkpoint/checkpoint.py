@@ -26,6 +26,18 @@ from merge_core.parsing import JsonBounds, read_json
 # That of a mixture of 384 experts in 61 layers has 70,000 tensors and 8 MB.
 _INDEX_BOUNDS = JsonBounds(size=64 << 20)
 
+# Parts of names that wrappers around a model, or around parts of it, add: who adds them, and the model itself.
+_WRAPPERS = {
+    "_orig_mod": ("torch.compile", "model._orig_mod"),
+    "_fsdp_wrapped_module": ("FSDP", "accelerator.unwrap_model(model)"),
+    "_checkpoint_wrapped_module": ("activation checkpointing", "accelerator.unwrap_model(model)"),
+}
+# The same of what may be a name in a network too, unless all tensors begin with it.
+_OUTER_WRAPPERS = {
+    "module": ("DistributedDataParallel or DeepSpeed", "model.module"),
+    "base_model.model": ("PEFT", "model.merge_and_unload()"),
+}
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
@@ -73,11 +85,14 @@ class Checkpoint:
 
     @property
     def architecture(self) -> str:
-        """First of the config's ``architectures``, else its ``model_type``, else an empty text."""
+        """Class name, else the config's ``model_type``, else an empty text."""
+        return self.class_name or str(self.config.get("model_type", ""))
+
+    @property
+    def class_name(self) -> str:
+        """First of the config's ``architectures``; empty if it names none."""
         architectures = self.config.get("architectures")
-        if isinstance(architectures, list) and architectures:
-            return str(architectures[0])
-        return str(self.config.get("model_type", ""))
+        return str(architectures[0] or "") if isinstance(architectures, list) and architectures else ""
 
 
 Headers: TypeAlias = Mapping[Path, Sequence[StoredTensor]]
@@ -121,6 +136,7 @@ def open_checkpoint(
         tensors = _unindexed(directory, known)
     if not tensors:
         raise InvalidInput(str(directory), found="no tensors", expected="a checkpoint with weights")
+    _require_bare_names(tensors)
     settled, config, head_findings = settle_head(tensors, config, directory, remote=known)
     table, config, decoding = decode_quantised(settled, config)
     templates, others = read_chat_templates(companions), list_others(directory, names)
@@ -202,6 +218,27 @@ def _unindexed(directory: Path, elsewhere: Headers) -> dict[str, StoredTensor]:
                 raise _duplicate(tensor, tensors[tensor.name])
             tensors[tensor.name] = tensor
     return tensors
+
+
+def _require_bare_names(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise InvalidInput if the tensors are named as in a wrapper around the model: transformers ignores such names."""
+    for name, tensor in tensors.items():
+        words = name.split(".")
+        for word, (wrapper, inner) in _WRAPPERS.items():
+            if word in words:
+                raise _wrapped(tensor, word, wrapper, inner)
+    for prefix, (wrapper, inner) in _OUTER_WRAPPERS.items():
+        if all(name.startswith(f"{prefix}.") for name in tensors):
+            raise _wrapped(next(iter(tensors.values())), prefix, wrapper, inner)
+
+
+def _wrapped(tensor: StoredTensor, words: str, wrapper: str, inner: str) -> InvalidInput:
+    return InvalidInput(
+        f"{tensor.file}: {tensor.name}",
+        found=f"{words!r} in its name: the model was saved inside a wrapper of {wrapper}",
+        expected="names that transformers can load",
+        remedy=f"save the model itself: {inner}.save_pretrained(...)",
+    )
 
 
 def _duplicate(tensor: StoredTensor, other: StoredTensor) -> InvalidInput:

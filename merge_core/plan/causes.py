@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from merge_core.architecture import layer_count, text_part
+from merge_core.architecture import class_difference, layer_count, text_part
 from merge_core.checkpoint import Checkpoint
 from merge_core.errors import Finding
 
@@ -34,6 +34,11 @@ def different_size(model: str) -> str:
     return f"{model}: size"
 
 
+def different_head(model: str) -> str:
+    """Return the cause of findings about a model whose class has another head than the result, or none."""
+    return f"{model}: head"
+
+
 def different_vocabulary(model: str) -> str:
     """The cause of what comes of a model's number of tokens."""
     return f"{model}: vocabulary"
@@ -42,7 +47,7 @@ def different_vocabulary(model: str) -> str:
 def compare_sizes(donor: str, first: Checkpoint, name: str, other: Checkpoint) -> Iterator[Finding]:
     """One finding that says all sizes in which ``other`` differs from ``first``; none where their configurations agree,
     or are of different architectures."""
-    if first.architecture != other.architecture:
+    if class_difference(first, other) == "network":
         return
     pairs = [("layers", layer_count(other.config), layer_count(first.config))]
     pairs += [(called, stated(other, key), stated(first, key)) for key, called in SIZES.items()]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from merge_core.architecture import differing_settings, has_own_head, vocabulary_size
+from merge_core.architecture import class_difference, differing_settings, has_own_head, vocabulary_size
 from merge_core.checkpoint import DEFAULT, Checkpoint, Companions
 from merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, each_read_once
 from merge_core.errors import Finding, InvalidInput, finding_of, shown, worst_first
@@ -88,7 +88,7 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
         for step in assembled.steps:
             known[str(step.recipe.name)] = planned_checkpoint(step)
         for part in (*assembled.steps, assembled):
-            findings += unused_tensors(part, known, {finding.where for finding in problems})
+            findings += unused_tensors(part, known, {one.where for one in problems if one.severity == "block"})
             findings += _compare_templates(part, known, accepted)
             if part.recipe.output is None:  # An adapter is written without the files of a model.
                 findings += lost_files(part.donor, part.tokenizer, parents_of(part.recipe, part.jobs, known))
@@ -121,7 +121,7 @@ def _planned(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], accepted: fr
 def _compare_configs(
     donor: str, first: Checkpoint, name: str, other: Checkpoint, *, aligned: bool
 ) -> Iterator[Finding]:
-    if first.architecture != other.architecture:
+    if class_difference(first, other) == "network":
         yield Finding(
             "block",
             f"{name}: config.json: architectures",

@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from merge_core.architecture import (
+    class_difference,
     in_layout_of,
     is_embedding,
     is_head,
+    is_of_head,
     is_optional,
     layer_count,
     layer_place,
@@ -23,7 +25,7 @@ from merge_core.architecture import (
 from merge_core.architecture.experts import disk_name
 from merge_core.checkpoint import TEXT_PARTS, AnyTensor, Checkpoint
 from merge_core.errors import Finding
-from merge_core.plan.causes import different_size
+from merge_core.plan.causes import different_head, different_size
 from merge_core.plan.jobs import MergePlan
 
 # What GPTQ and AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8 call what they pack weights into.
@@ -174,7 +176,18 @@ def unused_tensors(plan: MergePlan, checkpoints: Mapping[str, Checkpoint], known
             predictions = prediction_tensors(view)
             left = [name for name in left if name not in predictions]
             left = [name for name in left if layer_place(name) is None and name not in produced]
+        other_head = class_difference(plan.donor, view) == "head"
         for name in left:
+            if other_head and is_of_head(name) and (is_head(name) or not is_optional(name)):
+                yield Finding(
+                    "warn",
+                    f"{model}: {name}",
+                    found=f"left out: the result is of the class of {plan.recipe.donor}, which has no such tensor",
+                    expected="one class for all models",
+                    remedy=f"nothing to do, or make {model} the base_model to get a result with its head",
+                    cause=different_head(model),
+                )
+                continue
             optional = is_optional(name)
             yield Finding(
                 "info" if optional else "block",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from merge_core.architecture import has_own_head, is_embedding, is_head
+from merge_core.architecture import has_own_head, is_base_class, is_embedding, is_head
 from merge_core.checkpoint import AnyTensor, Checkpoint, ties_embeddings, with_tie
 from merge_core.errors import Finding
 from merge_core.recipe import Recipe
@@ -29,7 +29,7 @@ def with_head(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Check
     merged = (str(source.model) for module in recipe.modules for cut in module.slices for source in cut.sources)
     if ties_embeddings(donor.config) is None and any(ties_embeddings(checkpoints[name].config) for name in merged):
         donor = replace(donor, config=with_tie(donor.config, value=True))
-    for name in _untied_models(recipe, checkpoints):
+    for name in _untied_models(recipe, donor, checkpoints):
         head = next(tensor for tensor in checkpoints[name].tensors if is_head(tensor))
         embedding = tied_to(donor, head)
         if embedding is None or embedding.name not in checkpoints[name].tensors:
@@ -51,7 +51,7 @@ def lost_heads(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Chec
     """Models whose own head would have no place in the result, because nothing can stand for the donor's."""
     if has_own_head(donor):
         return
-    for name in _untied_models(recipe, checkpoints):
+    for name in _untied_models(recipe, donor, checkpoints):
         yield Finding(
             "block",
             f"{name}: config.json: tie_word_embeddings",
@@ -61,7 +61,8 @@ def lost_heads(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Chec
         )
 
 
-def _untied_models(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
-    """The merged models that have a head of their own, in the order of the recipe."""
+def _untied_models(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> Iterator[str]:
+    """Yield the merged models that have a head of their own, in the order of the recipe; none for a base network."""
     merged = (str(source.model) for module in recipe.modules for cut in module.slices for source in cut.sources)
-    yield from (name for name in dict.fromkeys(merged) if has_own_head(checkpoints[name]))
+    if not is_base_class(donor.class_name):
+        yield from (name for name in dict.fromkeys(merged) if has_own_head(checkpoints[name]))

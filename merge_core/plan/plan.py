@@ -14,13 +14,16 @@ from typing import Any, Literal
 
 from merge_core.architecture import (
     before_layers,
+    class_difference,
     find_tensor,
     has_vocabulary_rows,
     in_layout_of,
     input_width,
     is_head,
+    is_of_head,
     is_optional,
     is_projection,
+    layer_place,
     with_dtype,
 )
 from merge_core.architecture.experts import by_expert
@@ -40,7 +43,7 @@ from merge_core.checkpoint import (
 )
 from merge_core.errors import Finding, InvalidInput
 from merge_core.plan.alignment import Alignment, align, aligned_config, aligned_generation, unknown_rows
-from merge_core.plan.causes import different_size, different_vocabulary
+from merge_core.plan.causes import different_head, different_size, different_vocabulary
 from merge_core.plan.companions import gather_companions
 from merge_core.plan.consistency import self_consistency, unused_tensors
 from merge_core.plan.filters import lost_filters
@@ -150,9 +153,13 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     structure = _structure(recipe, donor, checkpoints, problems)
     specs = outline(recipe, donor, checkpoints)
     values = ValueTable(recipe)
-    jobs = [job for spec in specs if (job := _job(recipe, spec, alignment, checkpoints, values, problems)) is not None]
+    jobs = [
+        job
+        for spec in specs
+        if (job := _job(recipe, spec, donor, alignment, checkpoints, values, problems)) is not None
+    ]
     problems += lost_filters(recipe, jobs)
-    config = with_dtype(structure, _bulk_dtype(jobs))
+    config = _with_class(with_dtype(structure, _bulk_dtype(jobs)), donor, checkpoints.values())
     tokenizer, rewritten = checkpoints[name], dict[str, bytes | None]()
     if alignment is not None:
         config, lost = aligned_config(config, alignment, name, recipe.where)
@@ -213,6 +220,7 @@ def parents_of(
 def _job(
     recipe: Recipe,
     spec: OutputSpec,
+    donor: Checkpoint,
     alignment: Alignment | None,
     checkpoints: Mapping[str, Checkpoint],
     values: ValueTable,
@@ -220,10 +228,13 @@ def _job(
 ) -> TensorJob | None:
     method, cut = values.method, spec.cut
     found: list[tuple[Source, AnyTensor]] = []
+    headless: list[str] = []
     for source, name in zip(cut.sources, spec.source_names, strict=True):
         tensor = find_tensor(checkpoints[str(source.model)], name)
         if tensor is not None:
             found.append((source, tensor))
+        elif is_of_head(name) and class_difference(donor, checkpoints[str(source.model)]) == "head":
+            headless.append(str(source.model))
         elif not is_optional(name) or is_head(name):
             problems.append(
                 Finding(
@@ -236,12 +247,24 @@ def _job(
                 )
             )
             return None
+    if headless and found:
+        found = [next((item for item in found if item[0].model == recipe.donor), found[0])]
+        problems.append(
+            Finding(
+                "warn",
+                f"{headless[0]}: {spec.name}",
+                found="missing: its class has another head, or none",
+                expected="one class for all models",
+                remedy=f"nothing to do: the result gets the tensor of {found[0][0].model} unchanged",
+                cause=different_head(headless[0]),
+            )
+        )
     if method.base != "ordinary" and cut.base is not None:
         found.sort(key=lambda item: item[0].model != cut.base)  # Stable: the base first, the others in their order.
     if not found:
         return None
     has_base = method.base in ("required", "optional") and found[0][0].model == cut.base
-    if method.base == "required" and not has_base:
+    if method.base == "required" and not has_base and not headless:
         problems.append(
             Finding(
                 "block",
@@ -266,7 +289,7 @@ def _job(
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
     low, _ = method.models
-    alone = len(found) == 1 and method.alone == "copy" and low > 1
+    alone = bool(headless) or (len(found) == 1 and method.alone == "copy" and low > 1)
     own = values.of(spec, found, has_base=has_base, checked=not alone)
     mode: Literal["merge", "copy", "equal"] = "copy" if alone else "merge"
     return TensorJob(
@@ -372,6 +395,19 @@ def _same_shape(name: str, found: Sequence[tuple[Source, AnyTensor]], problems: 
             )
         )
     return same
+
+
+def _with_class(config: Mapping[str, Any], donor: Checkpoint, others: Iterable[Checkpoint]) -> Mapping[str, Any]:
+    """Return the config with the class of a model that has the same tensors outside the layers, if it names none."""
+
+    def outside(checkpoint: Checkpoint) -> set[str]:
+        names = (name for name in checkpoint.tensors if layer_place(name) is None)
+        return {name for name in names if is_head(name) or not is_optional(name)}
+
+    for other in others if not donor.class_name else ():
+        if other.class_name and class_difference(donor, other) == "head" and outside(other) == outside(donor):
+            return {**config, "architectures": [other.class_name]}
+    return config
 
 
 def _bulk_dtype(jobs: Sequence[TensorJob]) -> DType | None:
