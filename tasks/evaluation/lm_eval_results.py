@@ -363,15 +363,15 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
                     remedy="the results were altered, or are of another metric under this name: run lm-eval again",
                 )
         total = reported.get(key)
-        is_number = isinstance(total, (int, float)) and not isinstance(total, bool)
-        if key in reported and not is_number and len(numbers) == len(scores):
+        stated = float(total) if isinstance(total, (int, float)) and not isinstance(total, bool) else None
+        if key in reported and stated is None and len(numbers) == len(scores):
             raise InvalidInput(
                 f"{file.path}: results.{task}.{key}", found=as_written(total), expected="a number", remedy=_ALTERED
             )
         if (
-            is_number
+            stated is not None
             and len(numbers) == len(scores)
-            and math.isclose(math.fsum(numbers) / len(numbers), total, rel_tol=1e-9, abs_tol=1e-9)
+            and math.isclose(math.fsum(numbers) / len(numbers), stated, rel_tol=1e-9, abs_tol=1e-9)
         ):
             yield metric, key
         elif how == "mean":

@@ -154,7 +154,7 @@ def _context_of(place: TokenizerPlace, tokenizer: Any, scoring: Scoring) -> int 
         return None
     if scoring.backend not in ("hf", "served"):  # vLLM computes a longer one where positions are scaled
         return None
-    return resolve_max_length(config, tokenizer)
+    return int(resolve_max_length(config, tokenizer))
 
 
 def _filled_in(template: Callable[..., str], model: str, task: str) -> Callable[..., str]:

@@ -119,7 +119,7 @@ def _client_type() -> type[Any]:
     class Client(LocalCompletionsAPI):  # type: ignore[misc]  # lm-eval's base classes are untyped
         """Cuts text into tokens exactly as the transformers backend does, and records how answers ended."""
 
-        def parse_generations(self, outputs: Any, **more: Any) -> list[str]:  # type: ignore[override]  # static there
+        def parse_generations(self, outputs: Any, **more: Any) -> list[str]:
             texts: list[str] = LocalCompletionsAPI.parse_generations(outputs, **more)
             self.answer_ends = deque(
                 end for one in (outputs if isinstance(outputs, list) else [outputs]) for end in _ends_in(one)
@@ -147,13 +147,15 @@ def _client_type() -> type[Any]:
 def _ends_in(answer: Any) -> list[AnswerEnd]:
     """Return how the answers in a server's response ended, in the order of their prompts."""
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-    counted = (answer.get("usage") or {}).get("completion_tokens") if len(choices) == 1 else None  # of all together
+    usage = answer.get("usage")
+    counted = usage.get("completion_tokens") if isinstance(usage, Mapping) and len(choices) == 1 else None  # of all
     ends = []
     for choice in choices:
         reason = choice.get("finish_reason")
         if reason == "stop" and "stop_reason" in choice and not isinstance(choice["stop_reason"], str):
             reason = "eos"  # vLLM's server: None or the number of a token
-        ends.append(AnswerEnd(reason if reason in ("stop", "eos", "length") else "", counted))
+        known = reason if reason in ("stop", "eos", "length") else ""
+        ends.append(AnswerEnd(known, counted if type(counted) is int else None))
     return ends
 
 
