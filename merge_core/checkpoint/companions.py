@@ -43,10 +43,9 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
     ),
 )
 _KIND = re.compile("|".join(f"(?P<{kind.replace(' ', '_')}>{pattern})" for kind, pattern in _KINDS), re.DOTALL)
-# Files that a tokenizer library builds a tokenizer from. The others only add to these.
-_VOCABULARY = re.compile(
-    r"tokenizer\.json|vocab\.(json|txt)|tekken\.json|[^/]*\.model|[^/]*\.tiktoken|[^/]*\.spm|tokenizer\.model\.v\d+"
-)
+# Files that a library builds a tokenizer from. The others only add to these.
+_VOCABULARY = re.compile(r"tokenizer\.json|vocab\.(json|txt)")
+_BINARY_VOCABULARY = re.compile(r"[^/]*\.(model|tiktoken|spm)|tekken\.json|tokenizer\.model\.v\d+")
 # Other files are pinned, downloaded and compared if their name ends like this.
 _PLAIN_SUFFIXES = (".json", ".txt")
 # Nothing is missing from a merge without these. Names in lower case.
@@ -84,9 +83,19 @@ def is_module_file(name: str) -> bool:
     return "/" in name and companion_kind(name) == "module"
 
 
+def is_binary_vocabulary(name: str) -> bool:
+    """Return whether only its own library reads the vocabulary: SentencePiece, tiktoken, mistral-common."""
+    return _BINARY_VOCABULARY.fullmatch(name) is not None
+
+
+def is_read_template(name: str) -> bool:
+    """Return whether transformers reads a chat template from a file of this name."""
+    return name in (TEMPLATE_FILE, "chat_template.json") or name.startswith(f"{TEMPLATE_FOLDER}/")
+
+
 def has_vocabulary(names: Collection[str]) -> bool:
     """Return whether a tokenizer can be loaded from files of these names."""
-    return any(_VOCABULARY.fullmatch(name) for name in names)
+    return any(_VOCABULARY.fullmatch(name) or is_binary_vocabulary(name) for name in names)
 
 
 def nested_names(directory: Path) -> list[str]:

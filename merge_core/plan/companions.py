@@ -10,7 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from merge_core.checkpoint import MODULES_FILE, TEXT_KINDS, Checkpoint, Companions, Kind, companion_kind
+from merge_core.checkpoint import (
+    MODULES_FILE,
+    TEXT_KINDS,
+    Checkpoint,
+    Companions,
+    Kind,
+    companion_kind,
+    has_vocabulary,
+    is_binary_vocabulary,
+    is_read_template,
+)
 from merge_core.errors import Finding, InvalidInput, shown
 from merge_core.parsing import JsonBounds, parse_json
 from merge_core.recipe import Recipe
@@ -19,6 +29,8 @@ _BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
 # Keys of JSON files that say who wrote the file and when.
 _INCIDENTAL = ("transformers_version", "_from_model_config", "_name_or_path", "name_or_path", "__version__")
 _LABELS: Mapping[Kind, str] = {
+    "tokenizer": "tokenizer files",
+    "chat template": "chat templates",
     "generation settings": "generation settings",
     "processor": "processor files",
     "code": "Python files",
@@ -68,7 +80,7 @@ def _has_own_text(checkpoint: Checkpoint) -> bool:
 def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
     """Yield a finding for each kind of file that parents have and the merge does not carry with the same content.
 
-    Tokenizers and chat templates are compared elsewhere, by what they mean. See :func:`gather_companions` for the
+    What tokenizers, chat templates and modules mean is compared elsewhere. See :func:`gather_companions` for the
     arguments.
     """
     carried = gather_companions(donor, tokenizer, parents)
@@ -78,15 +90,19 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
     for reference, parent in parents.items():
         for name in (*parent.companions, *parent.others):
             kind = companion_kind(name)
-            if kind is None or kind not in _LABELS or (kind == "module" and MODULES_FILE in parent.companions):
-                continue  # Compared by what they mean.
+            if kind is None or (kind == "chat template" and is_read_template(name)):
+                continue
+            if kind == "module" and MODULES_FILE in parent.companions:
+                continue
+            if kind == "tokenizer" and not (is_binary_vocabulary(name) and has_vocabulary(carried.sources)):
+                continue  # Other forms say the same again; that no tokenizer is left is another finding.
             if name not in carried:
                 missing.setdefault(kind, {}).setdefault(reference, []).append(name)
-            elif _content(parent.companions, name) != _content(carried, name):
+            elif kind != "tokenizer" and _content(parent.companions, name) != _content(carried, name):
                 differing.setdefault(kind, {}).setdefault(reference, []).append(name)
     for kind, files in missing.items():
         yield Finding(
-            "warn",
+            "info" if kind == "tokenizer" else "warn",
             f"{next(iter(files))}: {_LABELS[kind]}",
             found=f"not in the result: {_listing(files)}",
             expected="every file that the parents are used with",

@@ -18,8 +18,10 @@ from merge_core.checkpoint.vocabulary import (
     TokenizerDefinition,
     Vocabulary,
     compare_tokenizers,
+    read_settings,
     read_tokenizer,
     read_vocabulary,
+    settings_differences,
     vocabulary_differences,
 )
 from merge_core.errors import Finding, InvalidInput, finding_of
@@ -101,6 +103,9 @@ def _alike(donor: str, own: Mapping[str, Checkpoint], accepted: frozenset[str]) 
         said = list(_vocabulary_findings(donor, reference, name, vocabulary, accepted))
         other = definitions[name]
         if first is None or other is None:
+            if vocabulary is not None:
+                settings = [read_settings(own[one].companions) for one in (donor, name)]
+                said += [_said(one, donor, name, accepted, decided=False) for one in settings_differences(*settings)]
             findings += said
             continue
         said += _misnumbered(name, other)
@@ -191,9 +196,18 @@ def _vocabulary_findings(
             remedy="make sure that it was trained with that tokenizer",
         )
         return
-    if not (reference.is_complete and other.is_complete):
-        shared = sorted(reference.digests.keys() & other.digests.keys())
-        differing = [file for file in shared if reference.digests[file] != other.digests[file]]
+    shared = sorted(reference.digests.keys() & other.digests.keys())
+    differing = [file for file in shared if reference.digests[file] != other.digests[file]]
+    if reference.is_complete and other.is_complete:
+        if differing:
+            yield Finding(
+                "warn",
+                f"{name}: {differing[0]}",
+                found=f"another file than in {donor}; which tokens differ in it was not compared",
+                expected="one vocabulary for every library that reads one of the files",
+                remedy=f"check that {differing[0]} of {donor}, which the result gets, is right for it",
+            )
+    else:
         if differing:
             yield Finding(
                 "block",

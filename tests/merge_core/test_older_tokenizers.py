@@ -18,7 +18,15 @@ from merge_core.checkpoint.vocabulary.pieces import read_pieces
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "tokenizer.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "added_tokens.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+)
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +222,27 @@ def test_another_binary_vocabulary_blocks_without_a_number(pair: Path, name: str
     (pair / "b" / name).unlink()
     assert (found.severity, found.where) == ("block", f"b: {name}")
     assert "which tokens differ" in found.found
+
+
+def test_settings_and_special_tokens_count_next_to_a_model_that_only_a_library_reads(pair: Path) -> None:
+    for name, end in (("a", "</s>"), ("b", "<s>")):
+        (pair / name / "tokenizer.model").write_bytes(sentence_pieces_model(*PIECES))
+        (pair / name / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": name == "a"}))
+        (pair / name / "special_tokens_map.json").write_text(json.dumps({"eos_token": end}))
+    found = {(one.severity, one.where) for one in findings(pair)}
+    assert found == {
+        ("block", "b: tokenizer_config.json: add_bos_token"),
+        ("warn", "b: tokenizer_config.json: eos_token"),
+    }
+
+
+def test_a_binary_file_that_differs_next_to_equal_tokenizers_is_a_warning(pair: Path) -> None:
+    for name in "ab":
+        write_tokenizer(pair / name, byte_level())
+        (pair / name / "tekken.json").write_text(name)
+    (found,) = findings(pair)
+    assert (found.severity, found.where) == ("warn", "b: tekken.json")
+    (pair / "a" / "tekken.json").unlink()
+    (found,) = findings(pair)
+    (pair / "b" / "tekken.json").unlink()
+    assert (found.severity, found.found) == ("info", "not in the result: tekken.json")

@@ -4,11 +4,16 @@ Only files are read and no tokenizer library is imported: what a tokenizer *does
 process of its own. The ids are those that the library gives, which are not always those that the file says.
 """
 
-from merge_core.checkpoint.vocabulary.comparison import SpellingDifference, compare_tokenizers
+from merge_core.checkpoint.vocabulary.comparison import (
+    SpellingDifference,
+    compare_tokenizers,
+    settings_differences,
+)
 from merge_core.checkpoint.vocabulary.definition import (
     TOKENIZER_BOUNDS,
     TokenizerDefinition,
     each_read_once,
+    read_settings,
     read_tokenizer,
 )
 from merge_core.checkpoint.vocabulary.joining import (
@@ -36,9 +41,11 @@ __all__ = [
     "compare_tokenizers",
     "each_read_once",
     "join_tokenizers",
+    "read_settings",
     "read_tokenizer",
     "read_vocabulary",
     "rewritten_files",
+    "settings_differences",
     "sparse_combinations",
     "spelled_bytes",
     "vocabulary_differences",

@@ -75,12 +75,12 @@ def compare_tokenizers(first: TokenizerDefinition, other: TokenizerDefinition) -
         why = f"{theirs}: how text is split was not compared, because {silent} does not say it"
         unknown = SpellingDifference("pre_tokenizer", theirs, why, mine, changes_ids=False)
         merges = _merges(first, other) if first.merges and other.merges else ()
-        return (*merges, *_said(first, other), unknown)
+        return (*merges, *settings_differences(first.settings, other.settings), unknown)
     return (
         *model_differences(first, other),
         *pipeline_differences(first, other),
         *_added(first, other),
-        *_said(first, other),
+        *settings_differences(first.settings, other.settings),
     )
 
 
@@ -142,9 +142,10 @@ def _added(first: TokenizerDefinition, other: TokenizerDefinition) -> Iterator[S
             yield SpellingDifference(key, NAME, shown, f"the same {', '.join(flags)}", changes)
 
 
-def _said(first: TokenizerDefinition, other: TokenizerDefinition) -> Iterator[SpellingDifference]:
+def settings_differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[SpellingDifference]:
+    """Yield differences between settings of two tokenizers (``tokenizer_config.json``)."""
     for key in (*_IDS_OF_SETTINGS, *_ROLES):
-        mine, theirs = (_text_of(one.settings.get(key)) for one in (first, other))
+        mine, theirs = (_text_of(one.get(key)) for one in (first, other))
         if mine is None and theirs is None:
             continue
         if mine != theirs:

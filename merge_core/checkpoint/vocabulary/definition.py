@@ -23,8 +23,9 @@ from merge_core.parsing import JsonBounds
 TOKENIZER_BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
 NAME = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
 MERGES = "merges.txt"
-_FILES = (NAME, SETTINGS, "vocab.json", MERGES, "vocab.txt", "added_tokens.json")
+_FILES = (NAME, SETTINGS, SPECIAL, "vocab.json", MERGES, "vocab.txt", "added_tokens.json")
 _MAX_MERGES_BYTES = 64 << 20
 # Of an added token: how it is found in a text.
 FLAGS = MappingProxyType({"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False})
@@ -42,7 +43,7 @@ class TokenizerDefinition:
         where: Its file, for messages.
         kind: ``BPE``, ``Unigram``, ``WordPiece``, ``WordLevel``, or what else the file says.
         content: ``tokenizer.json``; of older files (``vocab.json``, ``merges.txt``) the same in that form.
-        settings: ``tokenizer_config.json``.
+        settings: ``tokenizer_config.json``, with special tokens of ``special_tokens_map.json``.
         model_ids: Ids of the model's own vocabulary.
         ids: Ids of all tokens, as the library gives them.
         added: Added tokens in the order of the file, each with its flags.
@@ -105,7 +106,7 @@ def each_read_once() -> Iterator[None]:
 
 
 def _read_now(files: Companions) -> TokenizerDefinition | None:
-    settings = files.json(SETTINGS, TOKENIZER_BOUNDS) or {}
+    settings = read_settings(files)
     content = files.json(NAME, TOKENIZER_BOUNDS)
     if content is not None:
         return define(content, settings, files.where(NAME))
@@ -148,6 +149,18 @@ def _older_added(files: Companions, settings: Mapping[str, Any]) -> list[dict[st
     return [
         {**flags.get(token, {}), "content": token, "id": more[token]} for token in sorted(more, key=more.__getitem__)
     ]
+
+
+def read_settings(files: Companions) -> dict[str, Any]:
+    """Return ``tokenizer_config.json``, with the special tokens of ``special_tokens_map.json`` if it lists none itself.
+
+    Raises:
+        InvalidInput: One of the files is not a JSON object.
+    """
+    settings = files.json(SETTINGS, TOKENIZER_BOUNDS) or {}
+    if "added_tokens_decoder" in settings:  # Then transformers does not read the older file.
+        return settings
+    return {**(files.json(SPECIAL, TOKENIZER_BOUNDS) or {}), **settings}
 
 
 def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:

@@ -7,17 +7,13 @@ says so, and nothing fails when it does not: the result just talks nonsense.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from merge_core.checkpoint.companions import Companions, list_companions
-from merge_core.checkpoint.vocabulary.definition import SETTINGS, TOKENIZER_BOUNDS, added_ids, read_tokenizer
+from merge_core.checkpoint.companions import Companions, is_binary_vocabulary, list_companions
+from merge_core.checkpoint.vocabulary.definition import added_ids, read_settings, read_tokenizer
 from merge_core.checkpoint.vocabulary.pieces import read_pieces
-
-# Vocabularies that only their own library reads: SentencePiece, tiktoken, Mistral's tekken.
-_BINARY = re.compile(r"[^/]*\.(model|tiktoken|spm)|tekken\.json|tokenizer\.model\.v\d+")
 
 
 @dataclass(frozen=True)
@@ -52,14 +48,14 @@ def read_vocabulary(source: Companions | Path) -> Vocabulary | None:
         InvalidInput: A tokenizer file that is not what its name says, or is not a plain file in its directory.
     """
     files = list_companions(source) if isinstance(source, Path) else source
-    contents = {name: files.read(name) for name in files if _BINARY.fullmatch(name)}
+    contents = {name: files.read(name) for name in files if is_binary_vocabulary(name)}
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     if (definition := read_tokenizer(files)) is not None:
         return Vocabulary(definition.ids, digests, model_tokens=frozenset(definition.model_ids))
     if not digests:
         return None
     pieces = next((found for content in contents.values() if (found := read_pieces(content)) is not None), None)
-    added = added_ids(files, files.json(SETTINGS, TOKENIZER_BOUNDS) or {})
+    added = added_ids(files, read_settings(files))
     return Vocabulary(added, digests, is_complete=False, model_tokens=None if pieces is None else frozenset(pieces))
 
 
