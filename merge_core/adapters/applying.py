@@ -14,7 +14,7 @@ from typing import Any
 from merge_core.adapters.adapter import AdaptedModule, Adapter
 from merge_core.adapters.names import ExpertPlace, StoredNames
 from merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, BroughtTensor, TrainedRows
-from merge_core.architecture import is_embedding, is_head, ties_embeddings
+from merge_core.architecture import config_parts, is_embedding, is_head, ties_embeddings
 from merge_core.checkpoint import AnyTensor, Checkpoint, StoredTensor
 from merge_core.errors import Finding, InvalidInput
 
@@ -104,9 +104,7 @@ class _Applying:
         self._changed: set[str] = set()
         self._ties = ties_embeddings(base.config)
         self._untied = False
-        kind = base.config.get("model_type")
-        text = base.config.get("text_config")
-        self._kinds = {kind, text.get("model_type") if isinstance(text, Mapping) else None}
+        self._kinds = {part.get("model_type") for part in config_parts(base.config)}
 
     def result(self) -> Checkpoint:
         self._keep_tied()
