@@ -21,6 +21,7 @@ from merge_core.checkpoint import (
     Companions,
     StoredTensor,
     companion_kind,
+    config_parts,
     has_vocabulary,
     read_chat_templates,
     with_chat_templates,
@@ -130,9 +131,7 @@ class _Applying:
         self._changed: set[str] = set()
         self._ties = ties_embeddings(base.config)
         self._untied = False
-        kind = base.config.get("model_type")
-        text = base.config.get("text_config")
-        self._kinds = {kind, text.get("model_type") if isinstance(text, Mapping) else None}
+        self._kinds = {part.get("model_type") for part in config_parts(base.config)}
 
     def result(self) -> Checkpoint:
         self._keep_tied()

@@ -75,7 +75,7 @@ _MOST_LAYERS = 2000
 
 
 @dataclass(frozen=True)
-class Setting:
+class ModelSetting:
     """A setting as a configuration states it.
 
     Args:
@@ -102,7 +102,9 @@ def has_effect(key: str) -> bool:
     return not _NO_EFFECT.search(key) and key not in LAYER_COUNT_KEYS
 
 
-def differing_settings(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[Setting, Setting]]:
+def differing_settings(
+    first: Mapping[str, Any], other: Mapping[str, Any]
+) -> Iterator[tuple[ModelSetting, ModelSetting]]:
     """Yield the settings in which two configurations of one architecture mean different things.
 
     Args:
@@ -112,7 +114,7 @@ def differing_settings(first: Mapping[str, Any], other: Mapping[str, Any]) -> It
     mine, theirs = settings(first), settings(other)
     for name in {**mine, **theirs}:
         known = mine.get(name) or theirs[name]
-        missing = Setting(known.key, None, "missing", known.is_read)
+        missing = ModelSetting(known.key, None, "missing", known.is_read)
         one, two = mine.get(name, missing), theirs.get(name, missing)
         stated = one if two is missing else two
         unset = (one is missing or two is missing) and stated.value in (None, False)
@@ -120,7 +122,7 @@ def differing_settings(first: Mapping[str, Any], other: Mapping[str, Any]) -> It
             yield one, two
 
 
-def settings(config: Mapping[str, Any]) -> dict[str, Setting]:
+def settings(config: Mapping[str, Any]) -> dict[str, ModelSetting]:
     """Return what ``config`` says of the function that a network computes, by name of the setting.
 
     The settings of the language model have plain names (``sliding_window``), wherever the file keeps them.
@@ -136,10 +138,10 @@ def settings(config: Mapping[str, Any]) -> dict[str, Setting]:
     return {**container, **_part_settings(part, defaults, f"{part.key}.")}
 
 
-def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str) -> dict[str, Setting]:
+def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str) -> dict[str, ModelSetting]:
     config, known = part.config, defaults or FamilyDefaults()
     skipped = _ROPE_KEYS | _layer_keys(part)
-    result: dict[str, Setting] = {}
+    result: dict[str, ModelSetting] = {}
     for key, value in config.items():
         name = known.names.get(key, key)
         if not has_effect(key) or not has_effect(name) or key in skipped or name in skipped:
@@ -150,11 +152,11 @@ def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str)
             nested = _part_settings(inner, family_defaults(value.get("model_type")), f"{prefix}{key}.")
             result |= {f"{key}.{inner_name}": setting for inner_name, setting in nested.items()}
         else:
-            result[name] = Setting(prefix + key, _spelled_once(value), is_read=is_read)
+            result[name] = ModelSetting(prefix + key, _spelled_once(value), is_read=is_read)
     for key, value in known.values.items():
         if key not in skipped and has_effect(key):
             source = "derived" if key in known.derived else "default"
-            result.setdefault(key, Setting(prefix + key, _spelled_once(value), source))
+            result.setdefault(key, ModelSetting(prefix + key, _spelled_once(value), source))
     if defaults is None or "num_attention_heads" in known.values:
         _derive_heads(result, prefix)
     _apply_window_flag(result, part, defaults)
@@ -179,19 +181,19 @@ def _layer_keys(part: TextPart) -> set[str]:
     return set(part.family.keys) - valued
 
 
-def _derive_heads(result: dict[str, Setting], prefix: str) -> None:
+def _derive_heads(result: dict[str, ModelSetting], prefix: str) -> None:
     """Fill in the sizes of attention that follow from others where they are null or missing."""
     sizes = {name: setting.value for name, setting in result.items()}
     heads, width = sizes.get("num_attention_heads"), sizes.get("hidden_size")
     if type(heads) is not int or heads < 1:
         return
     if sizes.get("num_key_value_heads") is None:
-        result["num_key_value_heads"] = Setting(f"{prefix}num_key_value_heads", heads, "default")
+        result["num_key_value_heads"] = ModelSetting(f"{prefix}num_key_value_heads", heads, "default")
     if sizes.get("head_dim") is None and type(width) is int:
-        result["head_dim"] = Setting(f"{prefix}head_dim", width // heads, "default")
+        result["head_dim"] = ModelSetting(f"{prefix}head_dim", width // heads, "default")
 
 
-def _apply_window_flag(result: dict[str, Setting], part: TextPart, defaults: FamilyDefaults | None) -> None:
+def _apply_window_flag(result: dict[str, ModelSetting], part: TextPart, defaults: FamilyDefaults | None) -> None:
     """Set the window of attention to null where no layer uses it."""
     flag, window = result.pop("use_sliding_window", None), result.get("sliding_window")
     if window is None or window.value is None:
@@ -221,7 +223,7 @@ def _has_windows(part: TextPart) -> bool:
     return any(re.search("sliding|local|chunk|hybrid", str(kind)) for kind in listed)
 
 
-def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, prefix: str) -> dict[str, Setting]:
+def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, prefix: str) -> dict[str, ModelSetting]:
     """Return base frequency, rotated share and scaling of rotary positions, for each type of layer with its own."""
     usual = defaults.rope if defaults is not None else None
     if usual is None and not any(config.get(key) is not None for key in _ROPE_KEYS):
@@ -230,7 +232,7 @@ def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, p
     stated = config.get(source) or {}
     groups = {key: value for key, value in stated.items() if isinstance(value, Mapping)}
     usual_groups = {key: value for key, value in (usual or {}).items() if isinstance(value, Mapping)}
-    result: dict[str, Setting] = {}
+    result: dict[str, ModelSetting] = {}
     for label in usual_groups or groups or [""]:
         default = usual_groups.get(label, {}) if usual_groups else usual or {}
         is_local = bool(usual_groups) and "sliding" in label
@@ -243,16 +245,16 @@ def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, p
         ):
             outer = next((key for key in spellings if config.get(key) is not None), None)
             if own.get(name) is not None:
-                setting = Setting(path + name, own[name])
+                setting = ModelSetting(path + name, own[name])
             elif outer is not None:
-                setting = Setting(prefix + outer, config[outer])
+                setting = ModelSetting(prefix + outer, config[outer])
             else:
-                setting = Setting(prefix + name, value, "missing" if value is None else "default")
+                setting = ModelSetting(prefix + name, value, "missing" if value is None else "default")
             result[f"{name} {label}"] = setting
         is_stated = bool(own.keys() - {"rope_theta", "partial_rotary_factor"}) or "rope_scaling" in config
         key = path.rstrip(".") if own else f"{prefix}rope_scaling"
         value = _scaling(own if "type" in own else {**default, **own}, config, defaults)
-        result[f"rope_scaling {label}"] = Setting(key, value, "stated" if is_stated else "default")
+        result[f"rope_scaling {label}"] = ModelSetting(key, value, "stated" if is_stated else "default")
     is_read = defaults is None or usual is not None
     return {name: replace(setting, is_read=is_read) for name, setting in result.items()}
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from merge_core import MergePlan
-from merge_core.architecture import TensorKind, input_width, is_projection, is_routed_expert, tensor_kind
+from merge_core.architecture import TensorKind, config_parts, input_width, is_projection, is_routed_expert, tensor_kind
 from merge_core.engine.forecast import Rates
 from merge_core.parsing import open_buffered
 from merge_core.store import HashMemo
@@ -118,11 +117,8 @@ def _inputs(plan: MergePlan) -> list[tuple[int, float]]:
 def _share_of_experts(plan: MergePlan) -> float:
     """Of all experts of a layer, how many a position is sent to; 1 where the configuration does not say."""
     numbers = {int(match[1]) for job in plan.jobs if (match := _NUMBER.search(job.output.name))}
-    for part in (plan.config, plan.config.get("text_config")):
-        asked = part.get("num_experts_per_tok") if isinstance(part, Mapping) else None
-        if numbers and type(asked) is int and 0 < asked <= len(numbers):
-            return asked / len(numbers)
-    return 1.0
+    counts = (part.get("num_experts_per_tok") or 0 for part in config_parts(plan.config))
+    return next((count / len(numbers) for count in counts if 0 < count <= len(numbers)), 1.0)
 
 
 def _positions(text: HeldOutText, documents: int) -> float:
