@@ -450,8 +450,10 @@ def is_recipe(file: Path) -> bool:
 
 
 def _means_recipe(document: Mapping[str, object]) -> bool:
-    """Only recipes say ``merge_method``, or, for a mixture, ``experts``."""
-    return "merge_method" in document or "experts" in document
+    """Whether a document has keys that only recipes have, so that a recipe with a misspelled method is read as one."""
+    if "merge_method" in document or "experts" in document:
+        return True
+    return "recipe" not in document and not document.keys().isdisjoint(("models", "slices", "modules"))
 
 
 def parse_profile(data: Mapping[str, object], where: str) -> Profile:

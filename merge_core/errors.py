@@ -215,7 +215,7 @@ class InvalidFile(InvalidInput):
 
 def _in_a_line(finding: Finding, file: str) -> str:
     """``models[0].model: '': expected a model; write a path``. A warning begins with ``warning: ``."""
-    where = finding.where.removeprefix(file).removeprefix(": ")
+    where = finding.where.removeprefix(file).removeprefix(": ").removeprefix(", ")
     found = f"{where}: {finding.found}" if where else finding.found
     expected = f"expected {finding.expected}" if finding.expected else ""
     line = "; ".join(filter(None, (found, expected, finding.remedy)))

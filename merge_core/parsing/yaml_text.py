@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from merge_core.errors import InvalidInput
+from merge_core.errors import FindingLog, InvalidInput
 from merge_core.parsing.edge import MAX_DIGITS, edge, printable
 from merge_core.parsing.files import read_text
 
@@ -33,6 +33,7 @@ else:
     _SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _TAG = "tag:yaml.org,2002:"
+_AS_TEXT = "text: put it in quotes"
 _PLAIN = tuple(f"{_TAG}{name}" for name in ("null", "bool", "str", "seq", "map"))
 
 
@@ -44,6 +45,10 @@ class StrictLoader(_SafeLoader):
 
     text_keys = True
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.key_faults: list[_KeyFault] = []  # reported together, when the whole text has been read
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
@@ -51,11 +56,12 @@ class StrictLoader(_SafeLoader):
                 continue  # `<<: *anchor` may give defaults that are then overwritten.
             key = self.construct_object(key_node, deep=True)
             if self.text_keys and not isinstance(key, str):
-                raise _KeyFault(f"the key {key!r} is not text", key_node.start_mark, "text: put it in quotes")
+                self.key_faults.append(_KeyFault(f"the key {key!r} is not text", key_node.start_mark, _AS_TEXT))
+                continue
             if not isinstance(key, Hashable):
                 continue  # The super class says so.
             if key in seen:
-                raise _KeyFault(f"{key!r} is written twice", key_node.start_mark, "every key once")
+                self.key_faults.append(_KeyFault(f"{key!r} is written twice", key_node.start_mark, "every key once"))
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -63,7 +69,8 @@ class StrictLoader(_SafeLoader):
         """A number of few digits: Python neither prints long ones nor makes floats of them."""
         if len(node.value) > MAX_DIGITS:
             found = f"a number of {len(node.value)} digits"
-            raise _KeyFault(found, node.start_mark, f"at most {MAX_DIGITS} digits")
+            self.key_faults.append(_KeyFault(found, node.start_mark, f"at most {MAX_DIGITS} digits"))
+            return 0
         return yaml.SafeLoader.yaml_constructors[node.tag](self, node)
 
 
@@ -153,17 +160,34 @@ def parse_yaml(
         try:
             _check_bounds(text, where, loader)
             # The loader makes plain values only, as safe_load does.
-            documents = [document for document in yaml.load_all(text, Loader=loader) if document is not None]
+            documents, faults = _loaded(text, loader)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark
-            place = f"{where}, line {mark.line + 1}, column {mark.column + 1}" if mark else where
-            if isinstance(error, _KeyFault):
-                raise InvalidInput(place, found=str(error.problem), expected=error.expected) from None
+            place = f"{where}, {_line(mark)}" if mark else where
             problem = _IN_WORDS.get(str(error.problem), str(error.problem))
             raise InvalidInput(place, found=f"not YAML: {problem}", expected=expected) from None
+        log = FindingLog()
+        for fault in sorted(faults, key=lambda fault: fault.problem_mark.index if fault.problem_mark else 0):
+            log.fault(f"{where}, {_line(fault.problem_mark)}", found=str(fault.problem), expected=fault.expected)
+        log.raise_faults(where)
         if "\\" in text:  # escapes are the only way for half a character into a text
             printable(documents, where)
         return documents
+
+
+def _loaded(text: str, loader: type[StrictLoader]) -> tuple[list[Any], list[_KeyFault]]:
+    """Return the documents that are not empty, and what is valid YAML but not accepted."""
+    reader, documents = loader(text), []
+    try:
+        while reader.check_data():  # type: ignore[no-untyped-call]  # of PyYAML's stubs
+            documents.append(reader.get_data())
+    finally:
+        reader.dispose()
+    return [document for document in documents if document is not None], reader.key_faults
+
+
+def _line(mark: yaml.Mark | None) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}" if mark else "at its end"
 
 
 def _check_bounds(text: str, where: str, loader: type[StrictLoader]) -> None:

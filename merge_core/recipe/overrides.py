@@ -43,7 +43,7 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], where
     """
     if not changes:
         raise InvalidInput(where, found="nothing", expected="a change of the recipe")
-    if "experts" in recipe:
+    if recipe.get("experts") is not None and not recipe.get("models"):
         raise InvalidInput(
             where,
             found="changes of a mixture of experts",
@@ -90,7 +90,7 @@ def fit_to_method(recipe: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _parameters_in(value: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    found = value.get(_PARAMETERS, {})
+    found = value.get(_PARAMETERS) or {}
     if not isinstance(found, Mapping):
         raise InvalidInput(f"{where}: {_PARAMETERS}", found=f"{found!r:.60}", expected="parameters by name")
     return found

@@ -101,6 +101,17 @@ def test_many_plain_values_are_read_and_a_text_over_the_limit_is_refused_by_its_
         parse_yaml("a: [" + "1," * 300_000 + "]", "x")
 
 
+def test_all_keys_that_are_not_accepted_are_in_one_answer() -> None:
+    text = "a: 1\na: 2\n1: x\nb: {c: 1, c: 2}\nd: " + "9" * 50
+    with pytest.raises(InvalidInput) as caught:
+        parse_yaml(text, "x")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "x: 4 faults"
+    assert [line.partition(":")[0].strip() for line in lines[1:]] == [
+        f"line {line}, column {column}" for line, column in ((2, 1), (3, 1), (4, 11), (5, 4))
+    ]
+
+
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 4000))
 def test_only_what_aliases_add_is_counted(values: int, aliases: int, length: int) -> None:
     """The sum over aliases of the size of their anchor decides, whatever else the text holds."""
