@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from tasks.checkpoints import Model
 
 
+AnswerReason = Literal["stop", "eos", "length", "context", ""]
+
+
 class AnswerEnd(NamedTuple):
     """How a generated answer ended.
 
@@ -30,7 +33,7 @@ class AnswerEnd(NamedTuple):
 
     # stop: a stop string; eos: an end-of-text token; length: the most tokens that an answer may have; context: the end
     # of the model's context before that; '': unknown. A server's 'stop' may also be an end-of-text token.
-    reason: Literal["stop", "eos", "length", "context", ""] = ""
+    reason: AnswerReason = ""
     tokens: int | None = None  # that were generated, with the one that ended it; None: unknown
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from merge_core.errors import InvalidInput
-from tasks.evaluation.backends.contract import AnswerEnd, Backend, BackendScoring
+from tasks.evaluation.backends.contract import AnswerEnd, AnswerReason, Backend, BackendScoring
 
 if TYPE_CHECKING:
     from tasks.checkpoints import Model
@@ -154,8 +154,8 @@ def _ends_in(answer: Any) -> list[AnswerEnd]:
         reason = choice.get("finish_reason")
         if reason == "stop" and "stop_reason" in choice and not isinstance(choice["stop_reason"], str):
             reason = "eos"  # vLLM's server: None or the number of a token
-        known = reason if reason in ("stop", "eos", "length") else ""
-        ends.append(AnswerEnd(known, counted if type(counted) is int else None))
+        known: Mapping[object, AnswerReason] = {"stop": "stop", "eos": "eos", "length": "length"}
+        ends.append(AnswerEnd(known.get(reason, ""), counted if type(counted) is int else None))
     return ends
 
 
