@@ -13,7 +13,8 @@ import re
 from dataclasses import dataclass
 
 from merge_core import MergePlan
-from merge_core.architecture import TensorKind, config_parts, input_width, is_projection, is_routed_expert, tensor_kind
+from merge_core.architecture import TensorKind, input_width, is_projection, is_routed_expert, tensor_kind
+from merge_core.checkpoint import config_parts
 from merge_core.engine.forecast import Rates
 from merge_core.parsing import open_buffered
 from merge_core.store import HashMemo
