@@ -24,12 +24,12 @@ from tiny_families import FAMILIES, LAYERS, TOKENS, TinyFamily
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import merge_core.architecture
+from merge_core import architecture
 from merge_core import Finding, load_recipe, open_checkpoint, preflight
 from merge_core.architecture import described_families, differing_settings, kinds_of_layer, text_part
 from merge_core.architecture.meaning import _LENGTHS, _ROPE_KEYS, has_effect
 
-DEFAULTS = Path(merge_core.architecture.__file__).parent / "defaults.json"
+DEFAULTS = Path(architecture.__file__).parent / "defaults.json"
 OPTIONAL_READ = re.compile(r'getattr\((?:self\.)?config, "(\w+)"(?:, ([^()]+))?\)')
 # Keys that checks of their own compare, and those that decide which network is built.
 NOT_VARIED = {"model_type", "vocab_size", "num_hidden_layers", "tie_word_embeddings"}
