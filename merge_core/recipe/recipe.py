@@ -551,7 +551,8 @@ def _method_of(content: Mapping[str, Any], where: str, log: FindingLog) -> Metho
         return methods[near[0]]
     every = {parameter.name: parameter for method in methods.values() for parameter in method.parameters}
     lenient = (replace(one, scope="input", default=None, minimum=None, maximum=None) for one in every.values())
-    return replace(methods["linear"], name="any method", base="optional", models=(1, None), parameters=tuple(lenient))
+    some = next(iter(methods.values()))
+    return replace(some, name="any method", base="optional", models=(1, None), parameters=tuple(lenient))
 
 
 def _mixture_of(written: Mapping[str, Any], where: str, directory: Path | None, log: FindingLog) -> Recipe:

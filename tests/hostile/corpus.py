@@ -339,7 +339,7 @@ RECIPES: Mapping[str, str | bytes] = {
     "deep-mapping": "{a: " * DEEP,
     "deep-blocks": "".join(" " * n + "a:\n" for n in range(600)),
     "aliases": bomb(),
-    "aliases-in-models": "x: &x [1]\n" + RECIPE,
+    "aliases-in-models": "base_model: &x [1]\n" + RECIPE,
     "alias-of-itself": "a: &a [*a]",
     "alias-of-nothing": RECIPE + "name: *nothing",
     "alias-of-a-long-text": "a: &a " + "x" * 100_000 + "\nb: [" + "*a," * 5000 + "]",
@@ -391,7 +391,7 @@ RECIPES: Mapping[str, str | bytes] = {
     "template-a-list": RECIPE + "chat_template: [a]\n",
     "dtype-a-mapping": RECIPE + "dtype: {a: b}\n",
     "megabyte": "# " + "x" * 1_000_000 + "\n" + RECIPE,
-    "values-many": RECIPE + "name: [" + "a," * 200_000 + "]\n",
+    "values-many": RECIPE + "dtype: [" + "a," * 200_000 + "]\n",
     "escapes": 'merge_method: "\\e[2J\\e]0;owned\\a"\nmodels: []\n',
     "filters-many": RECIPE.replace("0.5", "[" + "{filter: a, value: 1}," * 8000 + "]"),
 }
