@@ -83,8 +83,6 @@ def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentSco
     theirs = read_task(find_results(written), "board").outcomes
     plain: dict[str, Any] = {"answer": "", "ended": (), "answer_tokens": ()}
     ours, whole = (sorted(row._replace(**plain) for row in rows) for rows in (scored, theirs))
-        sorted(row._replace(answer="", ended=(), answer_tokens=()) for row in rows) for rows in (scored, theirs)
-    )
     assert [row._replace(outcome=0.0) for row in ours] == [row._replace(outcome=0.0) for row in whole]
     judged = [[row.outcome for row in rows if row.metric != "prob,none"] for rows in (ours, whole)]
     assert judged[0] == judged[1]
