@@ -23,6 +23,7 @@ from merge_core.checkpoint import (
 )
 from merge_core.errors import Finding, InvalidInput, shown
 from merge_core.parsing import JsonBounds, parse_json
+from merge_core.plan.special_ids import GENERATION
 from merge_core.recipe import Recipe
 
 _BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
@@ -37,6 +38,8 @@ _LABELS: Mapping[Kind, str] = {
     "module": "sentence-transformers files",
     "other": "other files",
 }
+# What decides the result is compared elsewhere: vocabularies, and tokens that end a text.
+_MINOR = frozenset[Kind](("tokenizer", "generation settings"))
 _SHOWN = 4  # files of a parent, and parents, that one finding lists
 
 
@@ -96,13 +99,15 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
                 continue
             if kind == "tokenizer" and not (is_binary_vocabulary(name) and has_vocabulary(carried.sources)):
                 continue  # Other forms say the same again; that no tokenizer is left is another finding.
+            if kind == "generation settings" and _content(parent.companions, name) == "{}":
+                continue  # Token ids alone.
             if name not in carried:
                 missing.setdefault(kind, {}).setdefault(reference, []).append(name)
             elif kind != "tokenizer" and _content(parent.companions, name) != _content(carried, name):
                 differing.setdefault(kind, {}).setdefault(reference, []).append(name)
     for kind, files in missing.items():
         yield Finding(
-            "info" if kind == "tokenizer" else "warn",
+            "info" if kind in _MINOR else "warn",
             f"{next(iter(files))}: {_LABELS[kind]}",
             found=f"not in the result: {_listing(files)}",
             expected="every file that the parents are used with",
@@ -111,7 +116,7 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
         )
     for kind, files in differing.items():
         yield Finding(
-            "info" if kind == "generation settings" else "warn",
+            "info" if kind in _MINOR else "warn",
             f"{next(iter(files))}: {_LABELS[kind]}",
             found=f"the result gets other content for {_listing(files)}",
             expected="the same content in every model",
@@ -190,7 +195,8 @@ def _content(files: Companions, name: str) -> bytes | str | None:
     except InvalidInput:
         return content
     if isinstance(value, dict):
-        value = {key: item for key, item in value.items() if key not in _INCIDENTAL}
+        ids = "_token_id" if name == GENERATION else ()  # which are compared as tokens
+        value = {key: item for key, item in value.items() if key not in _INCIDENTAL and not key.endswith(ids)}
     return json.dumps(value, sort_keys=True)
 
 
