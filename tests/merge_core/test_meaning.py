@@ -24,8 +24,7 @@ from tiny_families import FAMILIES, LAYERS, TOKENS, TinyFamily
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from merge_core import architecture
-from merge_core import Finding, load_recipe, open_checkpoint, preflight
+from merge_core import Finding, architecture, load_recipe, open_checkpoint, preflight
 from merge_core.architecture import described_families, differing_settings, kinds_of_layer, text_part
 from merge_core.architecture.meaning import _LENGTHS, _ROPE_KEYS, has_effect
 
@@ -110,7 +109,7 @@ def reported(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     ]
 
 
-def layer_kinds(config: dict[str, Any]) -> list[Any]:
+def kinds_per_layer(config: dict[str, Any]) -> list[Any]:
     return [kinds_of_layer(text_part(config), index, LAYERS, "config.json") for index in range(LAYERS)]
 
 
@@ -173,7 +172,7 @@ def test_every_key_that_changes_the_logits_is_reported(name: str) -> None:
                 continue
             changed += 1
             both = reported(made.config, config) and reported(config, made.config)
-            if not both and layer_kinds(config) == layer_kinds(made.config):
+            if not both and kinds_per_layer(config) == kinds_per_layer(made.config):
                 silent.append((key, other))
             break
     assert silent == []
@@ -205,7 +204,7 @@ def test_spellings_are_reported_where_the_logits_differ_and_nowhere_else(
         assert reported(one, two) == []
         return
     same = torch.allclose(answers[0], answers[1], rtol=1e-4, atol=1e-5)
-    assert (reported(one, two) == [] and layer_kinds(one) == layer_kinds(two)) == same
+    assert (reported(one, two) == [] and kinds_per_layer(one) == kinds_per_layer(two)) == same
 
 
 THETAS = st.sampled_from([10_000.0, 500_000.0, 1_000_000])
